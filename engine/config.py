@@ -1,0 +1,174 @@
+"""Settings of an engine, and the loader that both packages read their settings with.
+
+A setting comes from, weakest first: its default, the TOML file, the environment (KVASIR_<SECTION>_<SETTING>), a flag.
+Nothing else reads the environment. Unknown keys and bad values stop the start with a ConfigError that says which
+setting, where it came from and what would be right. No torch here: `kvasir --help` must be quick.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.protocol import HashName
+
+ENVIRONMENT_PREFIX = "KVASIR_"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message says which, where, and what would be right."""
+
+
+class Section(BaseModel):
+    """A frozen group of settings. Each field has a default, and a description that starts with its unit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class EngineSettings(Section):
+    """[engine]: the bundled engine; `kvasir serve` hands these to every engine it starts."""
+
+    model: str = Field("demo", description="Folder or hub id of a decoder-only causal LM; `demo` is the bundled one.")
+    revision: str | None = Field(None, description="Hub revision of the model; the default branch when not set.")
+    served_name: str | None = Field(
+        None, description="Name that clients ask for; the model's id or the folder's name when not set."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="What the model computes in; `auto` is what it was saved in, if this machine is quick at it.",
+    )
+    device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU when there is one.")
+    listen: str = Field(
+        "127.0.0.1:8090", description="Where gateways connect: `host:port`, or `unix:PATH` for a socket file."
+    )
+    advertise: str | None = Field(
+        None, description="URL under which gateways on other machines reach this engine; `listen` when not set."
+    )
+    secret: str | None = Field(
+        None, description="Shared with the gateways; an engine that has one refuses connections without it."
+    )
+    block_size: Annotated[int, Field(ge=4, le=1024)] = Field(16, description="Tokens per block.")
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
+        2 << 30, description="Bytes of memory for the keys and values of all blocks."
+    )
+    max_context_tokens: Annotated[int, Field(ge=16)] | None = Field(
+        None, description="Tokens of prompt and completion together; what the model was made for when not set."
+    )
+    max_sequences: Annotated[int, Field(ge=1, le=4096)] = Field(64, description="Sequences that run at the same time.")
+    max_waiting: Annotated[int, Field(ge=1)] = Field(4096, description="Sequences that wait in the engine at most.")
+    step_tokens: Annotated[int, Field(ge=16)] = Field(
+        1024, description="Tokens computed in one step: all running decodes plus chunks of prefills."
+    )
+    prefill_grid_tokens: Annotated[int, Field(ge=16)] = Field(
+        256, description="Tokens; a prefill is cut only at multiples of this, so that a warm answer equals a cold one."
+    )
+    threads: Annotated[int, Field(ge=0)] = Field(
+        0, description="CPU threads of one engine; 0 leaves one core to the gateway and shares the rest."
+    )
+    hash_name: HashName = Field("xxh3_128", description="Hash of the block chain; a hit is verified in any case.")
+    heartbeat_s: Annotated[float, Field(gt=0)] = Field(2.0, description="Seconds between renewals of the index lease.")
+    lease_s: Annotated[float, Field(gt=0)] = Field(
+        10.0, description="Seconds after which the index of an engine that fell silent is gone."
+    )
+    drain_s: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="Seconds that running sequences get to end after SIGTERM."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
+
+
+_Root = TypeVar("_Root", bound=BaseModel)
+
+
+def load(root: type[_Root], *, file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> _Root:
+    """Reads the settings of `root`, a model whose fields are sections.
+
+    file     a TOML file, or None
+    environ  KVASIR_<SECTION>_<SETTING>=value; variables without the prefix are not looked at
+    flags    {"section.setting": value} from the command line; None means not given
+    Raises ConfigError for a missing file, bad TOML, unknown keys and values of the wrong type or range.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    if file is not None:
+        values = _read_toml(file)
+        origin = {
+            f"{name}.{key}": str(file) for name, table in values.items() if isinstance(table, dict) for key in table
+        }
+    known = {f"{section}.{key}" for section, model in sections(root).items() for key in model.model_fields}
+    for variable, text in environ.items():
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            path = _variable_path(variable, known)
+            _put(values, path, text)
+            origin[path] = f"environment variable {variable}"
+    for path, value in flags.items():
+        if value is not None:
+            _put(values, path, value)
+            origin[path] = f"flag {flag_name(path)}"
+    try:
+        return root.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item, origin, file) for item in error.errors())) from None
+
+
+def sections(root: type[BaseModel]) -> dict[str, type[Section]]:
+    """The sections of a settings model by name, without lists of tables."""
+    return {
+        name: spec.annotation
+        for name, spec in root.model_fields.items()
+        if isinstance(spec.annotation, type) and issubclass(spec.annotation, Section)
+    }
+
+
+SHORT_FLAGS: dict[str, str] = {}
+"""Settings whose flag is shorter than --section-setting. Filled by the packages' own config files."""
+
+
+def flag_name(path: str) -> str:
+    """`engine.block_size` -> `--engine-block-size`, or its short form."""
+    return SHORT_FLAGS.get(path) or "--" + path.replace(".", "-").replace("_", "-")
+
+
+def variable_name(path: str) -> str:
+    """`engine.block_size` -> `KVASIR_ENGINE_BLOCK_SIZE`."""
+    return ENVIRONMENT_PREFIX + path.replace(".", "_").upper()
+
+
+def _variable_path(variable: str, known: set[str]) -> str:
+    for path in known:
+        if variable_name(path) == variable:
+            return path
+    raise ConfigError(f"environment variable {variable}: there is no such setting (docs/configuration.md lists all)")
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: there is no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read as TOML: {error}") from None
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    section, _, key = path.partition(".")
+    table = values.setdefault(section, {})
+    if isinstance(table, dict):  # anything else is reported by the validation
+        table[key] = value
+
+
+def _explain(item: Any, origin: Mapping[str, str], file: Path | None) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    setting = ".".join(str(part) for part in item["loc"][:2])
+    where = origin.get(setting) or (str(file) if file else "default")
+    if item["type"] == "extra_forbidden":
+        return f"{path} ({where}): there is no such setting (docs/configuration.md lists all)"
+    shown = "" if _is_secret(path) or item["type"] == "missing" else f", not {item['input']!r}"
+    return f"{path} ({where}): {item['msg'][:1].lower()}{item['msg'][1:]}{shown}"
+
+
+def _is_secret(path: str) -> bool:
+    return any(word in path for word in ("key", "secret", "url"))

@@ -1,0 +1,370 @@
+"""The contract between gateways and engines: block identity, wire values, Redis key names.
+
+Both sides import this module and nothing else of each other. Standard library and xxhash only, so that a gateway
+without torch, a test or a benchmark can speak to an engine.
+
+Knows nothing about models, HTTP or Redis clients. Its neighbours are engine/server.py and gateway/engines/bundled.py,
+the two ends of the stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, Literal
+
+import xxhash
+
+PROTOCOL_VERSION: Final = 1
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Block identity
+#
+#   chain_0 = H(namespace, every field tagged and length-prefixed)
+#   chain_i = H(chain_{i-1} || token ids of block i, little-endian uint32)
+#
+# A digest is a hint and never a proof: the engine compares the stored token ids before it reuses a block.
+# ---------------------------------------------------------------------------------------------------------------------
+
+DIGEST_BYTES: Final = 16
+TOKEN_BYTES: Final = 4  # little-endian uint32, as array("I") holds them on every platform we run on
+
+HashName = Literal["xxh3_128", "sha256"]
+
+
+def _xxh3_128(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def _sha256_128(data: bytes) -> bytes:
+    """SHA-256 cut to 128 bits, so that digests have one width everywhere (NIST SP 800-107, section 5.1)."""
+    return hashlib.sha256(data).digest()[:DIGEST_BYTES]
+
+
+HASHES: Final[dict[HashName, Callable[[bytes], bytes]]] = {"xxh3_128": _xxh3_128, "sha256": _sha256_128}
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything besides the tokens that makes KV vectors differ. Two equal namespaces may share blocks."""
+
+    weights: str  # fingerprint of the weights and their revision
+    dtype: str  # dtype the model computes in, e.g. "bfloat16"
+    kv_dtype: str  # dtype of the stored keys and values
+    block_size: int  # tokens per block
+    adapter: str = ""  # fingerprint of an adapter, empty without one
+    quantization: str = ""  # scheme of quantised weights, empty without one
+    hash_name: HashName = "xxh3_128"
+    salt: str = ""  # the tenant's share of the identity; an engine announces its namespace with an empty one
+
+    def root(self) -> bytes:
+        """chain_0: the digest that every chain in this namespace starts from. DIGEST_BYTES long."""
+        parts = [b"kvasir-block-chain-v1"]
+        for spec in fields(self):
+            value = str(getattr(self, spec.name)).encode("utf-8", "surrogatepass")
+            tag = spec.name.encode()
+            parts.append(struct.pack("<II", len(tag), len(value)) + tag + value)
+        return HASHES[self.hash_name](b"".join(parts))
+
+
+def chain_digests(
+    parent: bytes, tokens: bytes | memoryview, block_size: int, hash_name: HashName = "xxh3_128"
+) -> bytes:
+    """Digests of every full block in `tokens`, one after the other.
+
+    parent      digest of the block before, or Namespace.root()
+    tokens      token ids, TOKEN_BYTES each; a tail shorter than a block is left out
+    Returns (num_full_blocks * DIGEST_BYTES) bytes; empty when no block is full.
+    """
+    digest, width, out = HASHES[hash_name], block_size * TOKEN_BYTES, []
+    view = memoryview(tokens)
+    for start in range(0, len(view) - width + 1, width):
+        parent = digest(parent + view[start : start + width])
+        out.append(parent)
+    return b"".join(out)
+
+
+def split_digests(packed: bytes) -> list[bytes]:
+    """The digests of a packed run, in order."""
+    return [packed[i : i + DIGEST_BYTES] for i in range(0, len(packed), DIGEST_BYTES)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Redis: what the index holds. The tag in braces keeps all keys of one model in one cluster slot.
+# ---------------------------------------------------------------------------------------------------------------------
+
+Tier = Literal["gpu", "host", "disk"]  # "gpu" is where the model runs, which may be a CPU
+TIER_CODES: Final[dict[Tier, bytes]] = {"gpu": b"g", "host": b"h", "disk": b"d"}
+
+ENGINES_KEY: Final = "kvasir:engines"  # sorted set: incarnation -> Unix second at which its announcement expires
+
+
+def announcement_key(incarnation: str) -> str:
+    """String with a TTL: the JSON announcement (see Hello.to_json, plus "url") of one engine incarnation."""
+    return f"kvasir:engine:{incarnation}"
+
+
+def blocks_key(model: str, incarnation: str) -> str:
+    """Hash with a TTL: digest -> TIER_CODES byte + decimal block id. It lives as long as the heartbeat renews it."""
+    tag = xxhash.xxh3_64_hexdigest(model.encode())
+    return f"kvasir:{{{tag}}}:blocks:{incarnation}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stream: WebSocket binary messages, each `uint32 header length | header, JSON | payload`
+#
+#   gateway -> engine   submit, abort
+#   engine  -> gateway  hello (first), blocks (a snapshot next, then changes), step (one per step of the engine)
+#
+# Sequence numbers ("seq") are chosen by the gateway and unique within its connection. A connection that closes aborts
+# every sequence it carried.
+# ---------------------------------------------------------------------------------------------------------------------
+
+STREAM_PATH: Final = "/v1/stream"  # WebSocket
+TOKENIZER_PATH: Final = "/v1/tokenizer"  # GET -> JSON, see TokenizerFiles
+HEALTH_PATH: Final = "/health"  # GET -> 200 when ready, 503 while draining
+STATS_PATH: Final = "/v1/stats"  # GET -> JSON, the engine's own counters
+SECRET_HEADER: Final = "x-kvasir-secret"
+
+Lane = Literal["online", "batch"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one sequence is continued. temperature 0 is greedy; top_k 0 and top_p 1 switch their filters off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_ids: tuple[int, ...] = ()  # token ids that end the sequence and are not returned as text
+    ignore_eos: bool = False
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Sampling:
+        bias = tuple((int(token), float(value)) for token, value in data.pop("logit_bias", ()))
+        return cls(logit_bias=bias, stop_ids=tuple(data.pop("stop_ids", ())), **data)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A new sequence. `digests` covers the full blocks of `tokens`, under the namespace with `salt` filled in."""
+
+    seq: int
+    tokens: bytes  # token ids, TOKEN_BYTES each
+    digests: bytes  # DIGEST_BYTES each
+    sampling: Sampling
+    salt: str = ""
+    lane: Lane = "online"
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The gateway no longer wants this sequence. Answered by nothing; late updates for it are to be ignored."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What an engine says of itself before anything else."""
+
+    incarnation: str  # new at every start of the process
+    model: str  # name under which the model is served
+    namespace: Namespace  # with an empty salt
+    context_tokens: int  # prompt + completion must fit
+    vocab_size: int
+    num_blocks: int
+    max_sequences: int  # sequences that run at the same time
+    eos_ids: tuple[int, ...]
+    tokenizer: str  # fingerprint of what TOKENIZER_PATH returns
+    created: int  # Unix second at which the engine started
+    version: int = PROTOCOL_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Hello:
+        namespace = Namespace(**data.pop("namespace"))
+        return cls(namespace=namespace, eos_ids=tuple(data.pop("eos_ids")), **data)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvents:
+    """Blocks that can be hit from now on, and blocks that cannot any more. `reset` starts from an empty table."""
+
+    stored: bytes = b""  # packed digests, parents before children
+    removed: bytes = b""  # packed digests, children before parents
+    reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy an engine is, at the end of a step."""
+
+    waiting: int = 0  # sequences admitted and not yet running
+    running: int = 0
+    prefill_backlog: int = 0  # tokens of waiting and running sequences still to be prefilled
+    free_blocks: int = 0  # never written, or holding nothing that can be hit
+    cached_blocks: int = 0  # unreferenced, can be hit, can be evicted
+    live_blocks: int = 0  # referenced by a sequence; free + cached + live == total
+    prefill_tokens_per_s: float = 0.0  # moving averages; 0 before anything was measured
+    decode_tokens_per_s: float = 0.0
+    draining: bool = False
+
+
+@dataclass(slots=True)
+class SequenceUpdate:
+    """What one step did for one sequence. The first update of a sequence carries cached_tokens and the two times."""
+
+    seq: int
+    tokens: list[int] = field(default_factory=list)  # new tokens; a stop token is not among them
+    cached_tokens: int | None = None  # prompt tokens whose blocks were reused
+    queue_ms: float | None = None  # from arrival at the engine to the first scheduled step
+    prefill_ms: float | None = None  # from the first scheduled step to the first token
+    finish: FinishReason | None = None
+    stop_id: int | None = None  # the stop token, when one ended the sequence
+    error: str | None = None  # what went wrong, when finish is "error"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFrame:
+    """Everything one step did for the sequences of one gateway."""
+
+    updates: list[SequenceUpdate]
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a gateway needs to render and tokenise for a model, without having its files."""
+
+    tokenizer_json: str  # the file of the tokenizers library
+    chat_template: str | None
+    special_tokens: dict[str, str]  # names a template may use ("bos_token", "eos_token", ...) -> text
+    add_bos: bool  # a plain completion prompt starts with the tokeniser's own prefix
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TokenizerFiles:
+        return cls(**data)
+
+    def fingerprint(self) -> str:
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json(), sort_keys=True).encode())
+
+
+GatewayMessage = Submit | Abort
+EngineMessage = Hello | BlockEvents | StepFrame
+
+_HEADER = struct.Struct("<I")
+
+
+class ProtocolError(ValueError):
+    """A message that this version of the protocol cannot read."""
+
+
+def _join(header: dict[str, Any], payload: bytes = b"") -> bytes:
+    head = json.dumps(header, separators=(",", ":")).encode()
+    return _HEADER.pack(len(head)) + head + payload
+
+
+def _split(message: bytes) -> tuple[dict[str, Any], bytes]:
+    try:
+        (size,) = _HEADER.unpack_from(message)
+        if len(message) < _HEADER.size + size:
+            raise ProtocolError(f"header of {size} bytes in a message of {len(message)}")
+        header = json.loads(message[_HEADER.size : _HEADER.size + size])
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"unreadable message of {len(message)} bytes: {error}") from None
+    if not isinstance(header, dict):
+        raise ProtocolError("the header is not an object")
+    return header, message[_HEADER.size + size :]
+
+
+def encode(message: GatewayMessage | EngineMessage) -> bytes:
+    """One stream message. `decode` is its inverse."""
+    match message:
+        case Submit():
+            header = {
+                "op": "submit",
+                "seq": message.seq,
+                "tokens": len(message.tokens) // TOKEN_BYTES,
+                "salt": message.salt,
+                "lane": message.lane,
+                "request_id": message.request_id,
+                "sampling": asdict(message.sampling),
+            }
+            return _join(header, message.tokens + message.digests)
+        case Abort():
+            return _join({"op": "abort", "seq": message.seq})
+        case StepFrame():
+            rows: list[list[Any]] = []
+            flat: list[int] = []
+            for update in message.updates:
+                row: list[Any] = [update.seq, len(update.tokens)]
+                extra = {key: value for key in _UPDATE_EXTRAS if (value := getattr(update, key)) is not None}
+                if extra:
+                    row.append(extra)
+                rows.append(row)
+                flat += update.tokens
+            header = {"op": "step", "updates": rows, "load": asdict(message.load)}
+            return _join(header, struct.pack(f"<{len(flat)}I", *flat))
+        case BlockEvents():
+            header = {"op": "blocks", "stored": len(message.stored), "reset": message.reset}
+            return _join(header, message.stored + message.removed)
+        case Hello():
+            return _join({"op": "hello", **message.to_json()})
+
+
+def decode(message: bytes) -> GatewayMessage | EngineMessage:
+    """The inverse of `encode`. Raises ProtocolError for anything else."""
+    header, payload = _split(message)
+    op = header.pop("op", None)
+    try:
+        match op:
+            case "submit":
+                cut = header.pop("tokens") * TOKEN_BYTES
+                tokens, digests = payload[:cut], payload[cut:]
+                if len(tokens) != cut or len(digests) % DIGEST_BYTES:
+                    raise ProtocolError("the payload of a submit is cut short")
+                return Submit(
+                    tokens=tokens, digests=digests, sampling=Sampling.from_json(header.pop("sampling")), **header
+                )
+            case "abort":
+                return Abort(**header)
+            case "step":
+                return StepFrame(list(_updates(header["updates"], payload)), Load(**header["load"]))
+            case "blocks":
+                cut = header["stored"]
+                return BlockEvents(stored=payload[:cut], removed=payload[cut:], reset=header["reset"])
+            case "hello":
+                if header.get("version") != PROTOCOL_VERSION:
+                    raise ProtocolError(f"the engine speaks version {header.get('version')}, not {PROTOCOL_VERSION}")
+                return Hello.from_json(header)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise ProtocolError(f"bad {op!r} message: {error}") from None
+    raise ProtocolError(f"unknown message {op!r}")
+
+
+_UPDATE_EXTRAS: Final = ("cached_tokens", "queue_ms", "prefill_ms", "finish", "stop_id", "error")
+
+
+def _updates(rows: list[list[Any]], payload: bytes) -> Iterator[SequenceUpdate]:
+    flat = struct.unpack(f"<{len(payload) // TOKEN_BYTES}I", payload)
+    start = 0
+    for seq, count, *extra in rows:
+        tokens = list(flat[start : start + count])
+        start += count
+        yield SequenceUpdate(seq, tokens, **(extra[0] if extra else {}))
