@@ -127,7 +127,7 @@ STREAM_PATH: Final = "/v1/stream"  # WebSocket
 TOKENIZER_PATH: Final = "/v1/tokenizer"  # GET -> JSON, see TokenizerFiles
 HEALTH_PATH: Final = "/health"  # GET -> 200 when ready, 503 while draining
 STATS_PATH: Final = "/v1/stats"  # GET -> JSON, the engine's own counters
-SECRET_HEADER: Final = "x-kvasir-secret"
+SECRET_HEADER: Final = "x-kvasir-secret"  # noqa: S105 - the name of a header
 
 Lane = Literal["online", "batch"]
 FinishReason = Literal["stop", "length", "abort", "error"]
