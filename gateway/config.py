@@ -1,0 +1,208 @@
+"""Settings of the gateway and of `kvasir serve`: one frozen section per stage. Read with engine.config.load.
+
+A section goes to the stage it is named after and to nobody else; app.py hands them out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.config import SHORT_FLAGS, EngineSettings, Section
+
+SHORT_FLAGS.update(
+    {
+        "server.host": "--host",
+        "server.port": "--port",
+        "server.data_dir": "--data-dir",
+        "server.log_level": "--log-level",
+        "redis.url": "--redis-url",
+        "engines.count": "--engines",
+        "engines.urls": "--engine-urls",
+        "engine.model": "--model",
+        "engine.revision": "--revision",
+        "engine.served_name": "--served-name",
+        "engine.dtype": "--dtype",
+        "engine.device": "--device",
+        "engine.listen": "--listen",
+        "engine.block_size": "--block-size",
+        "engine.kv_cache_bytes": "--kv-cache-bytes",
+        "engine.max_context_tokens": "--max-context-tokens",
+        "engine.threads": "--threads",
+    }
+)
+
+
+class ServerSettings(Section):
+    """[server]: the HTTP side of the gateway."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; `0.0.0.0` for every interface.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8080, description="TCP port; 0 takes a free one.")
+    data_dir: Path = Field(
+        Path(".kvasir"), description="Folder for what must survive a restart (the embedded Redis); made when missing."
+    )
+    max_body_bytes: Annotated[int, Field(ge=1024)] = Field(
+        32 << 20, description="Bytes; a larger request body is refused with 413."
+    )
+    max_json_depth: Annotated[int, Field(ge=8, le=900)] = Field(
+        128, description="Levels; a request body nested deeper is refused with 400."
+    )
+    request_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds that one request may take altogether."
+    )
+    keep_alive_s: Annotated[float, Field(gt=0)] = Field(
+        75.0, description="Seconds that an idle client connection is kept open."
+    )
+    shutdown_s: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="Seconds that requests in flight get to end after SIGTERM."
+    )
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(
+        3, description="Engines that are tried before the first byte is sent."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
+
+
+class RedisSettings(Section):
+    """[redis]: where the index lives."""
+
+    url: str | None = Field(
+        None, description="`redis://`, `rediss://` or `unix://` URL; without one, an own Redis is started."
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        0.25, description="Seconds that one Redis command may take before the memory index answers instead."
+    )
+    retry_s: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Seconds without Redis after a failure, before it is asked again."
+    )
+    max_memory_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
+        256 << 20, description="Bytes that the embedded Redis may use."
+    )
+
+
+class PromptSettings(Section):
+    """[prompt]: rendering and tokenising."""
+
+    segment_memo_bytes: Annotated[int, Field(ge=0)] = Field(
+        256 << 20, description="Bytes of text and tokens that the segment memo of one model holds; 0 switches it off."
+    )
+    chain_memo_bytes: Annotated[int, Field(ge=0)] = Field(
+        64 << 20, description="Bytes of block hashes that the chain memo of one model holds; 0 switches it off."
+    )
+    thread_chars: Annotated[int, Field(ge=0)] = Field(
+        20_000, description="Characters of new text from which on tokenising leaves the event loop for a thread."
+    )
+
+
+class RoutingSettings(Section):
+    """[routing]: which engine gets a prompt."""
+
+    prefill_weight: Annotated[float, Field(ge=0)] = Field(
+        4.0, description="Factor on a request's own prefill time against the time it waits for others."
+    )
+    prefill_tokens_per_s: Annotated[float, Field(gt=0)] = Field(
+        1000.0, description="Tokens per second assumed of an engine that has not measured its own prefill yet."
+    )
+
+
+class QueueSettings(Section):
+    """[queue]: the online lane."""
+
+    max_waiting: Annotated[int, Field(ge=0)] = Field(
+        1024, description="Requests that wait for a place, over all tenants; the next one gets 429."
+    )
+    max_waiting_per_tenant: Annotated[int, Field(ge=0)] = Field(
+        512, description="Requests of one tenant that wait for a place; the next one gets 429."
+    )
+    max_wait_s: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="Seconds that a request waits for a place before it gets 503."
+    )
+    places_per_engine: Annotated[int, Field(ge=0)] = Field(
+        0, description="Requests that one engine works on; 0 takes twice what the engine runs at a time."
+    )
+
+
+class EnginesSettings(Section):
+    """[engines]: the bundled engines behind this gateway."""
+
+    count: Annotated[int, Field(ge=0, le=64)] = Field(
+        1, description="Engines that `kvasir serve` starts on this machine and starts again when they end."
+    )
+    urls: tuple[str, ...] = Field(
+        (), description="Engines that run already: `http://host:port` or `unix:PATH`; several separated by commas."
+    )
+    discover: bool = Field(True, description="Also use the engines that announce themselves in the same Redis.")
+    connect_timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="Seconds to reach an engine.")
+    reconnect_max_s: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="Seconds between tries to reach a lost engine, at most."
+    )
+    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds that a started engine may take to load its model."
+    )
+    buffer_updates: Annotated[int, Field(ge=16)] = Field(
+        65536, description="Updates of one sequence that wait for a slow client before it is given up."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_urls(cls, data: object) -> object:
+        if isinstance(data, dict) and isinstance(data.get("urls"), str):
+            return {**data, "urls": tuple(url for url in data["urls"].split(",") if url)}
+        return data
+
+
+class AuthSettings(Section):
+    """[auth]: who may ask for the admin pages."""
+
+    admin_keys: tuple[str, ...] = Field((), description="Keys for /admin, besides no tenant's requests.")
+
+
+class TenantSettings(Section):
+    """[[tenants]]: one tenant and its keys. Without any, the server is open and everybody is one tenant."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        ..., description="Name in logs, metrics and the block namespace; letters, digits and `._-`."
+    )
+    keys: Annotated[tuple[Annotated[str, Field(min_length=8)], ...], Field(min_length=1)] = Field(
+        ..., description="API keys of this tenant, 8 characters or more."
+    )
+
+
+class Settings(BaseModel):
+    """Everything that `kvasir serve` and `kvasir gateway` can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    server: ServerSettings = ServerSettings()
+    auth: AuthSettings = AuthSettings()
+    tenants: tuple[TenantSettings, ...] = ()
+    redis: RedisSettings = RedisSettings()
+    engines: EnginesSettings = EnginesSettings()
+    engine: EngineSettings = EngineSettings()
+    prompt: PromptSettings = PromptSettings()
+    routing: RoutingSettings = RoutingSettings()
+    queue: QueueSettings = QueueSettings()
+
+    @model_validator(mode="after")
+    def _keys_belong_to_one(self) -> Settings:
+        seen: dict[str, str] = dict.fromkeys(self.auth.admin_keys, "auth.admin_keys")
+        names: set[str] = set()
+        for tenant in self.tenants:
+            if tenant.name in names:
+                raise ValueError(f"tenants: the name {tenant.name!r} is there twice")
+            names.add(tenant.name)
+            for key in tenant.keys:
+                if key in seen:
+                    raise ValueError(f"tenants: a key of {tenant.name!r} is also in {seen[key]}")
+                seen[key] = f"tenant {tenant.name!r}"
+        return self
+
+
+class EngineProcessSettings(BaseModel):
+    """Everything that `kvasir engine` can be told: its own section, and the Redis to publish to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: EngineSettings = EngineSettings()
+    redis: RedisSettings = RedisSettings()

@@ -1,0 +1,144 @@
+"""What can go wrong on the way of a request, with HTTP status and retry rule. No wire format here: each dialect in
+api/ writes these in its own shape.
+
+    KvasirError                    500  server_error            retry: yes
+    +-- BadRequestError            400  invalid_request_error   retry: no, the request itself is wrong
+    |   +-- ContextLengthError     400  context_length_exceeded
+    |   +-- UnsupportedError       400  unsupported_parameter   what Kvasir does not do, never ignored
+    +-- UnauthorizedError          401  invalid_api_key         retry: no
+    +-- ForbiddenError             403                          retry: no
+    +-- NotFoundError              404                          retry: no
+    |   +-- ModelNotFoundError     404  model_not_found
+    +-- MethodNotAllowedError      405  (Allow)                 retry: no
+    +-- BodyTooLargeError          413                          retry: no
+    +-- QueueFullError             429  rate_limit_exceeded     retry: after retry_after_s
+    +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s
+    |   +-- NoEngineError          503                          the model is known, its engines are away
+    |   +-- DeadlineError          503                          waited longer than the client's or our limit
+    +-- EngineLostError            502                          the street retries it before the first byte
+    +-- EngineFailedError          500                          the engine refused or failed this sequence
+"""
+
+from __future__ import annotations
+
+
+class KvasirError(Exception):
+    """Base of everything that a client can be told. `message` is written for the client."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        if code is not None:
+            self.code = code
+
+
+class BadRequestError(KvasirError):
+    """`param` is the path of the wrong field, as in `messages[0].role`."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(BadRequestError):
+    """The prompt, or prompt and asked-for completion, is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, context_tokens: int, prompt_tokens: int, asked_tokens: int, *, param: str) -> None:
+        asked = (
+            f"you requested {prompt_tokens + asked_tokens} tokens ({prompt_tokens} in the {param}, "
+            f"{asked_tokens} in the completion)"
+            if asked_tokens
+            else f"your {param} resulted in {prompt_tokens} tokens"
+        )
+        super().__init__(
+            f"This model's maximum context length is {context_tokens} tokens. However, {asked}. "
+            f"Please reduce the length of the {param}{' or completion' if asked_tokens else ''}.",
+            param=param,
+        )
+
+
+class UnsupportedError(BadRequestError):
+    """A parameter or value that is valid for the API and that Kvasir does not carry out."""
+
+    code = "unsupported_parameter"
+
+
+class UnauthorizedError(KvasirError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class ForbiddenError(KvasirError):
+    status = 403
+    type = "invalid_request_error"
+
+
+class NotFoundError(KvasirError):
+    status = 404
+    type = "invalid_request_error"
+
+
+class ModelNotFoundError(NotFoundError):
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model `{model}` does not exist or you do not have access to it.", param="model")
+
+
+class MethodNotAllowedError(KvasirError):
+    status = 405
+    type = "invalid_request_error"
+
+
+class BodyTooLargeError(KvasirError):
+    status = 413
+    type = "invalid_request_error"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The request body is larger than the limit of {limit_bytes} bytes (server.max_body_bytes).")
+
+
+class QueueFullError(KvasirError):
+    status = 429
+    type = "requests"
+    code = "rate_limit_exceeded"
+
+
+class OverloadedError(KvasirError):
+    status = 503
+    type = "server_error"
+    code = "server_is_overloaded"
+
+
+class NoEngineError(OverloadedError):
+    def __init__(self, model: str, retry_after_s: float) -> None:
+        super().__init__(f"No engine that serves `{model}` is reachable at the moment.", retry_after_s=retry_after_s)
+
+
+class DeadlineError(OverloadedError):
+    """The request waited longer than it may."""
+
+
+class EngineLostError(KvasirError):
+    """The connection to the engine ended while it worked on the request."""
+
+    status = 502
+
+
+class EngineFailedError(KvasirError):
+    """The engine is alive and cannot do this one."""

@@ -1,0 +1,215 @@
+"""The way of a request, in numbered steps. Each stage is a small Protocol here; app.py brings the real ones.
+
+    1. (responses) was it answered before?            a later stage
+    2. prompts     render, split, tokenise what is new, chain the block hashes
+    3. index       who holds the longest part of this prompt?
+    4. router      where will the first token come soonest?
+    5. queue       wait for a place
+    6. engine      stream the tokens; detokenise; stop; meter
+    7. (responses) remember the answer                a later stage
+
+What a failing stage does is written where it is called. Only api/stream.py consumes `answer`, through aclosing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from engine.protocol import Hello, Load, Sampling, SequenceUpdate
+from gateway.errors import ContextLengthError, DeadlineError, EngineFailedError, EngineLostError
+from gateway.types import EncodedPrompt, Event, Finished, Request, Started, Tenant, TextDelta, Usage
+
+log = logging.getLogger(__name__)
+
+
+class TextDecoder(Protocol):
+    """Tokens of one answer into text. Holds back unfinished characters and what may become a stop string."""
+
+    stopped: bool  # a stop string was met; what follows is not part of the answer
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that became certain with these tokens, possibly empty."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer."""
+        ...
+
+
+class Prompts(Protocol):
+    """Step 2. One tokeniser and template per model, loaded when its first engine joined."""
+
+    async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
+        """Raises BadRequestError for what the template refuses."""
+        ...
+
+    def decoder(self, model: Hello, stop: tuple[str, ...]) -> TextDecoder: ...
+
+
+class Index(Protocol):
+    """Step 3. Never raises: an index that is down has found nothing."""
+
+    async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
+        """Leading blocks of `digests` that each engine holds; engines without any may be missing."""
+        ...
+
+
+class Engine(Protocol):
+    """Step 6. One engine that has said hello."""
+
+    @property
+    def name(self) -> str:
+        """Short, stable while the engine is configured; what headers, logs and metrics show."""
+        ...
+
+    @property
+    def hello(self) -> Hello: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    def generate(
+        self, prompt: EncodedPrompt, sampling: Sampling, request: Request
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        """Closing it aborts the sequence. Raises EngineLostError, and EngineFailedError for this sequence alone."""
+        ...
+
+
+class Registry(Protocol):
+    """Which engines there are. Joined, reachable and not draining."""
+
+    def serving(self, model: str) -> Sequence[Engine]:
+        """Never empty. Raises ModelNotFoundError, and NoEngineError when the model's engines are away."""
+        ...
+
+
+class Router(Protocol):
+    """Step 4. Pure."""
+
+    def choose(self, engines: Sequence[Engine], prompt_tokens: int, cached_tokens: Mapping[str, int]) -> Engine:
+        """`cached_tokens` by incarnation. `engines` is not empty."""
+        ...
+
+
+class Queue(Protocol):
+    """Step 5. A bounded number of sequences per engine."""
+
+    def place(self, engine: Engine, tenant: Tenant, deadline_s: float) -> AbstractAsyncContextManager[None]:
+        """Raises QueueFullError at once, DeadlineError after waiting, EngineLostError when the engine went away."""
+        ...
+
+
+class Street:
+    """Holds the stages. Knows no dialect, no Redis and no HTTP."""
+
+    def __init__(
+        self, *, prompts: Prompts, index: Index, registry: Registry, router: Router, queue: Queue, max_attempts: int
+    ) -> None:
+        self._prompts = prompts
+        self._index = index
+        self._registry = registry
+        self._router = router
+        self._queue = queue
+        self._max_attempts = max_attempts
+
+    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Started, any number of TextDeltas, Finished. Raises a KvasirError instead of, or after, any of them."""
+        # 2. Render and tokenise. All engines of a model share tokeniser and context.
+        model = self._registry.serving(request.model)[0].hello
+        prompt = await self._prompts.encode(request, model)
+        sampling = _fit(request, prompt, model)
+        request.trace.prompt_tokens = prompt.num_tokens
+        request.trace.tokenized_tokens = prompt.new_tokens
+
+        lost: set[str] = set()
+        for attempt in range(1, self._max_attempts + 1):
+            # 3. + 4. Choose among the engines that are there now, but not one that was just lost.
+            engine = await self._choose(request, prompt, lost)
+            waited_s = time.monotonic()
+            try:
+                # 5. Wait for a place.
+                async with self._queue.place(engine, request.tenant, request.deadline_s):
+                    now = time.monotonic()
+                    request.trace.queue_ms += (now - waited_s) * 1e3
+                    request.trace.overhead_ms = (now - request.received_s) * 1e3 - request.trace.queue_ms
+                    # 6. Stream.
+                    async with aclosing(self._generate(request, prompt, sampling, engine)) as events:
+                        async for event in events:
+                            yield event
+                    return
+            except EngineLostError:
+                # Before the first byte another engine takes over; after it the dialect ends the stream with an error.
+                if request.trace.first_token_ms is not None or attempt == self._max_attempts:
+                    raise
+                lost.add(engine.hello.incarnation)
+                request.trace.retries = attempt
+                log.warning(
+                    "engine %s was lost before the first token; request %s goes on", engine.name, request.request_id
+                )
+
+    async def _choose(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> Engine:
+        engines = self._registry.serving(request.model)
+        engines = [engine for engine in engines if engine.hello.incarnation not in lost] or engines
+        block_size = engines[0].hello.namespace.block_size
+        held = await self._index.find(request.model, prompt.digests, [engine.hello.incarnation for engine in engines])
+        cached = {incarnation: blocks * block_size for incarnation, blocks in held.items()}
+        return self._router.choose(engines, prompt.num_tokens, cached)
+
+    async def _generate(
+        self, request: Request, prompt: EncodedPrompt, sampling: Sampling, engine: Engine
+    ) -> AsyncGenerator[Event, None]:
+        trace, decoder = request.trace, self._prompts.decoder(engine.hello, request.stop)
+        trace.engine = engine.name
+        async with aclosing(engine.generate(prompt, sampling, request)) as updates:
+            async for update in updates:
+                if update.finish == "error":
+                    raise EngineFailedError(update.error or "The engine failed on this request.")
+                if trace.first_token_ms is None:
+                    _meter_start(request, prompt, engine, update)
+                    yield Started(engine.name, trace.prompt_tokens, trace.cached_tokens)
+                trace.completion_tokens += len(update.tokens) + (update.stop_id is not None)
+                if text := decoder.feed(update.tokens):
+                    yield TextDelta(text)
+                if decoder.stopped or update.finish in ("stop", "length"):
+                    if not decoder.stopped and (text := decoder.flush()):
+                        yield TextDelta(text)
+                    trace.finish = "stop" if decoder.stopped or update.finish == "stop" else "length"
+                    yield _finished(request)
+                    return
+                if time.monotonic() > request.deadline_s:
+                    raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
+        raise EngineLostError(f"Engine {engine.name} ended the answer without a reason.")
+
+
+def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:
+    """Checks the prompt against the context and settles max_tokens, where 0 stands for all that is left."""
+    room = model.context_tokens - prompt.num_tokens
+    asked = request.sampling.max_tokens
+    if room < max(asked, 1):
+        raise ContextLengthError(model.context_tokens, prompt.num_tokens, asked, param=request.prompt_param)
+    return request.sampling if asked else replace(request.sampling, max_tokens=room)
+
+
+def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update: SequenceUpdate) -> None:
+    trace, block_size = request.trace, engine.hello.namespace.block_size
+    trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
+    trace.queue_ms += update.queue_ms or 0.0
+    trace.cached_tokens = update.cached_tokens or 0
+    whole = prompt.num_tokens // block_size * block_size
+    trace.cache_write_tokens = max(0, whole - trace.cached_tokens)
+
+
+def _finished(request: Request) -> Finished:
+    trace = request.trace
+    usage = Usage(
+        prompt_tokens=trace.prompt_tokens,
+        completion_tokens=trace.completion_tokens,
+        cached_tokens=trace.cached_tokens,
+        cache_write_tokens=trace.cache_write_tokens,
+    )
+    return Finished("stop" if trace.finish == "stop" else "length", usage)

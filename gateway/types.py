@@ -1,0 +1,158 @@
+"""What travels along the street: requests, encoded prompts, events. Values only, no behaviour beyond derived numbers.
+
+Dialects in api/ make Requests and turn Events back into their wire formats; every stage in between sees only these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from engine.protocol import TOKEN_BYTES, Lane, Sampling
+
+ANONYMOUS = "anonymous"
+"""The tenant of a server without configured keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who pays and whose cache it is."""
+
+    name: str
+    admin: bool = False  # may read /admin and everybody's figures
+
+    @property
+    def salt(self) -> str:
+        """The tenant's part of the namespace: blocks with another salt are never found, compared or timed."""
+        return f"tenant:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages as the chat template wants them: "role" and "content" (a string), "tool_calls", "name", ..."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text that is continued as it is. Special strings in it are text, not tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids that are continued as they are, TOKEN_BYTES each; nothing is put in front of them."""
+
+    tokens: bytes
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+PromptParam = Literal["messages", "prompt", "input"]
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
+
+    engine: str | None = None
+    lane: Lane = "online"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    completion_tokens: int = 0
+    tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
+    retries: int = 0
+    overhead_ms: float = 0.0  # the gateway's own time before the engine had the request, waiting in a queue excluded
+    queue_ms: float = 0.0  # waiting for a place, in the gateway and in the engine
+    first_token_ms: float | None = None  # from arrival
+    finish: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to be generated. `sampling.max_tokens` 0 means up to the context's end."""
+
+    request_id: str
+    tenant: Tenant
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    received_s: float  # monotonic clock
+    deadline_s: float  # monotonic clock; nothing is waited for past it
+    stop: tuple[str, ...] = ()  # strings that end the answer and are not part of it
+    prompt_param: PromptParam = "messages"  # the name of the prompt in error messages
+    lane: Lane = "online"
+    trace: Trace = field(default_factory=Trace)
+
+    def with_sampling(self, **changes: Any) -> Request:
+        """The same request with some sampling fields replaced."""
+        return replace(self, sampling=replace(self.sampling, **changes))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as engines and index know it.
+
+    tokens   token ids, TOKEN_BYTES each
+    digests  chain digests of its full blocks, DIGEST_BYTES each, under the tenant's namespace
+    """
+
+    tokens: bytes
+    digests: bytes
+    new_tokens: int = 0  # tokens of segments that were not in the memo
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer. prompt_tokens includes cached_tokens and cache_write_tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.cache_write_tokens + other.cache_write_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first event of every answer: an engine has the request and its first token is there."""
+
+    engine: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """A piece of the answer: whole characters only, and nothing that may yet turn out to be part of a stop string."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of every answer that did not fail."""
+
+    reason: Literal["stop", "length"]
+    usage: Usage
+
+
+Event = Started | TextDelta | Finished
