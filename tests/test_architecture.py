@@ -1,0 +1,94 @@
+"""Who may import whom. The street stays a straight street because this test reads every import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STAGES = ("prompt", "responses", "index", "routing", "queues", "engines")
+FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.config"}
+SOURCES = sorted(path for package in ("gateway", "engine") for path in (ROOT / package).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of what a file imports, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            for alias in node.names:
+                inner = ROOT / module.replace(".", "/") / alias.name
+                yield f"{module}.{alias.name}" if inner.with_suffix(".py").exists() or inner.is_dir() else module
+
+
+def ours(path: Path) -> set[str]:
+    return {name for name in imports(path) if name.split(".")[0] in ("gateway", "engine")}
+
+
+def foreign(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_follow_the_street(path: Path) -> None:
+    module = module_name(path)
+    room = module.split(".")[1] if "." in module else ""
+    used = ours(path) - {module, "gateway", "engine"}
+    if module.startswith("engine"):
+        assert not {name for name in used if name.startswith("gateway")}, "the engine never imports the gateway"
+    elif module in FOUNDATION:
+        allowed = FOUNDATION | {"engine.protocol"} | ({"engine.config"} if module == "gateway.config" else set())
+        assert used <= allowed, "the foundation imports nothing above it"
+    elif room in STAGES:
+        outside = {name for name in used if not name.startswith(f"gateway.{room}")}
+        assert outside <= FOUNDATION | {"engine.protocol"}, "stages never import each other"
+    elif module == "gateway.street":
+        assert used <= FOUNDATION | {"engine.protocol"}, "the street declares its stages as protocols"
+    elif room in ("api", "admin"):
+        allowed_rooms = ("gateway.api", "gateway.admin", "gateway.street")
+        outside = {name for name in used if not name.startswith(allowed_rooms)}
+        assert outside <= FOUNDATION | {"engine.protocol"}, "the dialects import the street, not its stages"
+    elif module not in ("gateway.app", "gateway.cli"):
+        assert used <= FOUNDATION | {"engine.protocol", "engine.config"}, f"{module}: a room of its own"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if module_name(path).startswith("gateway")], ids=module_name)
+def test_no_torch_below_the_gateway(path: Path) -> None:
+    assert not foreign(path) & {"torch", "transformers", "safetensors", "numpy"}
+
+
+def test_the_protocol_needs_only_the_standard_library_and_xxhash() -> None:
+    import sys
+
+    outside = foreign(ROOT / "engine/protocol.py") - set(sys.stdlib_module_names)
+    assert outside == {"xxhash"}
+
+
+@pytest.mark.parametrize("name", ["blocks", "eviction", "scheduler", "sequence"])
+def test_the_engine_decides_without_torch(name: str) -> None:
+    assert "torch" not in foreign(ROOT / f"engine/{name}.py")
+
+
+def test_the_engine_package_itself_imports_nothing() -> None:
+    assert not list(imports(ROOT / "engine/__init__.py"))
+
+
+def test_only_the_configuration_and_the_command_line_read_the_environment() -> None:
+    readers = {
+        module_name(path)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    }
+    assert readers <= {"gateway.cli"}
