@@ -170,7 +170,7 @@ class TenantSettings(Section):
 
 
 class Settings(BaseModel):
-    """Everything that `kvasir serve` and `kvasir gateway` can be told."""
+    """Everything that `kvasir serve`, `kvasir gateway` and `kvasir engine` can be told."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -197,12 +197,3 @@ class Settings(BaseModel):
                     raise ValueError(f"tenants: a key of {tenant.name!r} is also in {seen[key]}")
                 seen[key] = f"tenant {tenant.name!r}"
         return self
-
-
-class EngineProcessSettings(BaseModel):
-    """Everything that `kvasir engine` can be told: its own section, and the Redis to publish to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    engine: EngineSettings = EngineSettings()
-    redis: RedisSettings = RedisSettings()

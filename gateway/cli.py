@@ -1,0 +1,138 @@
+"""The command `kvasir`: serve | gateway | engine. Reads flags, file and environment, and hands over.
+
+Nothing heavy is imported before a command is known: `kvasir --help` is quick, and `kvasir gateway` needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from engine.config import ConfigError, flag_name, load, sections, variable_name
+from gateway.config import Settings
+from gateway.engine_processes import BAD_SETTING_EXIT, EngineStartError
+
+CONFIG_VARIABLE = "KVASIR_CONFIG"
+
+COMMANDS = {
+    "serve": "start everything on this machine: Redis, engines, gateway",
+    "gateway": "start only a gateway, in front of engines that run elsewhere",
+    "engine": "start only an engine",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns the exit status: 0 ended as asked, 1 failed, 2 a bad flag or setting."""
+    options = _parser().parse_args(arguments)
+    environ = dict(os.environ)
+    config = options.config or environ.pop(CONFIG_VARIABLE, None)
+    environ.pop(CONFIG_VARIABLE, None)
+    flags = {path: getattr(options, path, None) for path in _paths()}
+    try:
+        settings = load(Settings, file=Path(config) if config else None, environ=environ, flags=flags)
+        _set_up_logging(settings, options.command)
+        return _run(_COMMANDS[options.command](settings, options))
+    except (ConfigError, EngineStartError) as error:
+        print(f"kvasir {options.command}: {error}", file=sys.stderr)  # noqa: T201
+        return BAD_SETTING_EXIT
+    except OSError as error:
+        print(f"kvasir {options.command}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _serve(settings: Settings, options: argparse.Namespace) -> None:
+    from gateway.app import serve
+
+    await serve(settings, environ=os.environ, own_engines=True, say=_say)
+
+
+async def _gateway(settings: Settings, options: argparse.Namespace) -> None:
+    from gateway.app import serve
+
+    await serve(settings, environ=os.environ, own_engines=False, say=_say)
+
+
+async def _engine(settings: Settings, options: argparse.Namespace) -> None:
+    from engine.server import main as run_engine
+
+    if options.until_eof:
+        threading.Thread(target=_terminate_at_eof, name="until-eof", daemon=True).start()
+    await run_engine(settings.engine, settings.redis.url)
+
+
+_COMMANDS = {"serve": _serve, "gateway": _gateway, "engine": _engine}
+
+
+def _run(work: Coroutine[Any, Any, None]) -> int:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
+    return 0
+
+
+def _terminate_at_eof() -> None:
+    """Ends this process when whoever started it is gone: its end of our standard input closes then."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
+
+
+def _set_up_logging(settings: Settings, command: str) -> None:
+    level = settings.engine.log_level if command == "engine" else settings.server.log_level
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+
+
+def _paths() -> list[str]:
+    return [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
+
+
+def _parser() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    shared.add_argument("--config", metavar="FILE", help=f"TOML file with settings ({CONFIG_VARIABLE})")
+    for section, model in sections(Settings).items():
+        group = shared.add_argument_group(f"[{section}]")
+        for name, field in model.model_fields.items():
+            path = f"{section}.{name}"
+            default = "" if field.default in (None, PydanticUndefined, ()) else f" Default: {field.default}."
+            text = f"{field.description}{default} ({variable_name(path)})".replace("%", "%%")
+            group.add_argument(flag_name(path), dest=path, metavar="VALUE", help=text)
+    parser = argparse.ArgumentParser(prog="kvasir", description="A prompt-caching gateway.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"kvasir {installed_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, parents=[shared], help=text, description=text, allow_abbrev=False)
+        if name == "engine":
+            command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
+    return parser
+
+
+def installed_version() -> str:
+    """The version of the installed distribution, or "unknown" in a tree that is not installed."""
+    try:
+        return version("kvasir")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

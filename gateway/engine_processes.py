@@ -1,0 +1,158 @@
+"""The engines that `kvasir serve` starts on this machine: started, watched, started again, ended.
+
+Knows processes and sockets, nothing of the stream: gateway/engines/bundled.py connects to what runs here. Each engine
+is `kvasir engine` in a process of its own, told its settings through the environment (a secret has no business on a
+command line), and ends by itself when this process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import ENVIRONMENT_PREFIX, EngineSettings, variable_name
+from gateway import tasks
+
+log = logging.getLogger(__name__)
+
+BAD_SETTING_EXIT = 2
+"""Exit status of `kvasir engine` for a setting or model it cannot work with: starting again would not help."""
+
+_LONGEST_SOCKET_PATH = 100  # bytes; sun_path holds 108 on Linux and 104 on macOS
+_FIRST_RESTART_S, _LAST_RESTART_S, _STEADY_S = 0.5, 15.0, 60.0
+
+
+class EngineStartError(RuntimeError):
+    """An engine ended for a reason that starting it again would not change. It has said why on stderr."""
+
+
+@dataclass(slots=True)
+class EngineProcess:
+    """One engine: where it listens, and its process while there is one."""
+
+    name: str
+    url: str
+    settings: EngineSettings
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+    watcher: asyncio.Task[None] | None = None
+
+
+class EngineProcesses:
+    """Async context manager over all of them. `urls` is known before anything runs."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        count: int,
+        folder: Path,
+        redis_url: str | None,
+        environ: Mapping[str, str],
+        on_fatal: Callable[[EngineStartError], None],
+    ) -> None:
+        """
+        folder     for the socket files; a temporary folder is used when its path is too long for a socket
+        environ    what the engines inherit, as this process got it
+        on_fatal   called once, when an engine cannot be started with these settings
+        """
+        self._redis_url = redis_url
+        self._environ = environ
+        self._on_fatal = on_fatal
+        self._stopping = asyncio.Event()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        folder = self._socket_folder(folder)
+        self.engines = [
+            EngineProcess(f"engine-{number}", url, settings.model_copy(update={"listen": url}))
+            for number in range(count)
+            for url in [f"unix:{folder / f'engine-{number}.sock'}"]
+        ]
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Name -> URL of every engine."""
+        return {engine.name: engine.url for engine in self.engines}
+
+    async def __aenter__(self) -> EngineProcesses:
+        for engine in self.engines:
+            engine.watcher = tasks.spawn(self._watch(engine), name=f"watch {engine.name}")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Asks every engine to drain, and waits as long as the engine's own limit allows."""
+        self._stopping.set()
+        await asyncio.gather(*(self._stop(engine) for engine in self.engines))
+        for engine in self.engines:
+            await tasks.cancel(engine.watcher)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _watch(self, engine: EngineProcess) -> None:
+        """Keeps one engine running. Waits longer between tries the sooner it fails."""
+        wait_s = _FIRST_RESTART_S
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            engine.process = await self._start(engine)
+            status = await engine.process.wait()
+            if self._stopping.is_set():
+                return
+            if status == BAD_SETTING_EXIT:
+                self._on_fatal(EngineStartError(f"{engine.name} cannot be started with these settings"))
+                return
+            wait_s = _FIRST_RESTART_S if time.monotonic() - started_s > _STEADY_S else min(wait_s * 2, _LAST_RESTART_S)
+            log.warning("%s ended with status %s; starting it again in %.1f s", engine.name, status, wait_s)
+            engine.restarts += 1
+            await asyncio.sleep(wait_s)
+
+    async def _start(self, engine: EngineProcess) -> asyncio.subprocess.Process:
+        environ = {name: value for name, value in self._environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        environ |= _as_environment(engine.settings)
+        if self._redis_url is not None:
+            environ[variable_name("redis.url")] = self._redis_url
+        # A thread that waits for work must not burn the core that the gateway needs.
+        environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # Standard input is a pipe that closes when this process ends, however it ends.
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gateway.cli", "engine", "--until-eof", env=environ, stdin=asyncio.subprocess.PIPE
+        )
+
+    async def _stop(self, engine: EngineProcess) -> None:
+        process = engine.process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), engine.settings.drain_s + 5.0)
+        except TimeoutError:
+            log.warning("%s did not end in time and is killed", engine.name)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _socket_folder(self, folder: Path) -> Path:
+        folder = folder.absolute()
+        if len(os.fsencode(folder / "engine-00.sock")) > _LONGEST_SOCKET_PATH:
+            self._temporary = tempfile.TemporaryDirectory(prefix="kvasir-")
+            return Path(self._temporary.name)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+
+
+def _as_environment(settings: EngineSettings) -> dict[str, str]:
+    """Every setting that has a value, as the loader reads it; this process's own variables are left out."""
+    return {
+        variable_name(f"engine.{name}"): str(value)
+        for name, value in settings.model_dump(mode="json").items()
+        if value is not None
+    }
