@@ -4,8 +4,9 @@
     python tests/bench/replay_chats.py --data DIR [--base-url http://127.0.0.1:8080/v1] [--conversations 40]
 
 DIR holds tau_airline_chats.jsonl.gz and aider_chats.jsonl.gz, one JSON object per line with "s" (session) and
-"messages" (OpenAI messages). Public sources: the tau-bench historical trajectories (github.com/sierra-research/tau-bench,
-MIT) and aider's chat history (github.com/Aider-AI/aider, tests/fixtures/chat-history.md, Apache-2.0).
+"messages" (OpenAI messages). Public sources: the tau-bench historical trajectories (MIT,
+github.com/sierra-research/tau-bench) and aider's chat history (Apache-2.0, github.com/Aider-AI/aider,
+tests/fixtures/chat-history.md).
 
 Every assistant turn of a conversation is one request: all messages before it. The answers of the data, not the
 generated ones, go into the next turn, as they would in a replayed log. The oracle renders and tokenises every prompt
@@ -140,10 +141,10 @@ def replay(
 
 
 def print_table(rows: dict[str, Figures]) -> None:
-    print(
-        "| conversations | requests | prompt tokens | reused | reusable | reused / reusable | TTFT cold ms | TTFT warm ms |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    columns = ["conversations", "requests", "prompt tokens", "reused", "reusable", "reused / reusable"]
+    columns += ["TTFT cold ms", "TTFT warm ms"]
+    print("| " + " | ".join(columns) + " |")
+    print("| " + " | ".join("---" for _ in columns) + " |")
     for kind, row in rows.items():
         cold = f"{statistics.median(row.cold_ms):.1f}" if row.cold_ms else "-"
         warm = f"{statistics.median(row.warm_ms):.1f}" if row.warm_ms else "-"
