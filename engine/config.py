@@ -166,8 +166,11 @@ def _explain(item: Any, origin: Mapping[str, str], file: Path | None) -> str:
     where = origin.get(setting) or (str(file) if file else "default")
     if item["type"] == "extra_forbidden":
         return f"{path} ({where}): there is no such setting (docs/configuration.md lists all)"
-    shown = "" if _is_secret(path) or item["type"] == "missing" else f", not {item['input']!r}"
-    return f"{path} ({where}): {item['msg'][:1].lower()}{item['msg'][1:]}{shown}"
+    message = item["msg"].removeprefix("Value error, ")
+    if not path:  # a rule about several settings names them itself
+        return f"{message} ({where})"
+    shown = isinstance(item["input"], str | int | float) and not _is_secret(path)
+    return f"{path} ({where}): {message[:1].lower()}{message[1:]}" + (f", not {item['input']!r}" if shown else "")
 
 
 def _is_secret(path: str) -> bool:

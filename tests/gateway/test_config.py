@@ -1,0 +1,121 @@
+"""Settings: where they come from, what stops the start, and that every one of them is documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from engine.config import ConfigError, flag_name, load, sections, variable_name
+from gateway.config import Settings, TenantSettings
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PATHS = [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
+
+
+def read(
+    tmp_path: Path, toml: str = "", environ: dict[str, str] | None = None, flags: dict[str, object] | None = None
+) -> Settings:
+    file = tmp_path / "kvasir.toml"
+    file.write_text(toml, encoding="utf-8")
+    return load(Settings, file=file, environ=environ or {}, flags=flags or {})
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(tmp_path: Path) -> None:
+    toml, environ = "[server]\nport = 1", {"KVASIR_SERVER_PORT": "2"}
+    assert read(tmp_path).server.port == 8080
+    assert read(tmp_path, toml).server.port == 1
+    assert read(tmp_path, toml, environ).server.port == 2
+    assert read(tmp_path, toml, environ, {"server.port": "3"}).server.port == 3
+    assert read(tmp_path, toml, environ, {"server.port": None}).server.port == 2
+
+
+def test_tenants_come_from_the_file(tmp_path: Path) -> None:
+    settings = read(
+        tmp_path, '[auth]\nadmin_keys = ["admin-key-1"]\n[[tenants]]\nname = "search"\nkeys = ["key-number-1"]'
+    )
+    assert settings.tenants == (TenantSettings(name="search", keys=("key-number-1",)),)
+    assert settings.auth.admin_keys == ("admin-key-1",)
+
+
+def test_urls_of_engines_are_split_at_commas(tmp_path: Path) -> None:
+    assert read(tmp_path, flags={"engines.urls": "unix:/a,http://b:1"}).engines.urls == ("unix:/a", "http://b:1")
+
+
+def test_settings_cannot_be_changed(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError):
+        read(tmp_path).server.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ", "flags", "parts"),
+    [
+        ("[server]\nprot = 1", {}, {}, ["server.prot", "kvasir.toml", "no such setting"]),
+        ("[severs]\nport = 1", {}, {}, ["severs", "no such setting"]),
+        ("[server]\nport = 'x'", {}, {}, ["server.port", "kvasir.toml", "integer", "'x'"]),
+        ("[server]\nport = 70000", {}, {}, ["server.port", "65535", "70000"]),
+        ("server = 1", {}, {}, ["server"]),
+        ("[server", {}, {}, ["kvasir.toml", "TOML"]),
+        ("", {"KVASIR_ENGINE_DTYPE": "int3"}, {}, ["engine.dtype", "KVASIR_ENGINE_DTYPE", "'bfloat16'"]),
+        ("", {"KVASIR_NOTHING": "1"}, {}, ["KVASIR_NOTHING", "no such setting"]),
+        ("", {}, {"queue.max_wait_s": "nan"}, ["queue.max_wait_s", "--queue-max-wait-s"]),
+        ("", {}, {"server.port": "-1"}, ["server.port", "--port", "greater than or equal to 0"]),
+        ("[[tenants]]\nname = 'a'\nkeys = []", {}, {}, ["tenants.0.keys"]),
+        ("[[tenants]]\nname = 'a b'\nkeys = ['long-enough']", {}, {}, ["tenants.0.name"]),
+    ],
+)
+def test_a_bad_setting_says_which_where_and_what_would_be_right(
+    tmp_path: Path, toml: str, environ: dict[str, str], flags: dict[str, object], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, toml, environ, flags)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_one_key_cannot_belong_to_two_tenants(tmp_path: Path) -> None:
+    toml = "[[tenants]]\nname='a'\nkeys=['the-same-key']\n[[tenants]]\nname='b'\nkeys=['the-same-key']"
+    with pytest.raises(ConfigError, match="a key of 'b' is also in tenant 'a'") as caught:
+        read(tmp_path, toml)
+    assert "the-same-key" not in str(caught.value)
+
+
+def test_a_key_that_is_too_short_is_refused_without_showing_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, "[[tenants]]\nname = 'a'\nkeys = ['abc']")
+    assert "tenants.0.keys.0" in str(caught.value)
+    assert "abc" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load(Settings, file=tmp_path / "nowhere.toml", environ={}, flags={})
+
+
+def test_every_setting_has_its_own_flag_and_variable() -> None:
+    assert len({flag_name(path) for path in PATHS}) == len(PATHS)
+    assert len({variable_name(path) for path in PATHS}) == len(PATHS)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_setting_is_documented_with_default_flag_variable_and_meaning(path: str) -> None:
+    section, _, name = path.partition(".")
+    field = sections(Settings)[section].model_fields[name]
+    text = (DOCS / "configuration.md").read_text()
+    part = text[text.index(f"## [{section}]") :]
+    row = next((line for line in part.splitlines() if line.startswith(f"| `{name}` |")), "")
+    assert field.description
+    assert field.description in row
+    assert f"`{flag_name(path)}`<br>`{variable_name(path)}`" in row
+    if field.default not in (None, ()):
+        shown = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        assert f"`{shown}`" in row
+
+
+@pytest.mark.parametrize("name", TenantSettings.model_fields)
+def test_every_setting_of_a_tenant_is_documented(name: str) -> None:
+    assert (
+        f"| `{name}` | required | {TenantSettings.model_fields[name].description} |"
+        in (DOCS / "configuration.md").read_text()
+    )

@@ -1,0 +1,273 @@
+"""The street with stages that the test controls: order, retries, what is metered and how failures end."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.protocol import Hello, Load, Namespace, Sampling, SequenceUpdate
+from gateway.errors import (
+    ContextLengthError,
+    DeadlineError,
+    EngineFailedError,
+    EngineLostError,
+    KvasirError,
+    NoEngineError,
+)
+from gateway.street import Street
+from gateway.types import EncodedPrompt, Event, Finished, Request, Started, Tenant, TextDelta, TextPrompt, Usage
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Script = list[SequenceUpdate | KvasirError]
+
+
+def hello(incarnation: str = "one") -> Hello:
+    return Hello(
+        incarnation=incarnation,
+        model="m",
+        namespace=Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=4),
+        context_tokens=32,
+        vocab_size=26,
+        num_blocks=8,
+        max_sequences=2,
+        eos_ids=(25,),
+        tokenizer="t",
+        created=0,
+    )
+
+
+@dataclass
+class ScriptedEngine:
+    """Plays one script per request."""
+
+    name: str
+    scripts: list[Script]
+    load: Load = field(default_factory=Load)
+    asked: list[Sampling] = field(default_factory=list)
+    closed: int = 0
+
+    @property
+    def hello(self) -> Hello:
+        return hello(self.name)
+
+    async def generate(
+        self, prompt: EncodedPrompt, sampling: Sampling, request: Request
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        self.asked.append(sampling)
+        try:
+            for item in self.scripts.pop(0):
+                if isinstance(item, KvasirError):
+                    raise item
+                yield item
+        finally:
+            self.closed += 1
+
+
+class Letters:
+    """A decoder for which token n is the n-th letter; a stop string ends it."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self.stopped = False
+        self._stop = stop
+        self._held = ""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        text = self._held + "".join(LETTERS[token] for token in tokens)
+        self._held = ""
+        for stop in self._stop:
+            if stop in text:
+                self.stopped = True
+                return text[: text.index(stop)]
+            if text and stop.startswith(text[-1]):
+                text, self._held = text[:-1], text[-1]
+        return text
+
+    def flush(self) -> str:
+        return self._held
+
+
+@dataclass
+class Stages:
+    """All other stages, which also note who was called in which order."""
+
+    engines: list[ScriptedEngine]
+    held: Mapping[str, int] = field(default_factory=dict)
+    num_tokens: int = 9
+    calls: list[str] = field(default_factory=list)
+    places: int = 0
+
+    async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
+        self.calls.append("encode")
+        return EncodedPrompt(array("I", range(self.num_tokens)).tobytes(), b"x" * 32, new_tokens=3)
+
+    def decoder(self, model: Hello, stop: tuple[str, ...]) -> Letters:
+        return Letters(stop)
+
+    async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
+        self.calls.append("find " + ",".join(incarnations))
+        return self.held
+
+    def serving(self, model: str) -> Sequence[ScriptedEngine]:
+        if not self.engines:
+            raise NoEngineError(model, 1.0)
+        return self.engines
+
+    def choose(
+        self, engines: Sequence[ScriptedEngine], prompt_tokens: int, cached_tokens: Mapping[str, int]
+    ) -> ScriptedEngine:
+        self.calls.append(f"choose {dict(cached_tokens)}")
+        return max(engines, key=lambda engine: cached_tokens.get(engine.hello.incarnation, 0))
+
+    @asynccontextmanager
+    async def place(self, engine: ScriptedEngine, tenant: Tenant, deadline_s: float) -> AsyncIterator[None]:
+        self.calls.append(f"place {engine.name}")
+        self.places += 1
+        try:
+            yield
+        finally:
+            self.places -= 1
+
+    def street(self) -> Street:
+        return Street(prompts=self, index=self, registry=self, router=self, queue=self, max_attempts=3)
+
+
+def request(max_tokens: int = 5, stop: tuple[str, ...] = (), deadline_s: float | None = None) -> Request:
+    now = time.monotonic()
+    return Request(
+        request_id="r",
+        tenant=Tenant("t"),
+        model="m",
+        prompt=TextPrompt("p"),
+        sampling=Sampling(max_tokens=max_tokens),
+        received_s=now,
+        deadline_s=now + 60 if deadline_s is None else deadline_s,
+        stop=stop,
+        prompt_param="prompt",
+    )
+
+
+async def walk(stages: Stages, asked: Request) -> list[Event]:
+    async with aclosing(stages.street().answer(asked)) as events:
+        return [event async for event in events]
+
+
+FIRST = SequenceUpdate(1, [0], cached_tokens=4, queue_ms=2.0, prefill_ms=3.0)
+
+
+async def test_an_answer_is_started_pieces_and_finished_with_its_usage() -> None:
+    stages = Stages([ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [1, 2]), SequenceUpdate(1, [], finish="length")]])])
+    asked = request()
+    assert await walk(stages, asked) == [
+        Started("e", 9, 4),
+        TextDelta("a"),
+        TextDelta("bc"),
+        Finished("length", Usage(9, 3, cached_tokens=4, cache_write_tokens=4)),
+    ]
+    assert (asked.trace.cached_tokens, asked.trace.tokenized_tokens, asked.trace.finish) == (4, 3, "length")
+    assert stages.places == 0
+
+
+async def test_the_stages_are_asked_in_the_order_of_the_street() -> None:
+    stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])], held={"e": 2})
+    await walk(stages, request())
+    assert stages.calls == ["encode", "find e", "choose {'e': 8}", "place e"]
+
+
+async def test_a_stop_token_counts_as_completion_and_is_no_text() -> None:
+    stages = Stages([ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [], finish="stop", stop_id=25)]])])
+    events = await walk(stages, request())
+    assert events[1:] == [TextDelta("a"), Finished("stop", Usage(9, 2, 4, 4))]
+
+
+async def test_a_stop_string_ends_the_answer_and_closes_the_engines_stream() -> None:
+    engine = ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [1]), SequenceUpdate(1, [2]), SequenceUpdate(1, [3])]])
+    events = await walk(Stages([engine]), request(stop=("bc",)))
+    assert events[1:] == [TextDelta("a"), Finished("stop", Usage(9, 3, 4, 4))]
+    assert engine.closed == 1
+
+
+async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
+    engine = ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [1], finish="length")]])
+    assert (await walk(Stages([engine]), request(stop=("bc",))))[1:3] == [TextDelta("a"), TextDelta("b")]
+
+
+async def test_an_engine_lost_before_the_first_token_is_replaced_by_another() -> None:
+    lost = ScriptedEngine("a", [[EngineLostError("gone")]])
+    good = ScriptedEngine("b", [[FIRST, SequenceUpdate(1, [1], finish="stop")]])
+    stages, asked = Stages([lost, good], held={"a": 2}), request()
+    events = await walk(stages, asked)
+    assert events[0] == Started("b", 9, 4)
+    assert "find b" in stages.calls
+    assert (asked.trace.retries, asked.trace.engine, stages.places) == (1, "b", 0)
+
+
+async def test_an_engine_lost_after_the_first_token_ends_the_answer() -> None:
+    engine = ScriptedEngine("a", [[FIRST, EngineLostError("gone")], [FIRST]])
+    with pytest.raises(EngineLostError):
+        await walk(Stages([engine]), request())
+    assert len(engine.asked) == 1
+
+
+async def test_a_lone_engine_is_tried_as_often_as_allowed() -> None:
+    engine = ScriptedEngine("a", [[EngineLostError("gone")] for _ in range(5)])
+    with pytest.raises(EngineLostError):
+        await walk(Stages([engine]), request())
+    assert len(engine.asked) == 3
+
+
+async def test_a_sequence_that_failed_is_not_tried_again() -> None:
+    engine = ScriptedEngine("a", [[SequenceUpdate(1, finish="error", error="not finite")], [FIRST]])
+    with pytest.raises(EngineFailedError, match="not finite"):
+        await walk(Stages([engine]), request())
+    assert len(engine.asked) == 1
+
+
+async def test_a_stream_that_ends_without_a_reason_is_an_error() -> None:
+    with pytest.raises(EngineLostError):
+        await walk(Stages([ScriptedEngine("a", [[FIRST]])]), request())
+
+
+async def test_no_limit_means_up_to_the_end_of_the_context() -> None:
+    engine = ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])
+    await walk(Stages([engine]), request(max_tokens=0))
+    assert engine.asked[0].max_tokens == 32 - 9
+
+
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(32, 0), (32, 1), (40, 0), (30, 3)])
+async def test_what_does_not_fit_the_context_is_refused_with_both_numbers(num_tokens: int, max_tokens: int) -> None:
+    stages = Stages([ScriptedEngine("e", [])], num_tokens=num_tokens)
+    with pytest.raises(ContextLengthError) as caught:
+        await walk(stages, request(max_tokens=max_tokens))
+    assert "32" in caught.value.message
+    assert str(num_tokens) in caught.value.message
+    assert caught.value.param == "prompt"
+
+
+async def test_a_prompt_that_just_fits_is_answered() -> None:
+    engine = ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="length")]])
+    assert len(await walk(Stages([engine], num_tokens=31), request(max_tokens=1))) == 3
+
+
+async def test_an_answer_past_its_deadline_ends_with_an_error() -> None:
+    engine = ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [1])]])
+    with pytest.raises(DeadlineError):
+        await walk(Stages([engine]), request(deadline_s=time.monotonic() - 1))
+    assert engine.closed == 1
+
+
+@pytest.mark.parametrize("after", range(3))
+async def test_a_client_that_goes_away_frees_place_and_sequence(after: int) -> None:
+    engine = ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [1]), SequenceUpdate(1, [2], finish="stop")]])
+    stages = Stages([engine])
+    seen: list[Event] = []
+    async with aclosing(stages.street().answer(request())) as events:
+        async for event in events:
+            seen.append(event)
+            if len(seen) > after:
+                break
+    assert (engine.closed, stages.places) == (1, 0)
