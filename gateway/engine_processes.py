@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 BAD_SETTING_EXIT = 2
 """Exit status of `kvasir engine` for a setting or model it cannot work with: starting again would not help."""
+
+ENGINE_COMMAND = (sys.executable, "-m", "gateway.cli", "engine", "--until-eof")
 
 _LONGEST_SOCKET_PATH = 100  # bytes; sun_path holds 108 on Linux and 104 on macOS
 _FIRST_RESTART_S, _LAST_RESTART_S, _STEADY_S = 0.5, 15.0, 60.0
@@ -59,15 +61,18 @@ class EngineProcesses:
         redis_url: str | None,
         environ: Mapping[str, str],
         on_fatal: Callable[[EngineStartError], None],
+        command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         """
         folder     for the socket files; a temporary folder is used when its path is too long for a socket
         environ    what the engines inherit, as this process got it
-        on_fatal   called once, when an engine cannot be started with these settings
+        on_fatal   called once per engine that cannot be started with these settings
+        command    what runs an engine; it reads its settings from the environment and ends when its input is closed
         """
         self._redis_url = redis_url
         self._environ = environ
         self._on_fatal = on_fatal
+        self._command = command
         self._stopping = asyncio.Event()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         folder = self._socket_folder(folder)
@@ -122,9 +127,7 @@ class EngineProcesses:
         environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Standard input is a pipe that closes when this process ends, however it ends.
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway.cli", "engine", "--until-eof", env=environ, stdin=asyncio.subprocess.PIPE
-        )
+        return await asyncio.create_subprocess_exec(*self._command, env=environ, stdin=asyncio.subprocess.PIPE)
 
     async def _stop(self, engine: EngineProcess) -> None:
         process = engine.process

@@ -1,0 +1,52 @@
+"""The command line: help, version, and that what is wrong is said in one line with status 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gateway import cli
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_help_of_a_command_names_the_flags_that_everybody_needs(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    for flag in ("--host", "--port", "--model", "--engines", "--redis-url", "--data-dir", "--config", "--dtype"):
+        assert f"{flag} " in shown
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_bad_setting_stops_the_start_with_status_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--port", "many"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"kvasir {command}: server.port (flag --port)")
+    assert "'many'" in shown
+    assert "Traceback" not in shown
+
+
+def test_an_unknown_flag_is_refused() -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--prot", "1"])
+    assert ended.value.code == 2
+
+
+def test_the_command_line_needs_neither_torch_nor_transformers() -> None:
+    script = (
+        "import sys, gateway.cli, gateway.app, engine.server; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

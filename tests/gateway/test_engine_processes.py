@@ -1,0 +1,103 @@
+"""The processes that `kvasir serve` keeps running, with small Python programs in an engine's place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from engine.config import EngineSettings
+from gateway.engine_processes import BAD_SETTING_EXIT, EngineProcesses, EngineStartError
+
+LIMIT_S = 20.0
+
+APPEND = "import os, sys; open(os.environ['NOTES'], 'a').write({what} + '\\n')\n"
+UNTIL_EOF = "sys.stdin.read()\n"
+
+
+def processes(
+    tmp_path: Path, program: str, *, count: int = 1, folder: Path | None = None
+) -> tuple[EngineProcesses, list[EngineStartError]]:
+    fatal: list[EngineStartError] = []
+    environ = {**os.environ, "NOTES": str(tmp_path / "notes"), "KVASIR_ENGINE_BLOCK_SIZE": "64"}
+    made = EngineProcesses(
+        EngineSettings(secret="between-us", drain_s=5.0),
+        count=count,
+        folder=folder or tmp_path / "engines",
+        redis_url="unix:///nowhere",
+        environ=environ,
+        on_fatal=fatal.append,
+        command=(sys.executable, "-c", program),
+    )
+    return made, fatal
+
+
+class Notes:
+    """What the programs write into a named pipe, line by line, without looking twice."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "notes")
+        self._pipe = os.fdopen(os.open(tmp_path / "notes", os.O_RDWR), "rb", buffering=0)
+        self._reader = asyncio.StreamReader()
+
+    async def __aenter__(self) -> Notes:
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(self._reader), self._pipe
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._transport.close()
+        await asyncio.sleep(0)
+
+    async def lines(self, count: int) -> list[str]:
+        async with asyncio.timeout(LIMIT_S):
+            return [(await self._reader.readline()).decode().rstrip() for _ in range(count)]
+
+
+async def test_an_engine_is_told_its_settings_through_the_environment(tmp_path: Path) -> None:
+    names = ("ENGINE_LISTEN", "ENGINE_SECRET", "ENGINE_BLOCK_SIZE", "REDIS_URL")
+    what = "' '.join(os.environ['KVASIR_' + name] for name in " + repr(names) + ")"
+    made, _ = processes(tmp_path, APPEND.format(what=what) + UNTIL_EOF)
+    async with Notes(tmp_path) as notes, made:
+        (line,) = await notes.lines(1)
+    assert line == f"{made.urls['engine-0']} between-us 16 unix:///nowhere"
+    assert made.urls["engine-0"].startswith("unix:/")
+
+
+async def test_an_engine_that_dies_is_started_again(tmp_path: Path) -> None:
+    made, fatal = processes(tmp_path, APPEND.format(what="str(os.getpid())"))
+    async with Notes(tmp_path) as notes, made:
+        first, second = await notes.lines(2)
+    assert first != second
+    assert made.engines[0].restarts >= 1
+    assert not fatal
+
+
+async def test_a_setting_that_an_engine_refuses_is_fatal_and_not_tried_again(tmp_path: Path) -> None:
+    made, fatal = processes(tmp_path, APPEND.format(what="'x'") + f"sys.exit({BAD_SETTING_EXIT})")
+    async with Notes(tmp_path) as notes, made:
+        watcher = made.engines[0].watcher
+        assert watcher is not None
+        await asyncio.wait_for(asyncio.shield(watcher), LIMIT_S)
+        assert await notes.lines(1) == ["x"]
+    assert len(fatal) == 1
+    assert made.engines[0].restarts == 0
+
+
+async def test_leaving_ends_every_engine(tmp_path: Path) -> None:
+    made, _ = processes(tmp_path, APPEND.format(what="'x'") + UNTIL_EOF, count=3)
+    async with Notes(tmp_path) as notes, made:
+        await notes.lines(3)
+    assert all(engine.process is not None and engine.process.returncode is not None for engine in made.engines)
+
+
+async def test_a_folder_too_deep_for_a_socket_is_replaced_by_a_temporary_one(tmp_path: Path) -> None:
+    made, _ = processes(tmp_path, "", count=2, folder=tmp_path / ("deep" * 40))
+    assert all(len(url) < 100 for url in made.urls.values())
+    assert len(set(made.urls.values())) == 2
+    async with made:
+        pass
+    assert not Path(made.urls["engine-0"].removeprefix("unix:")).parent.exists()
