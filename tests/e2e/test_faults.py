@@ -1,0 +1,234 @@
+"""What is killed, cut off or malformed, against a real server: everybody gets an answer or an error, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from tests.fakes.server import Server
+
+QUESTION = "Tell me everything about the weather at sea, and about the ships that were there. "
+
+
+async def chat(client: openai.AsyncOpenAI, text: str, max_tokens: int = 16) -> str:
+    """`ok`, or the name of the SDK's exception."""
+    try:
+        answer = await client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": text}], max_tokens=max_tokens, temperature=0
+        )
+    except openai.APIError as error:
+        return type(error).__name__
+    assert answer.usage is not None
+    return "ok"
+
+
+def settled(server: Server) -> bool:
+    """No sequence is live, every block is accounted for, no violation was ever seen."""
+    for engine in server.get("/admin/stats")["engines"]:
+        blocks = engine["blocks"]
+        if blocks["live"] or blocks["free"] + blocks["cached"] + blocks["live"] != blocks["total"]:
+            return False
+    return True
+
+
+async def wait_settled(server: Server) -> None:
+    await asyncio.to_thread(server.wait_until, lambda: settled(server), "no live blocks")
+    assert not [line for line in server.lines if "Traceback" in line or "violation" in line]
+
+
+async def test_killing_redis_under_load_is_not_noticed_by_anybody(server: Server) -> None:
+    async with server.async_client() as client:
+
+        async def load(rounds: int) -> Counter[str]:
+            results = await asyncio.gather(*(chat(client, f"{QUESTION} {n % 5}") for n in range(rounds)))
+            return Counter(results)
+
+        assert await load(8) == {"ok": 8}
+        (redis,) = server.children("redis-server")
+        before = len(server.lines)
+        under_load = asyncio.create_task(load(24))
+        os.kill(redis, signal.SIGKILL)
+        assert await under_load == {"ok": 24}
+        assert await load(8) == {"ok": 8}
+        # It comes back by itself: another process, and the metric says so.
+        await asyncio.to_thread(
+            server.wait_until, lambda: "kvasir_redis_up 1" in server.get("/metrics"), "Redis is used again"
+        )
+        await asyncio.to_thread(server.wait_until, lambda: bool(server.children("redis-server")), "a new Redis")
+        assert server.children("redis-server") != [redis]
+        assert await load(8) == {"ok": 8}
+    warnings = [line for line in server.lines[before:] if "WARNING" in line and "gateway.index" in line]
+    assert len(warnings) <= 2, "one warning per outage, not one per request"
+    await wait_settled(server)
+
+
+async def test_two_hundred_clients_that_hang_up_leave_nothing_behind(server: Server) -> None:
+    dice = random.Random(7)
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": QUESTION * 20}],
+        "max_tokens": 400,
+        "stream": True,
+        "temperature": 1,
+    }
+
+    async def hang_up(session: aiohttp.ClientSession, after_bytes: int, patience_s: float) -> None:
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+            async with (
+                asyncio.timeout(patience_s),
+                session.post(f"{server.url}/v1/chat/completions", json=body) as answer,
+            ):
+                async for piece in answer.content.iter_any():
+                    after_bytes -= len(piece)
+                    if after_bytes < 0:
+                        return
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+        await asyncio.gather(
+            *(hang_up(session, dice.randrange(4000), dice.choice([0.01, 0.05, 0.2, 1.0, 3.0])) for _ in range(200))
+        )
+    await wait_settled(server)
+    async with server.async_client() as client:
+        assert await chat(client, "still there?") == "ok"
+
+
+BAD_BODIES = {
+    "empty": b"",
+    "not json": b"{",
+    "a list": b"[]",
+    "a string": b'"x"',
+    "nan": b'{"model":"demo","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
+    "infinity": b'{"model":"demo","messages":[{"role":"user","content":"x"}],"temperature":Infinity}',
+    "deep": b'{"model":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "deep objects": b'{"model":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+    "not utf-8": b'{"model":"demo","messages":[{"role":"user","content":"\xff\xfe"}]}',
+    "lone surrogate": b'{"model":"demo","messages":[{"role":"user","content":"\\ud83d"}]}',
+    "huge number": b'{"model":"demo","messages":[{"role":"user","content":"x"}],"max_tokens":' + b"9" * 5000 + b"}",
+    "no messages": b'{"model":"demo","messages":[]}',
+    "null byte": b'{"model":"demo","messages":[{"role":"user","content":"x"}],"seed":"\\u0000"}',
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+async def test_a_malformed_body_is_a_400_in_the_dialects_own_shape(server: Server, name: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        url = f"{server.url}/v1/chat/completions"
+        async with session.post(url, data=BAD_BODIES[name], headers={"content-type": "application/json"}) as answer:
+            assert answer.status == 400, await answer.text()
+            error = (await answer.json())["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert answer.headers["x-request-id"]
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Server) -> None:
+    async with aiohttp.ClientSession() as session:
+        url = f"{server.url}/v1/chat/completions"
+        reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
+        await writer.drain()
+        head = await asyncio.wait_for(reader.readline(), 10)
+        assert b"413" in head
+        writer.close()
+        await writer.wait_closed()
+
+        async def endless() -> object:
+            for _ in range(64):
+                yield b"x" * (1 << 20)
+
+        try:
+            async with session.post(url, data=endless()) as answer:
+                assert answer.status == 413
+        except aiohttp.ClientOSError:
+            pass  # the server had answered and closed before we had sent everything
+
+
+async def test_wrong_methods_and_unknown_paths_say_what_would_be_right(server: Server) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.delete(f"{server.url}/v1/chat/completions") as answer:
+            assert (answer.status, "POST" in answer.headers["allow"]) == (405, True)
+            assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
+        async with session.get(f"{server.url}/v1/nothing") as answer:
+            assert answer.status == 404
+            assert (await answer.json())["error"]["code"] == "unknown_url"
+
+
+async def test_an_engine_killed_mid_stream_ends_streams_with_an_error_and_comes_back(tmp_path: Path) -> None:
+    with Server(tmp_path, "--engines", "2", "--threads", "1", "--kv-cache-bytes", str(32 << 20)) as server:
+        async with server.async_client() as client:
+            streams = [
+                await client.chat.completions.create(
+                    model="demo",
+                    messages=[{"role": "user", "content": f"{number} {QUESTION * 20}"}],
+                    max_tokens=1500,
+                    stream=True,
+                    extra_body={"top_k": 40},
+                    logit_bias={"0": -100, "1": -100, "2": -100},
+                )
+                for number in range(6)
+            ]
+            first = [await anext(aiter(stream)) for stream in streams]
+            assert all(chunk.choices[0].delta.role == "assistant" for chunk in first)
+            victim = server.children("gateway.cli")[0]
+            os.kill(victim, signal.SIGKILL)
+
+            async def rest(stream: openai.AsyncStream[openai.types.chat.ChatCompletionChunk]) -> str:
+                try:
+                    async for chunk in stream:
+                        if chunk.choices and chunk.choices[0].finish_reason:
+                            return "ok"
+                except openai.APIError as error:
+                    return "lost its engine" if "engine" in error.message.lower() else error.message
+                return "cut off"
+
+            ends = Counter(await asyncio.gather(*(rest(stream) for stream in streams)))
+            assert set(ends) == {"ok", "lost its engine"}, (
+                "each stream ends properly, and only those of the dead engine fail"
+            )
+            # New requests go to the other engine at once, and to both when the first is back.
+            assert await chat(client, "and now?") == "ok"
+            await asyncio.to_thread(
+                server.wait_until,
+                lambda: len([e for e in server.get("/admin/stats")["engines"] if e["state"] == "ready"]) == 2,
+                "two engines",
+                60.0,
+            )
+            assert await chat(client, "and then?") == "ok"
+        await wait_settled(server)
+
+
+async def test_killing_an_engine_before_the_first_token_is_not_noticed(tmp_path: Path) -> None:
+    with Server(tmp_path, "--engines", "2", "--threads", "1", "--kv-cache-bytes", str(32 << 20)) as server:
+        async with server.async_client() as client:
+            asked = [asyncio.create_task(chat(client, f"{n} {QUESTION * 100}", 4)) for n in range(12)]
+            await asyncio.to_thread(
+                server.wait_until,
+                lambda: all(engine["in_flight"] for engine in server.get("/admin/stats")["engines"]),
+                "both engines have work",
+            )
+            os.kill(server.children("gateway.cli")[0], signal.SIGKILL)
+            results = Counter(await asyncio.gather(*asked))
+        assert results["ok"] >= 11, json.dumps(results)  # one may have had its first token just before
+
+
+async def test_a_terminated_server_ends_by_itself_with_what_it_started(tmp_path: Path) -> None:
+    with Server(tmp_path, "--kv-cache-bytes", str(32 << 20)) as server:
+        started = server.children("")
+        async with server.async_client() as client:
+            streaming = asyncio.create_task(chat(client, QUESTION, 64))
+            await asyncio.to_thread(
+                server.wait_until, lambda: server.get("/admin/stats")["engines"][0]["in_flight"] > 0, "a request runs"
+            )
+            server.process.send_signal(signal.SIGTERM)
+            assert await streaming == "ok", "what runs is let end"
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+    assert not [pid for pid in started if os.path.exists(f"/proc/{pid}")]  # noqa: ASYNC240 - not a disk

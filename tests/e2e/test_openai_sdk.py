@@ -1,0 +1,199 @@
+"""`kvasir serve` with the demo model, spoken to with the real openai SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.fakes.server import Server
+
+POLICY = "You are the clerk of a small railway station. " + " ".join(
+    f"Rule {number}: a passenger with ticket class {number % 3} may take {number % 5} bags." for number in range(60)
+)
+
+
+def ask(server: Server, *turns: str, key: str = "none", **options: object) -> openai.types.chat.ChatCompletion:
+    messages = [{"role": "system", "content": POLICY}]
+    messages += [{"role": ("user", "assistant")[index % 2], "content": turn} for index, turn in enumerate(turns)]
+    options = {"max_tokens": 8, "temperature": 0} | options
+    return server.client(key).chat.completions.create(model="demo", messages=messages, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def cached(answer: openai.types.chat.ChatCompletion) -> int:
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_the_start_says_what_runs_and_how_to_use_it(server: Server) -> None:
+    shown = "\n".join(server.lines)
+    for part in ("demo", "nonsense", "--model", f"{server.url}/v1", "/metrics", "docs", "open"):
+        assert part in shown
+
+
+def test_a_second_request_reuses_the_first_ones_prefix_and_says_the_same(server: Server) -> None:
+    cold = ask(server, "May I take four bags?")
+    warm = ask(server, "May I take four bags?")
+    assert cached(cold) == 0
+    assert cold.usage is not None
+    assert cached(warm) >= cold.usage.prompt_tokens - 32
+    assert warm.choices[0].message.content == cold.choices[0].message.content
+
+
+def test_a_next_turn_reuses_the_turns_before_it(server: Server) -> None:
+    first = ask(server, "When does the train leave?")
+    assert first.usage is not None
+    said = first.choices[0].message.content or ""
+    second = ask(server, "When does the train leave?", said, "And the next one?")
+    assert cached(second) >= first.usage.prompt_tokens - 16
+
+
+def test_headers_tell_the_request_its_engine_and_what_was_reused(server: Server) -> None:
+    raw = server.client().chat.completions.with_raw_response.create(
+        model="demo", messages=[{"role": "user", "content": "Hello."}], max_tokens=2
+    )
+    assert re.fullmatch(r"[\w-]{8,}", raw.headers["x-request-id"])
+    assert raw.headers["x-kvasir-engine"] == "engine-0"
+    assert int(raw.headers["x-kvasir-cached-tokens"]) == 0
+    assert 0 <= float(raw.headers["x-kvasir-overhead-ms"]) < 1000
+
+
+def test_a_stream_is_the_unstreamed_answer_in_pieces(server: Server) -> None:
+    whole = ask(server, "Tell me a story.", max_tokens=40)
+    stream = server.client().chat.completions.create(
+        model="demo",
+        messages=[{"role": "system", "content": POLICY}, {"role": "user", "content": "Tell me a story."}],
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
+        whole.choices[0].message.content
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(server: Server) -> None:
+    texts = [
+        ask(server, "Tell me a story.", max_tokens=24, temperature=1.0, seed=seed).choices[0].message.content
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(server: Server) -> None:
+    text = ask(server, "Tell me a story.", max_tokens=40).choices[0].message.content or ""
+    stop = text[5:9]
+    cut = ask(server, "Tell me a story.", max_tokens=40, stop=[stop]).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+def test_completions_continue_text_and_token_ids(server: Server) -> None:
+    client = server.client()
+    text = client.completions.create(model="demo", prompt="It was a dark", max_tokens=4, temperature=0, echo=True)
+    assert text.choices[0].text.startswith("It was a dark")
+    ids = client.completions.create(model="demo", prompt=[[5, 6, 7], [8, 9]], max_tokens=3, temperature=0)
+    assert [choice.index for choice in ids.choices] == [0, 1]
+    assert ids.usage is not None
+    assert ids.usage.prompt_tokens == 5
+
+
+def test_a_typed_special_token_is_text_and_not_a_role(server: Server) -> None:
+    plain = ask(server, "x")
+    typed = ask(server, "x<|im_end|>")
+    assert plain.usage is not None
+    assert typed.usage is not None
+    assert typed.usage.prompt_tokens > plain.usage.prompt_tokens + 1
+
+
+def test_models_are_listed(server: Server) -> None:
+    assert [model.id for model in server.client().models.list()] == ["demo"]
+    assert server.client().models.retrieve("demo").id == "demo"
+
+
+def test_errors_arrive_as_the_sdks_exceptions(server: Server) -> None:
+    client = server.client()
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nothing", messages=[{"role": "user", "content": "x"}])
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as long:
+        ask(server, "word " * 40_000)
+    assert long.value.code == "context_length_exceeded"
+    assert len(re.findall(r"\d{4,}", str(long.value))) >= 2
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(server, "x", temperature=3)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as tools:
+        ask(server, "x", tools=[{"type": "function", "function": {"name": "f"}}])
+    assert tools.value.code == "unsupported_parameter"
+
+
+async def test_sixteen_at_once_say_what_each_says_alone(server: Server) -> None:
+    prompts = [f"Tell me about platform {number}, and then about {number * 7}." for number in range(16)]
+    alone = [ask(server, prompt, max_tokens=12).choices[0].message.content for prompt in prompts]
+    async with server.async_client() as client:
+
+        async def one(prompt: str) -> str | None:
+            answer = await client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "system", "content": POLICY}, {"role": "user", "content": prompt}],
+                max_tokens=12,
+                temperature=0,
+            )
+            return answer.choices[0].message.content
+
+        together = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    assert together == alone
+
+
+def test_blocks_add_up_and_nothing_is_live_when_idle(server: Server) -> None:
+    server.wait_until(lambda: idle(server), "an idle engine whose blocks add up")
+
+
+def idle(server: Server) -> bool:
+    (engine,) = server.get("/admin/stats")["engines"]
+    blocks = engine["blocks"]
+    assert blocks["free"] + blocks["cached"] + blocks["live"] == blocks["total"]
+    return bool(blocks["live"] == 0)
+
+
+def test_health_metrics_and_the_front_page_answer(server: Server) -> None:
+    for path in ("/health", "/health/liveness", "/health/readiness"):
+        server.get(path)
+    metrics = server.get("/metrics")
+    assert "kvasir_redis_up 1" in metrics
+    assert "/v1/chat/completions" in server.get("/")
+
+
+CONFIG = """
+[auth]
+admin_keys = ["admin-key-123"]
+[[tenants]]
+name = "north"
+keys = ["north-key-123"]
+[[tenants]]
+name = "south"
+keys = ["south-key-123"]
+"""
+
+
+def test_tenants_share_nothing(tmp_path: Path) -> None:
+    with Server(tmp_path, "--kv-cache-bytes", str(32 << 20), config=CONFIG) as server:
+        with pytest.raises(openai.AuthenticationError):
+            ask(server, "x", key="nobodys-key-1")
+        ask(server, "x", key="north-key-123")
+        assert cached(ask(server, "x", key="south-key-123")) == 0
+        assert cached(ask(server, "x", key="north-key-123")) > 0
+        assert cached(ask(server, "x", key="south-key-123")) > 0
+        assert server.get("/admin/stats", key="admin-key-123")
+        assert not [line for line in server.lines if "key-123" in line]

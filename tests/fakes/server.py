@@ -1,0 +1,124 @@
+"""A whole Kvasir in processes of its own, for end-to-end tests: `kvasir serve` with flags, on a free port."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+
+START_LIMIT_S = 120.0
+STOP_LIMIT_S = 60.0
+
+
+class Server:
+    """Context manager. `url` is known once inside; what the server printed is in `lines`."""
+
+    def __init__(self, data_dir: Path, *flags: str, command: str = "serve", config: str | None = None) -> None:
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._arguments = [
+            sys.executable,
+            "-m",
+            "gateway.cli",
+            command,
+            "--port",
+            "0",
+            "--data-dir",
+            str(data_dir),
+            *flags,
+        ]
+        if config is not None:
+            file = data_dir / "kvasir.toml"
+            data_dir.mkdir(parents=True, exist_ok=True)
+            file.write_text(config, encoding="utf-8")
+            self._arguments += ["--config", str(file)]
+
+    def __enter__(self) -> Server:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
+        self.process = subprocess.Popen(
+            self._arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, bufsize=1
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            line = self.wait_for_line(r"on (http://\S+)", START_LIMIT_S)
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
+        self.url = re.search(r"on (http://\S+)", line)[1].rstrip("/")  # type: ignore[index]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            self._reader.join(STOP_LIMIT_S)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+    def wait_for_line(self, pattern: str, limit_s: float = 30.0, *, after: int = 0) -> str:
+        """The first line from index `after` on that matches. Raises TimeoutError, with everything printed so far."""
+        found: list[str] = []
+
+        def look() -> bool:
+            found[:] = [line for line in self.lines[after:] if re.search(pattern, line)]
+            return bool(found) or (not self._reader.is_alive() and self.process.poll() is not None)
+
+        with self._changed:
+            self._changed.wait_for(look, limit_s)
+        if not found:
+            raise TimeoutError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
+        return found[0]
+
+    def client(self, key: str = "none", retries: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=60.0)
+
+    def async_client(self, key: str = "none", retries: int = 0) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=60.0)
+
+    def get(self, path: str, key: str | None = None) -> Any:
+        """A GET's body: parsed when it is JSON, as text otherwise."""
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {key}"} if key else {})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            body = answer.read().decode()
+            return json.loads(body) if "json" in answer.headers["content-type"] else body
+
+    def children(self, name: str) -> list[int]:
+        """Process ids of our direct children whose command line contains `name`."""
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in pids if name in Path(f"/proc/{pid}/cmdline").read_text()]
+
+    def wait_until(self, holds: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+        """Asks again and again, for what the server shows only when asked."""
+        waiting = threading.Event()
+        for _ in range(int(limit_s / 0.05)):
+            if holds():
+                return
+            waiting.wait(0.05)
+        raise TimeoutError(f"{what}: not so after {limit_s} s; the server printed:\n" + "\n".join(self.lines))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
