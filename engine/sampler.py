@@ -1,0 +1,140 @@
+"""Chooses the next token of many sequences at once.
+
+Greedy rows of a step share one argmax. The others are continued with a random number that depends on nothing but their
+own seed and position (a counter-based generator), so the same seed gives the same text whatever else is in the batch
+and wherever the sequence was preempted. A request without a seed draws from the process's own generator.
+
+Order of operations: logit bias, penalties over generated tokens, temperature, top-k, top-p. Knows tensors of logits and
+sequences; its neighbour is engine/runner.py.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.protocol import Sampling
+from engine.sequence import NOT_FINITE, Sequence
+
+_SEED_BITS: Final = (1 << 64) - 1
+_STREAM: Final = 0x6B7661736972  # the generator's second key word: our own stream of every seed
+_NUCLEUS_GUESS: Final = 1024  # candidates that are sorted first; a flatter distribution sorts them all
+
+
+class Sampler:
+    """Stateless but for the generator that serves requests without a seed."""
+
+    def __init__(self) -> None:
+        self._unseeded = np.random.default_rng()
+
+    def choose(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        """One token id for each row; NOT_FINITE where a row's logits are not finite.
+
+        logits  (num_rows, vocab_size), any floating dtype; left as they are
+        """
+        highest, choice = logits.max(-1)
+        tokens: list[int] = choice.tolist()
+        finite: list[bool] = highest.isfinite().tolist()
+        for row, sequence in enumerate(sequences):
+            if not finite[row]:
+                tokens[row] = NOT_FINITE
+            elif not is_plain_greedy(sequence.sampling):
+                tokens[row] = self._choose_one(logits[row].float(), sequence)
+        return tokens
+
+    def _choose_one(self, logits: Tensor, sequence: Sequence) -> int:
+        sampling = sequence.sampling
+        logits = adjust(logits, sequence)
+        if sampling.temperature <= 0:
+            return int(logits.argmax())
+        weights, ids = weigh(logits, sampling)
+        return draw(weights, ids, self._uniform(sequence))
+
+    def _uniform(self, sequence: Sequence) -> float:
+        if sequence.sampling.seed is None:
+            return float(self._unseeded.random())
+        return uniform(sequence.sampling.seed, sequence.num_tokens)
+
+
+def is_plain_greedy(sampling: Sampling) -> bool:
+    """Whether the highest logit as the model computed it is the answer."""
+    return (
+        sampling.temperature <= 0
+        and not sampling.logit_bias
+        and sampling.presence_penalty == 0
+        and sampling.frequency_penalty == 0
+    )
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on the seed and the position alone (Philox 4x64)."""
+    key = np.array([seed & _SEED_BITS, _STREAM], np.uint64)
+    return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
+
+
+def adjust(logits: Tensor, sequence: Sequence) -> Tensor:
+    """Logits with bias and penalties: logit + bias - frequency * count - presence * (count > 0), generated tokens only.
+
+    logits  (vocab_size,) float32; not changed. Token ids beyond the vocabulary are left out.
+    """
+    sampling = sequence.sampling
+    if sampling.logit_bias:
+        logits = logits.clone()
+        for token, bias in sampling.logit_bias:
+            if 0 <= token < len(logits):
+                logits[token] += bias
+    if (sampling.presence_penalty or sampling.frequency_penalty) and sequence.num_generated:
+        generated = np.array(sequence.tokens[sequence.num_prompt :], np.int64)
+        counts = torch.from_numpy(np.bincount(generated, minlength=len(logits))[: len(logits)])
+        counts = counts.to(logits.device, logits.dtype)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    return logits
+
+
+def weigh(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Probabilities after temperature, top-k and top-p.
+
+    top-k keeps every token that is as likely as the k-th; top-p keeps the shortest run of most likely tokens that adds
+    up to top_p, at least one. Returns (weights, ids): float64, unnormalised over the kept tokens; ids None is 0, 1, 2, ...
+    """
+    scaled = logits.double()
+    scaled = (scaled - scaled.max()) / sampling.temperature
+    ids: Tensor | None = None
+    if 0 < sampling.top_k < len(scaled):
+        threshold = scaled.topk(sampling.top_k).values[-1]
+        ids = (scaled >= threshold).nonzero().view(-1)
+        scaled = scaled[ids]
+    weights = scaled.exp()
+    if sampling.top_p >= 1:
+        return weights, ids
+    kept = _nucleus(weights, sampling.top_p)
+    return weights[kept], kept if ids is None else ids[kept]
+
+
+def _nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """Indices of the shortest run of largest weights that adds up to top_p of the whole. Stable: ties by index."""
+    goal = top_p * float(weights.sum())
+    guess = _NUCLEUS_GUESS
+    if guess < len(weights):
+        threshold = weights.topk(guess).values[-1]
+        candidates = (weights >= threshold).nonzero().view(-1)
+        if float(weights[candidates].sum()) < goal:
+            candidates = torch.arange(len(weights), device=weights.device)
+    else:
+        candidates = torch.arange(len(weights), device=weights.device)
+    order = weights[candidates].sort(descending=True, stable=True)
+    reached = order.values.cumsum(0)
+    keep = int((reached < goal).sum()) + 1
+    return candidates[order.indices[:keep]]
+
+
+def draw(weights: Tensor, ids: Tensor | None, u: float) -> int:
+    """Inverse of the cumulative distribution at u in [0, 1). A token of weight zero is never drawn."""
+    cumulative = weights.cumsum(0)
+    index = int(torch.searchsorted(cumulative, cumulative[-1:] * u, right=True))
+    if index >= len(weights):  # u so close to 1 that the product rounded up
+        index = int(weights.nonzero()[-1])
+    return index if ids is None else int(ids[index])

@@ -1,0 +1,76 @@
+"""How many CPU threads one engine computes with.
+
+A shared machine collapses when every engine takes every core: a step waits for its slowest thread, and the slowest one
+is the thread that the gateway or another engine pushed off its core. Pure but for `usable_cores`, which reads the
+affinity mask and the cgroup files. No torch: the runner sets what this decides.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def choose_threads(wanted: int, cores: int, engines: int = 1) -> int:
+    """Threads of one engine: what was asked for, or a fair share of the cores with one left to the gateway.
+
+    wanted   EngineSettings.threads; 0 chooses
+    cores    usable_cores() of the machine
+    engines  engines that share the machine
+    Returns at least 1.
+    """
+    if wanted:
+        return wanted
+    return max(1, (cores - 1) // max(1, engines))
+
+
+def usable_cores(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int:
+    """Whole cores this process may use: the affinity mask, cut to the CPU quota of its cgroup. At least 1."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    quota = quota_cores(root, own)
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def quota_cores(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> float | None:
+    """Cores' worth of CPU time that the cgroup and its parents grant; None without a limit or without cgroups.
+
+    v2: cpu.max holds "QUOTA PERIOD" in microseconds, or "max PERIOD", at every level from `own`'s path up to the root.
+    v1: cpu/cpu.cfs_quota_us (-1 is no limit) and cpu/cpu.cfs_period_us.
+    """
+    quotas = [q for folder in _own_folders(root, own) if (q := _quota(_numbers(folder / "cpu.max"))) is not None]
+    v1 = _numbers(root / "cpu" / "cpu.cfs_quota_us") + _numbers(root / "cpu" / "cpu.cfs_period_us")
+    if (quota := _quota(v1)) is not None:
+        quotas.append(quota)
+    return min(quotas, default=None)
+
+
+def _quota(numbers: list[int]) -> float | None:
+    if len(numbers) == 2 and numbers[0] > 0 and numbers[1] > 0:
+        return numbers[0] / numbers[1]
+    return None
+
+
+def _own_folders(root: Path, own: Path) -> list[Path]:
+    """The v2 cgroup folder of this process and its parents, up to the root (in a container, that is its own)."""
+    try:
+        lines = own.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    folder = root / path.strip("/")
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+
+
+def _numbers(file: Path) -> list[int]:
+    """The integers of a one-line file; empty when it is missing, or holds a word."""
+    try:
+        return [int(word) for word in file.read_text(encoding="ascii").split()]
+    except (OSError, ValueError):
+        return []
