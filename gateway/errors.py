@@ -80,7 +80,7 @@ class UnsupportedError(BadRequestError):
 class UnauthorizedError(KvasirError):
     status = 401
     type = "invalid_request_error"
-    code = "invalid_api_key"
+    code: str | None = "invalid_api_key"
 
 
 class ForbiddenError(KvasirError):

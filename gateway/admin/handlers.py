@@ -1,0 +1,133 @@
+"""/health, /metrics, /admin/stats and the front page. Reads the sources; changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from gateway.admin.metrics import CONTENT_TYPE, Metrics
+from gateway.admin.sources import EngineStatus, Sources
+from gateway.api.auth import Auth
+from gateway.api.wire import JSON
+
+FRONT_PAGE = """Kvasir {version}: a prompt-caching gateway.
+
+Point the OpenAI SDK at this server: base_url = "{base}/v1"
+
+"""
+
+
+class Admin:
+    """Holds what its handlers need."""
+
+    def __init__(self, auth: Auth, sources: Sources, metrics: Metrics) -> None:
+        self._auth = auth
+        self._sources = sources
+        self._metrics = metrics
+        self._started_s = time.monotonic()
+
+    async def front_page(self, http: web.Request) -> web.Response:
+        """GET /"""
+        lines = [
+            f"{route.method:<5}{route.resource.canonical}"
+            for route in http.app.router.routes()
+            if route.resource is not None and route.method != "HEAD"
+        ]
+        page = FRONT_PAGE.format(version=self._sources.version, base=f"{http.scheme}://{http.host}")
+        return web.Response(text=page + "\n".join(lines) + "\n")
+
+    async def liveness(self, http: web.Request) -> web.Response:
+        """GET /health/liveness: the process turns its loop."""
+        return _json({"status": "alive"})
+
+    async def readiness(self, http: web.Request) -> web.Response:
+        """GET /health/readiness: 200 when requests can be answered, else 503 and why."""
+        reason = self._not_ready()
+        return _json({"status": "ready"}) if reason is None else _json({"status": "not ready", "reason": reason}, 503)
+
+    async def health(self, http: web.Request) -> web.Response:
+        """GET /health: readiness with a few details."""
+        reason = self._not_ready()
+        body = {
+            "status": "ok" if reason is None else "not ready",
+            "version": self._sources.version,
+            "engines": {engine.name: engine.state for engine in self._sources.engines()},
+            "redis": "up" if self._sources.redis().get("up") else "down",
+        }
+        return _json(body if reason is None else {**body, "reason": reason}, 200 if reason is None else 503)
+
+    async def prometheus(self, http: web.Request) -> web.Response:
+        """GET /metrics"""
+        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def stats(self, http: web.Request) -> web.Response:
+        """GET /admin/stats: cache, engines, queues, prompts, redis and tenants."""
+        self._auth.check_admin(http)
+        sources, engines = self._sources, self._sources.engines()
+        queue = sources.queue()
+        outcomes = ("admitted", "refused", "expired", "abandoned")
+        body = {
+            "version": sources.version,
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
+            "requests_in_flight": self._metrics.in_flight,
+            "cache": self._cache(engines),
+            "engines": [asdict(engine) for engine in engines],
+            "queues": {
+                "online": {
+                    "waiting": queue.waiting,
+                    "in_flight": queue.in_flight,
+                    "waiting_by_tenant": queue.waiting_by_tenant,
+                    **{outcome: getattr(queue, outcome) for outcome in outcomes},
+                }
+            },
+            "prompts": sources.prompts(),
+            "redis": sources.redis(),
+            "tenants": {
+                tenant: {**asdict(totals), "cached_ratio": _ratio(totals.cached_tokens, totals.prompt_tokens)}
+                for tenant, totals in self._metrics.totals.items()
+            },
+        }
+        return _json(body)
+
+    def _not_ready(self) -> str | None:
+        if self._sources.draining():
+            return "the server is shutting down"
+        if not any(engine.state == "ready" for engine in self._sources.engines()):
+            return "no engine is ready"
+        return None
+
+    def _cache(self, engines: Sequence[EngineStatus]) -> dict[str, Any]:
+        totals = self._metrics.totals.values()
+        prompt = sum(total.prompt_tokens for total in totals)
+        cached = sum(total.cached_tokens for total in totals)
+        return {
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "cached_ratio": _ratio(cached, prompt),
+            "tokenized_tokens": sum(total.tokenized_tokens for total in totals),
+            "blocks": {engine.name: _blocks(engine) for engine in engines if engine.incarnation is not None},
+        }
+
+
+def _blocks(engine: EngineStatus) -> dict[str, int]:
+    load = engine.load
+    return {
+        "free": load.free_blocks,
+        "cached": load.cached_blocks,
+        "live": load.live_blocks,
+        "total": engine.num_blocks,
+        "tokens_per_block": engine.block_size,
+    }
+
+
+def _ratio(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps(body, default=dict), content_type=JSON)

@@ -1,0 +1,207 @@
+"""Prometheus metrics of the gateway, in a registry of their own. Labels are bounded: tenants and models are configured
+or served ones, endpoints are routes.
+
+Requests are counted as they finish; figures of engines, queue, memos and Redis are read at every scrape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.admin.sources import Sources
+from gateway.api.record import CLIENT_LEFT, Record
+
+TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the start, for /admin/stats."""
+
+    requests: int = 0
+    errors: int = 0  # answers of 4xx and 5xx, without clients that left
+    clients_left: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    tokenized_tokens: int = 0
+
+
+class Metrics:
+    """Counts finished requests and writes the exposition. An Observer of the middleware."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.totals: dict[str, Totals] = {}  # by tenant
+        self.in_flight = 0
+        self._children: dict[tuple[str, str], _Children] = {}
+        self._requests = Counter(
+            "kvasir_requests",
+            "Finished requests; status 499 is a client that left.",
+            ("endpoint", "model", "tenant", "status"),
+            registry=self.registry,
+        )
+        tenant_model = ("model", "tenant")
+        self._tokens = {
+            kind: Counter(f"kvasir_{kind}_tokens", text, tenant_model, registry=self.registry)
+            for kind, text in (
+                ("prompt", "Tokens of prompts, cached ones included."),
+                ("cached", "Tokens of prompts whose blocks were reused."),
+                ("completion", "Tokens generated."),
+                ("tokenized", "Tokens of prompts that had to be tokenised, because their segments were new."),
+            )
+        }
+        self._retries = Counter(
+            "kvasir_retries",
+            "Requests sent to another engine before the first byte.",
+            ("model",),
+            registry=self.registry,
+        )
+        self._first_token = self._histogram("first_token", "From arrival to the first token.", TOKEN_SECONDS)
+        self._queue = self._histogram("queue", "Waiting for a place, in the gateway and the engine.", TOKEN_SECONDS)
+        self._overhead = self._histogram("overhead", "The gateway's own time for a request.", OVERHEAD_SECONDS)
+        self._duration = self._histogram("request", "From arrival to the last byte.", REQUEST_SECONDS)
+        in_flight = Gauge("kvasir_requests_in_flight", "Requests being answered.", registry=self.registry)
+        in_flight.set_function(lambda: self.in_flight)
+        self.registry.register(_Scraped(sources))
+
+    def started(self, record: Record) -> None:
+        self.in_flight += 1
+
+    def finished(self, record: Record) -> None:
+        self.in_flight -= 1
+        model, tenant = record.model or "unknown", record.tenant or "unknown"
+        self._requests.labels(record.endpoint, model, tenant, str(record.status)).inc()
+        if record.endpoint.startswith("/v1"):
+            self._count(record, tenant)
+        if record.traces:
+            self._meter(record, model, tenant)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _count(self, record: Record, tenant: str) -> None:
+        totals = self.totals.setdefault(tenant, Totals())
+        totals.requests += 1
+        totals.clients_left += record.status == CLIENT_LEFT
+        totals.errors += record.status >= 400 and record.status != CLIENT_LEFT
+        for trace in record.traces:
+            totals.prompt_tokens += trace.prompt_tokens
+            totals.cached_tokens += trace.cached_tokens
+            totals.completion_tokens += trace.completion_tokens
+            totals.tokenized_tokens += trace.tokenized_tokens
+
+    def _meter(self, record: Record, model: str, tenant: str) -> None:
+        if (children := self._children.get((model, tenant))) is None:
+            children = self._children[model, tenant] = self._labelled(model, tenant)
+        for trace in record.traces:
+            children.prompt.inc(trace.prompt_tokens)
+            children.cached.inc(trace.cached_tokens)
+            children.completion.inc(trace.completion_tokens)
+            children.tokenized.inc(trace.tokenized_tokens)
+            if trace.retries:
+                self._retries.labels(model).inc(trace.retries)
+            if trace.first_token_ms is not None:
+                children.first_token.observe(trace.first_token_ms / 1e3)
+                children.queue.observe(trace.queue_ms / 1e3)
+                children.overhead.observe(trace.overhead_ms / 1e3)
+        children.duration.observe(record.total_ms / 1e3)
+
+    def _labelled(self, model: str, tenant: str) -> _Children:
+        tokens = {kind: counter.labels(model, tenant) for kind, counter in self._tokens.items()}
+        return _Children(
+            **tokens,
+            first_token=self._first_token.labels(model),
+            queue=self._queue.labels(model),
+            overhead=self._overhead.labels(model),
+            duration=self._duration.labels(model),
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"kvasir_{name}_seconds", f"Seconds. {text}", ("model",), buckets=buckets, registry=self.registry
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Children:
+    """The metrics of one model and tenant: looking labels up costs more than counting."""
+
+    prompt: Counter
+    cached: Counter
+    completion: Counter
+    tokenized: Counter
+    first_token: Histogram
+    queue: Histogram
+    overhead: Histogram
+    duration: Histogram
+
+
+class _Scraped(Collector):
+    """What the stages know of themselves."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._engines()
+        yield from self._queue()
+        yield from self._prompts()
+        yield GaugeMetricFamily(
+            "kvasir_redis_up",
+            "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
+            value=float(bool(self._sources.redis().get("up"))),
+        )
+
+    def _engines(self) -> Iterator[Metric]:
+        engines = self._sources.engines()
+        up = GaugeMetricFamily("kvasir_engine_up", "1 while the engine is ready.", labels=("engine", "model"))
+        for engine in engines:
+            up.add_metric([engine.name, engine.model or "unknown"], float(engine.state == "ready"))
+        yield up
+        loads = [(engine, asdict(engine.load)) for engine in engines if engine.incarnation is not None]
+        for name, text in (
+            ("waiting", "Sequences admitted and not yet running."),
+            ("running", "Sequences running."),
+            ("prefill_backlog", "Tokens still to be prefilled."),
+            ("free_blocks", "Blocks that hold nothing."),
+            ("cached_blocks", "Blocks that can be hit and evicted."),
+            ("live_blocks", "Blocks in use by a sequence."),
+            ("prefill_tokens_per_s", "Tokens per second, moving average."),
+            ("decode_tokens_per_s", "Tokens per second, moving average."),
+        ):
+            gauge = GaugeMetricFamily(f"kvasir_engine_{name}", text, labels=("engine", "model"))
+            for engine, load in loads:
+                gauge.add_metric([engine.name, engine.model or "unknown"], float(load[name]))
+            yield gauge
+
+    def _queue(self) -> Iterator[Metric]:
+        queue = self._sources.queue()
+        yield GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a place.", value=queue.waiting)
+        in_flight = GaugeMetricFamily("kvasir_queue_in_flight", "Places taken.", labels=("engine",))
+        for engine, taken in queue.in_flight.items():
+            in_flight.add_metric([engine], taken)
+        yield in_flight
+        outcomes = CounterMetricFamily("kvasir_queue_requests", "What became of requests.", labels=("outcome",))
+        for outcome in ("admitted", "refused", "expired", "abandoned"):
+            outcomes.add_metric([outcome], getattr(queue, outcome))
+        yield outcomes
+
+    def _prompts(self) -> Iterator[Metric]:
+        prompts = GaugeMetricFamily(
+            "kvasir_prompt", "Figures of the prompt stage: memos and tokeniser.", labels=("model", "figure")
+        )
+        for model, figures in self._sources.prompts().items():
+            for figure, value in figures.items():
+                if isinstance(value, (int, float)):
+                    prompts.add_metric([model, figure], float(value))
+        yield prompts

@@ -1,0 +1,69 @@
+"""Where the operator's figures come from. app.py fills this in from the stages; nothing here may block or raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from engine.protocol import Load
+
+EngineState = Literal["connecting", "ready", "draining", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine, configured or discovered. Without an incarnation it has not said hello yet."""
+
+    name: str
+    url: str
+    state: EngineState
+    model: str | None = None
+    incarnation: str | None = None
+    num_blocks: int = 0
+    block_size: int = 0
+    load: Load = field(default_factory=Load)
+
+
+class QueueStatus(Protocol):
+    """See queues/online.py."""
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def in_flight(self) -> Mapping[str, int]: ...
+
+    @property
+    def waiting_by_tenant(self) -> Mapping[str, int]: ...
+
+    @property
+    def admitted(self) -> int: ...
+
+    @property
+    def refused(self) -> int: ...
+
+    @property
+    def expired(self) -> int: ...
+
+    @property
+    def abandoned(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Each is asked anew for every scrape.
+
+    engines   every engine, whatever its state
+    queue     the online lane
+    prompts   model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
+    redis     at least {"up": bool}; the index answers from memory while it is False
+    draining  whether the server is ending and wants no new requests
+    """
+
+    engines: Callable[[], Sequence[EngineStatus]]
+    queue: Callable[[], QueueStatus]
+    prompts: Callable[[], Mapping[str, Mapping[str, Any]]]
+    redis: Callable[[], Mapping[str, Any]]
+    draining: Callable[[], bool]
+    version: str

@@ -1,0 +1,75 @@
+"""Who is asking: bearer tokens to tenants. Keys are kept and compared only as SHA-256 digests, so that the time of a
+look-up says nothing about a key, and no key can reach a log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from gateway.config import AuthSettings, TenantSettings
+from gateway.errors import ForbiddenError, UnauthorizedError
+from gateway.types import ANONYMOUS, Tenant
+
+
+class Auth:
+    """The keys of [auth] and [[tenants]]."""
+
+    def __init__(self, auth: AuthSettings, tenants: Sequence[TenantSettings]) -> None:
+        self._tenants = {_digest(key): Tenant(tenant.name) for tenant in tenants for key in tenant.keys}
+        self._admins = {_digest(key) for key in auth.admin_keys}
+        self._anonymous = Tenant(ANONYMOUS)
+
+    @property
+    def open(self) -> bool:
+        """No tenant is configured: everybody is one tenant."""
+        return not self._tenants
+
+    def tenant(self, http: web.Request) -> Tenant:
+        """Whose request this is. Raises UnauthorizedError, and ForbiddenError for an admin key."""
+        if not self._tenants:
+            return self._anonymous
+        key = _bearer(http)
+        if not key:
+            raise _no_key("You didn't provide an API key. Send it as `Authorization: Bearer KEY`.")
+        digest = _digest(key)
+        if (tenant := self._tenants.get(digest)) is not None:
+            return tenant
+        if digest in self._admins:
+            raise ForbiddenError("This is an admin key, which opens /admin only. Send the key of a tenant.")
+        raise UnauthorizedError("Incorrect API key provided.")
+
+    def check_admin(self, http: web.Request) -> None:
+        """Whether /admin may be read. Raises UnauthorizedError and ForbiddenError."""
+        if not self._admins:
+            if self._tenants:
+                raise ForbiddenError(
+                    "/admin is closed: this server has tenants and no admin keys. Set [auth] admin_keys to open it."
+                )
+            return
+        key = _bearer(http)
+        if not key:
+            raise _no_key("/admin needs an admin key. Send it as `Authorization: Bearer KEY`.")
+        digest = _digest(key)
+        if digest in self._admins:
+            return
+        if digest in self._tenants:
+            raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
+        raise UnauthorizedError("Incorrect admin key provided.")
+
+
+def _bearer(http: web.Request) -> str:
+    scheme, _, key = http.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _no_key(message: str) -> UnauthorizedError:
+    error = UnauthorizedError(message)
+    error.code = None  # `invalid_api_key` is for keys that were sent
+    return error

@@ -1,0 +1,105 @@
+"""Request bodies: bytes within the limit, decoded, and parsed into a JSON object that is safe to walk.
+
+Everything a client can do wrong here is a BadRequestError or a BodyTooLargeError; nothing is a RecursionError, a
+UnicodeDecodeError or a NaN later on. orjson refuses NaN, Infinity, numbers that overflow, invalid UTF-8 and lone
+surrogates by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+
+from gateway.config import ServerSettings
+from gateway.errors import BadRequestError, BodyTooLargeError
+
+_CONTAINERS = frozenset((dict, list))
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
+
+
+async def expect_continue(http: web.Request) -> None:
+    """aiohttp's expect handler. Does nothing: `read_json` asks for the body once the headers were accepted."""
+
+
+async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    Raises BodyTooLargeError from Content-Length alone where there is one, and BadRequestError for what is not a JSON
+    object, or nested deeper than server.max_json_depth. The limit also holds for what a compressed body becomes.
+    """
+    try:
+        async with asyncio.timeout(server.request_timeout_s):
+            body = await _read(http, server.max_body_bytes)
+    except TimeoutError:
+        raise BadRequestError("The request body did not arrive in time (server.request_timeout_s).") from None
+    except (web.RequestPayloadError, BadHttpMessage, zlib.error) as error:
+        raise BadRequestError(f"The request body cannot be read: {type(error).__name__}.") from None
+    return parse_object(body, server.max_json_depth)
+
+
+def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
+    """Strict JSON whose outermost value is an object. Raises BadRequestError."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(
+            f"We could not parse the JSON body of your request: {error.msg} at line {error.lineno}, column "
+            f"{error.colno}. The API expects a JSON object."
+        ) from None
+    if type(value) is not dict:
+        raise BadRequestError("The request body must be a JSON object.")
+    # Counting brackets is an upper bound for the depth, and enough for most bodies.
+    if body.count(b"{") + body.count(b"[") > max_depth and deeper_than(value, max_depth):
+        raise BadRequestError(
+            f"The JSON body of your request is nested deeper than {max_depth} levels (server.max_json_depth)."
+        )
+    return value
+
+
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether containers are nested more than `levels` deep. Level by level, so without recursion."""
+    level: list[Any] = [value] if type(value) in _CONTAINERS else []
+    for _ in range(levels):
+        if not level:
+            return False
+        deeper: list[Any] = []
+        for container in level:
+            inside: Iterable[Any] = container.values() if type(container) is dict else container
+            if not _CONTAINERS.isdisjoint(map(type, inside)):
+                deeper += [item for item in inside if type(item) in _CONTAINERS]
+        level = deeper
+    return bool(level)
+
+
+async def _read(http: web.Request, limit_bytes: int) -> bytes:
+    if (http.content_length or 0) > limit_bytes:
+        raise BodyTooLargeError(limit_bytes)
+    encoding = http.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
+        raise BadRequestError("Content-Encoding must be gzip, deflate or identity.")
+    if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
+        http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    pieces: list[bytes] = []
+    size = 0
+    while piece := await http.content.readany():
+        pieces.append(piece)
+        if (size := size + len(piece)) > limit_bytes:
+            raise BodyTooLargeError(limit_bytes)
+    body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return body if encoding == "identity" else _decompressed(body, limit_bytes)
+
+
+def _decompressed(body: bytes, limit_bytes: int) -> bytes:
+    decoder = zlib.decompressobj(_GZIP_OR_ZLIB)
+    decoded = decoder.decompress(body, limit_bytes + 1)
+    if len(decoded) > limit_bytes:
+        raise BodyTooLargeError(limit_bytes)
+    if not decoder.eof:
+        raise BadRequestError("The compressed request body is cut short.")
+    return decoded

@@ -1,0 +1,245 @@
+"""Checks of single JSON values, with the messages and codes of the OpenAI API, and tables of parameters made of them.
+
+A check takes a value and its path, and returns what the gateway works with, or raises BadRequestError whose `param` is
+that path. Knows nothing of any particular parameter; those are in openai_parameters.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gateway.errors import BadRequestError, UnsupportedError
+
+Check = Callable[[Any, str], Any]
+INT64 = 2**63
+SHOWN_CHARS = 64  # of a client's own string in an error message
+
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One top-level parameter of a route: what it may be, and what the gateway does about it.
+
+    effect   "used"; "none": valid values change nothing; "refused": any value but `harmless` ones is a clear 400
+    accepts  type and range, for the docs
+    does     its meaning, or what happens instead, for the docs
+    """
+
+    name: str
+    check: Check
+    accepts: str
+    does: str
+    effect: Literal["used", "none", "refused"] = "used"
+    harmless: tuple[Any, ...] = ()  # values of a refused parameter that ask for nothing
+
+
+def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tuple[str, ...]) -> dict[str, Any]:
+    """The checked values of the parameters that were given. null is "not given", as everywhere in this API."""
+    for name in required:
+        if body.get(name) is None:
+            raise BadRequestError(
+                f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
+            )
+    values: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        parameter = table.get(name)
+        if parameter is None:
+            raise unknown_parameter(name)
+        checked = parameter.check(value, name)
+        if parameter.effect == "used":
+            values[name] = checked
+        elif parameter.effect == "refused" and checked not in parameter.harmless:
+            raise UnsupportedError(f"Unsupported parameter: '{name}'. {parameter.does}", param=name)
+    return values
+
+
+# -- what was wrong ---------------------------------------------------------------------------------------------------
+
+
+def shown(text: str) -> str:
+    """A client's string, short enough for a message."""
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
+
+
+def unknown_parameter(path: str) -> BadRequestError:
+    return BadRequestError(f"Unknown parameter: '{shown(path)}'.", param=shown(path), code="unknown_parameter")
+
+
+def wrong_type(path: str, expected: str, value: Any) -> BadRequestError:
+    return BadRequestError(
+        f"Invalid type for '{path}': expected {expected}, but got {_TYPE_NAMES[type(value)]} instead.",
+        param=path,
+        code="invalid_type",
+    )
+
+
+def wrong_value(path: str, value: Any, allowed: tuple[str, ...]) -> BadRequestError:
+    listed = ", ".join(f"'{item}'" for item in allowed)
+    return BadRequestError(
+        f"Invalid value for '{path}': '{shown(str(value))}'. Supported values are: {listed}.",
+        param=path,
+        code="invalid_value",
+    )
+
+
+def empty_array(path: str) -> BadRequestError:
+    return BadRequestError(
+        f"Invalid '{path}': empty array. Expected an array with minimum length 1, but got an empty array instead.",
+        param=path,
+        code="empty_array",
+    )
+
+
+def array_too_long(path: str, limit: int, length: int) -> BadRequestError:
+    return BadRequestError(
+        f"Invalid '{path}': array too long. Expected an array with maximum length {limit}, but got an array with "
+        f"length {length} instead.",
+        param=path,
+        code="array_above_max_length",
+    )
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def boolean(value: Any, path: str) -> bool:
+    if type(value) is not bool:
+        raise wrong_type(path, "a boolean", value)
+    return value
+
+
+def anything(value: Any, path: str) -> Any:
+    return value
+
+
+def an_object(value: Any, path: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise wrong_type(path, "an object", value)
+    return value
+
+
+def an_array(value: Any, path: str) -> list[Any]:
+    """A list that is not empty."""
+    if type(value) is not list:
+        raise wrong_type(path, "an array", value)
+    if not value:
+        raise empty_array(path)
+    return value
+
+
+def integer(low: int, high: int) -> Check:
+    def check(value: Any, path: str) -> int:
+        if type(value) is float and abs(value) >= INT64:  # JSON integers past 64 bits are read as floats
+            value = int(value)
+        if type(value) is not int:
+            raise wrong_type(path, "an integer", value)
+        return int(_in_range(value, path, low, high, "integer"))
+
+    return check
+
+
+def number(low: float, high: float) -> Check:
+    def check(value: Any, path: str) -> float:
+        if type(value) is not float and type(value) is not int:
+            raise wrong_type(path, "a decimal", value)
+        return float(_in_range(value, path, low, high, "decimal"))
+
+    return check
+
+
+def text(max_chars: int | None = None) -> Check:
+    def check(value: Any, path: str) -> str:
+        if type(value) is not str:
+            raise wrong_type(path, "a string", value)
+        if max_chars is not None and len(value) > max_chars:
+            raise BadRequestError(
+                f"Invalid '{path}': string too long. Expected a string with maximum length {max_chars}, but got a "
+                f"string with length {len(value)} instead.",
+                param=path,
+                code="string_above_max_length",
+            )
+        return value
+
+    return check
+
+
+def choice(*allowed: str) -> Check:
+    def check(value: Any, path: str) -> str:
+        if type(value) is not str:
+            raise wrong_type(path, "a string", value)
+        if value not in allowed:
+            raise wrong_value(path, value, allowed)
+        return value
+
+    return check
+
+
+def record(**fields: Check) -> Check:
+    """An object that has these keys and no others, all optional."""
+
+    def check(value: Any, path: str) -> dict[str, Any]:
+        checked: dict[str, Any] = {}
+        for key, item in an_object(value, path).items():
+            if item is None:
+                continue
+            if key not in fields:
+                raise unknown_parameter(f"{path}.{key}")
+            checked[key] = fields[key](item, f"{path}.{key}")
+        return checked
+
+    return check
+
+
+def string_map(max_pairs: int, max_key_chars: int, max_value_chars: int) -> Check:
+    check_value = text(max_value_chars)
+
+    def check(value: Any, path: str) -> dict[str, str]:
+        if len(an_object(value, path)) > max_pairs:
+            raise BadRequestError(
+                f"Invalid '{path}': too many properties. Expected an object with at most {max_pairs} properties, but "
+                f"got an object with {len(value)} properties instead.",
+                param=path,
+                code="object_above_max_properties",
+            )
+        for key, item in value.items():
+            if len(key) > max_key_chars:
+                raise BadRequestError(
+                    f"Invalid '{path}': a key is longer than {max_key_chars} characters.",
+                    param=path,
+                    code="string_above_max_length",
+                )
+            check_value(item, f"{path}.{key}")
+        return dict(value)
+
+    return check
+
+
+def _in_range(value: float, path: str, low: float, high: float, kind: str) -> float:
+    if value < low:
+        raise _out_of_range(value, path, low, f"{kind}_below_min_value", f"{kind} below minimum value", ">=")
+    if value > high:
+        raise _out_of_range(value, path, high, f"{kind}_above_max_value", f"{kind} above maximum value", "<=")
+    return value
+
+
+def _out_of_range(value: float, path: str, limit: float, code: str, what: str, sign: str) -> BadRequestError:
+    return BadRequestError(
+        f"Invalid '{path}': {what}. Expected a value {sign} {limit:g}, but got {shown(str(value))} instead."
+        if isinstance(limit, float)
+        else f"Invalid '{path}': {what}. Expected a value {sign} {limit}, but got {shown(str(value))} instead.",
+        param=path,
+        code=code,
+    )

@@ -1,0 +1,116 @@
+"""Around every handler: request id, errors in the dialect's shape, one access line, observers.
+
+No answer leaves without x-request-id, no error without all four keys of its body, and no request without its line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gateway.api.record import CLIENT_LEFT, RECORD, Observer, Record, elapsed_ms
+from gateway.api.wire import common_headers, error_response
+from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
+
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("kvasir.access")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
+
+
+def observed(observer: Observer) -> Middleware:
+    """The one middleware of the gateway."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        record = request[RECORD] = _record(request)
+        observer.started(record)
+        try:
+            response = await _answered(request, handler, record)
+            record.status = record.status or response.status
+            if not response.prepared:
+                response.headers.update(common_headers(record))
+            return response
+        except asyncio.CancelledError:
+            record.status = CLIENT_LEFT
+            raise
+        finally:
+            record.total_ms = elapsed_ms(record)
+            observer.finished(record)
+            _log(record)
+
+    return middleware
+
+
+async def _answered(http: web.Request, handler: Handler, record: Record) -> web.StreamResponse:
+    try:
+        return await handler(http)
+    except KvasirError as error:
+        return error_response(error)
+    except web.HTTPNotFound:
+        return error_response(_unknown_url(http))
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{http.path} cannot be asked with {error.method}; it takes {allowed}."
+        return error_response(MethodNotAllowedError(message), {"Allow": allowed})
+    except web.HTTPException as error:
+        refused = BadRequestError(error.reason)
+        refused.status = error.status
+        return error_response(refused)
+    except ConnectionResetError:
+        return web.Response(status=CLIENT_LEFT)
+    except Exception:
+        log.exception("request %s failed", record.request_id)
+        return error_response(KvasirError("The server had an error while processing your request."))
+
+
+def _record(http: web.Request) -> Record:
+    asked = http.headers.get("X-Request-Id", "")
+    resource = http.match_info.route.resource
+    return Record(
+        request_id=asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(16)}",
+        endpoint=resource.canonical if resource is not None else "unknown",
+        received_s=time.monotonic(),
+    )
+
+
+def _unknown_url(http: web.Request) -> NotFoundError:
+    return NotFoundError(f"Unknown request URL: {http.method} {http.path[:200]}.", code="unknown_url")
+
+
+def _log(record: Record) -> None:
+    # Probes and scrapes come every few seconds; they are not what the line is for.
+    level = logging.INFO if record.endpoint.startswith("/v1") or record.status >= 500 else logging.DEBUG
+    if not access_log.isEnabledFor(level):
+        return
+    first = record.first_token_ms
+    access_log.log(
+        level,
+        "request_id=%s tenant=%s endpoint=%s model=%s engine=%s lane=%s stream=%d prompt_tokens=%d cached_tokens=%d "
+        "completion_tokens=%d queue_ms=%.1f overhead_ms=%.2f first_token_ms=%s total_ms=%.1f retries=%d status=%d",
+        record.request_id,
+        record.tenant or "-",
+        record.endpoint,
+        record.model or "-",
+        record.engine or "-",
+        record.traces[0].lane if record.traces else "-",
+        record.stream,
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.completion_tokens,
+        record.queue_ms,
+        record.overhead_ms,
+        "-" if first is None else f"{first:.1f}",
+        record.total_ms,
+        sum(trace.retries for trace in record.traces),
+        record.status,
+    )

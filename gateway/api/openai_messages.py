@@ -1,0 +1,211 @@
+"""Chat messages of the OpenAI API into what a chat template takes: "role", "content" as a string, "tool_calls", ...
+
+Checks every field of every message and touches no character of their contents. `developer` becomes `system`, and the
+deprecated `function` forms become their `tool` forms, because chat templates know only those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from gateway.api.body import deeper_than
+from gateway.api.fields import (
+    an_array,
+    an_object,
+    choice,
+    empty_array,
+    record,
+    text,
+    unknown_parameter,
+    wrong_type,
+    wrong_value,
+)
+from gateway.errors import BadRequestError, UnsupportedError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_ARGUMENT_DEPTH = 64  # deeper tool arguments in the history reach the template as text
+
+Message = dict[str, Any]
+
+_string = text()
+_breakpoint = record(mode=choice("explicit"), ttl=choice("30m", "12h"))
+_media = {"image_url": "Images", "input_audio": "Audio", "file": "Files"}
+
+
+def parse_messages(value: Any, path: str = "messages") -> list[Message]:
+    """Raises BadRequestError with the path of what is wrong, UnsupportedError for images, audio and files."""
+    if type(value) is not list:
+        raise wrong_type(path, "an array of objects", value)
+    if not value:
+        raise empty_array(path)
+    return [_message(item, f"{path}[{index}]") for index, item in enumerate(value)]
+
+
+def _message(item: Any, path: str) -> Message:
+    if type(item) is not dict:
+        raise wrong_type(path, "an object", item)
+    role = item.get("role")
+    if role is None:
+        raise _missing(f"{path}.role")
+    if type(role) is not str:
+        raise wrong_type(f"{path}.role", "a string", role)
+    if (parse := _BY_ROLE.get(role)) is None:
+        raise wrong_value(f"{path}.role", role, ROLES)
+    return parse(item, path)
+
+
+def _plain(item: Message, path: str) -> Message:
+    role = "system" if item["role"] == "developer" else item["role"]
+    if len(item) > 2:
+        _only(item, path, ("role", "content", "name"))
+    message = {"role": role, "content": _content(item, path, role)}
+    return _named(message, item, path)
+
+
+def _assistant(item: Message, path: str) -> Message:
+    if len(item) > 2:
+        known = ("role", "content", "name", "tool_calls", "function_call", "refusal", "audio", "annotations")
+        _only(item, path, (*known, "reasoning_content"))
+    calls = _tool_calls(item, path)
+    refusal = item.get("refusal")
+    if refusal is not None:
+        _string(refusal, f"{path}.refusal")
+    if item.get("audio") is not None:
+        raise UnsupportedError("Earlier audio answers cannot be part of the messages.", param=f"{path}.audio")
+    if item.get("content") is not None:
+        content = _content(item, path, "assistant")
+    elif refusal is not None or calls:
+        content = refusal or ""
+    else:
+        raise _missing(f"{path}.content")
+    message: Message = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    if (reasoning := item.get("reasoning_content")) is not None:
+        message["reasoning_content"] = _string(reasoning, f"{path}.reasoning_content")
+    return _named(message, item, path)
+
+
+def _tool(item: Message, path: str) -> Message:
+    _only(item, path, ("role", "content", "name", "tool_call_id"))
+    if item.get("tool_call_id") is None:
+        raise _missing(f"{path}.tool_call_id")
+    message = {
+        "role": "tool",
+        "content": _content(item, path, "tool"),
+        "tool_call_id": _string(item["tool_call_id"], f"{path}.tool_call_id"),
+    }
+    return _named(message, item, path)
+
+
+def _function(item: Message, path: str) -> Message:
+    _only(item, path, ("role", "content", "name"))
+    if item.get("name") is None:
+        raise _missing(f"{path}.name")
+    content = "" if item.get("content") is None else _content(item, path, "function")
+    return _named({"role": "tool", "content": content}, item, path)
+
+
+_BY_ROLE: dict[str, Callable[[Message, str], Message]] = {
+    "system": _plain,
+    "developer": _plain,
+    "user": _plain,
+    "assistant": _assistant,
+    "tool": _tool,
+    "function": _function,
+}
+
+
+def _content(item: Message, path: str, role: str) -> str:
+    value = item.get("content")
+    if type(value) is str:
+        return value
+    if value is None:
+        raise _missing(f"{path}.content")
+    if type(value) is not list:
+        raise wrong_type(f"{path}.content", "a string or an array of objects", value)
+    if not value:
+        raise empty_array(f"{path}.content")
+    return "".join([_part(part, f"{path}.content[{index}]", role) for index, part in enumerate(value)])
+
+
+def _part(part: Any, path: str, role: str) -> str:
+    kind = an_object(part, path).get("type")
+    if kind is None:
+        raise _missing(f"{path}.type")
+    if type(kind) is not str:
+        raise wrong_type(f"{path}.type", "a string", kind)
+    if role == "user" and kind in _media:
+        raise UnsupportedError(f"{_media[kind]} are not supported by this model.", param=f"{path}.type")
+    allowed = ("text", "refusal") if role == "assistant" else ("text",)
+    if kind not in allowed:
+        raise wrong_value(f"{path}.type", kind, allowed)
+    _only(part, path, ("type", kind, "prompt_cache_breakpoint"))
+    if part.get("prompt_cache_breakpoint") is not None:
+        _breakpoint(part["prompt_cache_breakpoint"], f"{path}.prompt_cache_breakpoint")
+    if part.get(kind) is None:
+        raise _missing(f"{path}.{kind}")
+    said: str = _string(part[kind], f"{path}.{kind}")
+    return said
+
+
+def _tool_calls(item: Message, path: str) -> list[Message]:
+    calls = []
+    if item.get("tool_calls") is not None:
+        for index, call in enumerate(an_array(item["tool_calls"], f"{path}.tool_calls")):
+            calls.append(_tool_call(call, f"{path}.tool_calls[{index}]"))
+    if item.get("function_call") is not None:
+        calls.append({"type": "function", "function": _called(item["function_call"], f"{path}.function_call")})
+    return calls
+
+
+def _tool_call(call: Any, path: str) -> Message:
+    _only(an_object(call, path), path, ("id", "type", "function", "custom", "index"))
+    for key in ("id", "type"):
+        if call.get(key) is None:
+            raise _missing(f"{path}.{key}")
+        _string(call[key], f"{path}.{key}")
+    if call["type"] == "custom":
+        raise UnsupportedError("Calls of custom tools are not supported.", param=f"{path}.type")
+    if call["type"] != "function":
+        raise wrong_value(f"{path}.type", call["type"], ("function",))
+    if call.get("function") is None:
+        raise _missing(f"{path}.function")
+    return {"id": call["id"], "type": "function", "function": _called(call["function"], f"{path}.function")}
+
+
+def _called(function: Any, path: str) -> Message:
+    """A function call. Templates write the arguments as JSON themselves, so they get the object where it is one."""
+    _only(an_object(function, path), path, ("name", "arguments"))
+    for key in ("name", "arguments"):
+        if function.get(key) is None:
+            raise _missing(f"{path}.{key}")
+        _string(function[key], f"{path}.{key}")
+    return {"name": function["name"], "arguments": _arguments(function["arguments"])}
+
+
+def _arguments(written: str) -> Any:
+    try:
+        parsed = orjson.loads(written)
+    except orjson.JSONDecodeError:
+        return written
+    return parsed if type(parsed) is dict and not deeper_than(parsed, MAX_ARGUMENT_DEPTH) else written
+
+
+def _named(message: Message, item: Message, path: str) -> Message:
+    if (name := item.get("name")) is not None:
+        message["name"] = _string(name, f"{path}.name")
+    return message
+
+
+def _only(item: Message, path: str, known: tuple[str, ...]) -> None:
+    for key, value in item.items():
+        if value is not None and key not in known:
+            raise unknown_parameter(f"{path}.{key}")
+
+
+def _missing(path: str) -> BadRequestError:
+    return BadRequestError(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")

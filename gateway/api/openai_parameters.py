@@ -1,0 +1,238 @@
+"""The parameters of /v1/chat/completions and /v1/completions as tables: what each may be, and whether it is carried
+out, accepted without effect, or refused. docs/http-api.md is held to these tables by a test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.api.fields import (
+    INT64,
+    Parameter,
+    an_array,
+    an_object,
+    anything,
+    array_too_long,
+    boolean,
+    choice,
+    integer,
+    number,
+    record,
+    string_map,
+    text,
+    wrong_type,
+)
+from gateway.api.openai_messages import parse_messages
+from gateway.errors import BadRequestError
+
+MAX_TOKENS = 2**31 - 1
+MAX_STOPS = 4
+MAX_STOP_IDS = 64
+TOKEN_ID_MAX = 2**32 - 1
+
+_token_id = integer(0, TOKEN_ID_MAX)
+_bias = number(-100, 100)
+_string = text()
+
+
+def stop(value: Any, path: str) -> tuple[str, ...]:
+    """One string or up to four, none of them empty."""
+    if type(value) is str:
+        value = [value]
+        paths = [path]
+    elif type(value) is list:
+        paths = [f"{path}[{index}]" for index in range(len(value))]
+    else:
+        raise wrong_type(path, "a string or an array of strings", value)
+    if len(value) > MAX_STOPS:
+        raise array_too_long(path, MAX_STOPS, len(value))
+    for item, where in zip(value, paths, strict=True):
+        if not _string(item, where):
+            raise BadRequestError(
+                f"Invalid '{where}': empty string. Expected a string with minimum length 1.",
+                param=where,
+                code="empty_string",
+            )
+    return tuple(value)
+
+
+def stop_token_ids(value: Any, path: str) -> tuple[int, ...]:
+    """Token ids; those outside of the vocabulary are found when the model is known."""
+    if len(an_array(value, path)) > MAX_STOP_IDS:
+        raise array_too_long(path, MAX_STOP_IDS, len(value))
+    return tuple(_token_id(item, f"{path}[{index}]") for index, item in enumerate(value))
+
+
+def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
+    """Token id, as a string, to -100..100."""
+    pairs = []
+    for key, item in an_object(value, path).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise BadRequestError(
+                f"Invalid key in '{path}': every key must be a token id, written as a string of digits.",
+                param=path,
+                code="invalid_value",
+            )
+        pairs.append((int(key), _bias(item, f"{path}.{key}")))
+    return tuple(pairs)
+
+
+def _response_format(value: Any, path: str) -> Any:
+    kind = an_object(value, path).get("type")
+    return choice("text", "json_object", "json_schema")(kind, f"{path}.type")
+
+
+def _tool_choice(value: Any, path: str) -> Any:
+    if type(value) is dict:
+        return value
+    return choice("none", "auto", "required")(value, path)
+
+
+def _text_modalities(value: Any, path: str) -> tuple[str, ...]:
+    kinds = an_array(value, path)
+    return tuple(choice("text", "audio")(item, f"{path}[{index}]") for index, item in enumerate(kinds))
+
+
+def _table(*parameters: Parameter) -> dict[str, Parameter]:
+    return {parameter.name: parameter for parameter in parameters}
+
+
+def _used(name: str, check: Any, accepts: str, does: str) -> Parameter:
+    return Parameter(name, check, accepts, does)
+
+
+def _no_effect(name: str, check: Any, accepts: str, does: str) -> Parameter:
+    return Parameter(name, check, accepts, does, "none")
+
+
+def _refused(name: str, check: Any, accepts: str, does: str, *harmless: Any) -> Parameter:
+    return Parameter(name, check, accepts, does, "refused", harmless)
+
+
+_SHARED = (
+    _used("model", _string, "string, required", "Name of a served model, as in `GET /v1/models`."),
+    _used("stream", boolean, "boolean, default false", "Answer as server-sent events."),
+    _used(
+        "stream_options",
+        record(include_usage=boolean, include_obfuscation=boolean),
+        "object, only with `stream`",
+        "`include_usage`: one more chunk with the usage before `[DONE]`. `include_obfuscation` has no effect.",
+    ),
+    _used("stop", stop, "string, or array of up to 4 strings", "Ends the answer; the string itself is never returned."),
+    _used("temperature", number(0, 2), "number 0 to 2, default 1", "0 takes the likeliest token."),
+    _used("top_p", number(0, 1), "number 0 to 1, default 1", "Samples from the likeliest tokens of this total."),
+    _used(
+        "top_k",
+        integer(-1, MAX_TOKENS),
+        "integer, default 0",
+        "Extension: samples from that many likeliest tokens; 0 or -1 from all.",
+    ),
+    _used("seed", integer(-INT64, INT64 - 1), "64-bit integer", "The same seed gives the same answer."),
+    _used("presence_penalty", number(-2, 2), "number -2 to 2, default 0", "Lowers tokens that were generated before."),
+    _used("frequency_penalty", number(-2, 2), "number -2 to 2, default 0", "Lowers them by how often they were."),
+    _used(
+        "logit_bias",
+        logit_bias,
+        "object of token id to number, -100 to 100",
+        "Added to the logits; ids must be in the model's vocabulary.",
+    ),
+    _used(
+        "stop_token_ids",
+        stop_token_ids,
+        "array of up to 64 integers",
+        "Extension: token ids that end the answer and are not returned.",
+    ),
+    _used("ignore_eos", boolean, "boolean, default false", "Extension: generates on past the end-of-text token."),
+    _no_effect("user", _string, "string", "The key decides who asks."),
+    _refused("n", integer(1, 128), "integer; only 1", "Only one choice per prompt (`n` = 1) is generated.", 1),
+)
+
+CHAT = _table(
+    *_SHARED,
+    _used("messages", parse_messages, "array of 1 or more messages, required", "The conversation; see below."),
+    _used(
+        "max_completion_tokens",
+        integer(1, MAX_TOKENS),
+        "integer from 1, default: up to the context's end",
+        "Tokens to generate at most.",
+    ),
+    _used("max_tokens", integer(1, MAX_TOKENS), "integer from 1", "The older name; not together with the newer."),
+    _no_effect("safety_identifier", text(128), "string of up to 128 characters", "The key decides who asks."),
+    _no_effect(
+        "metadata", string_map(16, 64, 512), "up to 16 pairs, key up to 64, value up to 512 characters", "Not kept."
+    ),
+    _no_effect("store", boolean, "boolean", "Nothing is stored."),
+    _no_effect(
+        "service_tier",
+        choice("auto", "default", "flex", "scale", "priority", "fast"),
+        "`auto`, `default`, `flex`, `scale`, `priority` or `fast`",
+        "The answer always reports `default`.",
+    ),
+    _no_effect(
+        "reasoning_effort",
+        choice("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+        "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`",
+        "The model reasons as it was made to.",
+    ),
+    _no_effect("verbosity", choice("low", "medium", "high"), "`low`, `medium` or `high`", "As the model likes it."),
+    _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
+    _no_effect("prompt_cache_key", _string, "string", "Every prefix of a tenant is reused automatically."),
+    _no_effect(
+        "prompt_cache_options",
+        record(mode=choice("implicit", "explicit"), ttl=choice("30m")),
+        "object: `mode` `implicit` or `explicit`, `ttl` `30m`",
+        "Every prefix of a tenant is reused automatically.",
+    ),
+    _no_effect(
+        "prompt_cache_retention",
+        choice("in_memory", "24h"),
+        "`in_memory` or `24h`",
+        "A prefix is kept until its place is needed.",
+    ),
+    _refused("tools", an_array, "-", "Tools are not supported yet."),
+    _refused(
+        "tool_choice",
+        _tool_choice,
+        "string or object; only `none`",
+        "Tools are not supported yet, only `none`.",
+        "none",
+    ),
+    _refused("functions", an_array, "-", "Functions are not supported yet."),
+    _refused(
+        "function_call", _tool_choice, "string or object; only `none`", "Functions are not supported yet.", "none"
+    ),
+    _refused(
+        "response_format",
+        _response_format,
+        'object; only `{"type": "text"}`',
+        "Structured outputs are not supported yet, only the type `text`.",
+        "text",
+    ),
+    _refused("logprobs", boolean, "boolean; only false", "Log probabilities are not supported yet.", False),
+    _refused("top_logprobs", integer(0, 20), "integer; only 0", "Log probabilities are not supported yet.", 0),
+    _refused("modalities", _text_modalities, 'array; only `["text"]`', "Only text is generated.", ("text",)),
+    _refused("audio", anything, "-", "Only text is generated."),
+    _refused("prediction", anything, "-", "Predicted outputs are not supported."),
+    _refused("moderation", anything, "-", "Moderation is not supported."),
+    _refused("web_search_options", anything, "-", "Web search is not supported."),
+)
+
+COMPLETION = _table(
+    *_SHARED,
+    _used(
+        "prompt",
+        anything,
+        "string, array of strings, array of token ids, or array of arrays of token ids",
+        "What is continued; not given, the beginning of a new document. Several prompts run side by side.",
+    ),
+    _used(
+        "max_tokens",
+        integer(0, MAX_TOKENS),
+        "integer from 0, default 16",
+        "Tokens to generate at most; 0 computes the prompt, so that it is cached, and returns no text.",
+    ),
+    _used("echo", boolean, "boolean, default false", "Puts the prompt in front of the answer."),
+    _refused("best_of", integer(1, 20), "integer; only 1", "Only one choice per prompt is generated.", 1),
+    _refused("suffix", _string, "-", "Filling in before a suffix is not supported."),
+    _refused("logprobs", integer(0, 5), "-", "Log probabilities are not supported yet."),
+)

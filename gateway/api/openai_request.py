@@ -1,0 +1,161 @@
+"""JSON bodies of the OpenAI dialect into a Call: what one POST asks for, checked, before any model is known.
+
+Pure. What depends on the model (vocabulary, context) is checked by `settle` and by the street.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from engine.protocol import Hello, Sampling
+from gateway.api.fields import array_too_long, empty_array, read, wrong_type
+from gateway.api.openai_parameters import CHAT, COMPLETION, TOKEN_ID_MAX
+from gateway.errors import BadRequestError
+from gateway.types import ChatPrompt, Prompt, PromptParam, TextPrompt, TokenPrompt
+
+DEFAULT_COMPLETION_TOKENS = 16
+NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and so its end-of-text token, is known
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One POST. `silent` computes the prompts and returns no text (max_tokens 0)."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    prompt_param: PromptParam
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    silent: bool = False
+
+
+def parse_chat(body: dict[str, Any]) -> Call:
+    """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
+    values = read(body, CHAT, required=("model", "messages"))
+    if "max_tokens" in values and "max_completion_tokens" in values:
+        raise BadRequestError(
+            "Setting 'max_tokens' and 'max_completion_tokens' at the same time is not supported.",
+            param="max_tokens",
+            code="invalid_parameter_combination",
+        )
+    max_tokens = values.get("max_completion_tokens", values.get("max_tokens", 0))
+    return _call(values, (ChatPrompt(values["messages"]),), "messages", max_tokens)
+
+
+def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:
+    """As parse_chat. Prompts keep their order."""
+    values = read(body, COMPLETION, required=("model",))
+    prompts = _prompts(values.get("prompt"), max_prompts)
+    max_tokens = values.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    return _call(values, prompts, "prompt", max_tokens)
+
+
+def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:
+    """The prompts for this model. Raises BadRequestError for token ids that are not in its vocabulary."""
+    size = model.vocab_size
+    for token, _ in call.sampling.logit_bias:
+        if token >= size:
+            raise _outside("logit_bias", token, size)
+    for index, token in enumerate(call.sampling.stop_ids):
+        if token >= size:
+            raise _outside(f"stop_token_ids[{index}]", token, size)
+    for prompt in call.prompts:
+        if isinstance(prompt, TokenPrompt) and prompt.tokens:
+            tokens = array("I", prompt.tokens)
+            if (largest := max(tokens)) >= size:
+                raise _outside("prompt", largest, size)
+    return tuple(_begin(model) if prompt is NEW_DOCUMENT else prompt for prompt in call.prompts)
+
+
+def _begin(model: Hello) -> Prompt:
+    """A model that is given nothing begins as after the end of another document."""
+    return TokenPrompt(array("I", model.eos_ids[:1]).tobytes()) if model.eos_ids else TextPrompt("")
+
+
+def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], param: PromptParam, max_tokens: int) -> Call:
+    stream = values.get("stream", False)
+    options = values.get("stream_options")
+    if options is not None and not stream:
+        raise BadRequestError(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            param="stream_options",
+            code="invalid_value",
+        )
+    silent = param == "prompt" and max_tokens == 0
+    sampling = Sampling(
+        max_tokens=1 if silent else max_tokens,
+        temperature=values.get("temperature", 1.0),
+        top_p=values.get("top_p", 1.0),
+        top_k=max(values.get("top_k", 0), 0),
+        seed=values.get("seed"),
+        presence_penalty=values.get("presence_penalty", 0.0),
+        frequency_penalty=values.get("frequency_penalty", 0.0),
+        logit_bias=values.get("logit_bias", ()),
+        stop_ids=values.get("stop_token_ids", ()),
+        ignore_eos=values.get("ignore_eos", False),
+    )
+    return Call(
+        model=values["model"],
+        prompts=prompts,
+        prompt_param=param,
+        sampling=sampling,
+        stop=values.get("stop", ()),
+        stream=stream,
+        include_usage=bool(options and options.get("include_usage")),
+        echo=values.get("echo", False),
+        silent=silent,
+    )
+
+
+def _prompts(value: Any, max_prompts: int) -> tuple[Prompt, ...]:
+    if value is None or value == "":
+        return (NEW_DOCUMENT,)
+    if type(value) is str:
+        return (TextPrompt(value),)
+    if type(value) is not list:
+        raise wrong_type("prompt", "a string or an array", value)
+    if not value:
+        raise empty_array("prompt")
+    if type(value[0]) in (int, float):
+        return (_tokens(value, "prompt"),)
+    if len(value) > max_prompts:
+        raise array_too_long("prompt", max_prompts, len(value))
+    if type(value[0]) is str:
+        return tuple(_text(item, f"prompt[{index}]") for index, item in enumerate(value))
+    return tuple(_tokens(item, f"prompt[{index}]") for index, item in enumerate(value))
+
+
+def _text(item: Any, path: str) -> Prompt:
+    if type(item) is not str:
+        raise wrong_type(path, "a string", item)
+    return TextPrompt(item) if item else NEW_DOCUMENT
+
+
+def _tokens(value: Any, path: str) -> TokenPrompt:
+    if type(value) is not list:
+        raise wrong_type(path, "a string or an array of token ids", value)
+    if not value:
+        raise empty_array(path)
+    if set(map(type, value)) != {int}:
+        index = next(index for index, item in enumerate(value) if type(item) is not int)
+        raise wrong_type(f"{path}[{index}]", "an integer", value[index])
+    if min(value) < 0 or max(value) > TOKEN_ID_MAX:
+        raise BadRequestError(
+            f"Invalid '{path}': token ids are integers from 0 to the size of the model's vocabulary.",
+            param=path,
+            code="invalid_value",
+        )
+    return TokenPrompt(array("I", value).tobytes())
+
+
+def _outside(path: str, token: int, vocab_size: int) -> BadRequestError:
+    return BadRequestError(
+        f"Invalid '{path}': token id {token} is not in the model's vocabulary of {vocab_size} tokens.",
+        param=path,
+        code="invalid_value",
+    )

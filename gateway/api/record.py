@@ -1,0 +1,74 @@
+"""What is noted about one HTTP request while it is answered. The middleware makes it, handlers fill it in, the access
+line and admin/metrics.py read it. Holds no prompt text and no keys.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from aiohttp import web
+
+from gateway.types import Trace
+
+CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
+
+
+@dataclass(slots=True)
+class Record:
+    """One HTTP request. `model` and `tenant` are set only when they are known ones, so that labels stay few."""
+
+    request_id: str
+    endpoint: str  # the route's pattern, "unknown" without one
+    received_s: float  # monotonic clock
+    tenant: str | None = None
+    model: str | None = None
+    traces: list[Trace] = field(default_factory=list)  # one for each prompt
+    stream: bool = False
+    status: int = 0  # what the client got, or would have got had the first byte not been sent
+    total_ms: float = 0.0
+
+    @property
+    def engine(self) -> str | None:
+        return ",".join(dict.fromkeys(trace.engine for trace in self.traces if trace.engine)) or None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(trace.prompt_tokens for trace in self.traces)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(trace.cached_tokens for trace in self.traces)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(trace.completion_tokens for trace in self.traces)
+
+    @property
+    def queue_ms(self) -> float:
+        return max((trace.queue_ms for trace in self.traces), default=0.0)
+
+    @property
+    def overhead_ms(self) -> float:
+        return max((trace.overhead_ms for trace in self.traces), default=0.0)
+
+    @property
+    def first_token_ms(self) -> float | None:
+        return min((trace.first_token_ms for trace in self.traces if trace.first_token_ms is not None), default=None)
+
+
+RECORD: web.RequestKey[Record] = web.RequestKey("record", Record)
+
+
+class Observer(Protocol):
+    """Who counts requests."""
+
+    def started(self, record: Record) -> None: ...
+
+    def finished(self, record: Record) -> None: ...
+
+
+def elapsed_ms(record: Record) -> float:
+    """Milliseconds since the request arrived."""
+    return (time.monotonic() - record.received_s) * 1e3

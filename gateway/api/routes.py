@@ -1,0 +1,74 @@
+"""The web application: every route of the gateway, and how it is run.
+
+app.py brings the stages; this file puts handlers on paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from gateway.admin.handlers import Admin
+from gateway.admin.metrics import Metrics
+from gateway.admin.sources import Sources
+from gateway.api.auth import Auth
+from gateway.api.body import expect_continue
+from gateway.api.middleware import observed
+from gateway.api.openai import Decoders, Models, OpenAI
+from gateway.api.stream import Answers
+from gateway.config import AuthSettings, ServerSettings, TenantSettings
+
+
+def build_app(
+    *,
+    server: ServerSettings,
+    auth: AuthSettings,
+    tenants: Sequence[TenantSettings],
+    street: Answers,
+    models: Models,
+    decoders: Decoders,
+    sources: Sources,
+) -> web.Application:
+    """The application, ready for `app_runner`.
+
+    street, models, decoders   the street, the registry and the prompt stage
+    sources                    what /health, /metrics and /admin/stats show
+    """
+    keys = Auth(auth, tenants)
+    metrics = Metrics(sources)
+    openai = OpenAI(server, keys, street, models, decoders)
+    admin = Admin(keys, sources, metrics)
+    # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
+    app = web.Application(middlewares=[observed(metrics)], client_max_size=0)
+    for method, path, handler in (
+        ("POST", "/v1/chat/completions", openai.chat),
+        ("POST", "/v1/completions", openai.completion),
+        ("GET", "/v1/models", openai.list_models),
+        ("GET", "/v1/models/{model:.+}", openai.get_model),
+        ("GET", "/", admin.front_page),
+        ("GET", "/health", admin.health),
+        ("GET", "/health/liveness", admin.liveness),
+        ("GET", "/health/readiness", admin.readiness),
+        ("GET", "/metrics", admin.prometheus),
+        ("GET", "/admin/stats", admin.stats),
+    ):
+        app.router.add_route(method, path, handler, expect_handler=expect_continue)
+    return app
+
+
+def routes(app: web.Application) -> list[tuple[str, str]]:
+    """Method and path of everything the application answers."""
+    return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
+
+
+def app_runner(app: web.Application, server: ServerSettings) -> web.AppRunner:
+    """Runs `app` with what its handlers rely on: they are cancelled when the client leaves, and get bodies as sent."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,
+        access_log=None,
+        keepalive_timeout=server.keep_alive_s,
+        shutdown_timeout=server.shutdown_s,
+    )

@@ -1,0 +1,211 @@
+"""Consumes the street, and nobody else does: whole answers, and answers as server-sent events.
+
+Every answer is closed whichever way it is left (aclosing), which aborts the sequence in its engine: when the client
+hangs up, when writing fails, when another prompt of the same request fails, when the request took too long.
+
+An SSE answer begins when its first token is there. Before that an error is raised, and the middleware writes it as
+plain JSON; after it the error becomes the last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import orjson
+from aiohttp import web
+
+from gateway.api.openai_response import Answer
+from gateway.api.record import CLIENT_LEFT, RECORD, Record
+from gateway.api.wire import common_headers, error_event, kvasir_headers
+from gateway.errors import DeadlineError, KvasirError
+from gateway.types import Event, Finished, Request, TextDelta, Usage
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+LAST_WRITE_S = 5.0  # for the error event at the end of a stream whose client may have stopped reading
+
+Echo = Callable[[int], str]
+"""The text to put in front of the answer to a prompt; asked for when its first token is there."""
+
+
+class Answers(Protocol):
+    """The street."""
+
+    def answer(self, request: Request) -> AsyncGenerator[Event, None]: ...
+
+
+class Shape(Protocol):
+    """How a dialect writes the events of a stream. `index` is the prompt's."""
+
+    def opening(self, index: int, echo: str) -> bytes: ...
+
+    def piece(self, index: int) -> tuple[bytes, bytes]: ...
+
+    def closing(self, index: int, reason: str) -> bytes: ...
+
+    def ending(self, usage: Usage) -> bytes: ...
+
+
+async def collect(
+    street: Answers, requests: Sequence[Request], echo: Echo, *, silent: bool, at_once: int
+) -> list[Answer]:
+    """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
+
+    async def one(index: int, request: Request) -> Answer:
+        pieces: list[str] = []
+        async with aclosing(street.answer(request)) as events:
+            async for event in events:
+                if type(event) is TextDelta:
+                    if not silent:
+                        pieces.append(event.text)
+                elif type(event) is Finished:
+                    reason, usage = _finish(event, request, silent)
+                    return Answer(echo(index) + "".join(pieces), reason, usage)
+        raise KvasirError("The answer ended without a reason.")
+
+    return await _within(requests, _all(one, requests, at_once))
+
+
+async def stream(
+    http: web.Request,
+    street: Answers,
+    requests: Sequence[Request],
+    shape: Shape,
+    echo: Echo,
+    *,
+    silent: bool,
+    at_once: int,
+) -> web.StreamResponse:
+    """Answers over SSE, complete, and ended as it has to be. Raises only while nothing was sent."""
+    sse = _Sse(http, shape, echo, final=len(requests) == 1)
+
+    async def one(index: int, request: Request) -> tuple[bytes, Usage]:
+        async with aclosing(street.answer(request)) as events:
+            await anext(events)  # Started
+            response = await sse.begin(index)
+            before, after = shape.piece(index)
+            dumps, write = orjson.dumps, response.write
+            async for event in events:
+                if type(event) is TextDelta:
+                    if not silent:
+                        await write(before + dumps(event.text) + after)
+                elif type(event) is Finished:
+                    reason, usage = _finish(event, request, silent)
+                    closing = shape.closing(index, reason)
+                    if len(requests) == 1:
+                        return closing, usage  # goes out together with the ending
+                    await write(closing)
+                    return b"", usage
+        raise KvasirError("The answer ended without a reason.")
+
+    try:
+        ends = await _within(requests, _all(one, requests, at_once))
+        return await sse.end(ends[-1][0] + shape.ending(sum((usage for _, usage in ends), Usage(0, 0))))
+    except ConnectionResetError:
+        return sse.left()
+    except KvasirError as error:
+        if sse.response is None:
+            raise
+        return await sse.fail(error)
+    except Exception:
+        if sse.response is None:
+            raise
+        log.exception("request %s failed after its first byte", sse.record.request_id)
+        return await sse.fail(KvasirError("The server had an error while it answered."))
+
+
+def _finish(event: Finished, request: Request, silent: bool) -> tuple[str, Usage]:
+    """Reason and usage to report. A silent request generated one token that nobody gets."""
+    if not silent:
+        return event.reason, event.usage
+    request.trace.completion_tokens = 0
+    return "length", replace(event.usage, completion_tokens=0)
+
+
+async def _within(requests: Sequence[Request], work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Bounds generating and writing alike: a client that stops reading holds its place no longer than this."""
+    try:
+        async with asyncio.timeout(requests[0].deadline_s - time.monotonic()) as scope:
+            return await work
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).") from None
+
+
+async def _all(
+    one: Callable[[int, Request], Coroutine[Any, Any, _Result]], requests: Sequence[Request], at_once: int
+) -> list[_Result]:
+    """Every request's result, in order, or the first error."""
+    if len(requests) == 1:
+        return [await one(0, requests[0])]
+    gate = asyncio.Semaphore(at_once)
+
+    async def gated(index: int, request: Request) -> _Result:
+        async with gate:
+            return await one(index, request)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(gated(index, request)) for index, request in enumerate(requests)]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class _Sse:
+    """The response of one stream. It exists from the first token on."""
+
+    def __init__(self, http: web.Request, shape: Shape, echo: Echo, *, final: bool) -> None:
+        self.record: Record = http[RECORD]
+        self.response: web.StreamResponse | None = None
+        self._http, self._shape, self._echo, self._final = http, shape, echo, final
+        self._opening = asyncio.Lock()
+
+    async def begin(self, index: int) -> web.StreamResponse:
+        async with self._opening:
+            if self.response is None:
+                headers = {
+                    "Content-Type": "text/event-stream; charset=utf-8",
+                    "Cache-Control": "no-cache",
+                    "X-Accel-Buffering": "no",
+                    **common_headers(self.record),
+                    **kvasir_headers(self.record, cached=self._final),
+                }
+                response = web.StreamResponse(headers=headers)
+                await response.prepare(self._http)
+                self.response = response
+        if opening := self._shape.opening(index, self._echo(index)):
+            await self.response.write(opening)
+        return self.response
+
+    async def end(self, data: bytes) -> web.StreamResponse:
+        if self.response is None:
+            raise KvasirError("The answer ended before it began.")
+        await self.response.write_eof(data)
+        return self.response
+
+    async def fail(self, error: KvasirError) -> web.StreamResponse:
+        """Ends the stream with an error event; gives up on a client that does not read it."""
+        self.record.status = error.status
+        try:
+            async with asyncio.timeout(LAST_WRITE_S):
+                return await self.end(error_event(error))
+        except TimeoutError:
+            if self._http.transport is not None:
+                self._http.transport.abort()
+            return self.left()
+        except ConnectionResetError:
+            return self.left()
+
+    def left(self) -> web.StreamResponse:
+        self.record.status = CLIENT_LEFT
+        return self.response or web.Response(status=CLIENT_LEFT)

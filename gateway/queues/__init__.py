@@ -1,0 +1,1 @@
+"""Waiting for a place: the online lane."""

@@ -1,0 +1,135 @@
+"""A street without stages: answers that a test wrote, for the HTTP side alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from engine.protocol import Hello, Load, Namespace, Sampling
+from gateway.errors import KvasirError, ModelNotFoundError
+from gateway.types import Event, Finished, Request, Started, TextDelta, TokenPrompt, Usage
+
+
+def hello(model: str = "demo", **changes: object) -> Hello:
+    values: dict[str, object] = {
+        "incarnation": f"{model}-1",
+        "model": model,
+        "namespace": Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=16),
+        "context_tokens": 8192,
+        "vocab_size": 1000,
+        "num_blocks": 100,
+        "max_sequences": 4,
+        "eos_ids": (0,),
+        "tokenizer": "t",
+        "created": 1700000000,
+    }
+    return Hello(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeEngine:
+    hello: Hello
+    name: str = "engine-1"
+    load: Load = field(default_factory=Load)
+
+
+@dataclass
+class FakeModels:
+    """A registry with these models."""
+
+    hellos: list[Hello] = field(default_factory=lambda: [hello()])
+    away: KvasirError | None = None
+
+    def serving(self, model: str) -> Sequence[FakeEngine]:
+        engines = [FakeEngine(item) for item in self.hellos if item.model == model]
+        if not engines:
+            raise ModelNotFoundError(model)
+        if self.away is not None:
+            raise self.away
+        return engines
+
+    def models(self) -> Sequence[Hello]:
+        return self.hellos
+
+
+class FakeDecoder:
+    stopped = False
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        return "".join(f"<{token}>" for token in tokens)
+
+    def flush(self) -> str:
+        return ""
+
+
+class FakeDecoders:
+    def decoder(self, model: Hello, stop: tuple[str, ...]) -> FakeDecoder:
+        return FakeDecoder()
+
+
+@dataclass
+class FakeStreet:
+    """Answers every request with `pieces`.
+
+    fails_before, fails_after   raised instead of the first event, or after all pieces
+    hold_before, hold_after     awaited there
+    """
+
+    pieces: Sequence[str] = ("Hello", " world")
+    cached_tokens: int = 32
+    prompt_tokens: int = 40
+    reason: str = "stop"
+    fails_before: Exception | None = None
+    fails_after: Exception | None = None
+    hold_before: asyncio.Event | None = None
+    hold_after: asyncio.Event | None = None
+    requests: list[Request] = field(default_factory=list)
+    open: int = 0
+    most_open: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    reached: asyncio.Event = field(default_factory=asyncio.Event)  # a hold was reached
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.requests[-1].sampling
+
+    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.requests.append(request)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            async for event in self._events(request):
+                yield event
+        finally:
+            self.open -= 1
+            self.closed.set()
+
+    async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
+        await self._hold(self.hold_before)
+        if self.fails_before is not None:
+            raise self.fails_before
+        trace, prompt_tokens = request.trace, self.prompt_tokens
+        if isinstance(request.prompt, TokenPrompt):
+            prompt_tokens = len(request.prompt.tokens) // 4
+        trace.engine, trace.prompt_tokens, trace.cached_tokens = "engine-1", prompt_tokens, self.cached_tokens
+        trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
+        trace.overhead_ms = 0.5
+        yield Started("engine-1", prompt_tokens, self.cached_tokens)
+        for piece in self.pieces:
+            trace.completion_tokens += 1
+            yield TextDelta(piece)
+            await asyncio.sleep(0)
+        await self._hold(self.hold_after)
+        if self.fails_after is not None:
+            raise self.fails_after
+        yield Finished(
+            "stop" if self.reason == "stop" else "length",
+            Usage(prompt_tokens, trace.completion_tokens, self.cached_tokens, 0),
+        )
+
+    async def _hold(self, event: asyncio.Event | None) -> None:
+        if event is not None:
+            self.reached.set()
+            await event.wait()
