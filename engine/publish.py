@@ -1,0 +1,241 @@
+"""Publishes what an engine's blocks did to the Redis index, and keeps the lease that the index lives on.
+
+What is in Redis, per incarnation:
+
+    blocks_key         hash   digest -> tier byte (TIER_CODES); a decimal block id may follow, we leave it out
+                              VERSION_FIELD -> decimal counter, one up with every write; digests are longer than it
+    announcement_key   string Hello.to_json() plus "url" (where gateways connect)
+    ENGINES_KEY        zset   incarnation -> Unix second at which its announcement expires
+
+Both keys live for lease_s and are renewed every heartbeat_s. The version is read back with every heartbeat: a Redis
+that restarted, evicted the hash or failed over to an older copy shows another one, and gets the whole table again.
+
+Works on the event loop; the engine's thread is never waited for, and an unreachable Redis costs one warning and the
+memory of the table. Knows nothing about models. Its neighbours are engine/server.py, which feeds it, and
+gateway/index/redis_index.py, which reads what it wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.protocol import (
+    ENGINES_KEY,
+    TIER_CODES,
+    BlockEvents,
+    Hello,
+    announcement_key,
+    blocks_key,
+    split_digests,
+)
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+log = logging.getLogger(__name__)
+
+VERSION_FIELD: Final = b"v"
+FIELDS_PER_COMMAND: Final = 1024
+"""Digests in one HSET or HDEL, so that no single command holds Redis up for long."""
+
+COMMANDS_PER_PIPELINE: Final = 64
+REDIS_TIMEOUT_S: Final = 5.0
+"""Longer than the slowest healthy answer; a Redis that takes more is treated as unreachable."""
+
+
+class ResidencyTable:
+    """Which blocks can be hit now. Written and read on the event loop only.
+
+    Prefix-closed at all times, and iterated parents before children: a block is only ever added after its parent, and
+    a parent is only ever taken out after its children.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[bytes, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._digests
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._digests)
+
+    def apply(self, events: BlockEvents) -> None:
+        """Takes `removed` out, then puts `stored` in; a digest in both is there afterwards."""
+        if events.reset:
+            self._digests.clear()
+        for digest in split_digests(events.removed):
+            self._digests.pop(digest, None)
+        for digest in split_digests(events.stored):
+            self._digests[digest] = None
+
+    def snapshot(self, max_bytes: int) -> list[BlockEvents]:
+        """The table as events that start from nothing, each with about `max_bytes` of digests. Never empty."""
+        packed = b"".join(self._digests)
+        step = max(16, max_bytes // 16 * 16)
+        first = BlockEvents(stored=packed[:step], reset=True)
+        return [first] + [BlockEvents(stored=packed[i : i + step]) for i in range(step, len(packed), step)]
+
+
+class Publisher:
+    """Keeps Redis equal to the table, as far as Redis can be reached."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        table: ResidencyTable,
+        hello: Hello,
+        url: str,
+        *,
+        heartbeat_s: float,
+        lease_s: float,
+    ) -> None:
+        self._redis = redis
+        self._table = table
+        self._hello = hello
+        self._announcement = json.dumps({**hello.to_json(), "url": url})
+        self._heartbeat_s = heartbeat_s
+        self._lease_ms = max(1, int(lease_s * 1000))
+        self._blocks_key = blocks_key(hello.model, hello.incarnation)
+        self._pending: dict[bytes, bool] = {}  # digest -> is it in the table, for what Redis has not been told
+        self._resync = True
+        self._version = 0
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._warned = False  # of the present outage
+        self.up = False  # the last exchange with Redis succeeded
+        self.resyncs = 0  # how often the whole table was written
+
+    def start(self) -> None:
+        """Begins to publish. Does not wait for Redis."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="publish")
+
+    def publish(self, events: BlockEvents) -> None:
+        """Notes events that the table has applied already. Never blocks, never fails."""
+        if events.reset:
+            self._forget()
+        if not self._resync:
+            for present, packed in ((False, events.removed), (True, events.stored)):
+                for digest in split_digests(packed):
+                    self._pending.pop(digest, None)  # a later change goes to the end: the order is what matters
+                    self._pending[digest] = present
+            if len(self._pending) > 2 * len(self._table) + FIELDS_PER_COMMAND:
+                self._forget()  # writing the table anew is less than what piled up
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Stops, and takes everything of this incarnation out of Redis if it can be reached."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        with contextlib.suppress(Exception):  # the lease ends it in any case
+            async with asyncio.timeout(REDIS_TIMEOUT_S), self._redis.pipeline(transaction=False) as pipe:
+                pipe.unlink(self._blocks_key)
+                pipe.unlink(announcement_key(self._hello.incarnation))
+                pipe.zrem(ENGINES_KEY, self._hello.incarnation)
+                await pipe.execute()
+
+    async def _run(self) -> None:
+        beat = 0.0  # monotonic second at which the next heartbeat is due
+        while True:
+            try:
+                async with asyncio.timeout(REDIS_TIMEOUT_S if not self._resync else None):
+                    if self._resync:
+                        await self._write_all()
+                    elif self._pending:
+                        await self._write_pending()
+                    if time.monotonic() >= beat:
+                        beat = time.monotonic() + self._heartbeat_s
+                        await self._heartbeat()
+                self._note_up()
+            except Exception as error:
+                self._note_down(error)
+                await asyncio.sleep(self._heartbeat_s)
+                continue
+            if not self._resync and not self._pending:
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, beat - time.monotonic())):
+                        await self._wake.wait()
+
+    async def _write_pending(self) -> None:
+        """One pipeline: children out before their parents, then parents in before their children."""
+        pending, self._pending = self._pending, {}
+        removed = [digest for digest, present in pending.items() if not present]
+        stored = [digest for digest, present in pending.items() if present]
+        commands: list[tuple[Any, ...]] = [("HDEL", self._blocks_key, *part) for part in _parts(removed)]
+        commands += [self._hset(part) for part in _parts(stored)]
+        await self._execute(commands)
+
+    async def _write_all(self) -> None:
+        """The whole table, in several pipelines. Changes that come meanwhile are pending and follow."""
+        self._pending.clear()
+        self._resync = False
+        digests = list(self._table)
+        commands: list[tuple[Any, ...]] = [("UNLINK", self._blocks_key), self._hset([])]
+        commands += [self._hset(part) for part in _parts(digests)]
+        for start in range(0, len(commands), COMMANDS_PER_PIPELINE):
+            async with asyncio.timeout(REDIS_TIMEOUT_S):
+                await self._execute(commands[start : start + COMMANDS_PER_PIPELINE])
+        self.resyncs += 1
+
+    async def _execute(self, commands: list[tuple[Any, ...]]) -> None:
+        self._version += 1
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            pipe.execute_command("HSET", self._blocks_key, VERSION_FIELD, self._version)
+            pipe.execute_command("PEXPIRE", self._blocks_key, self._lease_ms)
+            await pipe.execute()
+
+    async def _heartbeat(self) -> None:
+        """Renews the lease, and finds out whether Redis still holds what it was told."""
+        now, lease_s = time.time(), self._lease_ms / 1000
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(announcement_key(self._hello.incarnation), self._announcement, px=self._lease_ms)
+            pipe.zadd(ENGINES_KEY, {self._hello.incarnation: now + lease_s})
+            pipe.zremrangebyscore(ENGINES_KEY, "-inf", now - lease_s)
+            pipe.hget(self._blocks_key, VERSION_FIELD.decode())
+            pipe.pexpire(self._blocks_key, self._lease_ms)
+            *_, version, _renewed = await pipe.execute()
+        if version is None or int(version) != self._version:
+            log.info("the index of this engine is not what Redis was told; it is written anew")
+            self._forget()
+
+    def _hset(self, digests: list[bytes]) -> tuple[Any, ...]:
+        fields = [VERSION_FIELD, self._version] if not digests else []
+        for digest in digests:
+            fields += (digest, TIER_CODES["gpu"])
+        return ("HSET", self._blocks_key, *fields)
+
+    def _forget(self) -> None:
+        """From now on Redis is taken to know nothing."""
+        self._pending.clear()
+        self._resync = True
+
+    def _note_up(self) -> None:
+        if not self.up:
+            log.info("publishing to Redis: %d blocks", len(self._table))
+        self.up, self._warned = True, False
+
+    def _note_down(self, error: Exception) -> None:
+        if not self._warned:
+            reason = str(error) or type(error).__name__
+            log.warning("Redis cannot be used, the index is not published until it can: %s", reason)
+        self.up, self._warned = False, True
+        self._forget()
+
+
+def _parts(digests: list[bytes]) -> Iterator[list[bytes]]:
+    rest = iter(digests)
+    while part := list(islice(rest, FIELDS_PER_COMMAND)):
+        yield part

@@ -1,0 +1,312 @@
+"""One bundled engine, seen from the gateway: one WebSocket that carries every sequence this gateway has there.
+
+Connects, says again and again hello when the engine was away, sorts the frames of each step into the sequences that
+wait for them, and tells the memory index what the engine holds. The other end is engine/server.py; the messages are
+those of engine/protocol.py. Knows nothing of prompts, routing or HTTP dialects.
+
+    joined   the engine said hello and its tokeniser is loaded; only then is it chosen
+    lost     the connection ended or fell silent: every sequence on it gets EngineLostError, the next hello may be
+             another incarnation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from engine.protocol import (
+    SECRET_HEADER,
+    STREAM_PATH,
+    TOKENIZER_PATH,
+    BlockEvents,
+    Hello,
+    Load,
+    ProtocolError,
+    Sampling,
+    SequenceUpdate,
+    TokenizerFiles,
+    decode,
+)
+from gateway import tasks
+from gateway.config import EnginesSettings
+from gateway.engines.connection import Connection
+from gateway.errors import DeadlineError, EngineLostError
+from gateway.types import EncodedPrompt, Request
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+MAX_TOKENIZER_BYTES: Final = 256 << 20
+FIRST_RETRY_S: Final = 0.05
+
+_CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, ProtocolError, EngineLostError)
+
+OnTokenizer = Callable[[Hello, TokenizerFiles], Awaitable[None]]
+OnBlocks = Callable[[str, BlockEvents], None]
+OnLost = Callable[[str], None]
+Prefix = Callable[[str, bytes], int]
+
+
+class BundledEngine:
+    """street.Engine over the stream. `hello` and `load` are those of the last connection."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        settings: EnginesSettings,
+        *,
+        secret: str | None = None,
+        on_tokenizer: OnTokenizer,
+        on_blocks: OnBlocks,
+        on_lost: OnLost,
+        prefix: Prefix,
+    ) -> None:
+        """
+        url           http://host:port, or unix:PATH
+        on_tokenizer  called before the engine counts as joined, when model or tokeniser are new to this object; may
+                      take its time, and may raise to refuse the engine
+        on_blocks     called for an incarnation's block events, in order
+        on_lost       called once for each incarnation whose connection ended
+        prefix        leading blocks of packed digests that an incarnation holds, as far as this gateway knows
+        """
+        self.name = name
+        self.url = url
+        self._settings = settings
+        self._secret = secret
+        self._on_tokenizer = on_tokenizer
+        self._on_blocks = on_blocks
+        self._on_lost = on_lost
+        self._prefix = prefix
+        self._hello: Hello | None = None
+        self._tokenizer: tuple[str, str] | None = None  # model and fingerprint that on_tokenizer was called for
+        self._connection: Connection | None = None  # only while joined
+        self._joined = asyncio.Event()
+        self._told = False  # the present outage has been logged
+        self._task: asyncio.Task[None] | None = None
+
+    # -- what the street and the registry ask -------------------------------------------------------------------------
+
+    @property
+    def hello(self) -> Hello:
+        """Raises EngineLostError before the first hello."""
+        if self._hello is None:
+            raise EngineLostError(f"Engine {self.name} has not been reached yet.")
+        return self._hello
+
+    @property
+    def model(self) -> str | None:
+        """The model it serves or last served; None before the first hello."""
+        return self._hello.model if self._hello else None
+
+    @property
+    def joined(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def load(self) -> Load:
+        """As last reported, plus what this gateway has sent since and the report cannot know yet."""
+        connection = self._connection
+        if connection is None:
+            return Load()
+        if not connection.unseen:
+            return connection.load
+        load, costs = connection.load, connection.unseen.values()
+        return replace(
+            load,
+            waiting=load.waiting + len(costs),
+            prefill_backlog=load.prefill_backlog + sum(cost for _, cost in costs),
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences of this gateway that the engine works on."""
+        return len(self._connection.streams) if self._connection else 0
+
+    async def wait_joined(self) -> None:
+        """Returns when the engine is joined. May wait for ever."""
+        await self._joined.wait()
+
+    async def generate(
+        self, prompt: EncodedPrompt, sampling: Sampling, request: Request
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        """Updates of one sequence; the last one has `finish`. Updates that waited together arrive as one.
+
+        Closing it aborts the sequence. Raises EngineLostError when the engine goes away or gives the sequence up,
+        DeadlineError at request.deadline_s even if the engine says nothing at all, EngineFailedError when the reader
+        is slower than engines.buffer_updates allows.
+        """
+        connection = self._connection
+        if connection is None:
+            raise EngineLostError(f"Engine {self.name} is away.")
+        cost = prompt.num_tokens
+        if connection.hello.namespace.block_size:
+            cost -= self._prefix(connection.hello.incarnation, prompt.digests) * connection.hello.namespace.block_size
+        stream = connection.open(prompt, sampling, request, cost)
+        deadline = DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
+        left_s = max(0.0, request.deadline_s - time.monotonic())
+        timer = asyncio.get_running_loop().call_later(left_s, stream.fail, deadline)
+        empty_handed = True
+        try:
+            while True:
+                update = await stream.take()
+                if update.finish is not None:
+                    connection.ended(stream)
+                    refused = update.finish == "error" and empty_handed and connection.load.draining
+                    if refused or update.finish == "abort":
+                        raise EngineLostError(f"Engine {self.name} is shutting down.")
+                    yield update
+                    return
+                empty_handed = empty_handed and not update.tokens
+                yield update
+        finally:
+            timer.cancel()
+            connection.abort(stream)
+
+    # -- the connection -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to connect, and keeps at it until `stop`."""
+        self._task = tasks.spawn(self._run(), name=f"engine {self.name}")
+
+    async def stop(self) -> None:
+        """Closes the connection. Sequences on it get EngineLostError."""
+        await tasks.cancel(self._task)
+
+    async def _run(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            began_s = time.monotonic()
+            try:
+                await self._connect()
+            except* _CONNECTION_ERRORS as group:
+                self._tell_away(_first(group))
+            except* Exception as group:
+                log.error("engine %s: connecting failed", self.name, exc_info=_first(group))
+            if time.monotonic() - began_s > self._settings.reconnect_max_s:
+                retry_s = FIRST_RETRY_S
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, self._settings.reconnect_max_s)
+
+    async def _connect(self) -> None:
+        """One connection, from the handshake to its end. Always raises, at the latest when the engine hangs up."""
+        base, connector = _connector(self.url)
+        headers = {SECRET_HEADER: self._secret} if self._secret else {}
+        timeout_s = self._settings.connect_timeout_s
+        async with aiohttp.ClientSession(base, connector=connector, headers=headers) as session:
+            # 1. Reach it, within the time limit.
+            async with asyncio.timeout(timeout_s):
+                socket = await session.ws_connect(
+                    STREAM_PATH,
+                    heartbeat=2 * timeout_s,  # an answer to each ping is due after half of it
+                    compress=0,
+                    max_msg_size=MAX_MESSAGE_BYTES,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=timeout_s),
+                )
+                hello = decode(await _receive(socket))
+            if not isinstance(hello, Hello):
+                raise ProtocolError(f"the first message is {type(hello).__name__}, not Hello")
+            # 2. Read and write from now on; join as soon as the tokeniser is there.
+            connection = Connection(self.name, hello, self._settings.buffer_updates)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._read(socket, connection), name=f"read {self.name}")
+                    group.create_task(connection.write(socket.send_bytes), name=f"write {self.name}")
+                    group.create_task(self._join(session, connection), name=f"join {self.name}")
+            finally:
+                # 3. It is gone, whatever the reason.
+                self._leave(connection)
+                with contextlib.suppress(Exception):
+                    await socket.close()
+
+    async def _join(self, session: aiohttp.ClientSession, connection: Connection) -> None:
+        hello = connection.hello
+        if self._tokenizer != (hello.model, hello.tokenizer):
+            files = await _fetch_tokenizer(session, hello, self._settings.connect_timeout_s)
+            await self._on_tokenizer(hello, files)
+            self._tokenizer = (hello.model, hello.tokenizer)
+        self._hello = hello
+        self._connection = connection
+        self._joined.set()
+        self._told = False
+        log.info("engine %s joined: %s, incarnation %s", self.name, hello.model, hello.incarnation)
+
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse, connection: Connection) -> None:
+        incarnation = connection.hello.incarnation
+        while True:
+            message = decode(await _receive(socket))
+            if isinstance(message, BlockEvents):
+                self._on_blocks(incarnation, message)
+            elif not isinstance(message, Hello) and not connection.dispatch(message):
+                raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _leave(self, connection: Connection) -> None:
+        if self._connection is connection:
+            self._connection = None
+            self._joined.clear()
+        self._on_lost(connection.hello.incarnation)
+        connection.fail(EngineLostError(f"The connection to engine {self.name} was lost."))
+
+    def _tell_away(self, error: BaseException) -> None:
+        if self._told:
+            return
+        self._told = True
+        level = logging.WARNING if self._hello else logging.INFO
+        what = "was lost" if self._hello else "is not there yet"
+        log.log(level, "engine %s %s: %s", self.name, what, str(error) or type(error).__name__)
+
+
+def _connector(url: str) -> tuple[str, aiohttp.BaseConnector]:
+    """The base URL and the connector for `http://host:port`, `host:port` or `unix:PATH`."""
+    if url.startswith("unix:"):
+        return "http://engine", aiohttp.UnixConnector(url.removeprefix("unix:").removeprefix("//"))
+    base = url if "://" in url else f"http://{url}"
+    parts = urlsplit(base)
+    return f"{parts.scheme}://{parts.netloc}", aiohttp.TCPConnector()
+
+
+async def _receive(socket: aiohttp.ClientWebSocketResponse) -> bytes:
+    message = await socket.receive()
+    if message.type is aiohttp.WSMsgType.BINARY:
+        data: bytes = message.data
+        return data
+    if message.type is aiohttp.WSMsgType.ERROR:
+        raise EngineLostError(f"{message.data}")
+    raise EngineLostError("the engine closed the connection")
+
+
+async def _fetch_tokenizer(session: aiohttp.ClientSession, hello: Hello, timeout_s: float) -> TokenizerFiles:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
+    async with session.get(TOKENIZER_PATH, timeout=timeout, raise_for_status=True) as response:
+        body = await response.content.read(MAX_TOKENIZER_BYTES)
+        while not response.content.at_eof() and len(body) < MAX_TOKENIZER_BYTES:
+            body += await response.content.read(MAX_TOKENIZER_BYTES - len(body))
+    files = await asyncio.to_thread(_parse_tokenizer, body)
+    if files.fingerprint() != hello.tokenizer:
+        raise ProtocolError("the tokeniser is not the one that the engine's hello announces")
+    return files
+
+
+def _parse_tokenizer(body: bytes) -> TokenizerFiles:
+    import orjson
+
+    try:
+        data: dict[str, Any] = orjson.loads(body)
+        return TokenizerFiles.from_json(data)
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"unreadable tokeniser files: {error}") from None
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,63 @@
+"""The index in Redis: one script call finds the longest prefix that each engine holds.
+
+All digests travel packed in one argument, because a Redis command pays for each argument and not for its bytes. Reads
+what engine/publish.py writes; keys and values are described there and in engine/protocol.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, RedisError
+
+from engine.protocol import blocks_key
+from gateway.index.base import IndexDownError
+
+_SCRIPT: Final = files(__package__).joinpath("find.lua").read_text(encoding="utf-8")
+
+
+class RedisIndex:
+    """Every engine that publishes to this Redis, whether this gateway is connected to it or not."""
+
+    def __init__(self, redis: Redis, *, timeout_s: float) -> None:
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
+        self._redis = redis
+        self._timeout_s = timeout_s
+        self._sha: str | None = None
+
+    async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
+        """See index/base.py."""
+        if not digests or not incarnations:
+            return {}
+        keys = [blocks_key(model, name) for name in incarnations]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                counts = await self._call(keys, digests)
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise IndexDownError(str(error) or type(error).__name__) from error
+        return {name: count for name, count in zip(incarnations, counts, strict=True) if count >= 0}
+
+    async def ping(self) -> None:
+        """Returns when Redis answers. Raises IndexDownError when it does not within the time limit."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._redis.execute_command("PING")  # type: ignore[no-untyped-call]
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise IndexDownError(str(error) or type(error).__name__) from error
+
+    async def _call(self, keys: list[str], digests: bytes) -> list[int]:
+        if self._sha is not None:
+            try:
+                return await self._evaluate(self._sha, keys, digests)
+            except NoScriptError:  # Redis was restarted, or another one answers now
+                pass
+        self._sha = str(await self._redis.script_load(_SCRIPT))
+        return await self._evaluate(self._sha, keys, digests)
+
+    async def _evaluate(self, sha: str, keys: list[str], digests: bytes) -> list[int]:
+        counts: Any = await self._redis.execute_command("EVALSHA", sha, len(keys), *keys, digests)  # type: ignore[no-untyped-call]
+        return [int(count) for count in counts]

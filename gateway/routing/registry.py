@@ -1,0 +1,237 @@
+"""Which engines there are, and which of them can be given a request now.
+
+Engines are named in the settings, started by `kvasir serve`, or found in Redis where they announce themselves. Each
+has a client that connects by itself (gateway/engines/bundled.py, made by the `connect` that app.py hands in).
+Knows nothing of prompts. Its neighbours are the router, which chooses among `serving`, and engine/publish.py, which
+writes the announcements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from engine.protocol import ENGINES_KEY, Hello, Load, announcement_key
+from gateway import tasks
+from gateway.errors import ModelNotFoundError, NoEngineError
+
+log = logging.getLogger(__name__)
+
+MAX_DISCOVERED: Final = 1024
+MAX_MODELS: Final = 4096
+"""Models remembered after their engines left; the oldest is forgotten first."""
+
+
+class Client(Protocol):
+    """A connection to one engine that is kept up by itself."""
+
+    name: str
+    url: str
+
+    @property
+    def hello(self) -> Hello: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def joined(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def wait_joined(self) -> None: ...
+
+
+C = TypeVar("C", bound=Client)
+
+
+class Registry(Generic[C]):
+    """street.Registry. Single event loop; `serving` takes microseconds and awaits nothing."""
+
+    def __init__(
+        self,
+        connect: Callable[[str, str], C],
+        *,
+        retry_after_s: float,
+        redis: Redis | None = None,
+        discover_s: float = 1.0,
+    ) -> None:
+        """
+        connect        makes a client from a name and a URL, without starting it
+        retry_after_s  what a client is told whose model has no engine at the moment
+        redis          where engines announce themselves; None switches discovery off
+        discover_s     seconds between looks at the announcements, and how long one look may take
+        """
+        self._connect = connect
+        self._retry_after_s = retry_after_s
+        self._redis = redis
+        self._discover_s = discover_s
+        self._clients: dict[str, C] = {}  # by URL
+        self._discovered: set[str] = set()  # URLs found in Redis
+        self._models: dict[str, int] = {}  # model -> Unix second of the start of its newest engine
+        self._mixed: set[str] = set()  # models whose engines differ, and that has been said
+        self._looking: asyncio.Task[None] | None = None
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> Sequence[C]:
+        """Every engine that is known, joined or not."""
+        return list(self._clients.values())
+
+    def serving(self, model: str) -> Sequence[C]:
+        """Engines that are joined and not draining, alike in all that a prompt's tokens and digests depend on.
+
+        Never empty. Raises ModelNotFoundError, and NoEngineError when the model is known and its engines are away.
+        """
+        found: dict[str, C] = {}
+        for client in self._clients.values():
+            if client.joined and client.model == model and not client.load.draining:
+                found.setdefault(client.hello.incarnation, client)  # one engine may be known under two URLs
+        if not found:
+            self._remember()
+            if model in self._models:
+                raise NoEngineError(model, self._retry_after_s)
+            raise ModelNotFoundError(model)
+        return self._alike(model, list(found.values()))
+
+    def models(self) -> Mapping[str, int]:
+        """Every model that is or was served here -> Unix second at which its newest engine started."""
+        self._remember()
+        return dict(self._models)
+
+    async def wait_joined(self) -> None:
+        """Returns when every engine that is known now is joined. May wait for ever."""
+        await asyncio.gather(*(client.wait_joined() for client in self.engines))
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    def add(self, url: str, name: str | None = None) -> None:
+        """Makes an engine known that stays known, and begins to connect. Nothing happens when the URL is known."""
+        key = _key(url)
+        self._discovered.discard(key)
+        if key not in self._clients:
+            client = self._clients[key] = self._connect(name or short_name(url), url)
+            client.start()
+
+    def start(self) -> None:
+        """Begins to look for announcements, if there is a Redis to look in."""
+        if self._redis is not None:
+            self._looking = tasks.spawn(self._look(self._redis), name="discover engines")
+
+    async def stop(self) -> None:
+        """Disconnects from every engine."""
+        await tasks.cancel(self._looking)
+        await asyncio.gather(*(client.stop() for client in self._clients.values()))
+
+    # -- discovery ----------------------------------------------------------------------------------------------------
+
+    async def _look(self, redis: Redis) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(max(self._discover_s, 1.0)):
+                    urls = await announced(redis)
+            except (RedisError, OSError, TimeoutError) as error:
+                log.debug("no announcements can be read: %s", error)  # the index warns of a Redis that is down
+            else:
+                await self._follow(urls)
+            await asyncio.sleep(self._discover_s)
+
+    async def _follow(self, urls: Mapping[str, str]) -> None:
+        """Connects to announced engines, and forgets those that are neither announced nor joined any more."""
+        by_key = {_key(url): (incarnation, url) for incarnation, url in urls.items()}
+        joined = {client.hello.incarnation for client in self._clients.values() if client.joined}
+        for key, (incarnation, url) in by_key.items():
+            if key not in self._clients and incarnation not in joined and len(self._discovered) < MAX_DISCOVERED:
+                log.info("engine found in Redis: %s", url)
+                self.add(url)
+                self._discovered.add(key)
+        self._remember()
+        for key in self._discovered - by_key.keys():
+            client = self._clients[key]
+            if not client.joined:
+                log.info("engine %s is gone", client.name)
+                self._discovered.discard(key)
+                del self._clients[key]
+                await client.stop()
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def _remember(self) -> None:
+        for client in self._clients.values():
+            if (model := client.model) is not None:
+                self._models[model] = max(client.hello.created, self._models.pop(model, 0))
+        while len(self._models) > MAX_MODELS:
+            del self._models[next(iter(self._models))]
+
+    def _alike(self, model: str, clients: list[C]) -> list[C]:
+        """The largest group of engines that agree on tokens and digests, the newest one among equals."""
+        first = _identity(clients[0].hello)
+        if all(_identity(client.hello) == first for client in clients):
+            self._mixed.discard(model)
+            return clients
+        groups: dict[object, list[C]] = {}
+        for client in clients:
+            groups.setdefault(_identity(client.hello), []).append(client)
+        if model not in self._mixed:
+            self._mixed.add(model)
+            log.warning("engines that serve %s differ in weights, tokeniser, context or block size", model)
+        return max(groups.values(), key=lambda group: (len(group), max(client.hello.created for client in group)))
+
+
+async def announced(redis: Redis) -> dict[str, str]:
+    """Incarnation -> URL of every engine whose announcement has not expired. Raises RedisError and OSError."""
+    members: list[Any] = await redis.zrevrange(ENGINES_KEY, 0, MAX_DISCOVERED - 1)
+    incarnations = [_text(member) for member in members]
+    async with redis.pipeline(transaction=False) as pipe:  # not MGET: the keys lie in different cluster slots
+        for incarnation in incarnations:
+            pipe.get(announcement_key(incarnation))
+        values = await pipe.execute()
+    urls = {}
+    for incarnation, value in zip(incarnations, values, strict=True):
+        url = _url(value)
+        if url:
+            urls[incarnation] = url
+    return urls
+
+
+def short_name(url: str) -> str:
+    """`unix:/run/engine-0.sock` -> `engine-0`, `http://host:8090` -> `host:8090`."""
+    if url.startswith("unix:"):
+        return url.rsplit("/", 1)[-1].removeprefix("unix:").removesuffix(".sock")
+    return urlsplit(url if "://" in url else f"http://{url}").netloc
+
+
+def _key(url: str) -> str:
+    """One spelling for URLs that mean the same place."""
+    if url.startswith("unix:"):
+        return "unix:" + url.removeprefix("unix:").removeprefix("//")
+    return (url if "://" in url else f"http://{url}").rstrip("/").lower()
+
+
+def _url(announcement: Any) -> str | None:
+    try:
+        url = json.loads(announcement)["url"]
+    except (TypeError, ValueError, KeyError):
+        return None
+    return url if isinstance(url, str) and url.startswith(("http://", "https://", "unix:")) else None
+
+
+def _identity(hello: Hello) -> object:
+    return hello.namespace, hello.tokenizer, hello.context_tokens, hello.eos_ids
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
