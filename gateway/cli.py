@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from pydantic_core import PydanticUndefined
 from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.config import Settings
 from gateway.engine_processes import BAD_SETTING_EXIT, EngineStartError
+from gateway.version import installed_version
 
 CONFIG_VARIABLE = "KVASIR_CONFIG"
 
@@ -124,14 +124,6 @@ def _parser() -> argparse.ArgumentParser:
         if name == "engine":
             command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
     return parser
-
-
-def installed_version() -> str:
-    """The version of the installed distribution, or "unknown" in a tree that is not installed."""
-    try:
-        return version("kvasir")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ comes in and openai_response.py for what goes out.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import orjson
@@ -32,8 +32,8 @@ class Models(Protocol):
         """Never empty. Raises ModelNotFoundError, and NoEngineError when the model's engines are away."""
         ...
 
-    def models(self) -> Sequence[Hello]:
-        """One hello for each known model, also of those whose engines are away."""
+    def models(self) -> Mapping[str, int]:
+        """Every known model, also those whose engines are away -> Unix second at which its newest engine started."""
         ...
 
 
@@ -70,17 +70,16 @@ class OpenAI:
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
         self._admit(http)
-        data = [model_json(model.model, model.created) for model in self._models.models()]
+        data = [model_json(name, created) for name, created in self._models.models().items()]
         return _json(orjson.dumps({"object": "list", "data": data}), http[RECORD])
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
         self._admit(http)
         name = http.match_info["model"]
-        for model in self._models.models():
-            if model.model == name:
-                return _json(orjson.dumps(model_json(model.model, model.created)), http[RECORD])
-        raise ModelNotFoundError(name)
+        if (created := self._models.models().get(name)) is None:
+            raise ModelNotFoundError(name)
+        return _json(orjson.dumps(model_json(name, created)), http[RECORD])
 
     def _admit(self, http: web.Request) -> Tenant:
         tenant = self._auth.tenant(http)

@@ -101,6 +101,11 @@ class OnlineQueue:
             abandoned=self._abandoned,
         )
 
+    def waiting_for(self, incarnation: str) -> int:
+        """Requests that wait for a place at one engine; 0 when it is not known."""
+        line = self._engines.get(incarnation)
+        return sum(map(len, line.tenants.values())) if line else 0
+
     # -- what _Place does -----------------------------------------------------------------------------------------
 
     async def _admit(self, engine: Engine, tenant: str, deadline_s: float) -> _Line:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.protocol import Hello, Load, Namespace, Sampling
@@ -50,8 +50,8 @@ class FakeModels:
             raise self.away
         return engines
 
-    def models(self) -> Sequence[Hello]:
-        return self.hellos
+    def models(self) -> Mapping[str, int]:
+        return {item.model: item.created for item in self.hellos}
 
 
 class FakeDecoder:

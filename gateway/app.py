@@ -1,0 +1,273 @@
+"""The composition root: builds every stage once, hands each its own settings, and tears all down in reverse.
+
+Nothing else knows who implements what. `serve` is what `kvasir serve` and `kvasir gateway` run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from redis.asyncio import Redis
+
+from engine.config import EngineSettings
+from engine.threads import choose_threads, usable_cores
+from gateway.admin.sources import EngineState, EngineStatus, Sources
+from gateway.api.routes import app_runner, build_app
+from gateway.config import Settings
+from gateway.engine_processes import EngineProcesses, EngineStartError
+from gateway.engines.bundled import BundledEngine
+from gateway.index.fallback import FallbackIndex
+from gateway.index.memory_index import MemoryIndex
+from gateway.index.redis_index import RedisIndex
+from gateway.prompt.stage import PromptStage
+from gateway.queues.online import OnlineQueue
+from gateway.redis_server import RedisServer, RedisStartError
+from gateway.routing.registry import Registry
+from gateway.routing.router import Router
+from gateway.street import Street
+from gateway.version import installed_version
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 2.0
+"""What a client is told whose model has no engine at the moment: about what one takes to start."""
+
+
+@dataclass
+class Gateway:
+    """The stages, built and wired. `engines` grows while the gateway runs."""
+
+    settings: Settings
+    redis: Redis | None
+    redis_url: str | None
+    memory: MemoryIndex = field(default_factory=MemoryIndex)
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.prompts = PromptStage(settings.prompt)
+        self.queue = OnlineQueue(settings.queue)
+        redis_index = RedisIndex(self.redis, timeout_s=settings.redis.timeout_s) if self.redis is not None else None
+        self.index = FallbackIndex(redis_index, self.memory, retry_s=settings.redis.retry_s)
+        self.registry = Registry(
+            self._connect,
+            retry_after_s=RETRY_AFTER_S,
+            redis=self.redis if settings.engines.discover else None,
+        )
+        self.street = Street(
+            prompts=self.prompts,
+            index=self.index,
+            registry=self.registry,
+            router=Router(settings.routing, queued=self.queue.waiting_for),
+            queue=self.queue,
+            max_attempts=settings.server.max_attempts,
+        )
+
+    def web_app(self) -> web.Application:
+        settings = self.settings
+        return build_app(
+            server=settings.server,
+            auth=settings.auth,
+            tenants=settings.tenants,
+            street=self.street,
+            models=self.registry,
+            decoders=self.prompts,
+            sources=Sources(
+                engines=self._engine_statuses,
+                queue=self.queue.status,
+                prompts=self.prompts.stats,
+                redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
+                draining=lambda: self.draining,
+                version=installed_version(),
+            ),
+        )
+
+    def _connect(self, name: str, url: str) -> BundledEngine:
+        return BundledEngine(
+            name,
+            url,
+            self.settings.engines,
+            secret=self.settings.engine.secret,
+            on_tokenizer=self.prompts.load,
+            on_blocks=self.memory.apply,
+            on_lost=self._lost,
+            prefix=self.memory.prefix,
+        )
+
+    def _lost(self, incarnation: str) -> None:
+        self.memory.drop(incarnation)
+        self.queue.forget(incarnation)
+
+    def _engine_statuses(self) -> list[EngineStatus]:
+        return [_status(engine) for engine in self.registry.engines]
+
+
+def _status(engine: BundledEngine) -> EngineStatus:
+    if engine.model is None:
+        return EngineStatus(engine.name, engine.url, "connecting")
+    hello, load = engine.hello, engine.load
+    state: EngineState = "lost" if not engine.joined else "draining" if load.draining else "ready"
+    return EngineStatus(
+        name=engine.name,
+        url=engine.url,
+        state=state,
+        model=hello.model,
+        incarnation=hello.incarnation,
+        num_blocks=hello.num_blocks,
+        block_size=hello.namespace.block_size,
+        load=load,
+    )
+
+
+async def serve(
+    settings: Settings, *, environ: Mapping[str, str], own_engines: bool, say: Callable[[str], None]
+) -> None:
+    """Runs until SIGTERM or SIGINT, then lets what is in flight end.
+
+    own_engines  start engines.count engines, and a Redis when none is configured
+    say          prints a few lines about what was started
+    Raises EngineStartError when an engine cannot work with its settings, OSError when the port is in use.
+    """
+    stop = _stop_at_signals()
+    fatal: list[EngineStartError] = []
+
+    def give_up(error: EngineStartError) -> None:
+        fatal.append(error)
+        stop.set()
+
+    async with AsyncExitStack() as stack:
+        # 1. Redis: the configured one, or an own one; without any the index is in memory.
+        redis_url = settings.redis.url
+        if redis_url is None and own_engines:
+            redis_url = await _start_redis(settings, stack)
+        redis = await stack.enter_async_context(_redis(redis_url, settings)) if redis_url else None
+        # 2. The stages, and the port: whoever asks now is told that the server is starting.
+        gateway = Gateway(settings, redis, redis_url)
+        stack.push_async_callback(gateway.index.close)
+        runner = app_runner(gateway.web_app(), settings.server)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        port = await _listen(runner, settings)
+        # 3. Engines: own ones, configured ones, and those that announce themselves.
+        stack.push_async_callback(gateway.registry.stop)
+        if own_engines and settings.engines.count:
+            processes = EngineProcesses(
+                _engine_settings(settings),
+                count=settings.engines.count,
+                folder=settings.server.data_dir / "engines",
+                redis_url=redis_url,
+                environ=environ,
+                on_fatal=give_up,
+            )
+            await stack.enter_async_context(processes)
+            for name, url in processes.urls.items():
+                gateway.registry.add(url, name)
+        for url in settings.engines.urls:
+            gateway.registry.add(url)
+        gateway.registry.start()
+        await _first_engines(gateway, stop)
+        # 4. Serve.
+        if not stop.is_set():
+            _introduce(gateway, port, own_engines, say)
+        await stop.wait()
+        gateway.draining = True
+        log.info("shutting down: requests in flight get %.0f s", settings.server.shutdown_s)
+        await runner.cleanup()
+    if fatal:
+        raise fatal[0]
+
+
+async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
+    server = RedisServer(settings.server.data_dir / "redis", settings.redis)
+    try:
+        await stack.enter_async_context(server)
+    except RedisStartError as error:
+        log.warning("no Redis, the index is in this gateway's memory: %s", error)
+        return None
+    return server.url
+
+
+@asynccontextmanager
+async def _redis(url: str, settings: Settings) -> AsyncIterator[Redis]:
+    client: Redis = Redis.from_url(
+        url, socket_connect_timeout=settings.redis.timeout_s, socket_keepalive=True, max_connections=64
+    )
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+def _engine_settings(settings: Settings) -> EngineSettings:
+    """The engines of one machine share its cores."""
+    threads = choose_threads(settings.engine.threads, usable_cores(), settings.engines.count)
+    return settings.engine.model_copy(update={"threads": threads})
+
+
+async def _listen(runner: web.AppRunner, settings: Settings) -> int:
+    site = web.TCPSite(runner, settings.server.host, settings.server.port, backlog=1024)
+    await site.start()
+    address = runner.addresses[0]
+    return int(address[1])
+
+
+async def _first_engines(gateway: Gateway, stop: asyncio.Event) -> None:
+    """Returns when the engines that are known have joined, when it takes too long, or when it is time to stop."""
+    joined = asyncio.ensure_future(gateway.registry.wait_joined())
+    stopping = asyncio.ensure_future(stop.wait())
+    timeout_s = gateway.settings.engines.start_timeout_s
+    try:
+        done, _ = await asyncio.wait({joined, stopping}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in (joined, stopping):
+            future.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await future
+    if not done:
+        log.warning("not every engine has joined after %.0f s (engines.start_timeout_s)", timeout_s)
+
+
+def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[str], None]) -> None:
+    """A few lines: what runs, how to use it, where to look."""
+    settings = gateway.settings
+    host = settings.server.host
+    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"  # noqa: S104 - compared, not bound
+    models = list(gateway.registry.models())
+    engines = gateway.registry.engines
+    lines = [f"Kvasir {installed_version()} on {url}"]
+    if own_engines and settings.engines.count and settings.engine.model == "demo":
+        lines.append(
+            "  model    demo: a tiny bundled model that talks English-looking nonsense.\n"
+            "           A real one: ./deploy/serve --model Qwen/Qwen3-0.6B   (a hub id or a folder)"
+        )
+    else:
+        lines.append(f"  model    {', '.join(models) or 'none yet'}")
+    tokens = sum(engine.hello.num_blocks * engine.hello.namespace.block_size for engine in engines if engine.joined)
+    lines.append(f"  engines  {len(engines)}, with room for {tokens:,} tokens of KV blocks")
+    own_redis = settings.redis.url is None
+    where = f"own, in {settings.server.data_dir / 'redis'}" if own_redis else "as configured (redis.url)"
+    lines.append(f"  redis    {where if gateway.redis_url else 'none: the index is in memory'}")
+    if settings.tenants:
+        lines.append(f"  access   {len(settings.tenants)} tenants with keys")
+    else:
+        lines.append("  access   open: no tenants are configured, everybody shares one cache ([[tenants]])")
+    lines += [
+        f'  SDK      OpenAI(base_url="{url}/v1", api_key="any"), model="{models[0] if models else "..."}"',
+        f"  look     {url}/metrics  {url}/admin/stats",
+        f"  docs     {url}/ lists the routes; README.md and docs/ in the repository",
+    ]
+    say("\n".join(lines))
+
+
+def _stop_at_signals() -> asyncio.Event:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
