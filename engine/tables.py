@@ -1,0 +1,135 @@
+"""The block side of a sequence: what it reuses, what it holds, and what of it others may reuse.
+
+Keeps Sequence.block_table, num_computed, num_registered and digests right; a sequence has blocks only between `admit`
+and `release`. engine/scheduler.py decides when; engine/blocks.py owns the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.blocks import BlockPool
+from engine.plan import MIN_TAIL_TOKENS
+from engine.protocol import DIGEST_BYTES, Namespace, chain_digests, split_digests
+from engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Where the next full block of a sequence is registered.
+
+    tip     the registered block that holds the content of block num_registered - 1; None before the first
+    lent    the tip is not in the sequence's own table: another sequence registered the same content first. It carries
+            a reference of this sequence, so that it is still the parent when the next block comes
+    broken  nothing more is registered: a digest stood for something else
+    """
+
+    tip: int | None = None
+    lent: bool = False
+    broken: bool = False
+
+
+class BlockTables:
+    """Gives blocks to sequences and takes them back. Every admitted sequence is released exactly once."""
+
+    def __init__(self, pool: BlockPool, namespace: Namespace) -> None:
+        self.pool = pool
+        self._namespace = namespace
+        self._chains: dict[Sequence, _Chain] = {}
+
+    def __len__(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._chains)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    def chain(self, tokens: bytes, salt: str, parent: bytes | None = None) -> list[bytes]:
+        """Digests of the full blocks of `tokens`, behind `parent` or at the beginning of a prefix."""
+        if parent is None:
+            parent = replace(self._namespace, salt=salt).root()
+        return split_digests(chain_digests(parent, tokens, self.pool.block_size, self._namespace.hash_name))
+
+    def admit(self, sequence: Sequence, headroom: int) -> list[int] | None:
+        """Gives a sequence blocks for all its tokens: reused ones first, new ones for the rest.
+
+        headroom  blocks that must be left over for others to grow into
+        Returns the new blocks, which are to be zeroed; num_computed says how many tokens need not be computed. At
+        least MIN_TAIL_TOKENS are left to compute, the last one among them. Returns None, and changes nothing, when
+        there are too few blocks.
+        """
+        size = self.pool.block_size
+        reusable = max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // size
+        reused = self.pool.find_prefix(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:reusable])
+        missing = self.blocks_for(sequence.num_tokens) - len(reused)
+        if self.pool.available_beside(reused) < missing + headroom:
+            return None
+        self.pool.acquire(reused)
+        fresh = self.pool.allocate(missing, after=reused[-1] if reused else None)
+        assert fresh is not None, "the pool gave fewer blocks than it said it has"
+        self._chains[sequence] = _Chain(tip=reused[-1] if reused else None)
+        sequence.block_table = reused + fresh
+        sequence.num_computed = len(reused) * size
+        sequence.num_registered = len(reused)
+        return fresh
+
+    def grow(self, sequence: Sequence) -> list[int] | None:
+        """Makes the table cover all tokens. Returns the new blocks, often none; None when there are too few."""
+        missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        if missing <= 0:
+            return []
+        fresh = self.pool.allocate(missing, after=sequence.block_table[-1])
+        if fresh is not None:
+            sequence.block_table += fresh
+        return fresh
+
+    def register(self, sequence: Sequence) -> None:
+        """Makes the blocks that num_computed covers findable. Call it after the step that computed them succeeded."""
+        chain, size = self._chains[sequence], self.pool.block_size
+        full = sequence.num_computed // size
+        if sequence.num_registered >= full or chain.broken:
+            return
+        if len(sequence.digests) < full:
+            known = len(sequence.digests)
+            parent = sequence.digests[-1] if known else None
+            sequence.digests += self.chain(sequence.tokens[known * size : full * size].tobytes(), sequence.salt, parent)
+        for index in range(sequence.num_registered, full):
+            block = sequence.block_table[index]
+            tokens = sequence.tokens[index * size : (index + 1) * size].tobytes()
+            holder = self.pool.register(block, chain.tip, sequence.salt, sequence.digests[index], tokens)
+            if holder is None:
+                chain.broken = True
+                return
+            self._move_tip(chain, holder, lent=holder != block)
+            sequence.num_registered = index + 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes all blocks back. What was registered can be found until it is evicted."""
+        chain = self._chains.pop(sequence)
+        self.pool.release(sequence.block_table)
+        if chain.lent and chain.tip is not None:
+            self.pool.release([chain.tip])
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_registered = 0
+
+    def quarantine(self, sequence: Sequence) -> int:
+        """Makes what a sequence computed or reused unfindable, with everything that hangs from it, because numbers in
+        it are not finite. Other sequences that hold such blocks go on and register nothing more.
+        Returns the number of blocks that were unregistered."""
+        count = self.pool.forget(sequence.block_table)
+        for chain in self._chains.values():
+            if chain.tip is not None and not self.pool.is_registered(chain.tip):
+                chain.broken = True
+        return count
+
+    def _move_tip(self, chain: _Chain, tip: int, *, lent: bool) -> None:
+        if lent:
+            self.pool.acquire([tip])
+        if chain.lent and chain.tip is not None:
+            self.pool.release([chain.tip])
+        chain.tip, chain.lent = tip, lent
+
+
+def digests_fit(packed: bytes, num_tokens: int, block_size: int) -> bool:
+    """Whether a packed run of digests covers exactly the full blocks of so many tokens."""
+    return len(packed) == num_tokens // block_size * DIGEST_BYTES
