@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -75,8 +74,8 @@ class Admin:
             "version": sources.version,
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "requests_in_flight": self._metrics.in_flight,
-            "cache": self._cache(engines),
-            "engines": [asdict(engine) for engine in engines],
+            "cache": self._cache(),
+            "engines": [_engine(engine, queue.in_flight.get(engine.name, 0)) for engine in engines],
             "queues": {
                 "online": {
                     "waiting": queue.waiting,
@@ -101,7 +100,7 @@ class Admin:
             return "no engine is ready"
         return None
 
-    def _cache(self, engines: Sequence[EngineStatus]) -> dict[str, Any]:
+    def _cache(self) -> dict[str, Any]:
         totals = self._metrics.totals.values()
         prompt = sum(total.prompt_tokens for total in totals)
         cached = sum(total.cached_tokens for total in totals)
@@ -110,18 +109,30 @@ class Admin:
             "cached_tokens": cached,
             "cached_ratio": _ratio(cached, prompt),
             "tokenized_tokens": sum(total.tokenized_tokens for total in totals),
-            "blocks": {engine.name: _blocks(engine) for engine in engines if engine.incarnation is not None},
         }
 
 
-def _blocks(engine: EngineStatus) -> dict[str, int]:
+def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
     load = engine.load
     return {
-        "free": load.free_blocks,
-        "cached": load.cached_blocks,
-        "live": load.live_blocks,
-        "total": engine.num_blocks,
-        "tokens_per_block": engine.block_size,
+        "name": engine.name,
+        "url": engine.url,
+        "state": engine.state,
+        "model": engine.model,
+        "incarnation": engine.incarnation,
+        "in_flight": in_flight,
+        "blocks": {
+            "free": load.free_blocks,
+            "cached": load.cached_blocks,
+            "live": load.live_blocks,
+            "total": engine.num_blocks,
+            "tokens_per_block": engine.block_size,
+        },
+        "waiting": load.waiting,
+        "running": load.running,
+        "prefill_backlog": load.prefill_backlog,
+        "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
+        "decode_tokens_per_s": round(load.decode_tokens_per_s, 1),
     }
 
 
