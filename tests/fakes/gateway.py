@@ -1,0 +1,106 @@
+"""The HTTP side on a real port, over a fake street."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import openai
+from aiohttp import web
+
+from gateway.admin.sources import EngineStatus, Sources
+from gateway.api.routes import app_runner, build_app
+from gateway.config import AuthSettings, QueueSettings, ServerSettings, TenantSettings
+from gateway.queues.online import OnlineQueue
+from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
+
+LIMIT_S = 10.0
+
+
+@dataclass
+class Gateway:
+    """A running server and its fakes. `session` speaks to it as any HTTP client would."""
+
+    url: str
+    port: int
+    street: FakeStreet
+    models: FakeModels
+    state: dict[str, Any]
+    app: web.Application
+    session: aiohttp.ClientSession
+
+    def sdk(self, key: str = "none", **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=key, timeout=LIMIT_S, **({"max_retries": 0} | options)
+        )
+
+    async def post(self, path: str, body: object, **options: Any) -> tuple[int, Any, Mapping[str, str]]:
+        async with self.session.post(self.url + path, json=body, **options) as answer:
+            return answer.status, await answer.json(), answer.headers
+
+    async def send(self, data: bytes, **headers: str) -> tuple[int, Any, Mapping[str, str]]:
+        url = f"{self.url}/v1/chat/completions"
+        async with self.session.post(url, data=data, headers=headers) as answer:
+            return answer.status, await answer.json(), answer.headers
+
+    async def transcript(self, path: str, body: object) -> str:
+        async with self.session.post(self.url + path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            assert answer.content_type == "text/event-stream"
+            return await answer.text()
+
+    async def get(self, path: str, key: str | None = None) -> tuple[int, str, Mapping[str, str]]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self.session.get(aiohttp.client.URL(self.url + path, encoded=True), headers=headers) as answer:
+            return answer.status, await answer.text(), answer.headers
+
+
+ENGINE = EngineStatus("engine-1", "http://127.0.0.1:1", "ready", "demo", "demo-1", 100, 16)
+
+
+@dataclass
+class Options:
+    server: ServerSettings = field(default_factory=ServerSettings)
+    auth: AuthSettings = field(default_factory=AuthSettings)
+    tenants: Sequence[TenantSettings] = ()
+
+
+@asynccontextmanager
+async def running(
+    street: FakeStreet | None = None, models: FakeModels | None = None, **options: Any
+) -> AsyncIterator[Gateway]:
+    """A server until the block is left. `options` are those of Options."""
+    street, models, given = street or FakeStreet(), models or FakeModels(), Options(**options)
+    queue = OnlineQueue(QueueSettings())
+    state: dict[str, Any] = {"engines": [ENGINE], "redis": {"up": True}, "draining": False}
+    app = build_app(
+        server=given.server,
+        auth=given.auth,
+        tenants=given.tenants,
+        street=street,
+        models=models,
+        decoders=FakeDecoders(),
+        sources=Sources(
+            engines=lambda: state["engines"],
+            queue=queue.status,
+            prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
+            redis=lambda: state["redis"],
+            draining=lambda: state["draining"],
+            version="0.0.test",
+        ),
+    )
+    runner = app_runner(app, given.server)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
+            yield Gateway(f"http://127.0.0.1:{port}", port, street, models, state, app, session)
+    finally:
+        async with asyncio.timeout(LIMIT_S):
+            await runner.cleanup()
