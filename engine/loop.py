@@ -1,0 +1,299 @@
+"""The one thread that owns the model: commands -> schedule -> run -> commit -> publish.
+
+Everything that touches sequences, blocks or the model happens on this thread, so nothing of it needs a lock. Other
+threads post commands and are answered through two callbacks. A step that fails ends the sequences it served and nothing
+else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/runner.py is the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from engine.protocol import BlockEvents, Load, StepFrame, Submit
+from engine.scheduler import Scheduler
+from engine.sequence import Runner, Step
+
+log = logging.getLogger(__name__)
+
+RATE_MEMORY_S = 30.0
+"""Seconds of computing after which a measurement counts a third."""
+
+IDLE_CHECK_S = 1.0
+"""The pool is recounted after so many idle seconds, not at once: the next request may be on its way."""
+
+NOBODY = ""
+"""Owner of a frame that has no updates: only the load changed."""
+
+
+class Rate:
+    """Tokens per second as a moving average; long steps weigh more than short ones."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        keep = math.exp(-seconds / RATE_MEMORY_S)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def per_s(self) -> float:
+        """0 before anything was measured."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+
+class EngineLoop:
+    """Runs sequences of all gateways on one thread of its own.
+
+    on_blocks   what became findable or ceased to be; called before the frames of the same step
+    on_frames   owner -> what a step did for its sequences; also called with NOBODY when only the load changed
+    max_pending submits that are posted and not yet looked at; more are refused, like those beyond max_waiting
+
+    Both callbacks run on the loop's thread, at most once per step, and must not block. Every method may be called from
+    any thread; none but `stop` and `wait_idle` waits for a step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        on_frames: Callable[[dict[str, StepFrame]], None],
+        on_blocks: Callable[[BlockEvents], None],
+        max_pending: int = 4096,
+        clock: Callable[[], float] = time.monotonic,
+        idle_check_s: float = IDLE_CHECK_S,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._on_frames = on_frames
+        self._on_blocks = on_blocks
+        self._max_pending = max_pending
+        self._clock = clock
+        self._idle_check_s = idle_check_s
+
+        self._changed = threading.Condition()  # guards the five below
+        self._commands: deque[Callable[[], object]] = deque()
+        self._pending = 0  # submits among the commands
+        self._draining = False
+        self._stopping = False
+        self._idle = True
+
+        self._prefill_rate = Rate()
+        self._decode_rate = Rate()
+        self._load = self._measure()
+        self._failed_steps = 0
+        self._errors = 0
+        self._invariant_violations = 0
+        self._started_s = clock()
+        self._busy_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    # -- for other threads --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread. Once."""
+        self._thread.start()
+
+    def submit(self, owner: str, message: Submit) -> None:
+        """Hands over a new sequence. One that cannot be taken is answered with an update that finishes it with an
+        error, like every other failure."""
+        with self._changed:
+            refusal = "the engine is draining and takes nothing new" if self._draining else None
+            if self._pending >= self._max_pending:
+                refusal = refusal or f"the engine is full: {self._max_pending} sequences have just arrived"
+            if refusal is not None:
+                message = replace(message, tokens=b"", digests=b"")
+            self._pending += 1
+        self._post(partial(self._take, owner, message, self._clock(), refusal))
+
+    def abort(self, owner: str, seq: int) -> None:
+        """Ends a sequence, if it is still there. Answered by nothing."""
+        self._post(partial(self._scheduler.abort, owner, seq))
+
+    def abort_owner(self, owner: str) -> None:
+        """Ends every sequence of a gateway. Answered by nothing."""
+        self._post(partial(self._scheduler.abort_owner, owner))
+
+    def snapshot(self, deliver: Callable[[BlockEvents], None]) -> None:
+        """Calls `deliver` on the loop's thread with everything that is findable now; later events apply on top."""
+        self._post(lambda: deliver(self._scheduler.pool.snapshot()))
+
+    def drain(self) -> None:
+        """From now on new sequences are refused; those that are here run to their end. See `wait_idle`."""
+        with self._changed:
+            self._draining = True
+        self._post(lambda: None)  # so that gateways hear of it
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Blocks until no sequence is left and no command waits. False when it took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._idle and not self._commands, timeout_s)
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends the thread after its current step; sequences that are left end with an error. False when the step
+        takes longer than `timeout_s`. A loop that was never started is stopped at once."""
+        with self._changed:
+            self._draining = self._stopping = True
+            self._changed.notify_all()
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs: an engine whose loop is gone is not healthy."""
+        return self._thread.is_alive()
+
+    @property
+    def load(self) -> Load:
+        """As of the last step."""
+        return self._load
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and the load; values for JSON."""
+        return {
+            **asdict(self._scheduler.counters),
+            "evictions": self._scheduler.pool.evictions,
+            "failed_steps": self._failed_steps,
+            "errors": self._errors,
+            "invariant_violations": self._invariant_violations,
+            "num_blocks": self._scheduler.pool.num_blocks,
+            "block_size": self._scheduler.pool.block_size,
+            "uptime_s": self._clock() - self._started_s,
+            "busy_s": self._busy_s,
+            "load": asdict(self._load),
+        }
+
+    def _post(self, command: Callable[[], object]) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify_all()
+
+    # -- the loop's own thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                try:
+                    self._turn()
+                except Exception:
+                    self._errors += 1
+                    log.exception("an error in the engine's loop: every sequence is ended")
+                    self._scheduler.fail_all("the engine had an internal error")
+                    self._publish()
+            self._scheduler.fail_all("the engine was stopped")
+            self._publish()
+        finally:
+            with self._changed:
+                self._draining, self._idle = True, True
+                self._commands.clear()
+                self._changed.notify_all()
+
+    def _wait(self) -> bool:
+        """Returns as soon as there is something to do; False when that is to stop."""
+        if not self._scheduler.has_work and not self._sleep(self._idle_check_s):
+            self._check_invariants()
+            self._sleep(None)
+        return not self._stopping
+
+    def _sleep(self, timeout_s: float | None) -> bool:
+        """Waits for a command. False when none came in time."""
+        with self._changed:
+            self._idle = True
+            self._changed.notify_all()
+            woken = self._changed.wait_for(lambda: self._commands or self._stopping, timeout_s)
+            self._idle = False
+            return bool(woken)
+
+    def _turn(self) -> None:
+        # 1. Commands, in the order in which they came.
+        with self._changed:
+            commands, self._commands = self._commands, deque()
+            self._pending = 0
+        for command in commands:
+            self._obey(command)
+        # 2. What to compute, 3. compute it, 4. what it means for each sequence.
+        began_s = self._clock()
+        step = self._scheduler.schedule(began_s)
+        if step is not None:
+            self._compute(step, began_s)
+        # 5. Tell the gateways.
+        self._publish()
+
+    def _obey(self, command: Callable[[], object]) -> None:
+        try:
+            command()
+        except Exception:
+            self._errors += 1
+            log.exception("a command of a gateway failed")
+
+    def _take(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
+        self._scheduler.submit(owner, message, arrived_s, refusal=refusal)
+
+    def _compute(self, step: Step, began_s: float) -> None:
+        try:
+            results = self._runner.run(step)
+            if len(results) != len(step.work):
+                raise RuntimeError(f"{len(results)} results for {len(step.work)} works")
+        except Exception as error:
+            self._failed_steps += 1
+            log.exception("a step of %d sequences and %d tokens failed", len(step.work), step.num_tokens)
+            self._scheduler.fail(step, f"the engine could not compute a step ({type(error).__name__})")
+            return
+        now_s = self._clock()
+        counters = self._scheduler.counters
+        prefilled, decoded = counters.prefilled_tokens, counters.decoded_tokens
+        self._scheduler.commit(step, results, now_s)
+        self._busy_s += now_s - began_s
+        if prefilled := counters.prefilled_tokens - prefilled:
+            self._prefill_rate.add(prefilled, now_s - began_s)
+        if decoded := counters.decoded_tokens - decoded:
+            self._decode_rate.add(decoded, now_s - began_s)
+
+    def _publish(self) -> None:
+        """Blocks first: who reads the end of an answer finds its blocks in the index."""
+        events = self._scheduler.pool.take_events()
+        if events.stored or events.removed:
+            self._call(partial(self._on_blocks, events))
+        load, before = self._measure(), self._load
+        self._load = load
+        frames = {owner: StepFrame(updates, load) for owner, updates in self._scheduler.take_updates().items()}
+        if not frames and load != before:
+            frames = {NOBODY: StepFrame([], load)}
+        if frames:
+            self._call(partial(self._on_frames, frames))
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:
+            self._errors += 1
+            log.exception("a callback of the engine's loop failed")
+
+    def _measure(self) -> Load:
+        return replace(
+            self._scheduler.load(),
+            prefill_tokens_per_s=self._prefill_rate.per_s,
+            decode_tokens_per_s=self._decode_rate.per_s,
+            draining=self._draining,
+        )
+
+    def _check_invariants(self) -> None:
+        """Recounts the pool. Nothing runs, so nothing may be live."""
+        wrong = self._scheduler.pool.check_invariants()
+        if self._scheduler.pool.num_live or len(self._scheduler.tables):
+            wrong.append(f"{self._scheduler.pool.num_live} blocks are live and no sequence is left")
+        self._invariant_violations += len(wrong)
+        for line in wrong[:10]:
+            log.error("the block pool is inconsistent: %s", line)
