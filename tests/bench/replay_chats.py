@@ -1,7 +1,7 @@
 """Replays real conversations against a running Kvasir with the openai SDK and prints how much was reused.
 
     ./deploy/serve &
-    python tests/bench/replay_chats.py --data DIR [--base-url http://127.0.0.1:8080/v1] [--conversations 40]
+    python -m tests.bench.replay_chats --data DIR [--base-url http://127.0.0.1:8080/v1] [--conversations 40]
 
 DIR holds tau_airline_chats.jsonl.gz and aider_chats.jsonl.gz, one JSON object per line with "s" (session) and
 "messages" (OpenAI messages). Public sources: the tau-bench historical trajectories (MIT,

@@ -1,0 +1,298 @@
+"""What the gateway costs in CPU, against a bare aiohttp reverse proxy in front of the same fake engine.
+
+    python -m tests.bench.gateway_overhead [--scale 1.0]
+
+Processes: a fake engine that speaks both the engine stream (for Kvasir) and plain HTTP (for the proxies); a bare proxy
+that copies bytes; a bare proxy that also parses the JSON and hashes the body; `kvasir gateway` with an own Redis. This
+process sends the requests. CPU is what the kernel says of the process in the middle, user and system, per request.
+
+Targets: at most 2x the bare proxy for small bodies; at 400 KB with a warm memo at most 1.5x the proxy that parses and
+hashes; at most 25 us per streamed chunk more than bare. Rounds alternate; medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import orjson
+import xxhash
+from aiohttp import web
+
+from engine.demo import MODEL_DIR
+from engine.protocol import TokenizerFiles
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+CHUNKS = 128
+INTERVAL_S = 0.004
+START_LIMIT_S = 60.0
+PIECE = "word "
+BODIES = {"300 B": 300, "16 KB": 16_000, "400 KB": 400_000}
+
+
+# -- the processes ------------------------------------------------------------------------------------------------
+
+
+def tokenizer_files() -> TokenizerFiles:
+    return TokenizerFiles(
+        tokenizer_json=(MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8"),
+        chat_template=(MODEL_DIR / "chat_template.jinja").read_text(encoding="utf-8"),
+        special_tokens={"eos_token": "<|im_end|>"},
+        add_bos=False,
+    )
+
+
+async def run_engine(stream_port: int, http_port: int) -> None:
+    """The fake engine, twice: as an engine, and as an HTTP server that answers in the same shape and rhythm."""
+    from tests.fakes.fake_engine import FakeEngine, make_hello
+
+    files = tokenizer_files()
+    hello = make_hello(
+        tokenizer=files.fingerprint(), context_tokens=10_000_000, vocab_size=4096, max_sequences=512, num_blocks=1 << 20
+    )
+    word = _token_of(files, PIECE.strip())
+    engine = FakeEngine(
+        f"127.0.0.1:{stream_port}", hello, answer=(word,), tokenizer=files, interval_s=INTERVAL_S, stores_blocks=False
+    )
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/v1/chat/completions", _plain_answer)
+    runner = web.AppRunner(app, access_log=None)
+    async with engine:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", http_port).start()
+        await asyncio.Event().wait()
+
+
+def _token_of(files: TokenizerFiles, text: str) -> int:
+    from tokenizers import Tokenizer
+
+    return int(Tokenizer.from_str(files.tokenizer_json).encode(" " + text, add_special_tokens=False).ids[0])
+
+
+async def _plain_answer(request: web.Request) -> web.StreamResponse:
+    asked = orjson.loads(await request.read())
+    base = {"id": "chatcmpl-" + "0" * 24, "created": 1, "model": "demo", "system_fingerprint": "fp_0"}
+    if not asked.get("stream"):
+        await asyncio.sleep(INTERVAL_S)
+        text = PIECE * asked["max_tokens"]
+        message = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
+        return web.json_response({**base, "object": "chat.completion", "choices": [choice], "usage": {}})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for _ in range(asked["max_tokens"]):
+        await asyncio.sleep(INTERVAL_S)
+        choice = {"index": 0, "delta": {"content": PIECE}, "logprobs": None, "finish_reason": None}
+        data = {**base, "object": "chat.completion.chunk", "choices": [choice]}
+        await response.write(b"data: " + orjson.dumps(data) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def run_proxy(port: int, upstream: str, parse: bool) -> None:
+    """A reverse proxy with nothing in it; `parse` adds what any cache would have to do."""
+    async with aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def forward(request: web.Request) -> web.StreamResponse:
+            body = await request.read()
+            if parse:
+                orjson.loads(body)
+                xxhash.xxh3_128_digest(body)
+            headers = {"Content-Type": request.headers["Content-Type"]}
+            async with session.post(upstream + request.path, data=body, headers=headers) as answer:
+                response = web.StreamResponse(
+                    status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
+                )
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+                return response
+
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/v1/chat/completions", forward)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await asyncio.Event().wait()
+
+
+# -- the measurement ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Middle:
+    """A process between the load and the engine."""
+
+    name: str
+    pid: int
+    url: str
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+def body(size: int, stream: bool, max_tokens: int) -> bytes:
+    """A conversation of about `size` bytes, in turns of at most 4 KB."""
+    messages = [{"role": "system", "content": "You are a helpful assistant."}]
+    left, turn = size - 200, 0
+    while left > 0:
+        length = min(left, 4000)
+        text = " ".join(f"w{turn}n{index}" for index in range(length // 7 + 1))[:length]
+        messages.append({"role": ("user", "assistant")[turn % 2], "content": text})
+        left, turn = left - length - 40, turn + 1
+    messages[-1]["role"] = "user"
+    return json.dumps({"model": "demo", "messages": messages, "stream": stream, "max_tokens": max_tokens}).encode()
+
+
+async def load(session: aiohttp.ClientSession, middle: Middle, data: bytes, count: int, at_once: int) -> float:
+    """Sends `count` requests and returns CPU seconds of the process in the middle per request."""
+    left = iter(range(count))
+    before = middle.cpu_s()
+
+    async def sender() -> None:
+        for _ in left:
+            async with session.post(middle.url, data=data, headers={"Content-Type": "application/json"}) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+
+    await asyncio.gather(*(sender() for _ in range(at_once)))
+    return (middle.cpu_s() - before) / count
+
+
+async def measure(middles: list[Middle], arguments: argparse.Namespace) -> None:
+    rows: dict[str, dict[str, list[float]]] = {}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for name, size in BODIES.items():
+            plain = body(size, stream=False, max_tokens=1)
+            count = max(20, int(arguments.scale * min(1500, 60_000_000 // size)))
+            for middle in middles:
+                await load(session, middle, plain, max(8, count // 10), 8)
+            for _ in range(arguments.rounds):
+                for middle in middles:
+                    cost = await load(session, middle, plain, count, 8)
+                    rows.setdefault(name, {}).setdefault(middle.name, []).append(cost)
+        name = f"stream of {CHUNKS}"
+        data, count = body(300, stream=True, max_tokens=CHUNKS), max(8, int(arguments.scale * 60))
+        for _ in range(arguments.rounds):
+            for middle in middles:
+                cost = await load(session, middle, data, count, 4)
+                rows.setdefault(name, {}).setdefault(middle.name, []).append(cost)
+    report(rows)
+
+
+def report(rows: dict[str, dict[str, list[float]]]) -> None:
+    print("CPU per request, ms (median of rounds)")
+    print("| request | bare | bare + parse + hash | kvasir | kvasir / bare | kvasir / parse + hash |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, row in rows.items():
+        bare, parse, ours = (statistics.median(row[key]) * 1e3 for key in ("bare", "parse", "kvasir"))
+        print(f"| {name} | {bare:.3f} | {parse:.3f} | {ours:.3f} | {ours / bare:.2f} | {ours / parse:.2f} |")
+    plain, streamed = rows["300 B"], rows[f"stream of {CHUNKS}"]
+    chunk = {
+        key: (statistics.median(streamed[key]) - statistics.median(plain[key])) / CHUNKS * 1e6
+        for key in ("bare", "kvasir")
+    }
+    print(
+        f"per streamed chunk: bare {chunk['bare']:.1f} us, kvasir {chunk['kvasir']:.1f} us, "
+        f"{chunk['kvasir'] - chunk['bare']:+.1f} us"
+    )
+
+
+# -- start and stop -----------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=sys.stderr)
+
+
+def wait_for_port(port: int) -> None:
+    until_s = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+async def wait_for_answer(url: str) -> None:
+    data = body(300, stream=False, max_tokens=1)
+    async with aiohttp.ClientSession() as session, asyncio.timeout(START_LIMIT_S):
+        while True:
+            async with session.post(url, data=data, headers={"Content-Type": "application/json"}) as answer:
+                if answer.status == 200:
+                    return
+            await asyncio.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--role", choices=["load", "engine", "proxy"], default="load", help=argparse.SUPPRESS)
+    parser.add_argument("--ports", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--parse", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
+    arguments = parser.parse_args()
+    import uvloop
+
+    if arguments.role == "engine":
+        uvloop.run(run_engine(*arguments.ports))
+    elif arguments.role == "proxy":
+        own, upstream = arguments.ports
+        uvloop.run(run_proxy(own, f"http://127.0.0.1:{upstream}", arguments.parse))
+    else:
+        compare(arguments)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    stream, http, bare, parse, ours = (free_port() for _ in range(5))
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--port", str(ours), "--data-dir", folder, "--engines", "0", "--log-level", "WARNING"]
+        processes = [
+            start("-m", "tests.bench.gateway_overhead", "--role", "engine", "--ports", str(stream), str(http)),
+            start("-m", "tests.bench.gateway_overhead", "--role", "proxy", "--ports", str(bare), str(http)),
+            start("-m", "tests.bench.gateway_overhead", "--role", "proxy", "--parse", "--ports", str(parse), str(http)),
+            start("-m", "gateway.cli", "serve", *flags, "--engine-urls", f"http://127.0.0.1:{stream}"),
+        ]
+        try:
+            for port in (stream, http, bare, parse, ours):
+                wait_for_port(port)
+            middles = [
+                Middle(name, process.pid, f"http://127.0.0.1:{port}/v1/chat/completions")
+                for name, process, port in zip(
+                    ("bare", "parse", "kvasir"), processes[1:], (bare, parse, ours), strict=True
+                )
+            ]
+            asyncio.run(wait_for_answer(middles[-1].url))
+            asyncio.run(measure(middles, arguments))
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(30)
+
+
+if __name__ == "__main__":
+    main()
