@@ -77,6 +77,9 @@ class EngineSettings(Section):
     drain_s: Annotated[float, Field(ge=0)] = Field(
         30.0, description="Seconds that running sequences get to end after SIGTERM."
     )
+    send_buffer_bytes: Annotated[int, Field(ge=1 << 16)] = Field(
+        16 << 20, description="Bytes that wait for a gateway which does not read, before it is hung up on."
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
 
 
