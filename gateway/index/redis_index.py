@@ -17,6 +17,9 @@ from redis.exceptions import NoScriptError, RedisError
 from engine.protocol import blocks_key
 from gateway.index.base import IndexDownError
 
+MAX_CALLS: Final = 32
+"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
+
 _SCRIPT: Final = files(__package__).joinpath("find.lua").read_text(encoding="utf-8")
 
 
@@ -27,6 +30,7 @@ class RedisIndex:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
         self._redis = redis
         self._timeout_s = timeout_s
+        self._calls = asyncio.Semaphore(MAX_CALLS)
         self._sha: str | None = None
 
     async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
@@ -35,7 +39,7 @@ class RedisIndex:
             return {}
         keys = [blocks_key(model, name) for name in incarnations]
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), self._calls:
                 counts = await self._call(keys, digests)
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise IndexDownError(str(error) or type(error).__name__) from error
