@@ -1,0 +1,215 @@
+"""Token ids -> text, piece by piece: whole characters only, special tokens left out, stop strings cut exactly.
+
+The text is what the tokens add behind a prompt: the space in front of a first word stays. However the tokens are cut
+into pieces, the pieces of text joined are the same. Two ways: where every token stands for certain bytes (byte-level
+BPE, SentencePiece), a table and an incremental UTF-8 decoder; else the tokenizers library decodes a short window again
+for each token. Implements street.TextDecoder.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from gateway.prompt.byte_level import BYTE_OF
+
+_WINDOW_TOKENS: Final = 16
+"""Tokens after which a window is let go that still ends in an unfinished character."""
+
+_SPACE_MARK: Final = "▁"
+
+
+class _Text(Protocol):
+    def feed(self, tokens: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Decoding:
+    """What all decoders of one tokeniser share. Read-only once it is made."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        self._hf = HfTokenizer.from_str(tokenizer_json)
+        spec = json.loads(self._hf.to_str())
+        self._special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
+        self._table = _byte_table(self._hf, spec, self._special_ids)
+        self._seed = self._hf.encode("a", add_special_tokens=False).ids
+
+    def decoder(self, stop: tuple[str, ...]) -> Decoder:
+        text: _Text
+        if self._table is not None:
+            text = _TableText(self._table)
+        else:
+            text = _WindowText(self._hf, self._seed, self._special_ids)
+        return Decoder(text, [string for string in stop if string])
+
+
+class Decoder:
+    """One answer. See street.TextDecoder."""
+
+    def __init__(self, text: _Text, stop: Sequence[str]) -> None:
+        self.stopped = False
+        self._text = text
+        self._stops = StopStrings(stop) if stop else None
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Nothing more comes after a stop string."""
+        if self._stops is None:
+            return self._text.feed(tokens)
+        return "" if self.stopped else self._watch(self._stops, self._text.feed(tokens))
+
+    def flush(self) -> str:
+        """Bytes that never became a character come as U+FFFD. A stop string may show up here, too."""
+        if self._stops is None:
+            return self._text.flush()
+        if self.stopped:
+            return ""
+        text = self._watch(self._stops, self._text.flush())
+        return text if self.stopped else text + self._stops.release()
+
+    def _watch(self, stops: StopStrings, text: str) -> str:
+        text = stops.feed(text)
+        self.stopped = stops.met
+        return text
+
+
+class StopStrings:
+    """Finds the stop string that is complete first (of several that end there, the longest) in text that comes in
+    pieces. Knuth-Morris-Pratt for each: the work per character is constant however the strings look.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are not empty."""
+        self.met = False
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._firsts = {stop[0] for stop in stops}
+        self._matched = [0] * len(stops)  # characters of each that the text ends with
+        self._held = ""  # as long as the longest of those
+
+    def feed(self, text: str) -> str:
+        """What is certain not to belong to a stop string. After `met`, it is the last there is."""
+        if not self._held and not any(first in text for first in self._firsts):
+            return text
+        whole = self._held + text
+        for at, char in enumerate(text, len(self._held) + 1):
+            if length := self._step(char):
+                self.met = True
+                return whole[: at - length]
+        cut = len(whole) - max(self._matched)
+        self._held = whole[cut:]
+        return whole[:cut]
+
+    def release(self) -> str:
+        """What is held back, because no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str) -> int:
+        """Length of the longest stop string that ends with this character, or 0."""
+        longest = 0
+        for i, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[i]
+            while matched and stop[matched] != char:
+                matched = borders[matched - 1]
+            matched += stop[matched] == char
+            self._matched[i] = matched
+            if matched == len(stop):
+                longest = max(longest, matched)
+        return longest
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix of `text`, the length of its longest proper prefix that is also its end."""
+    borders = [0] * len(text)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = borders[length - 1]
+        length += text[i] == text[length]
+        borders[i] = length
+    return borders
+
+
+class _TableText:
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        table = self._table
+        return self._utf8.decode(b"".join([table[token] for token in tokens if token < len(table)]))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowText:
+    """The tokens behind the last text that was given out are decoded together with those that gave it."""
+
+    def __init__(self, hf: HfTokenizer, seed: Sequence[int], skipped: frozenset[int]) -> None:
+        """`seed` stands for the prompt, so that the answer's first space is not taken for the beginning of a text."""
+        self._hf = hf
+        self._skipped = skipped
+        self._base, self._new = list(seed), list[int]()
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        return "".join([self._feed(token) for token in tokens if token not in self._skipped])
+
+    def flush(self) -> str:
+        text, self._new = self._pending(), []
+        return text
+
+    def _feed(self, token: int) -> str:
+        self._new.append(token)
+        text = self._pending()
+        if (not text or text.endswith("\ufffd")) and len(self._new) < _WINDOW_TOKENS:
+            return ""
+        self._base, self._new = self._new, []
+        return text
+
+    def _pending(self) -> str:
+        if not self._new:
+            return ""
+        return self._hf.decode(self._base + self._new)[len(self._hf.decode(self._base)) :]
+
+
+def _byte_table(hf: HfTokenizer, spec: dict[str, Any], special_ids: frozenset[int]) -> list[bytes] | None:
+    """The bytes of every token, none for special ones; None when the decoder is not of a kind that has such a table."""
+    kind = _table_kind(spec["decoder"])
+    if kind is None:
+        return None
+    added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
+    table: list[bytes] = []
+    for index in range(max(hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1):
+        token = hf.id_to_token(index)
+        if token is None or index in special_ids:
+            table.append(b"")
+        elif index in added:
+            table.append(added[index])
+        elif kind == "byte-level":
+            known = all(char in BYTE_OF for char in token)
+            table.append(bytes([BYTE_OF[char] for char in token]) if known else token.encode())
+        elif kind == "byte-fallback" and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            table.append(bytes.fromhex(token[3:5]))
+        else:
+            table.append(token.replace(_SPACE_MARK, " ").encode())
+    return table
+
+
+def _table_kind(decoder: dict[str, Any] | None) -> str | None:
+    if decoder is None:
+        return None
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    match [step["type"] for step in steps]:
+        case ["ByteLevel"]:
+            return "byte-level"
+        case ["Metaspace"] if steps[0]["replacement"] == _SPACE_MARK:
+            return "spaces"
+        case ["Replace", "ByteFallback", "Fuse"] | ["Replace", "ByteFallback", "Fuse", "Strip"]:
+            if steps[0]["pattern"] == {"String": _SPACE_MARK} and steps[0]["content"] == " ":
+                return "byte-fallback"
+    return None

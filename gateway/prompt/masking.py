@@ -1,0 +1,111 @@
+"""Keeps users' text from becoming special tokens.
+
+Before the template runs, every string that came from outside is masked: a mark is put behind the first character of
+each special string in it, so that none is left to be found. What is found in the rendered text is then the template's
+own, the prompt is cut there, and the segments between the cuts are unmasked. Pure text; knows no tokeniser.
+
+Mark and codes are rare printable characters that neither the model's template nor its added tokens contain. In masked
+text a code follows every mark, which makes the masking reversible for any text, marks included:
+
+    mark, typed    a mark that was in the text
+    mark, break    nothing: it breaks a special string, or the beginning of one at the end of the text
+    mark, other    a special token of one character, which cannot be broken
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+_CANDIDATES: Final = "⸻⸺⸹⸸⸷⸶⸵⸴⹀⹁⹂⹃⹄⹅⹆⹇⹈⹉"  # printable, caseless, not whitespace, the same in every normal form
+
+
+class Masking:
+    """Masks and unmasks for one set of special strings.
+
+    `mask` leaves no special string in its result, nor the beginning of one at its end, so that two masked strings put
+    side by side hold none either; `unmask` is its inverse.
+    """
+
+    def __init__(self, specials: Iterable[str], avoid: str = "") -> None:
+        """`avoid` is text that is not masked and must not contain the mark: the template, the other added tokens."""
+        specials = {special for special in specials if special}
+        longer = {special for special in specials if len(special) > 1}
+        unused = _unused(avoid + "".join(specials))
+        self.mark: Final = next(unused)
+        typed, broken = next(unused), next(unused)
+        self._break: Final = self.mark + broken
+        codes = {self.mark: typed} | {single: next(unused) for single in sorted(specials - longer)}
+        self._coded = str.maketrans({char: self.mark + code for char, code in codes.items()})
+        self._meaning = {broken: ""} | {code: char for char, code in codes.items()}
+        self.sequences: Final = tuple(self.mark + code for code in self._meaning)
+        self._marked = re.compile(f"{re.escape(self.mark)}(.)", re.DOTALL)
+        self._watched = tuple(codes)  # replaced wherever they are
+        self._firsts = tuple(sorted({special[0] for special in longer}))
+        self._triggers = self._firsts + self._watched
+        self._needed = _needed(longer)
+        self._prefixes = {special[:i] for special in longer for i in range(1, len(special))}
+        self._max_prefix = max(map(len, self._prefixes), default=0)
+        self._pattern = re.compile(alternatives(longer)) if longer else None
+        self._starts = re.compile(f"(?=(?:{alternatives(longer)}))(.)", re.DOTALL) if longer else None
+
+    def mask(self, text: str) -> str:
+        """The same string object when there is nothing to mask, which a few memchr-like scans find out."""
+        for char in self._triggers:
+            if char in text:
+                return self._mask(text)
+        return text
+
+    def mask_data(self, value: Any) -> Any:
+        """A copy of JSON-like data with every string in it masked, the keys of objects too."""
+        kind = type(value)
+        if kind is str:
+            return self.mask(value)
+        if kind is dict:
+            mask, mask_data = self.mask, self.mask_data
+            return {mask(key): mask(item) if type(item) is str else mask_data(item) for key, item in value.items()}
+        if kind is list or kind is tuple:
+            return [self.mask_data(item) for item in value]
+        return value
+
+    def unmask(self, text: str) -> str:
+        if self.mark not in text:
+            return text
+        return self._marked.sub(lambda found: self._meaning[found[1]], text)
+
+    def _mask(self, text: str) -> str:
+        # 1. Marks of the text's own, so that every mark from here on is one of ours.
+        if any(char in text for char in self._watched):
+            text = text.translate(self._coded)
+        # 2. Beginnings of special strings at the end; from the right, so that positions further left stay valid.
+        end = len(text)
+        for start in range(end - 1, max(-1, end - 1 - self._max_prefix), -1):
+            if text[start] in self._firsts and text[start:end].replace(self._break, "") in self._prefixes:
+                text = text[: start + 1] + self._break + text[start + 1 :]
+                end += len(self._break)
+        # 3. Whole special strings, overlapping ones too.
+        if self._pattern and self._starts and self._needed in text and self._pattern.search(text):
+            text = self._starts.sub(rf"\1{self._break}", text)
+        return text
+
+
+def alternatives(specials: Iterable[str]) -> str:
+    """A regular expression that finds the leftmost, and there the longest, of `specials`, of which there is one."""
+    return "|".join(map(re.escape, sorted(specials, key=lambda special: (-len(special), special))))
+
+
+def _unused(taken: str) -> Iterator[str]:
+    """Candidates that are not in `taken`; there are more of them than a template has characters."""
+    for char in _CANDIDATES:
+        if char not in taken:
+            yield char
+    yield from (char for char in map(chr, range(0x20000, 0x2A6D0)) if char not in taken)  # CJK extension B
+
+
+def _needed(specials: Iterable[str]) -> str:
+    """A character that all of `specials` contain, the rarest in ordinary text; empty when there is none."""
+    common: set[str] | None = None
+    for special in specials:
+        common = set(special) if common is None else common & set(special)
+    return min(common or {""}, key=lambda char: (char.isalnum(), char in "<>[]_ -", char))

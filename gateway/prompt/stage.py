@@ -1,0 +1,292 @@
+"""Step 2 of the street: render, cut, tokenise what is new, chain the block digests. Implements street.Prompts.
+
+One loaded model per tokeniser fingerprint, shared by all engines that have it. What is warm is answered on the event
+loop without leaving it; a large amount of new text is tokenised in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
+
+from engine.protocol import TOKEN_BYTES, Hello, Namespace, TokenizerFiles
+from gateway.config import PromptSettings
+from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
+from gateway.prompt.decode import Decoder, Decoding
+from gateway.prompt.samples import conversations
+from gateway.prompt.segments import ChainMemo, ChainState, Node, SegmentMemo
+from gateway.prompt.template import ChatTemplate
+from gateway.prompt.tokenizer import Link, Tokenizer
+from gateway.types import ChatPrompt, EncodedPrompt, Request, TextPrompt, TokenPrompt
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_THREADS: Final = 4
+_SLOWER: Final = 8
+"""How much longer the tokenizers library takes for a character than tiktoken (tests/bench/prompt_cost.py)."""
+_HASHED_CHARS: Final = 10
+"""Characters are hashed into block digests about as quickly as a tenth as many are tokenised."""
+_IDS_PER_LINK: Final = 4096
+"""Prompts of token ids are cut everywhere after this many, for want of special tokens to cut at."""
+
+
+@dataclass(slots=True)
+class _Model:
+    """What was loaded for one tokeniser."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    no_template: str  # why there is none
+    decoding: Decoding
+    prefix: bytes  # what a text prompt starts with, after TokenizerFiles.add_bos
+    segments: SegmentMemo
+    chains: ChainMemo
+    names: set[str] = field(default_factory=set)
+
+
+class PromptStage:
+    """street.Prompts. Belongs to one event loop; call `close` when that ends."""
+
+    def __init__(self, settings: PromptSettings) -> None:
+        self._settings = settings
+        self._models: dict[str, _Model] = {}
+        self._loading: dict[str, asyncio.Task[_Model]] = {}
+        threads = min(_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
+
+    async def load(self, hello: Hello, files: TokenizerFiles) -> None:
+        """Makes the model's prompts encodable; does nothing when an engine with the same tokeniser was here before.
+
+        Takes seconds for a large vocabulary, in a thread. Raises ValueError for a tokeniser that cannot be used.
+        """
+        fingerprint = hello.tokenizer
+        if fingerprint not in self._models:
+            task = self._loading.get(fingerprint)
+            if task is None:
+                task = asyncio.ensure_future(self._in_thread(lambda: _load(files, self._settings)))
+                self._loading[fingerprint] = task
+                task.add_done_callback(lambda _: self._loading.pop(fingerprint, None))
+            # Shielded: another engine may wait for the same one.
+            model = await asyncio.shield(task)
+            if fingerprint not in self._models:
+                self._models[fingerprint] = model
+                _say_what_was_loaded(hello.model, model)
+        self._models[fingerprint].names.add(hello.model)
+
+    def unload(self, fingerprint: str) -> None:
+        """Forgets a tokeniser whose engines are gone, with its memos."""
+        self._models.pop(fingerprint, None)
+
+    def close(self) -> None:
+        """Ends the threads; what they are at is finished and thrown away."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
+        """Raises BadRequestError for what the template refuses, for text or ids that this model cannot be given, and
+        for an empty prompt."""
+        loaded = self._get(model)
+        namespace = replace(model.namespace, salt=request.tenant.salt)
+        try:
+            match request.prompt:
+                case ChatPrompt() as prompt:
+                    encoded = await self._encode_chat(loaded, namespace, prompt)
+                case TextPrompt(text):
+                    masked = loaded.tokenizer.masking.mask(text)
+                    encoded = await self._encode_text(loaded, namespace, masked, prefix=loaded.prefix)
+                case TokenPrompt(tokens):
+                    if len(tokens) > model.context_tokens * TOKEN_BYTES:
+                        raise ContextLengthError(
+                            model.context_tokens,
+                            len(tokens) // TOKEN_BYTES,
+                            request.sampling.max_tokens,
+                            param=request.prompt_param,
+                        )
+                    encoded = self._encode_ids(loaded, namespace, tokens, model.vocab_size)
+        except UnicodeEncodeError:
+            raise BadRequestError(
+                f"`{request.prompt_param}` holds half of a surrogate pair, which is not a character.",
+                param=request.prompt_param,
+            ) from None
+        except BadRequestError as error:
+            error.param = error.param or request.prompt_param
+            raise
+        if not encoded.tokens:
+            raise BadRequestError(f"`{request.prompt_param}` is empty.", param=request.prompt_param)
+        return encoded
+
+    def decoder(self, model: Hello, stop: tuple[str, ...]) -> Decoder:
+        return self._get(model).decoding.decoder(stop)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Model -> its tokeniser and memos. Numbers are bytes, tokens, segments or nodes; texts say why."""
+        return {name: _stats(model) for model in self._models.values() for name in sorted(model.names)}
+
+    def _get(self, model: Hello) -> _Model:
+        loaded = self._models.get(model.tokenizer)
+        if loaded is None:
+            raise NoEngineError(model.model, retry_after_s=1.0)
+        return loaded
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _encode_chat(self, model: _Model, namespace: Namespace, prompt: ChatPrompt) -> EncodedPrompt:
+        if model.template is None:
+            raise BadRequestError(f"This model cannot chat: {model.no_template}. Use /v1/completions.", param="model")
+        text = model.template.render(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
+        return await self._encode_text(model, namespace, text)
+
+    async def _encode_text(
+        self, model: _Model, namespace: Namespace, text: str, *, prefix: bytes = b""
+    ) -> EncodedPrompt:
+        """`text` is masked; the ids in `prefix` come before it."""
+        tokenizer, chains, segments = model.tokenizer, model.chains, model.segments
+        # 1. Walk down as far as this text has come before. On the warm path that is all.
+        root = chains.root((namespace, prefix), namespace, prefix)
+        path, covered = chains.walk(root, text, tokenizer.cut)
+        new_tokens = 0
+        if covered < len(text):
+            # 2. Cut the rest; look up what was tokenised in another place.
+            links = list(tokenizer.cut(text, covered))
+            known, missing = segments.find(namespace.salt, links)
+            # 3. Tokenise what is new and hash it on, in a thread when that takes long. Touches nothing shared.
+            state = path[-1].state if path else root.state
+            new_chars = sum(len(link.text) for link in missing)
+            if self._takes_long(tokenizer, new_chars, len(text) - covered):
+                fresh, nodes = await self._in_thread(lambda: _go_on(tokenizer, namespace, state, links, known, missing))
+            else:
+                fresh, nodes = _go_on(tokenizer, namespace, state, links, known, missing)
+            new_tokens = sum(map(len, fresh.values())) // TOKEN_BYTES
+            segments.put(namespace.salt, fresh)
+            chains.count(path, nodes)
+            path += nodes
+        else:
+            chains.count(path, ())
+        # 4. Remember.
+        chains.keep(root, path)
+        return _joined(root, path, new_tokens)
+
+    def _takes_long(self, tokenizer: Tokenizer, new_chars: int, unhashed_chars: int) -> bool:
+        limit = self._settings.thread_chars
+        if tokenizer.library == "tokenizers":
+            new_chars *= _SLOWER
+        return new_chars + unhashed_chars / _HASHED_CHARS > limit
+
+    def _encode_ids(self, model: _Model, namespace: Namespace, ids: bytes, vocab_size: int) -> EncodedPrompt:
+        if len(ids) % TOKEN_BYTES:
+            raise BadRequestError("The prompt is not a whole number of token ids.")
+        root = model.chains.root((namespace, vocab_size), namespace)
+        path: list[Node] = []
+        node, known = root, 0
+        for start in range(0, len(ids), _IDS_PER_LINK * TOKEN_BYTES):
+            link = ids[start : start + _IDS_PER_LINK * TOKEN_BYTES]
+            child = node.children.get(link)
+            if child is None:
+                _check_ids(link, vocab_size, start // TOKEN_BYTES)
+                child = Node(link, link, *node.state.extend(link, namespace))
+            else:
+                known += 1
+            path.append(child)
+            node = child
+        model.chains.count(path[:known], path[known:])
+        model.chains.keep(root, path)
+        return _joined(root, path, 0)
+
+
+def _go_on(
+    tokenizer: Tokenizer,
+    namespace: Namespace,
+    state: ChainState,
+    links: Sequence[Link],
+    known: Mapping[str, bytes],
+    missing: Sequence[Link],
+) -> tuple[dict[str, bytes], list[Node]]:
+    """Ids of the missing links, and a node for each of all links, from where the chain stands."""
+    fresh = dict(zip((link.text for link in missing), tokenizer.encode(missing), strict=True))
+    nodes: list[Node] = []
+    for link in links:
+        ids = known[link.text] if link.text in known else fresh[link.text]
+        digests, state = state.extend(ids, namespace)
+        nodes.append(Node(link.text, ids, digests, state, ends=link.segment_chars == len(link.text)))
+    return fresh, nodes
+
+
+def _joined(root: Node, path: Sequence[Node], new_tokens: int) -> EncodedPrompt:
+    return EncodedPrompt(
+        tokens=b"".join([root.ids, *[node.ids for node in path]]),
+        digests=b"".join([root.digests, *[node.digests for node in path]]),
+        new_tokens=new_tokens,
+    )
+
+
+def _check_ids(ids: bytes, vocab_size: int, start: int) -> None:
+    values = array("I", ids)
+    if max(values) >= vocab_size:
+        at = next(i for i, value in enumerate(values) if value >= vocab_size)
+        raise BadRequestError(
+            f"Token id {values[at]} at position {start + at} is not in the vocabulary of this model "
+            f"(0 to {vocab_size - 1})."
+        )
+
+
+def _load(files: TokenizerFiles, settings: PromptSettings) -> _Model:
+    tokenizer = Tokenizer(
+        files.tokenizer_json, template=(files.chat_template or "") + "".join(files.special_tokens.values())
+    )
+    template, no_template = None, "it has no chat template"
+    if files.chat_template:
+        try:
+            template = ChatTemplate(files.chat_template, files.special_tokens, tokenizer.masking)
+            tokenizer.prove(_renderings(template))
+        except ValueError as error:
+            template, no_template = None, f"its chat template cannot be used ({error})"
+    return _Model(
+        tokenizer=tokenizer,
+        template=template,
+        no_template=no_template,
+        decoding=Decoding(files.tokenizer_json),
+        prefix=tokenizer.prefix if files.add_bos else b"",
+        segments=SegmentMemo(settings.segment_memo_bytes),
+        chains=ChainMemo(settings.chain_memo_bytes),
+    )
+
+
+def _renderings(template: ChatTemplate) -> Iterator[str]:
+    for messages in conversations():
+        for add_generation_prompt in (True, False):
+            try:
+                yield template.render(messages, add_generation_prompt=add_generation_prompt)
+            except BadRequestError:  # templates may refuse system turns, tools, or turns in this order
+                continue
+
+
+def _say_what_was_loaded(name: str, model: _Model) -> None:
+    tokenizer = model.tokenizer
+    log.info("tokeniser of %s: %s", name, tokenizer.library)
+    if tokenizer.fallback:
+        log.warning(
+            "%s: %s; whole prompts are tokenised each time, which costs time on long ones", name, tokenizer.fallback
+        )
+    if model.template is None:
+        log.warning("%s cannot chat: %s", name, model.no_template)
+
+
+def _stats(model: _Model) -> dict[str, Any]:
+    tokenizer = model.tokenizer
+    return {
+        "library": tokenizer.library,
+        "not_tiktoken": tokenizer.slow,
+        "whole_prompts": bool(tokenizer.fallback),  # no cuts, hence no reuse of segments
+        "fallback": tokenizer.fallback,
+        "chat": model.template is not None,
+        **{f"segment_memo_{key}": value for key, value in model.segments.stats().items()},
+        **{f"chain_memo_{key}": value for key, value in model.chains.stats().items()},
+    }

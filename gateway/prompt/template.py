@@ -1,0 +1,134 @@
+"""A model's chat template: messages in, text out, as Hugging Face's apply_chat_template(tokenize=False) renders them.
+
+Same environment (sandboxed and immutable, trim_blocks, lstrip_blocks, loop controls, the `generation` tag) and the same
+helpers (raise_exception, strftime_now, tojson without HTML escapes). A template comes with a model and is not trusted;
+what users wrote is data to it, and masked (masking.py). Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from gateway.errors import BadRequestError
+from gateway.prompt.masking import Masking
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class ChatTemplate:
+    """One compiled template. Rendering is pure, apart from strftime_now, and safe from several threads."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], masking: Masking) -> None:
+        """Raises ValueError, with the line, for a template that Jinja cannot compile.
+
+        special_tokens  names that the template may use ("bos_token", ...) -> text
+        """
+        self._masking = masking
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _make_tojson(masking.sequences)
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "namespace": _Namespace,
+            "dict": _Dict(),
+        }
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"line {error.lineno} of the chat template: {error.message}") from None
+        self._variables = {"tools": None, "documents": None, **special_tokens}
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """Masked text. Raises BadRequestError with the template's own words, or with what it missed in the messages."""
+        masked = self._masking.mask_data(messages)
+        try:
+            return self._template.render(self._variables, messages=masked, add_generation_prompt=add_generation_prompt)
+        except Exception as error:
+            # A template is a program that we did not write: what it trips over is something in the messages.
+            message = self._masking.unmask(str(error)) or type(error).__name__
+            raise BadRequestError(
+                f"The chat template of this model cannot render these messages: {message}", param="messages"
+            ) from None
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role` on a dict, without an exception on the way; the result is Jinja's own."""
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+class _Generation(Extension):
+    """{% generation %}...{% endgeneration %} marks what an assistant said, for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the type that jinja2 declares
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _Namespace(Namespace):
+    """namespace() whose attributes cannot be Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        Namespace.__setitem__(self, name, value)
+
+
+class _Dict:
+    """dict() as a function, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have an attribute {name!r}")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002 - the name templates know
+    return datetime.now().strftime(format)
+
+
+def _make_tojson(sequences: Sequence[str]) -> Any:
+    # What JSON made of a mark comes behind an even number of backslashes; those of the text itself come in pairs.
+    originals = {json.dumps(sequence)[1:-1]: sequence for sequence in sequences}
+    escaped = re.compile(rf"(?<!\\)((?:\\\\)*)({'|'.join(map(re.escape, originals))})")
+
+    def tojson(
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        text = json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return escaped.sub(lambda found: found[1] + originals[found[2]], text) if ensure_ascii else text
+
+    return tojson

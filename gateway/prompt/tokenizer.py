@@ -1,0 +1,270 @@
+"""One model's tokeniser: where a prompt is cut, and the ids of what lies between the cuts.
+
+Boundary: masked text (masking.py) -> links -> ids. Knows no messages, memos or tenants.
+
+    link      what lies between two cuts, with the special string that ends it: "Hello<|im_end|>". The last one of a
+              text has none. The links of a text joined are the text.
+    segment   a link without its special string, unmasked: what is tokenised
+
+What the ids have to equal, for any text: those of the tokenizers library for the whole unmasked text, where special
+strings that the template wrote are special tokens, and special strings that users wrote are plain text. Added tokens
+that are not special ("<tool_call>" of Qwen) are tokens in users' text too, as they are for Hugging Face: they mean what
+their text says, and cannot end a turn. The library itself cannot tell the two kinds of special strings apart, so the
+reference is a copy of the tokeniser in which the special tokens have names that nobody can type (`_guard`).
+
+Loading proves on samples that the segments' ids are the whole text's ids. Where they are not (prefix spaces of
+SentencePiece, special tokens that strip), there are no cuts: the whole prompt is one link, and `fallback` says why.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from gateway.prompt.byte_level import ByteLevelBpe, NotConvertibleError, TokenizingError
+from gateway.prompt.masking import Masking, alternatives
+from gateway.prompt.samples import SAMPLES
+
+Spec = dict[str, Any]
+_NO_TEXT: Final = "(?!)"  # a regular expression that never matches
+
+
+class Link(NamedTuple):
+    """`text` is masked; its first `segment_chars` are the segment, the rest is the special string."""
+
+    text: str
+    segment_chars: int
+
+
+class Tokenizer:
+    """Read-only once it is made, and thread-safe.
+
+    library   what tokenises segments
+    slow      why it is not tiktoken, or None
+    fallback  why there are no cuts, or None
+    prefix    ids that the tokeniser puts in front of a plain text, as bytes
+    """
+
+    def __init__(self, tokenizer_json: str, *, template: str = "") -> None:
+        """`template` is text that comes unmasked into prompts. Takes seconds for a large vocabulary.
+
+        Raises ValueError for a tokeniser that cannot be read, or not be kept safe from special strings in users' text.
+        """
+        try:
+            original = HfTokenizer.from_str(tokenizer_json)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"the tokeniser cannot be read: {error}") from None
+        original.no_truncation()
+        original.no_padding()
+        spec: Spec = json.loads(original.to_str())
+        added = spec["added_tokens"]
+        self.specials: Final = {token["content"]: token["id"] for token in added if token["special"]}
+        self.masking: Final = Masking(self.specials, avoid=template + "".join(token["content"] for token in added))
+        self.prefix: Final = _prefix(original)
+        self._special_bytes = {special: array("I", [index]).tobytes() for special, index in self.specials.items()}
+        self._special = re.compile(alternatives(self.specials) if self.specials else _NO_TEXT)
+        guarded, names = _guard(spec)
+        self._names = names
+        self._hf = _build(guarded) if names is not None else _deaf_to_specials(spec)
+        self._load_fast(guarded)
+        self.fallback = _why_uncut(added, spec["normalizer"]) or self._why_unequal(_mixed_texts(self), original)
+        if self.fallback and names is None:
+            raise ValueError(f"special strings in users' text cannot be kept from being tokens ({self.fallback})")
+
+    @property
+    def library(self) -> Literal["tiktoken", "tokenizers"]:
+        return "tokenizers" if self._fast is None or self.fallback else "tiktoken"
+
+    def prove(self, texts: Iterable[str]) -> None:
+        """Compares segments with the whole on more texts, masked ones; `fallback` is set when they differ."""
+        self.fallback = self.fallback or self._why_unequal(texts, None)
+
+    def cut(self, text: str, start: int = 0) -> Iterator[Link]:
+        """The links of masked text from `start` on, which is 0 or the end of a link. None for the end of the text."""
+        if not self.fallback:
+            for special in self._special.finditer(text, start):
+                yield Link(text[start : special.end()], special.start() - start)
+                start = special.end()
+        if start < len(text):
+            yield Link(text[start:], len(text) - start)
+
+    def encode(self, links: Sequence[Link]) -> list[bytes]:
+        """Token ids of each link, little-endian uint32.
+
+        Raises UnicodeEncodeError for text with lone surrogates, which no tokeniser has a token for.
+        """
+        if self.fallback:
+            return [ids.tobytes() for ids in self._encode_slowly([self._named(link.text) for link in links])]
+        segments = [self.masking.unmask(link.text[: link.segment_chars]) for link in links]
+        encoded = self._encode_slowly(segments) if self._fast is None else map(self._encode_fast, segments)
+        return [
+            ids.tobytes() + self._special_bytes.get(link.text[link.segment_chars :], b"")
+            for ids, link in zip(encoded, links, strict=True)
+        ]
+
+    def _load_fast(self, spec: Spec) -> None:
+        """tiktoken, and the added tokens that it has to be kept from seeing."""
+        self.slow: str | None = None
+        self._fast: ByteLevelBpe | None = None
+        others = [token for token in spec["added_tokens"] if not token["special"]]
+        self._others = {token["content"]: token["id"] for token in others}
+        raw = [token["content"] for token in others if not token["normalized"]]
+        self._raw_other = re.compile(f"({alternatives(raw) if raw else _NO_TEXT})")
+        normal = [token["content"] for token in others if token["normalized"]]
+        self._normal_other = re.compile(f"({alternatives(normal) if normal else _NO_TEXT})")
+        try:
+            if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in others):
+                raise NotConvertibleError("added tokens look at the text around them")
+            self._fast = ByteLevelBpe(spec, _build({**spec, "added_tokens": []}))
+            if any(self._fast.normalize(text) != text for text in normal):
+                raise NotConvertibleError("added tokens are changed by the normaliser")
+        except NotConvertibleError as error:
+            self._fast, self.slow = None, str(error)
+
+    def _encode_fast(self, segment: str) -> array[int]:
+        assert self._fast is not None
+        if not segment.isascii():
+            segment.encode()  # raises for lone surrogates, which tiktoken would replace
+        try:
+            if not self._others:
+                return self._fast.encode(segment)
+            ids = array("I")
+            for i, part in enumerate(self._raw_other.split(segment)):
+                if i % 2:
+                    ids.append(self._others[part])
+                    continue
+                for k, piece in enumerate(self._normal_other.split(self._fast.normalize(part))):
+                    if k % 2:
+                        ids.append(self._others[piece])
+                    elif piece:
+                        ids += self._fast.encode(piece)
+            return ids
+        except TokenizingError:
+            return self._encode_slowly([segment])[0]
+
+    def _encode_slowly(self, texts: list[str]) -> list[array[int]]:
+        for text in texts:
+            text.encode()
+        # The batch call is the one that lets go of the GIL.
+        return [array("I", encoding.ids) for encoding in self._hf.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _named(self, text: str) -> str:
+        """Masked text -> plain text for the guarded tokeniser."""
+        names = self._names or {}
+        return self.masking.unmask(self._special.sub(lambda found: names[found[0]], text))
+
+    def _why_unequal(self, texts: Iterable[str], original: HfTokenizer | None) -> str | None:
+        """Segments against the whole. With `original`, the guarded tokeniser is compared with it, too."""
+        self.fallback = None
+        for text in texts:
+            whole = self._encode_whole(text, original)
+            if whole is not None and b"".join(self.encode(list(self.cut(text)))) != whole:
+                return "segments are tokenised otherwise than the whole prompt"
+        return None
+
+    def _encode_whole(self, text: str, original: HfTokenizer | None) -> bytes | None:
+        plain = self.masking.unmask(text)
+        ids = self._encode_slowly([self._named(text)])[0] if self._names is not None else None
+        if original is not None and plain == text:
+            theirs = array("I", original.encode(text, add_special_tokens=False).ids)
+            if ids is not None and ids != theirs:
+                raise ValueError("the tokeniser depends on the names of its special tokens")
+            return theirs.tobytes()
+        return None if ids is None else ids.tobytes()
+
+
+def _build(spec: Spec) -> HfTokenizer:
+    return HfTokenizer.from_str(json.dumps({**spec, "truncation": None, "padding": None, "post_processor": None}))
+
+
+def _deaf_to_specials(spec: Spec) -> HfTokenizer:
+    """Good for segments only: it takes every special string for text."""
+    tokenizer = _build(spec)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _guard(spec: Spec) -> tuple[Spec, dict[str, str] | None]:
+    """The tokeniser with special tokens that nobody can type: special string -> new name. None when it cannot be."""
+    nonce = secrets.token_hex(8)
+    names = {
+        token["content"]: f"\ue0f0{nonce}x{token['id']}\ue0f1" for token in spec["added_tokens"] if token["special"]
+    }
+    added = [{**token, "content": names.get(token["content"], token["content"])} for token in spec["added_tokens"]]
+    model = {**spec["model"]}
+    guarded = {**spec, "added_tokens": added, "model": model}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): index for piece, index in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    try:
+        built = _build(guarded)
+    except Exception:  # the library raises plain Exception, for a vocabulary whose merges use a special token
+        return spec, None
+    kept = all(built.token_to_id(token["content"]) == token["id"] for token in guarded["added_tokens"])
+    return (guarded, names) if kept else (spec, None)
+
+
+def _prefix(tokenizer: HfTokenizer) -> bytes:
+    """What add_special_tokens puts in front of "a"."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    full = tokenizer.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return array("I", full[:start]).tobytes()
+    return b""
+
+
+def _why_uncut(added: list[dict[str, Any]], normalizer: object) -> str | None:
+    """Reasons against cuts that are known from the added tokens alone."""
+    specials = [token for token in added if token["special"]]
+    if any(token["lstrip"] or token["rstrip"] for token in specials):
+        return "special tokens strip the text around them"
+    if any(token["single_word"] for token in added):
+        return "added tokens look at the text around them"
+    if normalizer and any(token["normalized"] for token in specials):
+        return "special tokens are normalised"
+    special_texts = {token["content"] for token in specials}
+    other_texts = {token["content"] for token in added} - special_texts
+    if any(map(_overlaps(special_texts), special_texts | other_texts)) or any(
+        map(_overlaps(other_texts), special_texts)
+    ):
+        return "special tokens overlap"
+    return None
+
+
+def _overlaps(texts: set[str]) -> Callable[[str], bool]:
+    """Whether a text, read from its second character on, holds or begins another one, or holds one at its start."""
+    beginnings = {text[:i] for text in texts for i in range(1, len(text) + 1)}
+    lengths = {len(text) for text in texts}
+
+    def overlaps(text: str) -> bool:
+        for start in range(len(text)):
+            rest = text[start:]
+            if start and rest in beginnings:
+                return True
+            if any(rest[:length] in texts for length in lengths if start or length < len(rest)):
+                return True
+        return False
+
+    return overlaps
+
+
+def _mixed_texts(tokenizer: Tokenizer) -> Iterator[str]:
+    """Samples between special strings, masked: what no template may ever render, and should still be equal."""
+    specials = sorted(tokenizer.specials)
+    for start in range(0, len(SAMPLES), 8):
+        parts: list[str] = []
+        for i, sample in enumerate(SAMPLES[start : start + 8], start):
+            parts.append(tokenizer.masking.mask(sample))
+            parts += [specials[(start + i) % len(specials)]] if specials else []
+        yield "".join(parts)
+        yield tokenizer.masking.mask("".join(parts))
