@@ -52,6 +52,9 @@ class ServerSettings(Section):
     request_timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Seconds that one request may take altogether."
     )
+    body_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="Seconds that a request's body may take to arrive."
+    )
     keep_alive_s: Annotated[float, Field(gt=0)] = Field(
         75.0, description="Seconds that an idle client connection is kept open."
     )

@@ -34,10 +34,10 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
     object, or nested deeper than server.max_json_depth. The limit also holds for what a compressed body becomes.
     """
     try:
-        async with asyncio.timeout(server.request_timeout_s):
+        async with asyncio.timeout(server.body_timeout_s):
             body = await _read(http, server.max_body_bytes)
     except TimeoutError:
-        raise BadRequestError("The request body did not arrive in time (server.request_timeout_s).") from None
+        raise BadRequestError("The request body did not arrive in time (server.body_timeout_s).") from None
     except (web.RequestPayloadError, BadHttpMessage, zlib.error) as error:
         raise BadRequestError(f"The request body cannot be read: {type(error).__name__}.") from None
     return parse_object(body, server.max_json_depth)

@@ -5,9 +5,11 @@ app.py brings the stages; this file puts handlers on paths.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.admin.handlers import Admin
 from gateway.admin.metrics import Metrics
@@ -62,10 +64,18 @@ def routes(app: web.Application) -> list[tuple[str, str]]:
     return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
 
 
+def _our_errors(record: logging.LogRecord) -> bool:
+    """Not those of clients that do not speak HTTP: any port scanner could fill the log with tracebacks."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 def app_runner(app: web.Application, server: ServerSettings) -> web.AppRunner:
     """Runs `app` with what its handlers rely on: they are cancelled when the client leaves, and get bodies as sent."""
+    log = logging.getLogger("gateway.http")
+    log.addFilter(_our_errors)
     return web.AppRunner(
         app,
+        logger=log,
         handler_cancellation=True,
         auto_decompress=False,
         access_log=None,
