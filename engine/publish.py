@@ -110,6 +110,7 @@ class Publisher:
         self._resync = True
         self._version = 0
         self._wake = asyncio.Event()
+        self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._warned = False  # of the present outage
         self.up = False  # the last exchange with Redis succeeded
@@ -130,7 +131,12 @@ class Publisher:
                     self._pending[digest] = present
             if len(self._pending) > 2 * len(self._table) + FIELDS_PER_COMMAND:
                 self._forget()  # writing the table anew is less than what piled up
+        self._settled.clear()
         self._wake.set()
+
+    async def settled(self) -> None:
+        """Returns when Redis has been told everything. Waits for as long as Redis is away."""
+        await self._settled.wait()
 
     async def close(self) -> None:
         """Stops, and takes everything of this incarnation out of Redis if it can be reached."""
@@ -148,14 +154,13 @@ class Publisher:
         beat = 0.0  # monotonic second at which the next heartbeat is due
         while True:
             try:
-                async with asyncio.timeout(REDIS_TIMEOUT_S if not self._resync else None):
-                    if self._resync:
-                        await self._write_all()
-                    elif self._pending:
-                        await self._write_pending()
-                    if time.monotonic() >= beat:
-                        beat = time.monotonic() + self._heartbeat_s
-                        await self._heartbeat()
+                if self._resync:
+                    await self._write_all()
+                elif self._pending:
+                    await self._write_pending()
+                if time.monotonic() >= beat:
+                    beat = time.monotonic() + self._heartbeat_s
+                    await self._heartbeat()
                 self._note_up()
             except Exception as error:
                 self._note_down(error)
@@ -163,6 +168,7 @@ class Publisher:
                 continue
             if not self._resync and not self._pending:
                 self._wake.clear()
+                self._settled.set()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, beat - time.monotonic())):
                         await self._wake.wait()
@@ -184,13 +190,12 @@ class Publisher:
         commands: list[tuple[Any, ...]] = [("UNLINK", self._blocks_key), self._hset([])]
         commands += [self._hset(part) for part in _parts(digests)]
         for start in range(0, len(commands), COMMANDS_PER_PIPELINE):
-            async with asyncio.timeout(REDIS_TIMEOUT_S):
-                await self._execute(commands[start : start + COMMANDS_PER_PIPELINE])
+            await self._execute(commands[start : start + COMMANDS_PER_PIPELINE])
         self.resyncs += 1
 
     async def _execute(self, commands: list[tuple[Any, ...]]) -> None:
         self._version += 1
-        async with self._redis.pipeline(transaction=False) as pipe:
+        async with asyncio.timeout(REDIS_TIMEOUT_S), self._redis.pipeline(transaction=False) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
             pipe.execute_command("HSET", self._blocks_key, VERSION_FIELD, self._version)
@@ -200,7 +205,7 @@ class Publisher:
     async def _heartbeat(self) -> None:
         """Renews the lease, and finds out whether Redis still holds what it was told."""
         now, lease_s = time.time(), self._lease_ms / 1000
-        async with self._redis.pipeline(transaction=False) as pipe:
+        async with asyncio.timeout(REDIS_TIMEOUT_S), self._redis.pipeline(transaction=False) as pipe:
             pipe.set(announcement_key(self._hello.incarnation), self._announcement, px=self._lease_ms)
             pipe.zadd(ENGINES_KEY, {self._hello.incarnation: now + lease_s})
             pipe.zremrangebyscore(ENGINES_KEY, "-inf", now - lease_s)
@@ -221,6 +226,7 @@ class Publisher:
         """From now on Redis is taken to know nothing."""
         self._pending.clear()
         self._resync = True
+        self._settled.clear()
 
     def _note_up(self) -> None:
         if not self.up:

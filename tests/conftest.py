@@ -1,0 +1,33 @@
+"""Fixtures for every room: a real Redis."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.fakes.redis_process import RedisProcess
+
+
+@pytest.fixture(scope="session")
+def _session_redis() -> Iterator[RedisProcess]:
+    with tempfile.TemporaryDirectory(prefix="kvasir-test-") as folder, RedisProcess(Path(folder)) as process:
+        yield process
+
+
+@pytest.fixture
+def redis_url(_session_redis: RedisProcess) -> str:
+    """URL of an empty Redis that all tests share, one after the other."""
+    with redis.Redis(unix_socket_path=str(_session_redis.socket)) as client:
+        client.flushall()
+    return _session_redis.url
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisProcess]:
+    """A Redis for this test alone, to be killed and started again."""
+    with tempfile.TemporaryDirectory(prefix="kvasir-test-") as folder, RedisProcess(Path(folder)) as process:
+        yield process
