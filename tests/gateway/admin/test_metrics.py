@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.protocol import Load
+from gateway.admin.sources import EngineStatus
+from gateway.config import TenantSettings
+from gateway.errors import QueueFullError
+from tests.fakes.gateway import LIMIT_S, Gateway, running
+from tests.fakes.street import FakeStreet
+
+ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+async def scrape(gateway: Gateway) -> dict[str, float]:
+    """Samples as `name{label="value",...}` -> value, labels in the order of their names."""
+    _, text, headers = await gateway.get("/metrics")
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            samples[f"{sample.name}{{{labels}}}"] = sample.value
+    return samples
+
+
+async def test_requests_and_tokens_are_counted_by_model_and_tenant() -> None:
+    tenants = (TenantSettings(name="north", keys=("north-key-1",)),)
+    async with running(tenants=tenants) as gateway:
+        for body in (ASK, {**ASK, "stream": True}):
+            async with gateway.session.post(
+                gateway.url + CHAT, json=body, headers={"Authorization": "Bearer north-key-1"}
+            ) as answer:
+                await answer.read()
+        samples = await scrape(gateway)
+    labels = "{model=demo,tenant=north}"
+    assert samples[f"kvasir_requests_total{{endpoint={CHAT},model=demo,status=200,tenant=north}}"] == 2
+    assert samples[f"kvasir_prompt_tokens_total{labels}"] == 80
+    assert samples[f"kvasir_cached_tokens_total{labels}"] == 64
+    assert samples[f"kvasir_completion_tokens_total{labels}"] == 4
+    assert samples[f"kvasir_tokenized_tokens_total{labels}"] == 0
+    assert samples["kvasir_first_token_seconds_count{model=demo}"] == 2
+    assert samples["kvasir_overhead_seconds_sum{model=demo}"] == 0.001
+    assert samples["kvasir_request_seconds_count{model=demo}"] == 2
+
+
+async def test_what_clients_invent_makes_no_new_series() -> None:
+    async with running() as gateway:
+        before = len(await scrape(gateway))
+        for number in range(3):
+            await gateway.post(CHAT, {**ASK, "model": f"invented-{number}"})
+            await gateway.get(f"/v1/models/invented-{number}")
+            await gateway.get(f"/invented/{number}")
+        samples = await scrape(gateway)
+    assert not [name for name in samples if "invented" in name]
+    assert samples[f"kvasir_requests_total{{endpoint={CHAT},model=unknown,status=404,tenant=anonymous}}"] == 3
+    assert samples["kvasir_requests_total{endpoint=unknown,model=unknown,status=404,tenant=unknown}"] == 3
+    assert len(samples) == before + 4  # those two, /v1/models/{model}, and /metrics itself
+
+
+async def test_errors_and_clients_that_left_are_counted() -> None:
+    street = FakeStreet(fails_before=QueueFullError("full", retry_after_s=1))
+    async with running(street) as gateway:
+        await gateway.post(CHAT, ASK)
+        street.fails_before, street.hold_before = None, asyncio.Event()
+        street.closed.clear()
+        asking = asyncio.create_task(gateway.post(CHAT, ASK))
+        await asyncio.wait_for(street.reached.wait(), LIMIT_S)
+        assert (await scrape(gateway))["kvasir_requests_in_flight{}"] == 2  # that one, and the scrape
+        asking.cancel()
+        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
+        samples = await scrape(gateway)
+    counted = "kvasir_requests_total{{endpoint=/v1/chat/completions,model=demo,status={},tenant=anonymous}}"
+    assert samples[counted.format(429)] == 1
+    assert samples[counted.format(499)] == 1
+    assert samples["kvasir_requests_in_flight{}"] == 1
+
+
+async def test_engines_queue_memos_and_redis_are_read_at_every_scrape() -> None:
+    async with running() as gateway:
+        load = Load(waiting=1, running=2, prefill_backlog=3, free_blocks=4, cached_blocks=5, live_blocks=6)
+        gateway.state["engines"] = [
+            EngineStatus("engine-1", "http://x", "ready", "demo", "i", 15, 16, load),
+            EngineStatus("engine-2", "http://y", "connecting"),
+        ]
+        samples = await scrape(gateway)
+        labels = "{engine=engine-1,model=demo}"
+        for name, value in (("waiting", 1), ("running", 2), ("prefill_backlog", 3)):
+            assert samples[f"kvasir_engine_{name}{labels}"] == value
+        for name, value in (("free", 4), ("cached", 5), ("live", 6)):
+            assert samples[f"kvasir_engine_{name}_blocks{labels}"] == value
+        assert samples[f"kvasir_engine_up{labels}"] == 1
+        assert samples["kvasir_engine_up{engine=engine-2,model=unknown}"] == 0
+        assert samples["kvasir_redis_up{}"] == 1
+        assert samples["kvasir_queue_waiting{}"] == 0
+        assert samples["kvasir_queue_requests_total{outcome=refused}"] == 0
+        assert samples["kvasir_prompt{figure=segment_hits,model=demo}"] == 3
+        gateway.state["redis"] = {"up": False}
+        gateway.state["engines"] = []
+        samples = await scrape(gateway)
+        assert samples["kvasir_redis_up{}"] == 0
+        assert not [name for name in samples if "engine-1" in name]

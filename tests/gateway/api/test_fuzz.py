@@ -1,0 +1,91 @@
+"""Whatever JSON is sent, the answer is an answer or a 400 in the shape of the API, never a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.api.openai_parameters import CHAT, COMPLETION
+from gateway.api.openai_request import parse_chat, parse_completion, settle
+from gateway.errors import BadRequestError
+from tests.fakes.gateway import running
+from tests.fakes.street import FakeStreet, hello
+
+WORDS = ["user", "assistant", "tool", "text", "type", "role", "content", "function", "name", "arguments", "id", "json"]
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+    | st.sampled_from(WORDS)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from([*WORDS, "tool_calls", "tool_call_id", "0", "5"]), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "assistant", "tool", "function"]) | SCALARS},
+        optional=dict.fromkeys(("content", "tool_calls", "tool_call_id", "name", "function_call", "refusal"), VALUES),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def bodies(table: Any, prompt: st.SearchStrategy[Any], name: str) -> st.SearchStrategy[dict[str, Any]]:
+    others = st.dictionaries(
+        st.sampled_from(sorted(set(table) - {"model", name})) | st.text(max_size=3), VALUES, max_size=3
+    )
+    return st.builds(lambda rest, value: {**rest, "model": "demo", name: value}, others, prompt)
+
+
+CHATS = bodies(CHAT, MESSAGES | VALUES, "messages")
+COMPLETIONS = bodies(COMPLETION, VALUES | st.lists(st.integers(0, 2000), max_size=5), "prompt")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(body=CHATS)
+def test_any_chat_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
+    check(lambda: settle(parse_chat(body), hello()))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(body=COMPLETIONS)
+def test_any_completion_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
+    check(lambda: settle(parse_completion(body, 3), hello()))
+
+
+def check(parse: Any) -> None:
+    refused = None
+    try:
+        parse()
+    except BadRequestError as error:
+        refused = error
+    assert refused is None or (refused.code and refused.param is not None and len(refused.message) < 1000)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batch=st.lists(VALUES | CHATS | COMPLETIONS, min_size=10, max_size=30))
+def test_over_http_any_json_gets_an_answer_in_the_shape_of_the_api(batch: list[Any]) -> None:
+    async def work() -> None:
+        async with running(FakeStreet(pieces=["x"])) as gateway:
+            for body in batch:
+                for path in ("/v1/chat/completions", "/v1/completions"):
+                    async with gateway.session.post(gateway.url + path, data=json.dumps(body)) as answer:
+                        text = await answer.text()
+                        assert answer.status in (200, 400, 404), text
+                        if answer.status != 200:
+                            assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}
+            assert gateway.street.open == 0
+
+    asyncio.run(work())

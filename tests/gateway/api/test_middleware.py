@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import logging
+import re
+import socket
+
+import pytest
+from aiohttp import web
+
+from gateway.errors import NoEngineError, QueueFullError
+from tests.fakes.gateway import Gateway, running
+from tests.fakes.street import FakeModels, FakeStreet
+
+ASK = {"model": "demo", "messages": [{"role": "user", "content": "a secret"}]}
+KEYS = {"message", "type", "param", "code"}
+
+
+async def chat(gateway: Gateway, **headers: str) -> tuple[int, object, object]:
+    return await gateway.post("/v1/chat/completions", ASK, headers=headers)
+
+
+@pytest.mark.parametrize("sane", ["abc", "req_1", "0198c7b2-aaaa-7bbb-8ccc-1234567890ab", "a" * 128])
+async def test_a_sane_request_id_of_the_client_is_kept(sane: str) -> None:
+    async with running() as gateway:
+        async with gateway.session.post(
+            f"{gateway.url}/v1/chat/completions", json=ASK, headers={"X-Request-Id": sane}
+        ) as answer:
+            assert answer.headers["x-request-id"] == sane
+        assert gateway.street.requests[0].request_id == sane
+
+
+@pytest.mark.parametrize("odd", ["", " ", "a b", "a" * 129, "x=1 status=200", "\u00fc", "-x"])
+async def test_any_other_is_replaced(odd: str) -> None:
+    async with (
+        running() as gateway,
+        gateway.session.get(f"{gateway.url}/v1/models", headers={"X-Request-Id": odd}) as answer,
+    ):
+        assert re.fullmatch(r"req_[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+async def test_every_answer_has_its_own_request_id() -> None:
+    async with running() as gateway:
+        ids = [(await gateway.get(path))[2]["x-request-id"] for path in ("/", "/health", "/nothing", "/v1/models") * 2]
+        assert len(set(ids)) == 8
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/nothing", "/v1", "/v1/chat/completions/", "/v2/chat/completions"])
+async def test_unknown_urls_are_404_in_the_shape_of_the_api(path: str) -> None:
+    async with running() as gateway:
+        status, body, _ = await gateway.post(path, {})
+        assert (status, set(body["error"]), body["error"]["code"]) == (404, KEYS, "unknown_url")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/completions", "POST"),
+        ("DELETE", "/v1/models", "GET"),
+        ("POST", "/v1/models/demo", "GET"),
+        ("POST", "/metrics", "GET"),
+        ("PATCH", "/admin/stats", "GET"),
+    ],
+)
+async def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: str) -> None:
+    async with running() as gateway, gateway.session.request(method, gateway.url + path) as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, allowed)
+        assert set((await answer.json())["error"]) == KEYS
+
+
+async def test_a_bug_is_a_500_that_says_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(FakeStreet(fails_before=ZeroDivisionError("a secret"))) as gateway:
+        status, body, headers = await gateway.post("/v1/chat/completions", ASK)
+        assert (status, set(body["error"]), body["error"]["type"]) == (500, KEYS, "server_error")
+        assert "secret" not in body["error"]["message"]
+        assert headers["x-request-id"] in caplog.text
+
+
+async def test_errors_of_one_of_several_prompts_arrive_unwrapped() -> None:
+    async with running(FakeStreet(fails_before=QueueFullError("full", retry_after_s=70.2))) as gateway:
+        status, body, headers = await gateway.post("/v1/completions", {"model": "demo", "prompt": ["a", "b"]})
+        assert (status, body["error"]["type"], body["error"]["code"]) == (429, "requests", "rate_limit_exceeded")
+        assert (headers["retry-after"], headers["retry-after-ms"], headers["x-should-retry"]) == ("71", "70200", "true")
+        assert gateway.street.open == 0
+
+
+async def test_one_line_tells_all_of_a_request_but_not_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    async with running() as gateway:
+        await chat(gateway, **{"X-Request-Id": "mine"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
+    fields = dict(part.split("=", 1) for part in line.split(" "))
+    assert fields | {"first_token_ms": "0.1", "total_ms": "0.2"} == {
+        "request_id": "mine",
+        "tenant": "anonymous",
+        "endpoint": "/v1/chat/completions",
+        "model": "demo",
+        "engine": "engine-1",
+        "lane": "online",
+        "stream": "0",
+        "prompt_tokens": "40",
+        "cached_tokens": "32",
+        "completion_tokens": "2",
+        "queue_ms": "0.0",
+        "overhead_ms": "0.50",
+        "first_token_ms": "0.1",
+        "total_ms": "0.2",
+        "retries": "0",
+        "status": "200",
+    }
+
+
+async def test_a_line_cannot_be_forged_by_the_name_of_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    async with running() as gateway:
+        await gateway.post("/v1/chat/completions", {**ASK, "model": "x status=200\nrequest_id=other"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
+    assert "model=- " in line
+    assert "\n" not in line
+
+
+async def test_probes_and_scrapes_leave_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    async with running() as gateway:
+        for path in ("/health", "/health/liveness", "/metrics"):
+            await gateway.get(path)
+    assert not caplog.records
+
+
+async def test_a_known_model_without_engines_is_named_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    async with running(models=FakeModels(away=NoEngineError("demo", 1.0))) as gateway:
+        await chat(gateway)
+    assert "model=demo " in caplog.text
+    assert "status=503" in caplog.text
+
+
+async def test_small_writes_leave_at_once() -> None:
+    seen: list[int] = []
+
+    async def look(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        connection = request.transport.get_extra_info("socket")
+        seen.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        return web.Response()
+
+    async with running() as gateway:
+        handlers = [route for route in gateway.app.router.routes() if route.resource is not None]
+        liveness = next(route for route in handlers if route.resource.canonical == "/health/liveness")  # type: ignore[union-attr]
+        liveness._handler = look
+        await gateway.get("/health/liveness")
+    assert seen == [1]
