@@ -316,7 +316,8 @@ def test_free_runs_hand_out_every_id_once(choices: list[int], num_blocks: int) -
             after = sorted(taken)[choice % len(taken)] if taken and choice % 3 else None
             fits = runs.fits(count, after)
             got = runs.take(count, after)
-            assert len(set(got)) == count and not taken & set(got)
+            assert len(set(got)) == count
+            assert not taken & set(got)
             assert not fits or got == [*range(got[0], got[0] + count)]
             taken |= set(got)
         assert len(runs) == num_blocks - len(taken)

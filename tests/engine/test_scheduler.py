@@ -2,123 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from engine.blocks import BlockPool
-from engine.config import EngineSettings
 from engine.plan import MIN_TAIL_TOKENS, choose_cut
-from engine.protocol import (
-    DIGEST_BYTES,
-    HASHES,
-    Namespace,
-    Sampling,
-    SequenceUpdate,
-    Submit,
-    chain_digests,
-    split_digests,
-)
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from tests.fakes.oracle_runner import OracleRunner, choose_answer, choose_token
-
-SIZE = 4
-VOCAB = 50
-NAMESPACE = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE)
-
-
-def pack(tokens: list[int]) -> bytes:
-    return array("I", tokens).tobytes()
-
-
-def digests_of(tokens: list[int], salt: str = "") -> bytes:
-    root = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE, salt=salt).root()
-    return chain_digests(root, pack(tokens), SIZE)
-
-
-@dataclass
-class Bench:
-    """A scheduler with a pool and a model, driven by hand."""
-
-    pool: BlockPool
-    scheduler: Scheduler
-    runner: OracleRunner
-    now: float = 0.0
-    updates: dict[tuple[str, int], list[SequenceUpdate]] | None = None
-
-    def submit(
-        self,
-        seq: int,
-        tokens: list[int],
-        *,
-        owner: str = "g",
-        salt: str = "",
-        lane: Any = "online",
-        digests: bytes | None = None,
-        **sampling: Any,
-    ) -> Sequence | None:
-        self.now += 0.001
-        sampling.setdefault("max_tokens", 4)
-        digests = digests_of(tokens, salt) if digests is None else digests
-        message = Submit(seq, pack(tokens), digests, Sampling(**sampling), salt, lane)
-        return self.scheduler.submit(owner, message, self.now)
-
-    def step(self) -> bool:
-        """One step. False when there was nothing to do."""
-        self.now += 0.010
-        step = self.scheduler.schedule(self.now)
-        if step is not None:
-            try:
-                results = self.runner.run(step)
-            except RuntimeError:
-                self.scheduler.fail(step, "failed")
-            else:
-                self.scheduler.commit(step, results, self.now + 0.005)
-        self.collect()
-        assert self.pool.check_invariants() == []
-        return step is not None
-
-    def collect(self) -> None:
-        self.updates = {} if self.updates is None else self.updates
-        for owner, updates in self.scheduler.take_updates().items():
-            for update in updates:
-                self.updates.setdefault((owner, update.seq), []).append(update)
-
-    def finish(self, limit: int = 2000) -> None:
-        while self.step():
-            limit -= 1
-            assert limit, "the scheduler makes no progress"
-        assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
-
-    def answer(self, seq: int, owner: str = "g") -> list[int]:
-        return [token for update in self.of(seq, owner) for token in update.tokens]
-
-    def of(self, seq: int, owner: str = "g") -> list[SequenceUpdate]:
-        self.collect()
-        return (self.updates or {}).get((owner, seq), [])
-
-
-def make(num_blocks: int = 64, *, context_tokens: int = 1000, eos_ids: tuple[int, ...] = (), **changes: Any) -> Bench:
-    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
-    config = EngineSettings(**(values | changes))
-    pool = BlockPool(num_blocks, SIZE)
-    scheduler = Scheduler(pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids)
-    return Bench(pool, scheduler, OracleRunner(pool, VOCAB, config.step_tokens))
-
-
-def expected(tokens: list[int], max_tokens: int = 4, salt: str = "", stops: frozenset[int] = frozenset()) -> list[int]:
-    return choose_answer(salt, tokens, VOCAB, max_tokens, stops)
-
-
-def prompt(length: int, start: int = 0) -> list[int]:
-    return [(start + i * 7) % VOCAB for i in range(length)]
-
+from engine.protocol import DIGEST_BYTES, Sampling, Submit
+from tests.fakes.oracle_runner import choose_token
+from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of, expected, make, prompt
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
@@ -134,7 +27,8 @@ def test_one_sequence_runs_to_its_length() -> None:
     assert (updates[0].cached_tokens, updates[1].cached_tokens) == (0, None)
     assert updates[0].queue_ms == pytest.approx(10)
     assert updates[0].prefill_ms == pytest.approx(5)
-    assert updates[1].queue_ms is None and updates[1].prefill_ms is None
+    assert updates[1].queue_ms is None
+    assert updates[1].prefill_ms is None
 
 
 def test_a_stop_token_ends_the_answer_and_is_not_part_of_it() -> None:
@@ -154,7 +48,8 @@ def test_a_first_token_that_stops_still_says_what_was_cached() -> None:
     bench.finish()
     (update,) = bench.of(1)
     assert (update.tokens, update.finish, update.stop_id, update.cached_tokens) == ([], "stop", token, 0)
-    assert update.queue_ms is not None and update.prefill_ms is not None
+    assert update.queue_ms is not None
+    assert update.prefill_ms is not None
 
 
 def test_eos_can_be_ignored() -> None:
@@ -195,7 +90,8 @@ def test_what_can_never_run_is_refused_with_the_reason(length: int, changes: dic
     bench = make(num_blocks=20, context_tokens=100)
     assert bench.submit(1, prompt(length), **changes) is None
     (update,) = bench.of(1)
-    assert update.finish == "error" and reason in (update.error or "")
+    assert update.finish == "error"
+    assert reason in (update.error or "")
     assert not bench.step()
 
 
@@ -339,7 +235,8 @@ def test_a_copy_computed_at_the_same_time_stays_private_and_what_follows_is_shar
     bench.submit(3, prompt(60, 1), max_tokens=1)
     for _ in range(12):
         bench.step()
-    assert batch is not None and bench.of(2)[0].cached_tokens == 16
+    assert batch is not None
+    assert bench.of(2)[0].cached_tokens == 16
     assert batch.num_registered == batch.num_computed // SIZE >= 12
     private = [block for block in batch.block_table[: batch.num_registered] if not bench.pool.is_registered(block)]
     assert len(private) == 8
@@ -465,7 +362,8 @@ def test_online_takes_the_place_of_batch_which_goes_on_later() -> None:
     bench.submit(2, prompt(10, 1), max_tokens=5)
     bench.finish()
     order = [step[0][0] for step in bench.runner.steps]
-    assert order[:5] == [1] * 5 and order[5:10] == [2] * 5
+    assert order[:5] == [1] * 5
+    assert order[5:10] == [2] * 5
     assert bench.answer(1) == expected(prompt(10), 30)
     assert bench.scheduler.counters.preemptions == 1
 
@@ -490,7 +388,8 @@ def test_the_youngest_is_preempted_and_ends_with_the_same_answer() -> None:
     for seq in (1, 2, 3):
         assert bench.answer(seq) == expected(prompt(10, seq), 24)
         firsts = [update for update in bench.of(seq) if update.cached_tokens is not None]
-        assert len(firsts) == 1 and firsts[0].cached_tokens == 0
+        assert len(firsts) == 1
+        assert firsts[0].cached_tokens == 0
     assert bench.scheduler.counters.preemptions >= 1
     assert len(bench.of(1)) == 24
 
@@ -500,7 +399,9 @@ def test_batch_is_preempted_before_an_older_or_younger_online_sequence() -> None
     old = bench.submit(1, prompt(10, 1), max_tokens=24)
     batch = bench.submit(2, prompt(10, 2), max_tokens=24, lane="batch")
     young = bench.submit(3, prompt(10, 3), max_tokens=24)
-    assert old is not None and batch is not None and young is not None
+    assert old is not None
+    assert batch is not None
+    assert young is not None
     while not bench.scheduler.counters.preemptions:
         assert bench.step()
     assert (old.preemptions, batch.preemptions, young.preemptions) == (0, 1, 0)
@@ -527,7 +428,8 @@ def test_fresh_blocks_are_named_once_to_be_zeroed() -> None:
     bench = make()
     bench.submit(1, prompt(10), max_tokens=10)
     step = bench.scheduler.schedule(0.0)
-    assert step is not None and len(step.fresh_blocks) == 3
+    assert step is not None
+    assert len(step.fresh_blocks) == 3
     bench.scheduler.commit(step, bench.runner.run(step), 0.0)
     fresh = []
     for _ in range(6):
@@ -538,6 +440,17 @@ def test_fresh_blocks_are_named_once_to_be_zeroed() -> None:
     assert fresh == [0, 0, 1, 0, 0, 0]
 
 
+def test_batch_does_not_take_the_blocks_that_online_waits_for() -> None:
+    bench = make(num_blocks=16)
+    bench.submit(1, prompt(30), max_tokens=10)
+    bench.step()
+    bench.submit(2, prompt(40, 1), max_tokens=1)
+    bench.submit(3, prompt(8, 2), lane="batch", max_tokens=1)
+    bench.finish()
+    firsts = [item[0] for step in bench.runner.steps for item in step if item[1] == 0]
+    assert firsts == [1, 2, 3]
+
+
 # -- the end, whatever it is ------------------------------------------------------------------------------------------
 
 
@@ -546,7 +459,8 @@ def test_abort_frees_a_waiting_and_a_running_sequence_once() -> None:
     bench.submit(1, prompt(10), max_tokens=30)
     bench.submit(2, prompt(10, 1))
     bench.step()
-    assert bench.scheduler.abort("g", 1) and bench.scheduler.abort("g", 2)
+    assert bench.scheduler.abort("g", 1)
+    assert bench.scheduler.abort("g", 2)
     assert not bench.scheduler.abort("g", 1)
     assert not bench.step()
     assert (bench.pool.num_live, bench.scheduler.load().prefill_backlog) == (0, 0)
@@ -599,10 +513,24 @@ def test_a_poisoned_prefix_is_not_hit_again() -> None:
     bench.submit(2, prompt(40))
     bench.runner.poisoned.add(("g", 2))
     bench.finish()
-    assert bench.of(2)[0].cached_tokens == 36 and bench.of(2)[0].finish == "error"
+    assert bench.of(2)[0].cached_tokens == 36
+    assert bench.of(2)[0].finish == "error"
     bench.submit(3, prompt(40))
     bench.finish()
     assert bench.of(3)[0].cached_tokens == 0
+
+
+def test_who_shares_a_poisoned_prefix_goes_on_and_registers_nothing_under_it() -> None:
+    bench = make()
+    bench.submit(1, prompt(40), max_tokens=20)
+    bench.step()
+    bench.submit(2, prompt(40), max_tokens=20)
+    bench.step()
+    bench.runner.poisoned.add(("g", 1))
+    bench.finish()
+    assert bench.of(1)[-1].finish == "error"
+    assert bench.answer(2) == expected(prompt(40), 20)
+    assert bench.pool.num_cached == 0
 
 
 def test_a_failed_step_ends_its_sequences_and_registers_nothing() -> None:
@@ -626,142 +554,3 @@ def test_load_counts_what_is_left_to_prefill() -> None:
     load = bench.scheduler.load()
     assert (load.running, load.waiting, load.prefill_backlog) == (1, 1, 68 + 50)
     assert load.free_blocks + load.cached_blocks + load.live_blocks == bench.pool.num_blocks
-
-
-# -- everything at once -----------------------------------------------------------------------------------------------
-
-
-class Machine(RuleBasedStateMachine):
-    """Random commands against a tiny pool. `bits` is the width of the block hash: with 3 nearly everything collides."""
-
-    bits = 128
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.original = HASHES["xxh3_128"]
-        if self.bits < 128:
-            HASHES["xxh3_128"] = self.weak  # type: ignore[index]
-        self.bench = make(
-            num_blocks=11, step_tokens=24, max_sequences=4, max_waiting=6, context_tokens=44, eos_ids=(3,)
-        )
-        self.told: set[bytes] = set()
-        self.asked: dict[int, tuple[list[int], str, int]] = {}
-        self.given_up: set[int] = set()
-        self.last = 0
-
-    def weak(self, data: bytes) -> bytes:
-        return (int.from_bytes(self.original(data), "big") % (1 << self.bits)).to_bytes(DIGEST_BYTES, "big")
-
-    @rule(
-        stem=st.sampled_from([0, 1]),
-        shared=st.integers(0, 30),
-        own=st.lists(st.integers(0, VOCAB - 1), max_size=8),
-        salt=st.sampled_from(["", "a"]),
-        lane=st.sampled_from(["online", "online", "batch"]),
-        max_tokens=st.integers(1, 16),
-        forged=st.sampled_from([None, None, None, 0, 1]),
-        owner=st.sampled_from("pq"),
-    )
-    def submit(
-        self,
-        stem: int,
-        shared: int,
-        own: list[int],
-        salt: str,
-        lane: str,
-        max_tokens: int,
-        forged: int | None,
-        owner: str,
-    ) -> None:
-        tokens = [*prompt(shared, stem), *own]
-        self.last += 1
-        digests = None
-        if forged is not None:
-            digests = digests_of(prompt(44, forged), "a")[: len(tokens) // SIZE * DIGEST_BYTES]
-        self.owners = {**getattr(self, "owners", {}), self.last: owner}
-        taken = self.bench.submit(
-            self.last, tokens, owner=owner, salt=salt, lane=lane, max_tokens=max_tokens, digests=digests
-        )
-        if taken is not None:
-            self.asked[self.last] = (tokens, salt, max_tokens)
-
-    @rule(count=st.integers(1, 6))
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.bench.step()
-
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(sorted(self.asked)))
-        if self.bench.scheduler.abort(self.owners[seq], seq):
-            self.given_up.add(seq)
-
-    @rule(owner=st.sampled_from("pq"))
-    def hang_up(self, owner: str) -> None:
-        self.bench.collect()
-        self.bench.scheduler.abort_owner(owner)
-        done = self.done()
-        self.given_up |= {seq for seq in self.asked if self.owners[seq] == owner and seq not in done}
-
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data())
-    def poison(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(sorted(self.asked)))
-        self.bench.runner.poisoned.add((self.owners[seq], seq))
-
-    @rule()
-    def fail(self) -> None:
-        self.bench.runner.fails = True
-        self.bench.step()
-        self.bench.runner.fails = False
-
-    def done(self) -> dict[int, str]:
-        return {seq: u.finish for (_, seq), us in (self.bench.updates or {}).items() for u in us if u.finish}
-
-    @invariant()
-    def pool_is_sound_and_told(self) -> None:
-        pool = self.bench.pool
-        assert pool.check_invariants() == []
-        assert pool.num_free + pool.num_cached + pool.num_live == pool.num_blocks
-        events = pool.take_events()
-        removed, stored = set(split_digests(events.removed)), set(split_digests(events.stored))
-        assert removed <= self.told and not stored & self.told and not removed & stored
-        self.told = (self.told - removed) | stored
-        assert self.told == set(split_digests(pool.snapshot().stored))
-        load = self.bench.scheduler.load()
-        assert load.waiting == self.bench.scheduler.num_waiting and load.prefill_backlog >= 0
-
-    def teardown(self) -> None:
-        try:
-            self.bench.finish()
-            done = self.done()
-            assert set(self.asked) - self.given_up <= set(done)
-            for seq, (tokens, salt, max_tokens) in self.asked.items():
-                answer = self.bench.answer(seq, self.owners[seq])
-                naive = choose_answer(salt, tokens, VOCAB, max_tokens, frozenset({3}))
-                if done.get(seq) in ("stop", "length"):
-                    assert answer == naive
-                    assert done[seq] == ("length" if len(naive) == max_tokens else "stop")
-                else:
-                    assert answer == naive[: len(answer)]
-            assert self.bench.scheduler.load().prefill_backlog == 0
-            pool = self.bench.pool
-            assert pool.allocate(pool.num_blocks) is not None, "a block leaked"
-        finally:
-            HASHES["xxh3_128"] = self.original  # type: ignore[index]
-
-
-class CollidingMachine(Machine):
-    bits = 3
-
-
-FUZZ = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def test_no_schedule_reads_a_strange_block() -> None:
-    run_state_machine_as_test(Machine, settings=FUZZ)
-
-
-def test_no_schedule_reads_a_strange_block_when_digests_collide() -> None:
-    run_state_machine_as_test(CollidingMachine, settings=FUZZ)

@@ -80,7 +80,9 @@ class OracleRunner:
     def _compute(self, work: Work) -> int | None:
         sequence, size = work.sequence, self.pool.block_size
         end = work.start + work.count
-        assert work.count >= 1 and work.start == sequence.num_computed and end <= sequence.num_tokens
+        assert work.count >= 1
+        assert work.start == sequence.num_computed
+        assert end <= sequence.num_tokens
         assert work.samples == (end == sequence.num_tokens)
         assert end <= len(sequence.block_table) * size, "the table does not cover the work"
         assert len(set(sequence.block_table)) == len(sequence.block_table), "a block is in the table twice"

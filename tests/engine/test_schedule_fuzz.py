@@ -1,0 +1,171 @@
+"""Random commands against tiny pools, with a model that knows where every key came from.
+
+Whatever is submitted, aborted, preempted, failed or forged: nobody reads a strange block, every answer is the one that
+the sequence gets alone, and nothing leaks. Once with a hash that hardly ever collides, once with one that always does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from engine.protocol import DIGEST_BYTES, HASHES, split_digests
+from tests.fakes.oracle_runner import choose_answer
+from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of, make
+
+EOS = 3
+COMMANDS = 300
+
+
+class Fuzz:
+    """One run of random commands, reproducible by its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.bench = make(
+            num_blocks=rng.randint(8, 20),
+            step_tokens=rng.choice([16, 20, 33]),
+            prefill_grid_tokens=rng.choice([16, 18]),
+            max_sequences=rng.randint(1, 6),
+            max_waiting=6,
+            context_tokens=rng.choice([32, 44]),
+            eos_ids=(EOS,),
+        )
+        self.told: set[bytes] = set()
+        self.asked: dict[int, tuple[str, list[int], str, int]] = {}  # seq -> owner, tokens, salt, max_tokens
+        self.aborted: set[int] = set()
+        self.last = 0
+
+    def run(self) -> Counter[str]:
+        rules: list[Callable[[], object]] = [
+            self.submit,
+            self.bench.step,
+            self.abort,
+            self.hang_up,
+            self.poison,
+            self.fail,
+        ]
+        for _ in range(COMMANDS):
+            (rule,) = self.rng.choices(rules, [30, 60, 3, 0.5, 0.5, 0.5])
+            rule()
+            self.check()
+        self.bench.finish()
+        self.check()
+        self.check_answers()
+        pool, counters = self.bench.pool, self.bench.scheduler.counters
+        assert self.bench.scheduler.load().prefill_backlog == 0
+        assert pool.allocate(pool.num_blocks) is not None, "a block leaked"
+        return Counter(
+            steps=counters.steps,
+            preemptions=counters.preemptions,
+            cached_tokens=counters.cached_tokens,
+            shared_waits=counters.shared_waits,
+            not_finite=counters.not_finite,
+            evictions=pool.evictions,
+            whole=sum(finish in ("stop", "length") for finish in self.finished().values()),
+        )
+
+    def submit(self) -> None:
+        """Prompts are made of two kinds of block, so that equal blocks stand behind different prefixes."""
+        rng = self.rng
+        kinds = [int(rng.random() < 0.3) for _ in range(rng.randint(0, 8))]
+        tokens = [kind for kind in kinds for _ in range(SIZE)] + [
+            rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))
+        ]
+        owner, salt, max_tokens = rng.choice("pq"), rng.choice(["", "a"]), rng.randint(1, 16)
+        forged = digests_of([rng.randrange(2)] * len(tokens), "a") if rng.random() < 0.1 else None
+        self.last += 1
+        taken = self.bench.submit(
+            self.last,
+            tokens,
+            owner=owner,
+            salt=salt,
+            lane=rng.choice(["online", "online", "batch"]),
+            max_tokens=max_tokens,
+            digests=forged,
+        )
+        if taken is not None:
+            self.asked[self.last] = (owner, tokens, salt, max_tokens)
+
+    def abort(self) -> None:
+        if self.asked:
+            seq = max(self.asked) - self.rng.randrange(8)
+            owner = self.asked[seq][0] if seq in self.asked else "p"
+            if self.bench.scheduler.abort(owner, seq):
+                self.aborted.add(seq)
+
+    def hang_up(self) -> None:
+        self.bench.collect()
+        owner = self.rng.choice("pq")
+        self.bench.scheduler.abort_owner(owner)
+        self.aborted |= {seq for seq, asked in self.asked.items() if asked[0] == owner} - set(self.finished())
+
+    def poison(self) -> None:
+        if self.asked:
+            seq = self.rng.choice(sorted(self.asked)[-6:])
+            self.bench.runner.poisoned.add((self.asked[seq][0], seq))
+
+    def fail(self) -> None:
+        self.bench.runner.fails = True
+        self.bench.step()
+        self.bench.runner.fails = False
+
+    def finished(self) -> dict[int, str]:
+        return {seq: u.finish for (_, seq), updates in self.bench.updates.items() for u in updates if u.finish}
+
+    def check(self) -> None:
+        """Every state is counted once, and the events add up to what can be found."""
+        pool, scheduler = self.bench.pool, self.bench.scheduler
+        assert pool.check_invariants() == []
+        assert pool.num_free + pool.num_cached + pool.num_live == pool.num_blocks
+        assert (pool.num_live > 0) == (scheduler.num_running > 0) == (len(scheduler.tables) > 0)
+        events = pool.take_events()
+        removed, stored = set(split_digests(events.removed)), set(split_digests(events.stored))
+        assert removed <= self.told
+        assert not stored & self.told
+        assert not removed & stored
+        self.told = (self.told - removed) | stored
+        assert self.told == set(split_digests(pool.snapshot().stored))
+
+    def check_answers(self) -> None:
+        finished = self.finished()
+        assert set(self.asked) - self.aborted <= set(finished)
+        for seq, (owner, tokens, salt, max_tokens) in self.asked.items():
+            updates = self.bench.of(seq, owner)
+            answer = [token for update in updates for token in update.tokens]
+            alone = choose_answer(salt, tokens, VOCAB, max_tokens, frozenset({EOS}))
+            assert answer == alone[: len(answer)]
+            if finished.get(seq) in ("stop", "length"):
+                assert answer == alone
+                assert finished[seq] == ("length" if len(alone) == max_tokens else "stop")
+            assert sum(update.finish is not None for update in updates) == (seq in finished)
+            assert [update.cached_tokens is not None for update in updates[1:]] == [False] * len(updates[1:])
+
+
+def run_many(seeds: range) -> Counter[str]:
+    return sum((Fuzz(seed).run() for seed in seeds), Counter[str]())
+
+
+def test_no_schedule_reads_a_strange_block() -> None:
+    seen = run_many(range(80))
+    assert min(seen.values()) > 50, f"the fuzzer does not reach everything: {seen}"
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6])
+def test_no_schedule_reads_a_strange_block_when_digests_collide(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = HASHES["xxh3_128"]
+
+    def weak(data: bytes) -> bytes:
+        return (int.from_bytes(exact(data), "big") % (1 << bits)).to_bytes(DIGEST_BYTES, "big")
+
+    monkeypatch.setitem(HASHES, "xxh3_128", weak)
+    seen = run_many(range(100, 150))
+    assert min(seen.values()) > 20, f"the fuzzer does not reach everything: {seen}"
+
+
+@pytest.mark.slow
+def test_no_schedule_of_many_reads_a_strange_block() -> None:
+    run_many(range(1000, 2000))

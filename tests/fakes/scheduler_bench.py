@@ -1,0 +1,104 @@
+"""A scheduler with a pool and a fake model, driven by hand: what the tests of the engine's core stand on."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.blocks import BlockPool
+from engine.config import EngineSettings
+from engine.protocol import Namespace, Sampling, SequenceUpdate, Submit, chain_digests
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from tests.fakes.oracle_runner import OracleRunner, choose_answer
+
+SIZE = 4
+VOCAB = 50
+NAMESPACE = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE)
+
+
+def pack(tokens: list[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def digests_of(tokens: list[int], salt: str = "") -> bytes:
+    root = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE, salt=salt).root()
+    return chain_digests(root, pack(tokens), SIZE)
+
+
+@dataclass
+class Bench:
+    """A scheduler with a pool and a model, driven by hand."""
+
+    pool: BlockPool
+    scheduler: Scheduler
+    runner: OracleRunner
+    now: float = 0.0
+    updates: dict[tuple[str, int], list[SequenceUpdate]] = field(default_factory=dict)
+
+    def submit(
+        self,
+        seq: int,
+        tokens: list[int],
+        *,
+        owner: str = "g",
+        salt: str = "",
+        lane: Any = "online",
+        digests: bytes | None = None,
+        **sampling: Any,
+    ) -> Sequence | None:
+        self.now += 0.001
+        sampling.setdefault("max_tokens", 4)
+        digests = digests_of(tokens, salt) if digests is None else digests
+        message = Submit(seq, pack(tokens), digests, Sampling(**sampling), salt, lane)
+        return self.scheduler.submit(owner, message, self.now)
+
+    def step(self) -> bool:
+        """One step. False when there was nothing to do."""
+        self.now += 0.010
+        step = self.scheduler.schedule(self.now)
+        if step is not None:
+            try:
+                results = self.runner.run(step)
+            except RuntimeError:
+                self.scheduler.fail(step, "failed")
+            else:
+                self.scheduler.commit(step, results, self.now + 0.005)
+        self.collect()
+        assert self.pool.check_invariants() == []
+        return step is not None
+
+    def collect(self) -> None:
+        for owner, updates in self.scheduler.take_updates().items():
+            for update in updates:
+                self.updates.setdefault((owner, update.seq), []).append(update)
+
+    def finish(self, limit: int = 2000) -> None:
+        while self.step():
+            limit -= 1
+            assert limit, "the scheduler makes no progress"
+        assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
+
+    def answer(self, seq: int, owner: str = "g") -> list[int]:
+        return [token for update in self.of(seq, owner) for token in update.tokens]
+
+    def of(self, seq: int, owner: str = "g") -> list[SequenceUpdate]:
+        self.collect()
+        return self.updates.get((owner, seq), [])
+
+
+def make(num_blocks: int = 64, *, context_tokens: int = 1000, eos_ids: tuple[int, ...] = (), **changes: Any) -> Bench:
+    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
+    config = EngineSettings(**(values | changes))
+    pool = BlockPool(num_blocks, SIZE)
+    scheduler = Scheduler(pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids)
+    return Bench(pool, scheduler, OracleRunner(pool, VOCAB, config.step_tokens))
+
+
+def expected(tokens: list[int], max_tokens: int = 4, salt: str = "", stops: frozenset[int] = frozenset()) -> list[int]:
+    return choose_answer(salt, tokens, VOCAB, max_tokens, stops)
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + i * 7) % VOCAB for i in range(length)]
