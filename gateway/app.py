@@ -14,7 +14,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from engine.config import EngineSettings
 from engine.threads import choose_threads, usable_cores
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 2.0
 """What a client is told whose model has no engine at the moment: about what one takes to start."""
+MAX_REDIS_CONNECTIONS = 64
 
 
 @dataclass
@@ -196,9 +199,16 @@ async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
 
 @asynccontextmanager
 async def _redis(url: str, settings: Settings) -> AsyncIterator[Redis]:
-    client: Redis = Redis.from_url(
-        url, socket_connect_timeout=settings.redis.timeout_s, socket_keepalive=True, max_connections=64
+    # More requests than connections wait for one, no longer than for Redis itself; the index falls back at once, so
+    # that nothing is tried again here but a connection that was closed while it was idle.
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_REDIS_CONNECTIONS,
+        timeout=settings.redis.timeout_s,
+        socket_connect_timeout=settings.redis.timeout_s,
+        retry=Retry(NoBackoff(), 1),
     )
+    client: Redis = Redis.from_pool(pool)
     try:
         yield client
     finally:

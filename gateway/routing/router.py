@@ -53,29 +53,39 @@ class Router:
         if len(engines) == 1:
             return engines[0]
 
+        # An engine that has measured nothing yet is taken to be as quick as the others, or nobody would ever ask it.
+        assumed = max(engine.load.prefill_tokens_per_s for engine in engines) or self._settings.prefill_tokens_per_s
+
         def rank(engine: E) -> tuple[float, int, str, str]:
             hello, load = engine.hello, engine.load
             queued = self._queued(hello.incarnation) if self._queued else 0
             own = max(0, prompt_tokens - cached_tokens.get(hello.incarnation, 0))
             busy = load.running + load.waiting + queued
-            return self.score_s(load, own, hello.max_sequences, queued), busy, engine.name, hello.incarnation
+            prefill_tokens_per_s = load.prefill_tokens_per_s or assumed
+            score_s = self.score_s(load, own, hello.max_sequences, queued, prefill_tokens_per_s)
+            return score_s, busy, engine.name, hello.incarnation
 
         return min(engines, key=rank)
 
-    def score_s(self, load: Load, own_tokens: int, max_sequences: int, queued: int = 0) -> float:
+    def score_s(
+        self, load: Load, own_tokens: int, max_sequences: int, queued: int, prefill_tokens_per_s: float
+    ) -> float:
         """Seconds until the first token, with the own prefill weighted.
 
-        own_tokens     tokens of the prompt that the engine would have to prefill
-        max_sequences  sequences that the engine runs at a time
-        queued         requests in front of this one that the engine does not know yet
+        own_tokens            tokens of the prompt that the engine would have to prefill
+        max_sequences         sequences that the engine runs at a time
+        queued                requests in front of this one that the engine does not know yet
+        prefill_tokens_per_s  how quick the engine is at it
         """
-        own_s = own_tokens / (load.prefill_tokens_per_s or self._settings.prefill_tokens_per_s)
-        return self.expected_wait_s(load, max_sequences, queued) + self._settings.prefill_weight * own_s
+        wait_s = expected_wait_s(load, max_sequences, queued, prefill_tokens_per_s)
+        return wait_s + self._settings.prefill_weight * own_tokens / prefill_tokens_per_s
 
-    def expected_wait_s(self, load: Load, max_sequences: int, queued: int = 0) -> float:
-        """Seconds until the prefills in front are done, and until a place is free when all are taken."""
-        prefill_s = load.prefill_backlog / (load.prefill_tokens_per_s or self._settings.prefill_tokens_per_s)
-        excess = max(0, load.running + load.waiting + queued + 1 - max_sequences)
-        decode_tokens_per_s = load.decode_tokens_per_s or ASSUMED_DECODE_TOKENS_PER_S
-        # max_sequences answers of that length end in length * max_sequences / rate seconds: one every length / rate.
-        return prefill_s + excess * ASSUMED_COMPLETION_TOKENS / decode_tokens_per_s
+
+def expected_wait_s(load: Load, max_sequences: int, queued: int, prefill_tokens_per_s: float) -> float:
+    """Seconds until the running step and the prefills in front are done, and a place is free when all are taken."""
+    decode_tokens_per_s = load.decode_tokens_per_s or ASSUMED_DECODE_TOKENS_PER_S
+    step_s = load.running / decode_tokens_per_s
+    prefill_s = load.prefill_backlog / prefill_tokens_per_s
+    excess = max(0, load.running + load.waiting + queued + 1 - max_sequences)
+    # max_sequences answers of that length end in length * max_sequences / rate seconds: one every length / rate.
+    return step_s + prefill_s + excess * ASSUMED_COMPLETION_TOKENS / decode_tokens_per_s

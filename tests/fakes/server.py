@@ -18,6 +18,7 @@ import openai
 
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 60.0
+CLIENT_LIMIT_S = 60.0
 
 
 class Server:
@@ -25,6 +26,7 @@ class Server:
 
     def __init__(self, data_dir: Path, *flags: str, command: str = "serve", config: str | None = None) -> None:
         self.lines: list[str] = []
+        self._clients: dict[str, openai.OpenAI] = {}
         self._changed = threading.Condition()
         self._arguments = [
             sys.executable,
@@ -60,6 +62,8 @@ class Server:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        for client in self._clients.values():
+            client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -87,11 +91,17 @@ class Server:
             raise TimeoutError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
         return found[0]
 
-    def client(self, key: str = "none", retries: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=60.0)
+    def client(self, key: str = "none") -> openai.OpenAI:
+        """One client per key, closed with the server. It does not try again: tests want to see the first answer."""
+        if key not in self._clients:
+            self._clients[key] = openai.OpenAI(
+                base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=CLIENT_LIMIT_S
+            )
+        return self._clients[key]
 
-    def async_client(self, key: str = "none", retries: int = 0) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=60.0)
+    def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
+        """A new one, to be closed by the caller."""
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=CLIENT_LIMIT_S)
 
     def get(self, path: str, key: str | None = None) -> Any:
         """A GET's body: parsed when it is JSON, as text otherwise."""
