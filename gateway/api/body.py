@@ -34,8 +34,16 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
     object, or nested deeper than server.max_json_depth. The limit also holds for what a compressed body becomes.
     """
     try:
-        async with asyncio.timeout(server.body_timeout_s):
-            body = await _read(http, server.max_body_bytes)
+        _check_headers(http, server.max_body_bytes)
+        if http.content.is_eof():  # a small body comes together with its headers
+            body = http.content.read_nowait()
+            if len(body) > server.max_body_bytes:
+                raise BodyTooLargeError(server.max_body_bytes)
+        else:
+            async with asyncio.timeout(server.body_timeout_s):
+                body = await _read(http, server.max_body_bytes)
+        if "Content-Encoding" in http.headers:
+            body = _decoded(http, body, server.max_body_bytes)
     except TimeoutError:
         raise BadRequestError("The request body did not arrive in time (server.body_timeout_s).") from None
     except (web.RequestPayloadError, BadHttpMessage, zlib.error) as error:
@@ -54,8 +62,7 @@ def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
         ) from None
     if type(value) is not dict:
         raise BadRequestError("The request body must be a JSON object.")
-    # Counting brackets is an upper bound for the depth, and enough for most bodies.
-    if body.count(b"{") + body.count(b"[") > max_depth and deeper_than(value, max_depth):
+    if deeper_than(value, max_depth):
         raise BadRequestError(
             f"The JSON body of your request is nested deeper than {max_depth} levels (server.max_json_depth)."
         )
@@ -77,12 +84,18 @@ def deeper_than(value: Any, levels: int) -> bool:
     return bool(level)
 
 
-async def _read(http: web.Request, limit_bytes: int) -> bytes:
+def _check_headers(http: web.Request, limit_bytes: int) -> None:
     if (http.content_length or 0) > limit_bytes:
         raise BodyTooLargeError(limit_bytes)
-    encoding = http.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
+    if _encoding(http) not in ("identity", "gzip", "x-gzip", "deflate"):
         raise BadRequestError("Content-Encoding must be gzip, deflate or identity.")
+
+
+def _encoding(http: web.Request) -> str:
+    return http.headers.get("Content-Encoding", "identity").strip().lower()
+
+
+async def _read(http: web.Request, limit_bytes: int) -> bytes:
     if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
         http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     pieces: list[bytes] = []
@@ -91,11 +104,12 @@ async def _read(http: web.Request, limit_bytes: int) -> bytes:
         pieces.append(piece)
         if (size := size + len(piece)) > limit_bytes:
             raise BodyTooLargeError(limit_bytes)
-    body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    return body if encoding == "identity" else _decompressed(body, limit_bytes)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _decompressed(body: bytes, limit_bytes: int) -> bytes:
+def _decoded(http: web.Request, body: bytes, limit_bytes: int) -> bytes:
+    if _encoding(http) == "identity":
+        return body
     decoder = zlib.decompressobj(_GZIP_OR_ZLIB)
     decoded = decoder.decompress(body, limit_bytes + 1)
     if len(decoded) > limit_bytes:

@@ -28,6 +28,8 @@ from gateway.errors import BadRequestError, UnsupportedError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_ARGUMENT_DEPTH = 64  # deeper tool arguments in the history reach the template as text
 
+_AS_THEY_ARE = ("user", "assistant", "system")
+
 Message = dict[str, Any]
 
 _string = text()
@@ -41,7 +43,17 @@ def parse_messages(value: Any, path: str = "messages") -> list[Message]:
         raise wrong_type(path, "an array of objects", value)
     if not value:
         raise empty_array(path)
-    return [_message(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    messages = []
+    for index, item in enumerate(value):
+        # Nearly all messages of a long conversation are this plain, and need nothing else looked at.
+        plain = (
+            type(item) is dict
+            and len(item) == 2
+            and item.get("role") in _AS_THEY_ARE
+            and type(item.get("content")) is str
+        )
+        messages.append(item if plain else _message(item, f"{path}[{index}]"))
+    return messages
 
 
 def _message(item: Any, path: str) -> Message:
