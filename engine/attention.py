@@ -22,12 +22,15 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from engine.batch import Batch, Span, run_start
+from engine.batch import Batch, Span, consecutive, run_start
 
 ATTENTION_NAME: Final = "kvasir_paged"
-TILE_ROWS: Final = 256  # a prefill is computed in tiles of this many rows, to leave out what the causal mask hides
+TILE_ROWS: Final = 256  # a prefill with a mask is computed in tiles of this many rows, to leave out what the mask hides
+FOLD_ROWS: Final = 64  # up to here, rows of heads that share a key head are put together to fill the products
 ROW_MULTIPLE: Final = 8
 KEY_MULTIPLE: Final = 16
+HERD_LEAST: Final = 3  # decodes that are worth a padded copy of their keys, which saves the calls of all but one
+HERD_BYTES: Final = 256 << 10  # of keys and values of one sequence and layer; longer ones are quicker read in place
 _FLASH_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
 
 
@@ -62,14 +65,15 @@ class KVCache:
         slots = (num_blocks + 1) * block_size
         size = (shape.num_layers, slots, 2, shape.num_kv_heads, shape.head_dim)
         self.data = torch.zeros(size, dtype=shape.dtype, device=device)  # calloc: memory is taken when it is touched
-        self.layers = list(self.data.unbind(0))
+        self.layers = self.data.unbind(0)  # (slots, 2, num_kv_heads, head_dim) each
+        self.blocks = self.data.view(shape.num_layers, num_blocks + 1, -1).unbind(0)  # (num_blocks + 1, elements) each
         self.zero_slot = num_blocks * block_size
 
     def zero(self, blocks: list[int]) -> None:
         """Zeroes whole blocks in all layers, so that what is masked out can never be a NaN somebody else left."""
-        by_block = self.data.view(self.shape.num_layers, self.num_blocks + 1, self.block_size, -1)
-        if len(blocks) == 1:
-            by_block[:, blocks[0]].zero_()
+        by_block = self.data.view(self.shape.num_layers, self.num_blocks + 1, -1)
+        if run_start(blocks, len(blocks)) is not None:
+            by_block[:, blocks[0] : blocks[-1] + 1].zero_()
         else:
             by_block.index_fill_(1, torch.tensor(blocks, device=self.data.device), 0)
 
@@ -114,116 +118,256 @@ class MaskTemplates:
 
 
 @dataclass(slots=True)
-class _Source:
-    """Where one sequence's keys and values are read from.
+class _Lone:
+    """One sequence that attends by itself.
 
-    views  one (keys, 2, num_kv_heads, head_dim) view for each layer, when the slots are consecutive; else empty
-    index  (keys,) slots to gather, when they are not; else empty
+    keys, values  for each layer a (1, num_kv_heads, keys, head_dim) view, when the slots are consecutive; else empty
+    index         (keys,) slots to gather, when they are not; else empty
     """
 
-    views: tuple[Tensor, ...]
+    span: Span
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
     index: Tensor
+
+
+@dataclass(slots=True)
+class _Herd:
+    """Decodes of about the same short length, which attend in one call over a padded copy of their blocks.
+
+    rows    (num_rows,)                rows of the batch
+    blocks  (num_rows * num_blocks,)   blocks to gather; padding is the block that belongs to nobody
+    ends    (num_rows, 1)              keys of each row
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    ends: Tensor
+    masks: dict[int | None, Tensor]
 
 
 class StepAttention:
     """Attention of one step over the paged cache. Made once for a step, used by every layer of it."""
 
     def __init__(self, cache: KVCache, masks: MaskTemplates, batch: Batch) -> None:
-        device = cache.data.device
-        self._cache, self._masks, self._batch = cache, masks, batch
-        self._slots = torch.from_numpy(batch.slots).to(device)
-        self._exact = cache.data.dtype == torch.float32 and device.type == "cpu"
-        self._attend: Callable[..., Tensor] = _flash_cpu if device.type == "cpu" else _sdpa
-        self._sources = [self._source(span) for span in batch.spans]
+        self._cache, self._masks = cache, masks
+        self._device = cache.data.device
+        self._slots = torch.from_numpy(batch.slots).to(self._device)
+        self._run = consecutive(batch.slots)
+        self._exact = cache.data.dtype == torch.float32 and self._device.type == "cpu"
+        self._split = not self._exact and self._device.type == "cpu"
+        self._attend: Callable[..., Tensor] = _flash_cpu if self._device.type == "cpu" else _sdpa
+        self._spans = batch.spans
+        self._plan(batch.spans)
+
+    def last_rows(self) -> StepAttention:
+        """The same step, where only the last row of each work asks: what a model's last layer needs."""
+        other = object.__new__(StepAttention)
+        other._cache, other._masks, other._device = self._cache, self._masks, self._device
+        other._slots, other._run, other._attend = self._slots, self._run, self._attend
+        other._exact, other._split = self._exact, self._split
+        other._spans = [Span(row, 1, span.end - 1, span.table) for row, span in enumerate(self._spans)]
+        other._plan(other._spans)
+        return other
 
     def layer(
         self, layer: int, query: Tensor, key_value: Tensor, scale: float | None = None, window: int | None = None
     ) -> Tensor:
-        """Writes the step's keys and values of one layer, then attends.
+        """Writes the step's keys and values of one layer, then attends. Shapes as in `write` and `attend`."""
+        self.write(layer, key_value)
+        return self.attend(layer, query, scale, window)
 
-        query      (rows, num_heads, head_dim)             rows beyond the batch's are padding
-        key_value  (rows, 2, num_kv_heads, head_dim)
-        Returns    (rows, num_heads, head_dim), contiguous; padding rows are zero
+    def write(self, layer: int, key_value: Tensor) -> None:
+        """Stores the step's keys and values of one layer.
+
+        key_value  (rows, 2, num_kv_heads, head_dim); rows beyond the step's own are padding and left out
         """
-        rows = self._batch.num_tokens
-        self._cache.layers[layer].index_copy_(0, self._slots, key_value[:rows])
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        out[rows:] = 0
-        for span, source in zip(self._batch.spans, self._sources, strict=True):
-            kv = source.views[layer] if source.views else self._cache.layers[layer].index_select(0, source.index)
-            if span.count == 1:
-                self._decode(span, query, kv, scale, window, out)
+        slots, rows = self._cache.layers[layer], len(self._slots)
+        if self._run is not None:
+            slots[self._run : self._run + rows].copy_(key_value[:rows])
+        else:
+            slots.index_copy_(0, self._slots, key_value[:rows])
+
+    def attend(self, layer: int, query: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
+        """Each row over its own prefix, itself included.
+
+        query    (rows, num_heads, head_dim), contiguous; rows beyond the step's own are padding
+        window   a row attends to its last `window` positions, its own included; None is all of them
+        Returns  (rows, num_heads, head_dim), contiguous; padding rows are zero
+        """
+        out = torch.empty_like(query)
+        end = self._spans[-1].row + self._spans[-1].count
+        if end < len(out):
+            out[end:] = 0
+        for herd in self._herds:
+            self._attend_herd(herd, layer, query, scale, window, out)
+        for lone in self._lone:
+            if lone.keys:
+                key, value = lone.keys[layer], lone.values[layer]
             else:
-                for start in range(span.start, span.end, TILE_ROWS):
-                    self._tile(span, start, min(start + TILE_ROWS, span.end), query, kv, scale, window, out)
+                gathered = self._cache.layers[layer].index_select(0, lone.index)
+                key, value = gathered.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+            if lone.span.count == 1:
+                self._attend_row(lone.span, query, key, value, scale, window, out)
+            else:
+                step = lone.span.count if self._split and window is None else TILE_ROWS
+                for start in range(lone.span.start, lone.span.end, step):
+                    end = min(start + step, lone.span.end)
+                    self._attend_tile(lone.span, (start, end), query, key, value, scale, window, out)
         return out
 
-    def _decode(
-        self, span: Span, query: Tensor, kv: Tensor, scale: float | None, window: int | None, out: Tensor
-    ) -> None:
-        """One row: the query heads that share a key head become the rows of one product."""
-        heads, head_dim = query.shape[1:]
-        kv_heads = kv.shape[2]
-        group = heads // kv_heads
-        first, mask = 0, None
-        if self._exact:
-            mask = self._masks.mask(span.start, 1, kv.shape[0], window)
-        elif window is not None:
-            first = max(0, span.end - window)
-        folded = query[span.row].view(1, kv_heads, group, head_dim)
-        if self._exact and group % ROW_MULTIPLE:
-            folded = functional.pad(folded, (0, 0, 0, -group % ROW_MULTIPLE))
-        key, value = kv[first:].permute(1, 2, 0, 3).unbind(0)
-        answer = self._attend(folded, key[None], value[None], mask, scale)
-        out[span.row].view(kv_heads, group, head_dim).copy_(answer[0, :, :group])
+    # -- one call each ------------------------------------------------------------------------------------------------
 
-    def _tile(
+    def _attend_herd(
+        self, herd: _Herd, layer: int, query: Tensor, scale: float | None, window: int | None, out: Tensor
+    ) -> None:
+        """Many single rows: their blocks side by side, padded to the longest, the padding masked."""
+        num_rows = len(herd.rows)
+        heads, head_dim = query.shape[1:]
+        blocks = self._cache.blocks[layer].index_select(0, herd.blocks)
+        kv_heads = self._cache.shape.num_kv_heads
+        key, value = blocks.view(num_rows, -1, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = herd.masks.get(window)
+        if mask is None:
+            mask = herd.masks[window] = self._herd_mask(herd, key.shape[2], window)
+        folded = self._fold(query.index_select(0, herd.rows), kv_heads)
+        answer = self._attend(folded, key, value, mask, scale)
+        out.index_copy_(0, herd.rows, answer[:, :, : heads // kv_heads].reshape(num_rows, heads, head_dim))
+
+    def _attend_row(
         self,
         span: Span,
-        start: int,
-        end: int,
         query: Tensor,
-        kv: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        """One row: the query heads that share a key head become the rows of one product."""
+        kv_heads, keys, head_dim = key.shape[1:]
+        mask = None
+        if self._exact:
+            mask = self._masks.mask(span.start, 1, keys, window)
+        elif window is not None and window < span.end:
+            key, value = key[:, :, span.end - window :], value[:, :, span.end - window :]
+        answer = self._attend(self._fold(query[span.row : span.row + 1], kv_heads), key, value, mask, scale)
+        group = query.shape[1] // kv_heads
+        out[span.row].view(kv_heads, group, head_dim).copy_(answer[0, :, :group])
+
+    def _attend_tile(
+        self,
+        span: Span,
+        positions: tuple[int, int],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         scale: float | None,
         window: int | None,
         out: Tensor,
     ) -> None:
         """Rows at positions start .. end - 1 over keys 0 .. end - 1, each row up to itself."""
-        heads, head_dim = query.shape[1:]
-        kv_heads = kv.shape[2]
-        group, rows = heads // kv_heads, end - start
-        first_row = span.row + start - span.start
-        keys = self._rounded(end) if self._exact else end
-        tile = query[first_row : first_row + rows].view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        mask = self._masks.mask(start, rows, keys, window)
-        if self._exact and rows % ROW_MULTIPLE:
-            padded = rows + -rows % ROW_MULTIPLE
-            tile = functional.pad(tile, (0, 0, 0, padded - rows))
-            mask = self._masks.mask(start, padded, keys, window)
-        key, value = (
-            part.unsqueeze(1).expand(kv_heads, group, keys, head_dim) for part in kv[:keys].permute(1, 2, 0, 3)
-        )
-        answer = self._attend(tile, key, value, mask, scale)
-        target = out[first_row : first_row + rows].view(rows, kv_heads, group, head_dim)
-        target.copy_(answer[:, :, :rows].permute(2, 0, 1, 3))
+        start, end = positions
+        kv_heads, head_dim = key.shape[1], key.shape[3]
+        group, rows = query.shape[1] // kv_heads, end - start
+        first = span.row + start - span.start
+        shape = (rows, kv_heads, group, head_dim)
+        tile = query[first : first + rows].view(shape).permute(1, 2, 0, 3)
+        target = out[first : first + rows].view(shape).permute(1, 2, 0, 3)
+        keys = self._rounded(end)
+        spread = (kv_heads, group, keys, head_dim)  # the heads of a group read the same keys: no copy is made
+        key, value = (part[0, :, :keys].unsqueeze(1).expand(spread) for part in (key, value))
+        if self._split and window is None:
+            self._attend_split(tile, key, value, start, scale, target)
+            return
+        padding = -rows % ROW_MULTIPLE if self._exact else 0
+        if padding:
+            tile = functional.pad(tile, (0, 0, 0, padding))
+        mask = self._masks.mask(start, rows + padding, keys, window)
+        target.copy_(self._attend(tile, key, value, mask, scale)[:, :, :rows])
+
+    def _attend_split(
+        self, tile: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None, target: Tensor
+    ) -> None:
+        """The past without a mask and the rest with a causal one, which is quicker than one call with a mask; merged by
+        their sums (arXiv 2205.14135, section 3.1)."""
+        recent, recent_sum = _FLASH_CPU(tile, key[:, :, start:], value[:, :, start:], 0.0, True, scale=scale)
+        if start == 0:
+            target.copy_(recent)
+            return
+        kv_heads, group, rows, head_dim = tile.shape
+        asking, past_key, past_value = tile, key[:, :, :start], value[:, :, :start]
+        if rows <= FOLD_ROWS:
+            asking = tile.reshape(1, kv_heads, group * rows, head_dim)
+            past_key, past_value = past_key[None, :, 0], past_value[None, :, 0]
+        past, past_sum = _FLASH_CPU(asking, past_key, past_value, 0.0, False, scale=scale)
+        share = torch.sigmoid(past_sum.view(recent_sum.shape) - recent_sum).to(tile.dtype).unsqueeze(-1)
+        torch.lerp(recent, past.view(tile.shape), share, out=target)
+
+    def _fold(self, query: Tensor, kv_heads: int) -> Tensor:
+        """(rows, num_heads, head_dim) -> (rows, num_kv_heads, group, head_dim), the group padded where bits count."""
+        rows, heads, head_dim = query.shape
+        folded = query.view(rows, kv_heads, heads // kv_heads, head_dim)
+        padding = -(heads // kv_heads) % ROW_MULTIPLE if self._exact else 0
+        return functional.pad(folded, (0, 0, 0, padding)) if padding else folded
+
+    # -- the plan of the step -----------------------------------------------------------------------------------------
+
+    def _plan(self, spans: list[Span]) -> None:
+        """Who attends alone and who in a herd."""
+        herds: dict[int, list[Span]] = {}
+        alone: list[Span] = []
+        longest = HERD_BYTES // max(1, self._cache.shape.token_bytes // self._cache.shape.num_layers)
+        for span in spans:
+            if span.count == 1 and span.end <= longest and self._cache.block_size % KEY_MULTIPLE == 0:
+                herds.setdefault((span.end - 1).bit_length(), []).append(span)
+            else:
+                alone.append(span)
+        for size, herd in list(herds.items()):
+            if len(herd) < HERD_LEAST:
+                alone += herds.pop(size)
+        self._herds = [self._herd(herd) for herd in herds.values()]
+        self._lone = [self._source(span) for span in alone]
 
     def _rounded(self, keys: int) -> int:
-        return keys + -keys % KEY_MULTIPLE
+        return keys + -keys % KEY_MULTIPLE if self._exact else keys
 
-    def _source(self, span: Span) -> _Source:
+    def _herd(self, spans: list[Span]) -> _Herd:
+        size = self._cache.block_size
+        used = [-(-span.end // size) for span in spans]
+        width, nobody = max(used), self._cache.num_blocks
+        blocks = [span.table[:n] + [nobody] * (width - n) for span, n in zip(spans, used, strict=True)]
+        return _Herd(
+            rows=torch.tensor([span.row for span in spans], device=self._device),
+            blocks=torch.tensor(blocks, device=self._device).view(-1),
+            ends=torch.tensor([[span.end] for span in spans], device=self._device),
+            masks={},
+        )
+
+    def _herd_mask(self, herd: _Herd, keys: int, window: int | None) -> Tensor:
+        """(num_rows, 1, 1, keys) additive."""
+        position = torch.arange(keys, device=self._device)
+        hidden = position >= herd.ends
+        if window is not None:
+            hidden |= position < herd.ends - window
+        mask = torch.zeros(hidden.shape, dtype=self._cache.data.dtype, device=self._device)
+        return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+
+    def _source(self, span: Span) -> _Lone:
         """A view where the blocks are consecutive, else the slots to gather. Rounding reads zeros, or slots of the
         sequence's own last block, which were zeroed when the block was fresh."""
         size = self._cache.block_size
-        keys = self._rounded(span.end) if self._exact else span.end
+        keys = self._rounded(span.end)
         used = -(-span.end // size)
         first = run_start(span.table, used)
         if first is not None and keys <= used * size:
-            base = first * size
-            return _Source(self._cache.data[:, base : base + keys].unbind(0), self._slots[:0])
+            run = self._cache.data[:, first * size : first * size + keys]
+            key, value = run.permute(2, 0, 3, 1, 4).unsqueeze(2).unbind(0)
+            return _Lone(span, key.unbind(0), value.unbind(0), self._slots[:0])
         blocks = torch.tensor(span.table[:used]) * size
         slots = (blocks[:, None] + torch.arange(size)).view(-1)[: span.end]
         slots = functional.pad(slots, (0, keys - span.end), value=self._cache.zero_slot)
-        return _Source((), slots.to(self._cache.data.device))
+        return _Lone(span, (), (), slots.to(self._device))
 
 
 def _flash_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

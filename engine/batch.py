@@ -100,3 +100,11 @@ def run_start(table: list[int], num_blocks: int) -> int | None:
     if table[:num_blocks] == list(range(first, first + num_blocks)):
         return first
     return None
+
+
+def consecutive(slots: Ints) -> int | None:
+    """The first slot, when the slots are consecutive and ascending; else None."""
+    first = int(slots[0])
+    if int(slots[-1]) - first == len(slots) - 1 and (np.diff(slots) == 1).all():
+        return first
+    return None

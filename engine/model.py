@@ -131,7 +131,7 @@ def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -
             raise ModelError(f"model {name!r} ({type(module).__name__}) cannot be served: {error}") from None
         if not fast:
             return shape, forward, False
-        fused = fuse(module)
+        fused = fuse(module, context_tokens)
         if fused is None:
             pack(module)
         else:

@@ -105,7 +105,7 @@ def compare(
     module: Any,
     expected: list[Tensor],
 ) -> None:
-    """Runs the texts through the paged cache in two mixed steps. Raises UnsupportedAttentionError on different logits."""
+    """Runs the texts through the paged cache in two mixed steps; raises UnsupportedAttentionError on other logits."""
     texts = _texts(module)
     device = texts[0].device
     cache = KVCache(shape, num_blocks=16, block_size=BLOCK_SIZE, device=device)

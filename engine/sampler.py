@@ -98,7 +98,7 @@ def weigh(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """Probabilities after temperature, top-k and top-p.
 
     top-k keeps every token that is as likely as the k-th; top-p keeps the shortest run of most likely tokens that adds
-    up to top_p, at least one. Returns (weights, ids): float64, unnormalised over the kept tokens; ids None is 0, 1, 2, ...
+    up to top_p, at least one. Returns (weights, ids) of the kept tokens: float64, not normalised; ids None is 0, 1, ...
     """
     scaled = logits.double()
     scaled = (scaled - scaled.max()) / sampling.temperature
