@@ -1,0 +1,208 @@
+"""The publisher: Redis is kept equal to the table, and costs the engine nothing when it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from engine.protocol import ENGINES_KEY, BlockEvents, Hello, announcement_key, blocks_key
+from engine.publish import VERSION_FIELD, Publisher, ResidencyTable
+from tests.fakes.fake_engine import make_hello
+from tests.fakes.redis_process import RedisProcess
+from tests.fakes.waiting import until
+
+LIMIT_S = 10.0
+BEAT_S = 0.05
+
+
+def run_of(name: int, blocks: int) -> bytes:
+    return b"".join(name.to_bytes(8, "big") + block.to_bytes(8, "big") for block in range(blocks))
+
+
+class Published:
+    """A publisher, its table, and what a reader sees in Redis."""
+
+    def __init__(self, redis: Redis, lease_s: float = 30.0) -> None:
+        self.hello: Hello = make_hello("m")
+        self.redis = redis
+        self.table = ResidencyTable()
+        self.publisher = Publisher(redis, self.table, self.hello, "http://here:1", heartbeat_s=BEAT_S, lease_s=lease_s)
+        self.key = blocks_key("m", self.hello.incarnation)
+
+    def change(self, events: BlockEvents) -> None:
+        self.table.apply(events)
+        self.publisher.publish(events)
+
+    async def settled(self) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await self.publisher.settled()
+
+    async def in_redis(self) -> set[bytes]:
+        return set(await self.redis.hkeys(self.key)) - {VERSION_FIELD}
+
+    async def until_equal(self) -> None:
+        async def equal() -> bool:
+            return self.publisher.up and await self.in_redis() == set(self.table)
+
+        await until(equal)
+
+
+@asynccontextmanager
+async def publishing(url: str, lease_s: float = 30.0) -> AsyncIterator[Published]:
+    redis: Redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0))
+    published = Published(redis, lease_s)
+    published.publisher.start()
+    try:
+        yield published
+    finally:
+        await published.publisher.close()
+        await redis.aclose()
+
+
+async def test_an_engine_announces_itself_with_its_url(redis_url: str) -> None:
+    async with publishing(redis_url) as published:
+        await published.settled()
+        announcement = json.loads(await published.redis.get(announcement_key(published.hello.incarnation)))
+        assert announcement.pop("url") == "http://here:1"
+        assert Hello.from_json(announcement) == published.hello
+        assert await published.redis.zscore(ENGINES_KEY, published.hello.incarnation) is not None
+
+
+async def test_stored_and_removed_blocks_are_seen_with_their_tier(redis_url: str) -> None:
+    async with publishing(redis_url) as published:
+        published.change(BlockEvents(stored=run_of(1, 5000)))
+        await published.settled()
+        assert await published.in_redis() == set(published.table)
+        assert await published.redis.hget(published.key, run_of(1, 1)) == b"g"  # type: ignore[arg-type]
+        published.change(BlockEvents(removed=run_of(1, 5000)[16 * 2000 :]))
+        await published.settled()
+        assert len(await published.in_redis()) == 2000
+
+
+async def test_both_keys_have_a_lease_that_the_heartbeat_renews(redis_url: str) -> None:
+    async with publishing(redis_url, lease_s=0.4) as published:
+        published.change(BlockEvents(stored=run_of(1, 10)))
+        await published.settled()
+        keys = [published.key, announcement_key(published.hello.incarnation)]
+        for _ in range(12):  # longer than the lease
+            await asyncio.sleep(BEAT_S)
+            for key in keys:
+                assert 0 < await published.redis.pttl(key) <= 400
+        assert published.publisher.resyncs == 1
+        assert len(await published.in_redis()) == 10
+
+
+async def test_an_engine_that_dies_takes_its_index_with_it(redis_url: str) -> None:
+    redis: Redis = Redis.from_url(redis_url)
+    published = Published(redis, lease_s=0.2)
+    published.publisher.start()
+    published.change(BlockEvents(stored=run_of(1, 10)))
+    await published.settled()
+    assert published.publisher._task is not None
+    published.publisher._task.cancel()  # as a crash would end it: nothing is cleaned up
+
+    async def gone() -> bool:
+        return not await redis.exists(published.key, announcement_key(published.hello.incarnation))
+
+    await until(gone)
+    await redis.aclose()
+
+
+async def test_a_shutdown_leaves_nothing_behind(redis_url: str) -> None:
+    async with publishing(redis_url) as published:
+        published.change(BlockEvents(stored=run_of(1, 10)))
+        await published.settled()
+    redis: Redis = Redis.from_url(redis_url)
+    assert await redis.keys("*") == []
+    await redis.aclose()
+
+
+async def test_a_restarted_redis_gets_the_whole_table_again(own_redis: RedisProcess) -> None:
+    async with publishing(own_redis.url) as published:
+        published.change(BlockEvents(stored=run_of(1, 3000)))
+        await published.settled()
+        await asyncio.to_thread(own_redis.restart)
+        await published.until_equal()
+        published.change(BlockEvents(removed=run_of(1, 3000)[16 * 10 :]))
+        await published.settled()
+        assert len(await published.in_redis()) == 10
+
+
+@pytest.mark.parametrize("command", [("FLUSHALL",), ("UNLINK",)], ids=["flushed", "evicted"])
+async def test_data_that_vanished_is_missed_at_the_next_heartbeat(redis_url: str, command: tuple[str, ...]) -> None:
+    async with publishing(redis_url) as published:
+        published.change(BlockEvents(stored=run_of(1, 100)))
+        await published.settled()
+        await published.redis.execute_command(*command, *([published.key] if command == ("UNLINK",) else []))  # type: ignore[no-untyped-call]
+        await published.until_equal()
+        assert published.publisher.resyncs == 2
+
+
+async def test_an_older_copy_of_the_index_is_noticed(redis_url: str) -> None:
+    """As after a failover to a replica that lags: the keys are there, and are not what was written last."""
+    async with publishing(redis_url) as published:
+        published.change(BlockEvents(stored=run_of(1, 100)))
+        await published.settled()
+        old = await published.redis.dump(published.key)
+        published.change(BlockEvents(removed=run_of(1, 100)[16:], stored=run_of(2, 99)))
+        await published.settled()
+        await published.redis.restore(published.key, 30_000, old, replace=True)
+        await published.until_equal()
+
+
+async def test_an_unreachable_redis_costs_one_warning_and_no_memory(
+    own_redis: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "engine.publish")
+    own_redis.kill()
+    async with publishing(own_redis.url) as published:
+        for step in range(2000):
+            published.change(BlockEvents(stored=run_of(step, 5)))
+            published.change(BlockEvents(removed=run_of(step, 5)))
+        await until(lambda: bool(caplog.records))
+        for step in range(200):
+            published.change(BlockEvents(stored=run_of(step, 5)))
+            await asyncio.sleep(0)
+        await asyncio.sleep(4 * BEAT_S)  # several tries
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert not published.publisher._pending
+        await asyncio.to_thread(own_redis.start)
+        await published.until_equal()
+        assert len(published.table) == 1000
+
+
+async def test_a_redis_that_hangs_is_left_behind_too(own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.publish.REDIS_TIMEOUT_S", 0.1)
+    async with publishing(own_redis.url) as published:
+        published.change(BlockEvents(stored=run_of(1, 10)))
+        await published.settled()
+        assert own_redis._process is not None
+        own_redis._process.send_signal(signal.SIGSTOP)
+        published.change(BlockEvents(stored=run_of(2, 10)))
+        await until(lambda: not published.publisher.up)
+        own_redis._process.send_signal(signal.SIGCONT)
+        await published.until_equal()
+
+
+def test_a_snapshot_applied_from_nothing_is_the_table() -> None:
+    table = ResidencyTable()
+    table.apply(BlockEvents(stored=run_of(1, 1000)))
+    table.apply(BlockEvents(removed=run_of(1, 1000)[16 * 700 :], stored=run_of(2, 300)))
+    for max_bytes in (1, 16, 100, 16 * 999, 16 * 1000, 1 << 20):
+        copy = ResidencyTable()
+        copy.apply(BlockEvents(stored=run_of(3, 5)))
+        parts = table.snapshot(max_bytes)
+        for events in parts:
+            copy.apply(events)
+        assert list(copy) == list(table)
+        assert [events.reset for events in parts] == [True] + [False] * (len(parts) - 1)
+    assert ResidencyTable().snapshot(100) == [BlockEvents(reset=True)]
