@@ -72,7 +72,9 @@ class Oracle:
         return min(found, (len(tokens) - 1) // size) * size
 
     def _encode(self, messages: list[Message]) -> list[int]:
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self._tokenizer.apply_chat_template(
+            [_as_templates_want(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -88,6 +90,17 @@ def _message(message: Message) -> Message:
     if message["role"] == "tool" and "tool_call_id" not in message:
         return {"role": "user", "content": message["content"]}
     return message
+
+
+def _as_templates_want(message: Message) -> Message:
+    """Chat templates take the arguments of a tool call as an object; the API has them as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [
+        {**call["function"], "arguments": json.loads(call["function"]["arguments"])} for call in message["tool_calls"]
+    ]
+    calls = [{**call, "function": function} for call, function in zip(message["tool_calls"], functions, strict=True)]
+    return {**message, "tool_calls": calls}
 
 
 def ask(client: openai.OpenAI, model: str, messages: list[Message], max_tokens: int) -> tuple[float, int, int]:
