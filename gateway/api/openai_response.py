@@ -14,6 +14,7 @@ import orjson
 import xxhash
 
 from engine.protocol import Hello, Namespace
+from gateway.api.wire import json_text
 from gateway.types import Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -106,7 +107,7 @@ class CompletionShape:
     def opening(self, index: int, echo: str) -> bytes:
         """The prompt, when it is echoed; else nothing."""
         before, after = self.piece(index)
-        return before + orjson.dumps(echo) + after if echo else b""
+        return before + json_text(echo) + after if echo else b""
 
     def piece(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the JSON string of a piece of text."""

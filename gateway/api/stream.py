@@ -17,12 +17,11 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-import orjson
 from aiohttp import web
 
 from gateway.api.openai_response import Answer
 from gateway.api.record import CLIENT_LEFT, RECORD, Record
-from gateway.api.wire import common_headers, error_event, kvasir_headers
+from gateway.api.wire import common_headers, error_event, json_text, kvasir_headers
 from gateway.errors import DeadlineError, KvasirError
 from gateway.types import Event, Finished, Request, TextDelta, Usage
 
@@ -92,11 +91,11 @@ async def stream(
             await anext(events)  # Started
             response = await sse.begin(index)
             before, after = shape.piece(index)
-            dumps, write = orjson.dumps, response.write
+            write = response.write
             async for event in events:
                 if type(event) is TextDelta:
                     if not silent:
-                        await write(before + dumps(event.text) + after)
+                        await write(before + json_text(event.text) + after)
                 elif type(event) is Finished:
                     reason, usage = _finish(event, request, silent)
                     closing = shape.closing(index, reason)

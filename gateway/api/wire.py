@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from gateway.api.record import Record, elapsed_ms
-from gateway.errors import KvasirError
+from gateway.errors import DeadlineError, KvasirError
 
 OPENAI_VERSION = "2020-10-01"
 JSON = "application/json"
@@ -20,7 +20,8 @@ JSON = "application/json"
 
 def error_json(error: KvasirError) -> dict[str, Any]:
     """The body of an error answer, and of an SSE error event."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    message = error.message.encode("utf-8", "replace").decode()  # a URL may have brought bytes that are no text
+    return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def error_headers(error: KvasirError) -> dict[str, str]:
@@ -29,7 +30,9 @@ def error_headers(error: KvasirError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
-    if error.status in (429, 502, 503):
+    if isinstance(error, DeadlineError) and error.retry_after_s is None:
+        headers["x-should-retry"] = "false"  # the time was spent on the answer itself, and would be again
+    elif error.status in (429, 502, 503):
         headers["x-should-retry"] = "true"
     return headers
 
@@ -38,6 +41,18 @@ def error_response(error: KvasirError, headers: dict[str, str] | None = None) ->
     body = orjson.dumps(error_json(error))
     return web.Response(
         status=error.status, body=body, content_type=JSON, headers={**error_headers(error), **(headers or {})}
+    )
+
+
+def json_text(text: str) -> bytes:
+    """A JSON string that stays on one line for every SSE client: some end lines where Unicode does (str.splitlines)."""
+    written = orjson.dumps(text)
+    if text.isascii():
+        return written
+    return (
+        written.replace(b"\xc2\x85", rb"\u0085")
+        .replace(b"\xe2\x80\xa8", rb"\u2028")
+        .replace(b"\xe2\x80\xa9", rb"\u2029")
     )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import socket
@@ -66,6 +67,19 @@ async def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allo
     async with running() as gateway, gateway.session.request(method, gateway.url + path) as answer:
         assert (answer.status, answer.headers["allow"]) == (405, allowed)
         assert set((await answer.json())["error"]) == KEYS
+
+
+@pytest.mark.parametrize(
+    "path", [b"/\xff", b"/v1/models/\xff\xfe", b"/v1/models/%ff%fe", b"/%00", b"/v1/models/%0a", b"//", b"/../x"]
+)
+async def test_urls_that_are_no_text_are_not_found_either(path: bytes) -> None:
+    async with running() as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        await writer.wait_closed()
+    assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.0 400 ")), answer
 
 
 async def test_a_bug_is_a_500_that_says_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:

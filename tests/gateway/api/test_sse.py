@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.config import ServerSettings
 from gateway.errors import EngineLostError
@@ -12,6 +15,8 @@ from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeStreet
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+LINE_ENDS = ["\n", "\r\n", "\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029", "\n\n", "data: x"]
+ECHO: Any = {"model": "demo", "prompt": "".join(LINE_ENDS), "stream": True, "echo": True}
 DETAILS = (
     '"prompt_tokens_details":{"cached_tokens":32,"cache_write_tokens":0,"audio_tokens":0},'
     '"completion_tokens_details":{"reasoning_tokens":0,"audio_tokens":0,"accepted_prediction_tokens":0,'
@@ -179,6 +184,21 @@ async def test_when_one_of_several_prompts_fails_the_stream_ends_with_its_error(
         assert street.open == 0
 
 
+@settings(max_examples=30, deadline=None)
+@given(pieces=st.lists(st.text(min_size=1, max_size=8) | st.sampled_from(LINE_ENDS), max_size=8))
+def test_any_text_arrives_also_at_clients_that_end_lines_where_unicode_does(pieces: list[str]) -> None:
+    async def work() -> None:
+        async with running(FakeStreet(pieces=pieces)) as gateway:
+            for body, path in ((CHAT, "/v1/chat/completions"), (ECHO, "/v1/completions")):
+                text = await gateway.transcript(path, body)
+                events = [json.loads(line[6:]) for line in text.splitlines() if line and line != "data: [DONE]"]
+                choices = [event["choices"][0] for event in events]
+                said = [choice.get("delta", {}).get("content", "") + choice.get("text", "") for choice in choices]
+                assert "".join(said) == (ECHO["prompt"] if body is ECHO else "") + "".join(pieces)
+
+    asyncio.run(work())
+
+
 # -- clients that leave, or stop reading ------------------------------------------------------------------------------
 
 
@@ -255,6 +275,7 @@ async def test_an_answer_past_its_deadline_ends_with_an_error() -> None:
     street = FakeStreet(hold_after=asyncio.Event())
     async with running(street, server=ServerSettings(request_timeout_s=0.05)) as gateway:
         assert "request_timeout_s" in await gateway.transcript("/v1/chat/completions", CHAT)
-        status, body, _ = await gateway.post("/v1/chat/completions", {**CHAT, "stream": False})
+        status, body, headers = await gateway.post("/v1/chat/completions", {**CHAT, "stream": False})
         assert (status, body["error"]["code"]) == (503, "server_is_overloaded")
+        assert headers["x-should-retry"] == "false"
     assert street.open == 0
