@@ -33,7 +33,10 @@ ROOT = -1
 """In the parent's place: the block begins a prefix."""
 
 EVICT_AHEAD = 16
-"""Blocks evicted beyond what an allocation needs, so that it finds consecutive ones. A small pool evicts fewer."""
+"""Blocks evicted at a time beyond what an allocation needs, so that it finds consecutive ones and can grow behind them,
+as long as no more than one block in SPARE_SHARE is free."""
+
+SPARE_SHARE = 64
 
 
 class BlockPool:
@@ -45,11 +48,10 @@ class BlockPool:
         self.block_size = block_size
         self.evictions = 0  # blocks given up for others since the start
         self._block_bytes = block_size * TOKEN_BYTES
-        self._evict_ahead = min(EVICT_AHEAD, num_blocks // 64)
         self._policy: EvictionPolicy = policy or LeastRecentlyUsed(num_blocks)
-        self._free = FreeRuns(num_blocks)
 
         self._refs = [0] * num_blocks  # sequences that hold the block
+        self._free = FreeRuns(num_blocks, self._refs)
         self._pins = [0] * num_blocks  # 1 if refs, plus pinned registered children; 0: nothing live at or below it
         self._children = [0] * num_blocks  # registered blocks whose parent this is
         self._num_live = 0  # blocks with refs
@@ -149,7 +151,9 @@ class BlockPool:
             return None
         short = max(0, count - len(self._free))
         if short or not self._free.fits(count, after):
-            for _ in range(min(short + self._evict_ahead, self._num_evictable)):
+            spare = len(self._free) + short - count
+            ahead = max(0, min(EVICT_AHEAD, self.num_blocks // SPARE_SHARE - spare))
+            for _ in range(min(short + ahead, self._num_evictable)):
                 self._evict()
         blocks = self._free.take(count, after)
         for block in blocks:

@@ -6,8 +6,13 @@ and a new run is placed where both it and its left neighbour have room to grow. 
 
 from __future__ import annotations
 
-_LOOKED_AT = 32
+from collections.abc import Sequence
+
+_LOOKED_AT = 16
 """Runs of one bucket that are compared before one is taken: a limit on the cost of a good fit."""
+
+_LONG_RUN = 64
+"""Ids. In a shorter run, room is left for a left neighbour only if that is in use at this moment."""
 
 
 class FreeRuns:
@@ -17,7 +22,9 @@ class FreeRuns:
     Runs are bucketed by the bit length of their length, so a run of the greatest magnitude is found at once.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, references: Sequence[int]) -> None:
+        """references  the pool's own count by id: an id that is in use may want to grow into the run behind it"""
+        self._references = references
         self._free = bytearray(num_blocks + 2)  # index block + 1: a taken border on both sides
         self._length = [0] * num_blocks
         self._first = [0] * num_blocks
@@ -36,10 +43,11 @@ class FreeRuns:
         return bool(self._free[block + 1])
 
     def fits(self, count: int, after: int | None = None) -> bool:
-        """Whether `take` would answer with consecutive ids. May miss a run that is hardly longer than `count`."""
+        """Whether `take` would answer with consecutive ids, and take nobody's room to grow for that. May miss a run
+        that is hardly longer than `count`."""
         if after is not None and self._free[after + 2] and self._length[after + 1] >= count:
             return True
-        return bool(self._size) and self._length[self._pick(count)] >= count
+        return bool(self._size) and self._suits(self._pick(count), count)
 
     def add(self, block: int) -> None:
         """Puts an id back."""
@@ -70,20 +78,31 @@ class FreeRuns:
             start = self._pick(count)
             length = self._length[start]
             part = min(count, length)
-            # Whoever ends right before this run may grow into its first half. Nobody ends before block 0.
-            taken += self._cut(start, (length - part) // 2 if start else 0, part)
+            taken += self._cut(start, self._room(start, length - part), part)
             count -= part
         return taken
 
     def _pick(self, count: int) -> int:
-        """A run of the greatest magnitude: long enough for `count` if one of the first few is."""
+        """A run of the greatest magnitude: one that suits if there is one among the first few, else a long one."""
         bucket = self._buckets[self._filled.bit_length() - 1]
         best = bucket[-1]
-        if self._length[best] < count:
+        if not self._suits(best, count):
             for start in bucket[-_LOOKED_AT:]:
+                if self._suits(start, count):
+                    return start
                 if self._length[start] > self._length[best]:
                     best = start
         return best
+
+    def _suits(self, start: int, count: int) -> bool:
+        length = self._length[start]
+        return length >= count and (length >= _LONG_RUN or not start or not self._references[start - 1])
+
+    def _room(self, start: int, spare: int) -> int:
+        """How much of the spare ids is left to whoever ends right before a run; nobody ends before the first one."""
+        if start and (self._references[start - 1] or spare >= _LONG_RUN):
+            return spare // 2
+        return 0
 
     def _cut(self, start: int, offset: int, count: int) -> list[int]:
         length = self._length[start]

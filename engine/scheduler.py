@@ -229,11 +229,14 @@ class Scheduler:
     # -- planning: decodes --------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, plan: Plan) -> None:
-        decodes = [s for lane in LANES for s in self._running[lane] if s.num_tokens - s.num_computed == 1]
+        size, work = self.pool.block_size, plan.work
+        decodes = [s for lane in LANES for s in self._running[lane] if len(s.tokens) - s.num_computed == 1]
         for sequence in decodes:
             if plan.budget < 1:
                 return
-            if sequence.status is Status.RUNNING and sequence not in plan.work and self._grow(sequence, plan):
+            if sequence.status is not Status.RUNNING or sequence in work:
+                continue
+            if len(sequence.block_table) * size >= len(sequence.tokens) or self._grow(sequence, plan):
                 plan.add(sequence, 1)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
