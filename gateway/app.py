@@ -174,6 +174,7 @@ async def serve(
                 gateway.registry.add(url, name)
         for url in settings.engines.urls:
             gateway.registry.add(url)
+        gateway.index.start()
         gateway.registry.start()
         await _first_engines(gateway, stop)
         # 4. Serve.

@@ -155,6 +155,8 @@ class Street:
     async def _choose(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> Engine:
         engines = self._registry.serving(request.model)
         engines = [engine for engine in engines if engine.hello.incarnation not in lost] or engines
+        if len(engines) == 1:
+            return engines[0]  # nothing to choose, so nothing to look up
         block_size = engines[0].hello.namespace.block_size
         held = await self._index.find(request.model, prompt.digests, [engine.hello.incarnation for engine in engines])
         cached = {incarnation: blocks * block_size for incarnation, blocks in held.items()}

@@ -27,6 +27,7 @@ class FallbackIndex:
         self._memory = memory
         self._retry_s = retry_s
         self._looking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.redis_up = redis is not None
         self.outages = 0
 
@@ -45,8 +46,14 @@ class FallbackIndex:
             return held
         return {**await self._memory.find(model, digests, [name for name in incarnations if name not in held]), **held}
 
+    def start(self) -> None:
+        """Begins to look every retry_s whether Redis is still there: requests do not ask while there is one engine."""
+        if self._redis is not None:
+            self._watching = tasks.spawn(self._watch(self._redis), name="watch redis")
+
     async def close(self) -> None:
         """Stops looking for Redis."""
+        await tasks.cancel(self._watching)
         await tasks.cancel(self._looking)
 
     def _note_down(self, error: IndexDownError) -> None:
@@ -57,6 +64,15 @@ class FallbackIndex:
         log.warning("Redis does not answer, the index is this gateway's own memory until it does: %s", error)
         if self._redis is not None:
             self._looking = tasks.spawn(self._look(self._redis), name="look for redis")
+
+    async def _watch(self, redis: RedisIndex) -> None:
+        while True:
+            await asyncio.sleep(self._retry_s)
+            if self.redis_up:
+                try:
+                    await redis.ping()
+                except IndexDownError as error:
+                    self._note_down(error)
 
     async def _look(self, redis: RedisIndex) -> None:
         while not self.redis_up:

@@ -16,6 +16,8 @@ import argparse
 import asyncio
 import json
 import os
+import random
+import re
 import socket
 import statistics
 import subprocess
@@ -38,6 +40,12 @@ CHUNKS = 128
 INTERVAL_S = 0.004
 START_LIMIT_S = 60.0
 PIECE = "word "
+WORDS = re.findall(
+    r"\w+",
+    "the of and to in that was it his he had with as for at by not on is be this from her which have but are said she "
+    "there been were would when my who one they him all could so them will their no an then some out any more what "
+    "morning house letter question answer window street evening railway doctor believe remember nothing something",
+)
 BODIES = {"300 B": 300, "16 KB": 16_000, "400 KB": 400_000}
 
 
@@ -147,10 +155,10 @@ class Middle:
 def body(size: int, stream: bool, max_tokens: int) -> bytes:
     """A conversation of about `size` bytes, in turns of at most 4 KB."""
     messages = [{"role": "system", "content": "You are a helpful assistant."}]
-    left, turn = size - 200, 0
+    left, turn, dice = size - 200, 0, random.Random(size)
     while left > 0:
         length = min(left, 4000)
-        text = " ".join(f"w{turn}n{index}" for index in range(length // 7 + 1))[:length]
+        text = " ".join(dice.choices(WORDS, k=length // 5 + 1))[:length]
         messages.append({"role": ("user", "assistant")[turn % 2], "content": text})
         left, turn = left - length - 40, turn + 1
     messages[-1]["role"] = "user"
@@ -176,6 +184,8 @@ async def measure(middles: list[Middle], arguments: argparse.Namespace) -> None:
     rows: dict[str, dict[str, list[float]]] = {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for name, size in BODIES.items():
+            if arguments.only not in (None, name):
+                continue
             plain = body(size, stream=False, max_tokens=1)
             count = max(20, int(arguments.scale * min(1500, 60_000_000 // size)))
             for middle in middles:
@@ -184,6 +194,9 @@ async def measure(middles: list[Middle], arguments: argparse.Namespace) -> None:
                 for middle in middles:
                     cost = await load(session, middle, plain, count, 8)
                     rows.setdefault(name, {}).setdefault(middle.name, []).append(cost)
+        if arguments.only:
+            report(rows)
+            return
         name = f"stream of {CHUNKS}"
         data, count = body(300, stream=True, max_tokens=CHUNKS), max(8, int(arguments.scale * 60))
         for _ in range(arguments.rounds):
@@ -200,7 +213,9 @@ def report(rows: dict[str, dict[str, list[float]]]) -> None:
     for name, row in rows.items():
         bare, parse, ours = (statistics.median(row[key]) * 1e3 for key in ("bare", "parse", "kvasir"))
         print(f"| {name} | {bare:.3f} | {parse:.3f} | {ours:.3f} | {ours / bare:.2f} | {ours / parse:.2f} |")
-    plain, streamed = rows["300 B"], rows[f"stream of {CHUNKS}"]
+    if (streamed := rows.get(f"stream of {CHUNKS}")) is None:
+        return
+    plain = rows["300 B"]
     chunk = {
         key: (statistics.median(streamed[key]) - statistics.median(plain[key])) / CHUNKS * 1e6
         for key in ("bare", "kvasir")
@@ -252,6 +267,7 @@ def main() -> None:
     parser.add_argument("--role", choices=["load", "engine", "proxy"], default="load", help=argparse.SUPPRESS)
     parser.add_argument("--ports", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--parse", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=BODIES, help="measure this size of body alone, and no stream")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
     arguments = parser.parse_args()

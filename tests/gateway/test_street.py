@@ -173,9 +173,16 @@ async def test_an_answer_is_started_pieces_and_finished_with_its_usage() -> None
 
 
 async def test_the_stages_are_asked_in_the_order_of_the_street() -> None:
-    stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])], held={"e": 2})
+    engines = [ScriptedEngine(name, [[SequenceUpdate(1, [0], finish="stop")]]) for name in ("d", "e")]
+    stages = Stages(engines, held={"e": 2})
     await walk(stages, request())
-    assert stages.calls == ["encode", "find e", "choose {'e': 8}", "place e"]
+    assert stages.calls == ["encode", "find d,e", "choose {'e': 8}", "place e"]
+
+
+async def test_with_one_engine_there_is_nothing_to_look_up() -> None:
+    stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])])
+    await walk(stages, request())
+    assert stages.calls == ["encode", "place e"]
 
 
 async def test_a_stop_token_counts_as_completion_and_is_no_text() -> None:
@@ -199,10 +206,11 @@ async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
 async def test_an_engine_lost_before_the_first_token_is_replaced_by_another() -> None:
     lost = ScriptedEngine("a", [[EngineLostError("gone")]])
     good = ScriptedEngine("b", [[FIRST, SequenceUpdate(1, [1], finish="stop")]])
-    stages, asked = Stages([lost, good], held={"a": 2}), request()
+    spare = ScriptedEngine("c", [])
+    stages, asked = Stages([lost, good, spare], held={"a": 2, "b": 1}), request()
     events = await walk(stages, asked)
     assert events[0] == Started("b", 9, 4)
-    assert "find b" in stages.calls
+    assert "find b,c" in stages.calls
     assert (asked.trace.retries, asked.trace.engine, stages.places) == (1, "b", 0)
 
 
