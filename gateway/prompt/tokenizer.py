@@ -74,8 +74,8 @@ class Tokenizer:
         self._hf = _build(guarded) if names is not None else _deaf_to_specials(spec)
         self._load_fast(guarded)
         self.fallback = _why_uncut(added, spec["normalizer"]) or self._why_unequal(_mixed_texts(self), original)
-        if self.fallback and names is None:
-            raise ValueError(f"special strings in users' text cannot be kept from being tokens ({self.fallback})")
+        if names is None and (self.fallback or self._hears_specials()):
+            raise ValueError("special strings in users' text cannot be kept from becoming special tokens")
 
     @property
     def library(self) -> Literal["tiktoken", "tokenizers"]:
@@ -153,6 +153,10 @@ class Tokenizer:
             text.encode()
         # The batch call is the one that lets go of the GIL.
         return [array("I", encoding.ids) for encoding in self._hf.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _hears_specials(self) -> bool:
+        encodings = self._hf.encode_batch_fast(list(self.specials), add_special_tokens=False)
+        return any(index in encoding.ids for index, encoding in zip(self.specials.values(), encodings, strict=True))
 
     def _named(self, text: str) -> str:
         """Masked text -> plain text for the guarded tokeniser."""

@@ -1,0 +1,62 @@
+"""Masked text holds no special string, side by side with other masked text neither, and can be unmasked."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.prompt.masking import Masking
+
+SETS = {
+    "chatml": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+    "mistral": ["<s>", "</s>", "[INST]", "[/INST]", "<unk>"],
+    "overlapping": ["aba", "ba", "b<", "<<"],
+    "single": ["\u2581", "<s>", "0", "1", "⸻"],
+    "none": [],
+}
+
+
+def texts(specials: list[str]) -> st.SearchStrategy[str]:
+    cut = [special[:i] for special in specials for i in range(1, len(special) + 1)]
+    cut += [special[i:] for special in specials for i in range(1, len(special))]
+    pieces = st.sampled_from([*cut, "a", "b", "<", " ", "⸻", "⸺", "⸹", "é"]) | st.text(max_size=3)
+    return st.lists(pieces, max_size=12).map("".join)
+
+
+@pytest.mark.parametrize("name", SETS)
+@given(data=st.data())
+def test_masked_texts_hold_no_special_string_even_side_by_side(name: str, data: st.DataObject) -> None:
+    specials = SETS[name]
+    masking = Masking(specials)
+    parts = data.draw(st.lists(texts(specials), max_size=4))
+    masked = "".join(map(masking.mask, parts))
+    assert not any(special in masked for special in specials)
+    assert masking.unmask(masked) == "".join(parts)
+
+
+@given(text=texts(SETS["chatml"]), stop=st.integers(0, 40))
+def test_masking_can_be_undone_piece_by_piece(text: str, stop: int) -> None:
+    masking = Masking(SETS["chatml"])
+    assert masking.unmask(masking.mask(text[:stop])) + masking.unmask(masking.mask(text[stop:])) == text
+
+
+def test_text_without_special_strings_is_left_as_it_is() -> None:
+    masking = Masking(SETS["chatml"])
+    for text in ("plain", "a < b and c | d", "<|nothing|>"):
+        assert masking.mask(text) is text
+
+
+def test_the_mark_is_none_of_the_characters_to_avoid() -> None:
+    first = Masking(["<s>"])
+    second = Masking(["<s>"], avoid="".join(first.sequences))
+    assert not set("".join(first.sequences)) & set("".join(second.sequences))
+
+
+def test_every_string_in_a_message_is_masked() -> None:
+    masking = Masking(["<s>"])
+    data = {"<s>": ["<s>", {"name": "<s>", "n": 1, "x": None, "y": True, "z": 1.5}], "plain": "a"}
+    masked = masking.mask_data(data)
+    assert "<s>" not in repr(masked)
+    assert masked["plain"] == "a"
+    assert masked[masking.mask("<s>")][1]["n"] == 1
