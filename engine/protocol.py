@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal
 
@@ -114,7 +114,7 @@ def blocks_key(model: str, incarnation: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The stream: WebSocket binary messages, each `uint32 header length | header, JSON | payload`
+# The stream: WebSocket binary messages, each `uint32 header length | header, JSON, may be empty | payload`
 #
 #   gateway -> engine   submit, abort
 #   engine  -> gateway  hello (first), blocks (a snapshot next, then changes), step (one per step of the engine)
@@ -269,6 +269,7 @@ GatewayMessage = Submit | Abort
 EngineMessage = Hello | BlockEvents | StepFrame
 
 _HEADER = struct.Struct("<I")
+_NO_HEADER: Final = _HEADER.pack(0)
 
 
 class ProtocolError(ValueError):
@@ -310,17 +311,7 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
         case Abort():
             return _join({"op": "abort", "seq": message.seq})
         case StepFrame():
-            rows: list[list[Any]] = []
-            flat: list[int] = []
-            for update in message.updates:
-                row: list[Any] = [update.seq, len(update.tokens)]
-                extra = {key: value for key in _UPDATE_EXTRAS if (value := getattr(update, key)) is not None}
-                if extra:
-                    row.append(extra)
-                rows.append(row)
-                flat += update.tokens
-            header = {"op": "step", "updates": rows, "load": asdict(message.load)}
-            return _join(header, struct.pack(f"<{len(flat)}I", *flat))
+            return _encode_step(message)
         case BlockEvents():
             header = {"op": "blocks", "stored": len(message.stored), "reset": message.reset}
             return _join(header, message.stored + message.removed)
@@ -330,6 +321,11 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
 
 def decode(message: bytes) -> GatewayMessage | EngineMessage:
     """The inverse of `encode`. Raises ProtocolError for anything else."""
+    if message[: _HEADER.size] == _NO_HEADER:
+        try:
+            return _decode_step({}, memoryview(message)[_HEADER.size :])
+        except (struct.error, IndexError, ValueError) as error:
+            raise ProtocolError(f"bad step message: {error}") from None
     header, payload = _split(message)
     op = header.pop("op", None)
     try:
@@ -345,7 +341,7 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
             case "abort":
                 return Abort(**header)
             case "step":
-                return StepFrame(list(_updates(header["updates"], payload)), Load(**header["load"]))
+                return _decode_step(header["extras"], payload)
             case "blocks":
                 cut = header["stored"]
                 return BlockEvents(stored=payload[:cut], removed=payload[cut:], reset=header["reset"])
@@ -353,18 +349,52 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
                 if header.get("version") != PROTOCOL_VERSION:
                     raise ProtocolError(f"the engine speaks version {header.get('version')}, not {PROTOCOL_VERSION}")
                 return Hello.from_json(header)
-    except (KeyError, TypeError, ValueError, struct.error) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         raise ProtocolError(f"bad {op!r} message: {error}") from None
     raise ProtocolError(f"unknown message {op!r}")
 
 
+# A stream consists mostly of steps, so they are numbers only: `load | n | n seqs | n token counts | token ids`. The
+# header is empty but for steps in which something begins or ends, which carry those fields by index.
+
+_LOAD: Final = struct.Struct("<6Q2d?")
 _UPDATE_EXTRAS: Final = ("cached_tokens", "queue_ms", "prefill_ms", "finish", "stop_id", "error")
 
 
-def _updates(rows: list[list[Any]], payload: bytes) -> Iterator[SequenceUpdate]:
-    flat = struct.unpack(f"<{len(payload) // TOKEN_BYTES}I", payload)
-    start = 0
-    for seq, count, *extra in rows:
-        tokens = list(flat[start : start + count])
-        start += count
-        yield SequenceUpdate(seq, tokens, **(extra[0] if extra else {}))
+def _encode_step(frame: StepFrame) -> bytes:
+    updates, load = frame.updates, frame.load
+    numbers = [len(updates), *(update.seq for update in updates), *(len(update.tokens) for update in updates)]
+    extras = {}
+    for index, update in enumerate(updates):
+        numbers += update.tokens
+        if extra := {key: value for key in _UPDATE_EXTRAS if (value := getattr(update, key)) is not None}:
+            extras[index] = extra
+    payload = _LOAD.pack(
+        load.waiting,
+        load.running,
+        load.prefill_backlog,
+        load.free_blocks,
+        load.cached_blocks,
+        load.live_blocks,
+        load.prefill_tokens_per_s,
+        load.decode_tokens_per_s,
+        load.draining,
+    ) + struct.pack(f"<{len(numbers)}I", *numbers)
+    return _join({"op": "step", "extras": extras}, payload) if extras else _HEADER.pack(0) + payload
+
+
+def _decode_step(extras: dict[str, dict[str, Any]], payload: bytes | memoryview) -> StepFrame:
+    load = Load(*_LOAD.unpack_from(payload))
+    numbers = struct.unpack(f"<{(len(payload) - _LOAD.size) // 4}I", memoryview(payload)[_LOAD.size :])
+    count, updates = numbers[0], []
+    start = 1 + 2 * count
+    if start + sum(numbers[1 + count : start]) != len(numbers):
+        raise ProtocolError("the payload of a step is cut short")
+    for seq, num_tokens in zip(numbers[1 : 1 + count], numbers[1 + count : start], strict=True):
+        updates.append(SequenceUpdate(seq, list(numbers[start : start + num_tokens])))
+        start += num_tokens
+    for index, fields_ in extras.items():
+        update = updates[int(index)]
+        for key, value in fields_.items():
+            setattr(update, key, value)
+    return StepFrame(updates, load)
