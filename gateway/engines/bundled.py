@@ -92,6 +92,7 @@ class BundledEngine:
         self._joined = asyncio.Event()
         self._told = False  # the present outage has been logged
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
 
     # -- what the street and the registry ask -------------------------------------------------------------------------
 
@@ -179,11 +180,12 @@ class BundledEngine:
 
     async def stop(self) -> None:
         """Closes the connection. Sequences on it get EngineLostError."""
+        self._stopping = True
         await tasks.cancel(self._task)
 
     async def _run(self) -> None:
         retry_s = FIRST_RETRY_S
-        while True:
+        while not self._stopping:
             began_s = time.monotonic()
             try:
                 await self._connect()
@@ -191,6 +193,8 @@ class BundledEngine:
                 self._tell_away(_first(group))
             except* Exception as group:
                 log.error("engine %s: connecting failed", self.name, exc_info=_first(group))
+            if self._stopping:  # a task group whose child fails while it is cancelled forgets that it was
+                return
             if time.monotonic() - began_s > self._settings.reconnect_max_s:
                 retry_s = FIRST_RETRY_S
             await asyncio.sleep(retry_s)
@@ -211,21 +215,28 @@ class BundledEngine:
                     max_msg_size=MAX_MESSAGE_BYTES,
                     timeout=aiohttp.ClientWSTimeout(ws_close=timeout_s),
                 )
-                hello = decode(await _receive(socket))
-            if not isinstance(hello, Hello):
-                raise ProtocolError(f"the first message is {type(hello).__name__}, not Hello")
-            # 2. Read and write from now on; join as soon as the tokeniser is there.
-            connection = Connection(self.name, hello, self._settings.buffer_updates)
             try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._read(socket, connection), name=f"read {self.name}")
-                    group.create_task(connection.write(socket.send_bytes), name=f"write {self.name}")
-                    group.create_task(self._join(session, connection), name=f"join {self.name}")
+                async with asyncio.timeout(timeout_s):
+                    hello = decode(await _receive(socket))
+                if not isinstance(hello, Hello):
+                    raise ProtocolError(f"the first message is {type(hello).__name__}, not Hello")
+                await self._use(session, socket, Connection(self.name, hello, self._settings.buffer_updates))
             finally:
-                # 3. It is gone, whatever the reason.
-                self._leave(connection)
                 with contextlib.suppress(Exception):
                     await socket.close()
+
+    async def _use(
+        self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, connection: Connection
+    ) -> None:
+        """2. Reads and writes until one of them fails; joins as soon as the tokeniser is there."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(socket, connection), name=f"read {self.name}")
+                group.create_task(connection.write(socket.send_bytes), name=f"write {self.name}")
+                group.create_task(self._join(session, connection), name=f"join {self.name}")
+        finally:
+            # 3. It is gone, whatever the reason.
+            self._leave(connection)
 
     async def _join(self, session: aiohttp.ClientSession, connection: Connection) -> None:
         hello = connection.hello
