@@ -5,7 +5,6 @@ No torch tensors here. Its neighbour engine/model.py turns the files into a mode
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -89,7 +88,6 @@ def read_tokenizer(folder: Path) -> tuple[TokenizerFiles, int | None]:
 
     Raises ModelError when the folder has no tokeniser, or one that the tokenizers library cannot express.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the engine never tokenises; threads only cost memory
     from transformers import AutoTokenizer
 
     try:

@@ -250,7 +250,7 @@ def make_hello(settings: EngineSettings, model: LoadedModel, num_blocks: int) ->
         incarnation=uuid.uuid4().hex,
         model=model.name,
         namespace=model.namespace(settings.block_size, settings.hash_name),
-        context_tokens=model.context_tokens,
+        context_tokens=min(model.context_tokens, num_blocks * settings.block_size),  # one sequence needs all its blocks
         vocab_size=model.vocab_size,
         num_blocks=num_blocks,
         max_sequences=settings.max_sequences,

@@ -123,9 +123,6 @@ class EngineProcesses:
         environ |= _as_environment(engine.settings)
         if self._redis_url is not None:
             environ[variable_name("redis.url")] = self._redis_url
-        # A thread that waits for work must not burn the core that the gateway needs.
-        environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Standard input is a pipe that closes when this process ends, however it ends.
         return await asyncio.create_subprocess_exec(*self._command, env=environ, stdin=asyncio.subprocess.PIPE)
 
