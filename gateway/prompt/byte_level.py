@@ -13,7 +13,8 @@ it is encoded alone, one step before its end. Therefore both do the same if
   2. the ranks of the tokens are in the order of those last merges.
 
 Pre-tokenisation is a regular expression in both, read by two different libraries (Oniguruma, fancy-regex): that part is
-compared on samples (samples.py), not proven.
+not proven here, but compared on samples by tokenizer.py. Over all of Unicode, alone and between letters, digits, blanks
+and punctuation, the patterns of GPT-2, Llama 3 and o200k were found to cut alike (tiktoken 0.14, tokenizers 0.23).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final
@@ -29,8 +30,6 @@ from typing import Any, Final
 import tiktoken
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models, normalizers
-
-from gateway.prompt.samples import SAMPLES, class_samples
 
 GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # The same behind a Digits(individual_digits) pre-tokeniser, whose pieces end before every digit.
@@ -56,11 +55,9 @@ BYTE_OF: Final = _byte_alphabet()
 class ByteLevelBpe:
     """Encodes text that holds no added tokens. Thread-safe."""
 
-    def __init__(self, spec: dict[str, Any], plain: HfTokenizer) -> None:
-        """Converts and proves. Takes seconds for a large vocabulary, mostly without the GIL.
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """Converts tokenizer.json, as the tokenizers library writes it. Takes seconds for a large vocabulary.
 
-        spec   tokenizer.json, as the tokenizers library writes it
-        plain  the same tokeniser without added tokens, to compare with
         Raises NotConvertibleError.
         """
         pattern = _pattern(spec)
@@ -71,7 +68,6 @@ class ByteLevelBpe:
             self._encoding = tiktoken.Encoding("kvasir", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         except ValueError as error:
             raise NotConvertibleError(f"tiktoken cannot read the pre-tokeniser's pattern: {error}") from None
-        self._compare(plain, spec["model"]["vocab"])
 
     def encode(self, text: str) -> array[int]:
         """Token ids. Raises TokenizingError for the rare text that only the tokenizers library can do."""
@@ -91,16 +87,6 @@ class ByteLevelBpe:
         if self._odd_marks.search(text):
             raise TokenizingError
         return unicodedata.normalize("NFC", text)
-
-    def _compare(self, plain: HfTokenizer, vocabulary: dict[str, int]) -> None:
-        for texts in _batches([*SAMPLES, *class_samples(), *_vocabulary_texts(vocabulary)]):
-            for text, encoding in zip(texts, plain.encode_batch_fast(texts, add_special_tokens=False), strict=True):
-                try:
-                    same = self.encode(text).tolist() == encoding.ids
-                except TokenizingError:
-                    continue
-                if not same:
-                    raise NotConvertibleError(f"tiktoken and tokenizers differ on {text[:40]!r}")
 
 
 class TokenizingError(Exception):
@@ -244,18 +230,16 @@ def _last_merge(ranked: dict[_Pair, int], token: str) -> int:
     return rank
 
 
-def _vocabulary_texts(vocabulary: dict[str, int]) -> Iterator[str]:
-    """The whole vocabulary as texts of many entries; entries that are no characters of their own are left out."""
+def vocabulary_texts(vocabulary: Iterable[str]) -> Iterator[str]:
+    """The whole vocabulary, many entries to a text, one to a line; without entries that are parts of characters."""
     entries: list[str] = []
     for token in vocabulary:
-        if BYTE_OF.keys() >= set(token):
-            try:
-                entries.append(_bytes(token).decode())
-            except UnicodeDecodeError:
-                continue
+        try:
+            entries.append(_bytes(token).decode())
+        except (KeyError, UnicodeDecodeError):
+            continue
     for start in range(0, len(entries), 200):
         yield "\n".join(entries[start : start + 200])
-        yield "".join(entries[start : start + 200])
 
 
 def _bytes(token: str) -> bytes:

@@ -9,8 +9,8 @@ for each token. Implements street.TextDecoder.
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -32,20 +32,19 @@ class _Text(Protocol):
 class Decoding:
     """What all decoders of one tokeniser share. Read-only once it is made."""
 
-    def __init__(self, tokenizer_json: str) -> None:
-        self._hf = HfTokenizer.from_str(tokenizer_json)
-        spec = json.loads(self._hf.to_str())
-        self._special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
-        self._table = _byte_table(self._hf, spec, self._special_ids)
-        self._seed = self._hf.encode("a", add_special_tokens=False).ids
+    def __init__(self, hf: HfTokenizer, spec: dict[str, Any]) -> None:
+        """`spec` is what the library writes of `hf`, which is kept only where it is needed."""
+        special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
+        table = _byte_table(spec, special_ids)
+        self._make_text: Callable[[], _Text]
+        if table is not None:
+            self._make_text = partial(_TableText, table)
+        else:
+            self._make_text = partial(_WindowText, hf, hf.encode("a", add_special_tokens=False).ids, special_ids)
 
     def decoder(self, stop: tuple[str, ...]) -> Decoder:
-        text: _Text
-        if self._table is not None:
-            text = _TableText(self._table)
-        else:
-            text = _WindowText(self._hf, self._seed, self._special_ids)
-        return Decoder(text, [string for string in stop if string])
+        """For one answer; empty stop strings stop nothing."""
+        return Decoder(self._make_text(), [string for string in stop if string])
 
 
 class Decoder:
@@ -177,39 +176,47 @@ class _WindowText:
         return self._hf.decode(self._base + self._new)[len(self._hf.decode(self._base)) :]
 
 
-def _byte_table(hf: HfTokenizer, spec: dict[str, Any], special_ids: frozenset[int]) -> list[bytes] | None:
+def _byte_table(spec: dict[str, Any], special_ids: frozenset[int]) -> list[bytes] | None:
     """The bytes of every token, none for special ones; None when the decoder is not of a kind that has such a table."""
-    kind = _table_kind(spec["decoder"])
-    if kind is None:
+    spell = _spelling(spec["decoder"])
+    if spell is None:
         return None
-    added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    table: list[bytes] = []
-    for index in range(max(hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1):
-        token = hf.id_to_token(index)
-        if token is None or index in special_ids:
-            table.append(b"")
-        elif index in added:
-            table.append(added[index])
-        elif kind == "byte-level":
-            known = all(char in BYTE_OF for char in token)
-            table.append(bytes([BYTE_OF[char] for char in token]) if known else token.encode())
-        elif kind == "byte-fallback" and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            table.append(bytes.fromhex(token[3:5]))
-        else:
-            table.append(token.replace(_SPACE_MARK, " ").encode())
-    return table
+    vocab = spec["model"]["vocab"]
+    tokens = vocab.items() if isinstance(vocab, dict) else ((piece, index) for index, (piece, _) in enumerate(vocab))
+    spelled = {index: spell(token) for token, index in tokens}
+    spelled |= {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
+    spelled |= dict.fromkeys(special_ids, b"")
+    return [spelled.get(index, b"") for index in range(max(spelled, default=-1) + 1)]
 
 
-def _table_kind(decoder: dict[str, Any] | None) -> str | None:
+def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
+    """How this decoder spells a token in bytes, wherever the token stands."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     match [step["type"] for step in steps]:
         case ["ByteLevel"]:
-            return "byte-level"
+            return _spell_bytes
         case ["Metaspace"] if steps[0]["replacement"] == _SPACE_MARK:
-            return "spaces"
+            return _spell_spaces
         case ["Replace", "ByteFallback", "Fuse"] | ["Replace", "ByteFallback", "Fuse", "Strip"]:
             if steps[0]["pattern"] == {"String": _SPACE_MARK} and steps[0]["content"] == " ":
-                return "byte-fallback"
+                return _spell_byte_fallback
     return None
+
+
+def _spell_bytes(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+def _spell_spaces(token: str) -> bytes:
+    return token.replace(_SPACE_MARK, " ").encode()
+
+
+def _spell_byte_fallback(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    return _spell_spaces(token)

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from engine.protocol import TOKEN_BYTES, Hello, Namespace, TokenizerFiles
 from gateway.config import PromptSettings
 from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
-from gateway.prompt.decode import Decoder, Decoding
+from gateway.prompt.decode import Decoder
 from gateway.prompt.samples import conversations
 from gateway.prompt.segments import ChainMemo, ChainState, Node, SegmentMemo
 from gateway.prompt.template import ChatTemplate
@@ -45,7 +45,6 @@ class _Model:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     no_template: str  # why there is none
-    decoding: Decoding
     prefix: bytes  # what a text prompt starts with, after TokenizerFiles.add_bos
     segments: SegmentMemo
     chains: ChainMemo
@@ -123,7 +122,7 @@ class PromptStage:
         return encoded
 
     def decoder(self, model: Hello, stop: tuple[str, ...]) -> Decoder:
-        return self._get(model).decoding.decoder(stop)
+        return self._get(model).tokenizer.decoding.decoder(stop)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Model -> its tokeniser and memos. Numbers are bytes, tokens, segments or nodes; texts say why."""
@@ -252,7 +251,6 @@ def _load(files: TokenizerFiles, settings: PromptSettings) -> _Model:
         tokenizer=tokenizer,
         template=template,
         no_template=no_template,
-        decoding=Decoding(files.tokenizer_json),
         prefix=tokenizer.prefix if files.add_bos else b"",
         segments=SegmentMemo(settings.segment_memo_bytes),
         chains=ChainMemo(settings.chain_memo_bytes),

@@ -18,20 +18,22 @@ SentencePiece, special tokens that strip), there are no cuts: the whole prompt i
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
+import orjson
 from tokenizers import Tokenizer as HfTokenizer
 
-from gateway.prompt.byte_level import ByteLevelBpe, NotConvertibleError, TokenizingError
+from gateway.prompt.byte_level import ByteLevelBpe, NotConvertibleError, TokenizingError, vocabulary_texts
+from gateway.prompt.decode import Decoding
 from gateway.prompt.masking import Masking, alternatives
-from gateway.prompt.samples import SAMPLES
+from gateway.prompt.samples import SAMPLES, class_samples
 
 Spec = dict[str, Any]
+_BATCH: Final = 64  # texts that are compared at once when a tokeniser is loaded
 _NO_TEXT: Final = "(?!)"  # a regular expression that never matches
 
 
@@ -49,6 +51,7 @@ class Tokenizer:
     slow      why it is not tiktoken, or None
     fallback  why there are no cuts, or None
     prefix    ids that the tokeniser puts in front of a plain text, as bytes
+    decoding  the way back
     """
 
     def __init__(self, tokenizer_json: str, *, template: str = "") -> None:
@@ -62,19 +65,20 @@ class Tokenizer:
             raise ValueError(f"the tokeniser cannot be read: {error}") from None
         original.no_truncation()
         original.no_padding()
-        spec: Spec = json.loads(original.to_str())
+        spec: Spec = orjson.loads(original.to_str())
         added = spec["added_tokens"]
         self.specials: Final = {token["content"]: token["id"] for token in added if token["special"]}
         self.masking: Final = Masking(self.specials, avoid=template + "".join(token["content"] for token in added))
         self.prefix: Final = _prefix(original)
+        self.decoding: Final = Decoding(original, spec)
         self._special_bytes = {special: array("I", [index]).tobytes() for special, index in self.specials.items()}
         self._special = re.compile(alternatives(self.specials) if self.specials else _NO_TEXT)
-        guarded, names = _guard(spec)
-        self._names = names
-        self._hf = _build(guarded) if names is not None else _deaf_to_specials(spec)
-        self._load_fast(guarded)
+        guard = _guard(spec)
+        self._names = guard.names if guard else None
+        self._hf = guard.hf if guard else _deaf_to_specials(spec)
+        self._load_fast(guard.spec if guard else spec)
         self.fallback = _why_uncut(added, spec["normalizer"]) or self._why_unequal(_mixed_texts(self), original)
-        if names is None and (self.fallback or self._hears_specials()):
+        if guard is None and (self.fallback or self._hears_specials()):
             raise ValueError("special strings in users' text cannot be kept from becoming special tokens")
 
     @property
@@ -121,11 +125,19 @@ class Tokenizer:
         try:
             if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in others):
                 raise NotConvertibleError("added tokens look at the text around them")
-            self._fast = ByteLevelBpe(spec, _build({**spec, "added_tokens": []}))
+            self._fast = ByteLevelBpe(spec)
             if any(self._fast.normalize(text) != text for text in normal):
                 raise NotConvertibleError("added tokens are changed by the normaliser")
+            self._compare_libraries([*SAMPLES, *class_samples(), *vocabulary_texts(spec["model"]["vocab"])])
         except NotConvertibleError as error:
             self._fast, self.slow = None, str(error)
+
+    def _compare_libraries(self, texts: list[str]) -> None:
+        for start in range(0, len(texts), _BATCH):
+            batch = texts[start : start + _BATCH]
+            for text, theirs in zip(batch, self._encode_slowly(batch), strict=True):
+                if self._encode_fast(text) != theirs:
+                    raise NotConvertibleError(f"tiktoken and tokenizers differ on {text[:40]!r}")
 
     def _encode_fast(self, segment: str) -> array[int]:
         assert self._fast is not None
@@ -184,7 +196,8 @@ class Tokenizer:
 
 
 def _build(spec: Spec) -> HfTokenizer:
-    return HfTokenizer.from_str(json.dumps({**spec, "truncation": None, "padding": None, "post_processor": None}))
+    plain = {**spec, "truncation": None, "padding": None, "post_processor": None}
+    return HfTokenizer.from_str(orjson.dumps(plain).decode())
 
 
 def _deaf_to_specials(spec: Spec) -> HfTokenizer:
@@ -194,8 +207,16 @@ def _deaf_to_specials(spec: Spec) -> HfTokenizer:
     return tokenizer
 
 
-def _guard(spec: Spec) -> tuple[Spec, dict[str, str] | None]:
-    """The tokeniser with special tokens that nobody can type: special string -> new name. None when it cannot be."""
+class _Guard(NamedTuple):
+    """A tokeniser with special tokens that nobody can type. `names`: special string -> its name there."""
+
+    hf: HfTokenizer
+    spec: Spec
+    names: dict[str, str]
+
+
+def _guard(spec: Spec) -> _Guard | None:
+    """None when the vocabulary holds together by the names of its special tokens."""
     nonce = secrets.token_hex(8)
     names = {
         token["content"]: f"\ue0f0{nonce}x{token['id']}\ue0f1" for token in spec["added_tokens"] if token["special"]
@@ -212,9 +233,9 @@ def _guard(spec: Spec) -> tuple[Spec, dict[str, str] | None]:
     try:
         built = _build(guarded)
     except Exception:  # the library raises plain Exception, for a vocabulary whose merges use a special token
-        return spec, None
-    kept = all(built.token_to_id(token["content"]) == token["id"] for token in guarded["added_tokens"])
-    return (guarded, names) if kept else (spec, None)
+        return None
+    kept = all(built.token_to_id(token["content"]) == token["id"] for token in added)
+    return _Guard(built, guarded, names) if kept else None
 
 
 def _prefix(tokenizer: HfTokenizer) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -20,7 +21,7 @@ class Model:
         self.name = name
         files = tokenisers.ALL[name]()
         self.hf = HfTokenizer.from_str(files.tokenizer_json)
-        self.decoding = Decoding(files.tokenizer_json)
+        self.decoding = Decoding(self.hf, json.loads(self.hf.to_str()))
         self.size = self.hf.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:

@@ -157,6 +157,16 @@ def test_added_tokens_that_look_around_are_left_to_the_library() -> None:
     assert (tokenizer.library, tokenizer.fallback) == ("tokenizers", None)
 
 
+def test_a_pattern_that_the_two_libraries_read_differently_is_noticed() -> None:
+    # [:alpha:] is all of Unicode's letters to Oniguruma, and those of ASCII to the other.
+    spec = json.loads(tokenisers.qwen().tokenizer_json)
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"[[:alpha:]]+|[\s\S]"}
+    tokenizer = Tokenizer(json.dumps(spec))
+    assert (tokenizer.library, tokenizer.fallback) == ("tokenizers", None)
+    assert tokenizer.slow is not None
+    assert tokenizer.slow.startswith("tiktoken and tokenizers differ on ")
+
+
 def test_what_is_no_tokeniser_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         Tokenizer("{}")
