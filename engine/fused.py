@@ -8,6 +8,7 @@ compares it with transformers' forward before it is used; every other model runs
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from engine.attention import StepAttention
 from engine.linear import PackedWeight, can_pack
 
-TILE_ROWS: Final = 256  # rows of activations that are taken through a layer's products together
+TILE_ROWS: Final = 512  # rows of activations that are taken through a layer's products together
 _FAMILY: Final = (
     transformers.LlamaForCausalLM,
     transformers.MistralForCausalLM,
@@ -50,7 +51,7 @@ class _Layer:
 class FusedForward:
     """See engine.model.Forward. Holds packed copies of the weights, the embedding, and the table of positions."""
 
-    def __init__(self, module: Any, context_tokens: int) -> None:
+    def __init__(self, module: Any, context_tokens: int, windows: list[int | None]) -> None:
         """Takes the weights out of the module as it packs them, so that there are never two copies of the whole."""
         model, config = module.model, module.config
         attention = model.layers[0].self_attn
@@ -62,10 +63,10 @@ class FusedForward:
         self._embedding = model.embed_tokens.weight.detach()
         self._cos, self._sin = _rope_table(model.rotary_emb, context_tokens, self._head_dim, self._embedding.dtype)
         self._head = PackedWeight(module.lm_head.weight, module.lm_head.bias)
-        self._layers = [self._take(layer) for layer in model.layers]
+        self._layers = [self._take(layer, window) for layer, window in zip(model.layers, windows, strict=True)]
         self._final_norm = _norm_weight(model.norm)
 
-    def _take(self, layer: Any) -> _Layer:
+    def _take(self, layer: Any, window: int | None) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         weight = torch.cat([projection.weight for projection in projections])
@@ -83,7 +84,7 @@ class FusedForward:
             gate=PackedWeight(mlp.gate_proj.weight, mlp.gate_proj.bias),
             up=PackedWeight(mlp.up_proj.weight, mlp.up_proj.bias),
             down=PackedWeight(mlp.down_proj.weight, mlp.down_proj.bias),
-            window=_window(attention),
+            window=window,
         )
         for linear in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             linear.weight = None
@@ -172,11 +173,14 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return torch.mul(wide, inverse).mul_(weight).to(rows.dtype)
 
 
-def fuse(module: Any, context_tokens: int) -> FusedForward | None:
-    """The fused forward of a loaded model; None for one that is not of the family, or not on a CPU that packs."""
+def fuse(module: Any, context_tokens: int, windows: list[int | None]) -> FusedForward | None:
+    """The fused forward of a loaded model; None for one that is not of the family, or not on a CPU that packs.
+
+    windows  for each layer the positions its attention reaches back, None for all (engine/probe.py observed them)
+    """
     if type(module) not in _FAMILY or not _is_plain(module):
         return None
-    return FusedForward(module, context_tokens)
+    return FusedForward(module, context_tokens, windows)
 
 
 def _is_plain(module: Any) -> bool:
@@ -198,16 +202,7 @@ def _is_plain(module: Any) -> bool:
 def _norm_weight(norm: Any) -> Tensor:
     """float32, times sqrt(size): rms_norm divides by the norm of the row instead of its mean square."""
     weight: Tensor = norm.weight.detach().float()
-    return weight * weight.shape[-1] ** 0.5
-
-
-def _window(attention: Any) -> int | None:
-    """Mistral keeps its window in the configuration, the Qwens in each layer's attention."""
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window if isinstance(attention.sliding_window, int) else None
-    window = getattr(attention.config, "sliding_window", None)
-    is_mistral = isinstance(attention.config, transformers.MistralConfig)
-    return window if is_mistral and isinstance(window, int) else None
+    return weight * math.sqrt(weight.shape[-1])
 
 
 def _rope_table(rotary: Any, context_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

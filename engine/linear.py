@@ -25,7 +25,7 @@ _QUICK: Final[dict[torch.dtype, Callable[[], bool]]] = {
     torch.bfloat16: lambda: _ONEDNN._is_mkldnn_bf16_supported(),  # noqa: SLF001 - what torch.compile asks too
     torch.float16: lambda: _ONEDNN._is_mkldnn_fp16_supported(),  # noqa: SLF001
 }
-_ROWS_HINT: Final = 32  # of the batch; with 1 the fp32 kernel for few rows rounds otherwise than the one for many
+_ROWS_HINT: Final = 256  # of the batch; with 1 the fp32 kernel for few rows rounds otherwise than the one for many
 
 
 def has_onednn() -> bool:

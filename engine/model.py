@@ -124,14 +124,14 @@ def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -
     module.eval().requires_grad_(False)
     with torch.inference_mode():
         try:
-            shape, expected = observe(module, context_tokens)
+            shape, windows, expected = observe(module, context_tokens)
             forward: Forward = GenericForward(module)
             compare(forward, shape, module, expected)
         except UnsupportedAttentionError as error:
             raise ModelError(f"model {name!r} ({type(module).__name__}) cannot be served: {error}") from None
         if not fast:
             return shape, forward, False
-        fused = fuse(module, context_tokens)
+        fused = fuse(module, context_tokens, windows)
         if fused is None:
             pack(module)
         else:
@@ -208,7 +208,7 @@ def _context(settings: EngineSettings, config: Any) -> tuple[int, list[str]]:
 
 
 def _load_module(folder: Any, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         module: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, trust_remote_code=False, low_cpu_mem_usage=True

@@ -59,10 +59,11 @@ class _Observer:
         return answer[0].transpose(0, 1)
 
 
-def observe(module: Any, context_tokens: int) -> tuple[CacheShape, list[Tensor]]:
+def observe(module: Any, context_tokens: int) -> tuple[CacheShape, list[int | None], list[Tensor]]:
     """Runs the model under transformers' attention, and once under an observer.
 
-    Returns the shape of its cache, and the expected logits of the last row of each text, (vocab_size,) each.
+    Returns the shape of its cache, the window of each layer (None where it reaches the whole context), and the expected
+    logits of the last row of each text, (vocab_size,) each.
     Raises UnsupportedAttentionError for what our attention cannot express. The module is left under ATTENTION_NAME.
     """
     texts = _texts(module)
@@ -80,8 +81,10 @@ def observe(module: Any, context_tokens: int) -> tuple[CacheShape, list[Tensor]]
     if len(set(observer.shapes.values())) != 1:
         raise UnsupportedAttentionError("its layers have keys of different shapes")
     _check_windows(config, observer.windows, context_tokens)
+    asked = [observer.windows[layer] for layer in range(layers)]
+    windows = [window if window is not None and window < context_tokens else None for window in asked]
     heads, head_dim = observer.shapes[0]
-    return CacheShape(layers, heads, head_dim, observer.dtype), expected
+    return CacheShape(layers, heads, head_dim, observer.dtype), windows, expected
 
 
 def _check_windows(config: Any, seen: dict[int, int | None], context_tokens: int) -> None:

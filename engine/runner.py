@@ -16,7 +16,7 @@ from engine.batch import Batch, make_batch
 from engine.config import ConfigError, EngineSettings
 from engine.model import LoadedModel
 from engine.protocol import Sampling
-from engine.sampler import Sampler
+from engine.sampler import Sampler, highest
 from engine.sequence import NOT_FINITE, Sequence, Step, Work
 from engine.threads import choose_threads, usable_cores
 
@@ -74,7 +74,7 @@ class ModelRunner:
         samples = [index for index, item in enumerate(work) if item.samples]
         if len(samples) == len(work):
             return list(self._sampler.choose(logits, [item.sequence for item in work]))
-        finite = logits.max(-1).values.isfinite().tolist()
+        finite = highest(logits)[1]
         chosen = self._sampler.choose(logits[samples], [work[i].sequence for i in samples]) if samples else []
         tokens = dict(zip(samples, chosen, strict=True))
         return [tokens.get(index, None if finite[index] else NOT_FINITE) for index in range(len(work))]

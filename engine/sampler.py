@@ -35,9 +35,7 @@ class Sampler:
 
         logits  (num_rows, vocab_size), any floating dtype; left as they are
         """
-        highest, choice = logits.max(-1)
-        tokens: list[int] = choice.tolist()
-        finite: list[bool] = highest.isfinite().tolist()
+        tokens, finite = highest(logits)
         for row, sequence in enumerate(sequences):
             if not finite[row]:
                 tokens[row] = NOT_FINITE
@@ -57,6 +55,19 @@ class Sampler:
         if sequence.sampling.seed is None:
             return float(self._unseeded.random())
         return uniform(sequence.sampling.seed, sequence.num_tokens)
+
+
+def highest(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """The first token of the highest logit in each row, and whether that logit is finite: it is NaN where any is.
+
+    logits  (num_rows, vocab_size), any floating dtype
+    """
+    if logits.device.type == "cpu":  # numpy's search is several times as quick as torch's there
+        rows = logits.float().numpy()
+        choice = rows.argmax(-1)
+        return choice.tolist(), np.isfinite(rows[np.arange(len(rows)), choice]).tolist()
+    values, indices = logits.max(-1)
+    return indices.tolist(), values.isfinite().tolist()
 
 
 def is_plain_greedy(sampling: Sampling) -> bool:
