@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 BAD_SETTING_EXIT = 2
 """Exit status of `kvasir engine` for a setting or model it cannot work with: starting again would not help."""
 
+FIRST_TRIES = 4
+"""An engine that never ran for a minute is given up after so many tries: an engine that once did never is."""
+
 ENGINE_COMMAND = (sys.executable, "-m", "gateway.cli", "engine", "--until-eof")
 
 _LONGEST_SOCKET_PATH = 100  # bytes; sun_path holds 108 on Linux and 104 on macOS
@@ -102,8 +105,8 @@ class EngineProcesses:
             self._temporary.cleanup()
 
     async def _watch(self, engine: EngineProcess) -> None:
-        """Keeps one engine running. Waits longer between tries the sooner it fails."""
-        wait_s = _FIRST_RESTART_S
+        """Keeps one engine running. Waits longer from try to try while it fails soon."""
+        wait_s, was_steady = _FIRST_RESTART_S, False
         while not self._stopping.is_set():
             started_s = time.monotonic()
             engine.process = await self._start(engine)
@@ -113,7 +116,12 @@ class EngineProcesses:
             if status == BAD_SETTING_EXIT:
                 self._on_fatal(EngineStartError(f"{engine.name} cannot be started with these settings"))
                 return
-            wait_s = _FIRST_RESTART_S if time.monotonic() - started_s > _STEADY_S else min(wait_s * 2, _LAST_RESTART_S)
+            steady = time.monotonic() - started_s > _STEADY_S
+            was_steady = was_steady or steady
+            if not was_steady and engine.restarts + 1 == FIRST_TRIES:
+                self._on_fatal(EngineStartError(f"{engine.name} ended {FIRST_TRIES} times in a row (status {status})"))
+                return
+            wait_s = _FIRST_RESTART_S if steady else min(wait_s * 2, _LAST_RESTART_S)
             log.warning("%s ended with status %s; starting it again in %.1f s", engine.name, status, wait_s)
             engine.restarts += 1
             await asyncio.sleep(wait_s)

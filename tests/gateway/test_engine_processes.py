@@ -7,8 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from engine.config import EngineSettings
-from gateway.engine_processes import BAD_SETTING_EXIT, EngineProcesses, EngineStartError
+from gateway import engine_processes
+from gateway.engine_processes import BAD_SETTING_EXIT, FIRST_TRIES, EngineProcesses, EngineStartError
 
 LIMIT_S = 20.0
 
@@ -85,6 +88,17 @@ async def test_a_setting_that_an_engine_refuses_is_fatal_and_not_tried_again(tmp
         assert await notes.lines(1) == ["x"]
     assert len(fatal) == 1
     assert made.engines[0].restarts == 0
+
+
+async def test_an_engine_that_never_comes_up_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_processes, "_FIRST_RESTART_S", 0.01)
+    made, fatal = processes(tmp_path, APPEND.format(what="'x'") + "sys.exit(1)")
+    async with Notes(tmp_path) as notes, made:
+        watcher = made.engines[0].watcher
+        assert watcher is not None
+        await asyncio.wait_for(asyncio.shield(watcher), LIMIT_S)
+        assert await notes.lines(FIRST_TRIES) == ["x"] * FIRST_TRIES
+    assert len(fatal) == 1
 
 
 async def test_leaving_ends_every_engine(tmp_path: Path) -> None:
