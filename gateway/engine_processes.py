@@ -28,7 +28,7 @@ BAD_SETTING_EXIT = 2
 """Exit status of `kvasir engine` for a setting or model it cannot work with: starting again would not help."""
 
 FIRST_TRIES = 4
-"""An engine that never ran for a minute is given up after so many tries: an engine that once did never is."""
+"""While the engines come up for the first time, one that ends so often is given up; later none ever is."""
 
 ENGINE_COMMAND = (sys.executable, "-m", "gateway.cli", "engine", "--until-eof")
 
@@ -77,6 +77,7 @@ class EngineProcesses:
         self._on_fatal = on_fatal
         self._command = command
         self._stopping = asyncio.Event()
+        self._came_up = False
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         folder = self._socket_folder(folder)
         self.engines = [
@@ -89,6 +90,10 @@ class EngineProcesses:
     def urls(self) -> dict[str, str]:
         """Name -> URL of every engine."""
         return {engine.name: engine.url for engine in self.engines}
+
+    def came_up(self) -> None:
+        """All engines have worked: from now on one that ends is started again however often that happens."""
+        self._came_up = True
 
     async def __aenter__(self) -> EngineProcesses:
         for engine in self.engines:
@@ -106,7 +111,7 @@ class EngineProcesses:
 
     async def _watch(self, engine: EngineProcess) -> None:
         """Keeps one engine running. Waits longer from try to try while it fails soon."""
-        wait_s, was_steady = _FIRST_RESTART_S, False
+        wait_s = _FIRST_RESTART_S
         while not self._stopping.is_set():
             started_s = time.monotonic()
             engine.process = await self._start(engine)
@@ -117,8 +122,7 @@ class EngineProcesses:
                 self._on_fatal(EngineStartError(f"{engine.name} cannot be started with these settings"))
                 return
             steady = time.monotonic() - started_s > _STEADY_S
-            was_steady = was_steady or steady
-            if not was_steady and engine.restarts + 1 == FIRST_TRIES:
+            if not self._came_up and engine.restarts + 1 == FIRST_TRIES:
                 self._on_fatal(EngineStartError(f"{engine.name} ended {FIRST_TRIES} times in a row (status {status})"))
                 return
             wait_s = _FIRST_RESTART_S if steady else min(wait_s * 2, _LAST_RESTART_S)

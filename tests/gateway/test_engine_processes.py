@@ -101,6 +101,16 @@ async def test_an_engine_that_never_comes_up_is_given_up(tmp_path: Path, monkeyp
     assert len(fatal) == 1
 
 
+async def test_an_engine_that_came_up_once_is_never_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_processes, "_FIRST_RESTART_S", 0.01)
+    monkeypatch.setattr(engine_processes, "_LAST_RESTART_S", 0.02)
+    made, fatal = processes(tmp_path, APPEND.format(what="'x'") + "sys.exit(1)")
+    async with Notes(tmp_path) as notes, made:
+        made.came_up()
+        assert await notes.lines(FIRST_TRIES + 2) == ["x"] * (FIRST_TRIES + 2)
+    assert not fatal
+
+
 async def test_leaving_ends_every_engine(tmp_path: Path) -> None:
     made, _ = processes(tmp_path, APPEND.format(what="'x'") + UNTIL_EOF, count=3)
     async with Notes(tmp_path) as notes, made:
