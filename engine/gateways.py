@@ -35,6 +35,7 @@ class Gateway:
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
         self._work = asyncio.Event()
+        self._all_sent = asyncio.Event()
         self._gone = False
 
     def send(self, data: bytes, *, beyond_limit: bool = False) -> None:
@@ -53,6 +54,7 @@ class Gateway:
             return
         self._unsent.append(data)
         self._unsent_bytes += len(data)
+        self._all_sent.clear()
         self._work.set()
 
     def forget(self) -> None:
@@ -60,6 +62,11 @@ class Gateway:
         self._gone = True
         self._unsent.clear()
         self._unsent_bytes = 0
+        self._all_sent.set()
+
+    async def sent(self) -> None:
+        """Returns when everything queued is handed to the socket. Waits for as long as the gateway does not read."""
+        await self._all_sent.wait()
 
     async def write(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Sends what is queued, in order, until it is cancelled or `send` fails."""
@@ -71,6 +78,7 @@ class Gateway:
                 self._unsent_bytes = max(0, self._unsent_bytes - len(data))
                 self.sent_bytes += len(data)
             self._work.clear()
+            self._all_sent.set()
 
 
 class Gateways:

@@ -187,18 +187,23 @@ class Publisher:
         self._pending.clear()
         self._resync = False
         digests = list(self._table)
-        commands: list[tuple[Any, ...]] = [("UNLINK", self._blocks_key), self._hset([])]
-        commands += [self._hset(part) for part in _parts(digests)]
-        for start in range(0, len(commands), COMMANDS_PER_PIPELINE):
+        commands = [self._hset(part) for part in _parts(digests)]
+        await self._execute(commands[:COMMANDS_PER_PIPELINE], from_nothing=True)
+        for start in range(COMMANDS_PER_PIPELINE, len(commands), COMMANDS_PER_PIPELINE):
             await self._execute(commands[start : start + COMMANDS_PER_PIPELINE])
         self.resyncs += 1
 
-    async def _execute(self, commands: list[tuple[Any, ...]]) -> None:
+    async def _execute(self, commands: list[tuple[Any, ...]], *, from_nothing: bool = False) -> None:
         self._version += 1
         async with asyncio.timeout(REDIS_TIMEOUT_S), self._redis.pipeline(transaction=False) as pipe:
+            if from_nothing:
+                pipe.execute_command("UNLINK", self._blocks_key)
+            # The lease comes first, so that a pipeline which is cut leaves nothing behind for ever; and last, in case
+            # that Redis evicts the hash in between, whose version is missing then.
+            pipe.execute_command("HSET", self._blocks_key, VERSION_FIELD, self._version)
+            pipe.execute_command("PEXPIRE", self._blocks_key, self._lease_ms)
             for command in commands:
                 pipe.execute_command(*command)
-            pipe.execute_command("HSET", self._blocks_key, VERSION_FIELD, self._version)
             pipe.execute_command("PEXPIRE", self._blocks_key, self._lease_ms)
             await pipe.execute()
 
@@ -217,10 +222,7 @@ class Publisher:
             self._forget()
 
     def _hset(self, digests: list[bytes]) -> tuple[Any, ...]:
-        fields = [VERSION_FIELD, self._version] if not digests else []
-        for digest in digests:
-            fields += (digest, TIER_CODES["gpu"])
-        return ("HSET", self._blocks_key, *fields)
+        return ("HSET", self._blocks_key, *(part for digest in digests for part in (digest, TIER_CODES["gpu"])))
 
     def _forget(self) -> None:
         """From now on Redis is taken to know nothing."""

@@ -112,7 +112,7 @@ class EngineServer:
         # A prompt of full context with its digests, and a header of reasonable size.
         digest_bytes = DIGEST_BYTES / hello.namespace.block_size
         self._max_message_bytes = int(hello.context_tokens * (TOKEN_BYTES + digest_bytes)) + (1 << 20)
-        self._sockets: set[web.WebSocketResponse] = set()
+        self._sockets: dict[web.WebSocketResponse, Gateway] = {}
 
     def _on_frames(self, frames: Mapping[str, StepFrame]) -> None:
         """For the loop's thread: what a step did."""
@@ -174,7 +174,7 @@ class EngineServer:
             return socket
         gateway = self.gateways.attach(transport.abort)
         log.info("gateway connected as %s", gateway.owner)
-        self._sockets.add(socket)
+        self._sockets[socket] = gateway
         writer = asyncio.get_running_loop().create_task(gateway.write(socket.send_bytes), name=f"write {gateway.owner}")
         try:
             while (message := await socket.receive()).type is WSMsgType.BINARY:
@@ -184,7 +184,7 @@ class EngineServer:
         finally:
             self.gateways.detach(gateway)
             self.loop.abort_owner(gateway.owner)
-            self._sockets.discard(socket)
+            self._sockets.pop(socket, None)
             writer.cancel()
             await asyncio.wait([writer])
             if not writer.cancelled():
@@ -203,8 +203,9 @@ class EngineServer:
                 raise ProtocolError(f"unexpected {type(other).__name__}")
 
     async def _hang_up_on_all(self, app: web.Application) -> None:
-        for socket in list(self._sockets):
+        for socket, gateway in list(self._sockets.items()):
             with contextlib.suppress(Exception):
+                await asyncio.wait_for(gateway.sent(), CLOSE_TIMEOUT_S)  # how its last sequences ended
                 await socket.close(code=1001, message=b"the engine ends")
 
 

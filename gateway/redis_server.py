@@ -120,25 +120,23 @@ class RedisServer:
 
     def _prepare(self) -> IO[bytes]:
         """Makes the folders and takes the lock, which is held for as long as this process uses them."""
+        config = _CONFIG.format(
+            socket=_quoted(self._socket),
+            folder=_quoted(self._folder),
+            max_memory_bytes=self._settings.max_memory_bytes,
+        )
         for folder in {self._folder, self._socket.parent}:
             _private(folder)
         lock = (self._folder / "lock").open("wb")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self._folder / "redis.conf").write_text(config, encoding="utf-8")
         except BlockingIOError:
             lock.close()
             raise RedisStartError(f"{self._folder} is in use by another Kvasir") from None
-        except OSError:
+        except BaseException:
             lock.close()
             raise
-        (self._folder / "redis.conf").write_text(
-            _CONFIG.format(
-                socket=_quoted(self._socket),
-                folder=_quoted(self._folder),
-                max_memory_bytes=self._settings.max_memory_bytes,
-            ),
-            encoding="utf-8",
-        )
         return lock
 
     def _unlock(self) -> None:

@@ -92,7 +92,7 @@ class BundledEngine:
         self._joined = asyncio.Event()
         self._told = False  # the present outage has been logged
         self._task: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     # -- what the street and the registry ask -------------------------------------------------------------------------
 
@@ -180,12 +180,12 @@ class BundledEngine:
 
     async def stop(self) -> None:
         """Closes the connection. Sequences on it get EngineLostError."""
-        self._stopping = True
+        self._stopping.set()
         await tasks.cancel(self._task)
 
     async def _run(self) -> None:
         retry_s = FIRST_RETRY_S
-        while not self._stopping:
+        while not self._stopping.is_set():
             began_s = time.monotonic()
             try:
                 await self._connect()
@@ -193,7 +193,7 @@ class BundledEngine:
                 self._tell_away(_first(group))
             except* Exception as group:
                 log.error("engine %s: connecting failed", self.name, exc_info=_first(group))
-            if self._stopping:  # a task group whose child fails while it is cancelled forgets that it was
+            if self._stopping.is_set():  # a task group whose child fails while it is cancelled forgets that it was
                 return
             if time.monotonic() - began_s > self._settings.reconnect_max_s:
                 retry_s = FIRST_RETRY_S

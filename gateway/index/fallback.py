@@ -1,7 +1,7 @@
 """The index that the street asks: Redis while it answers, the gateway's own memory while it does not.
 
 An outage costs the requests that were waiting when it began one time limit each, and later ones nothing: a task looks
-for Redis again in the background. Says so once when an outage begins and once when it ends. Its neighbours are
+for Redis in the background. Says so once when an outage begins and once when it ends. Its neighbours are
 redis_index.py and memory_index.py.
 """
 
@@ -26,7 +26,6 @@ class FallbackIndex:
         self._redis = redis
         self._memory = memory
         self._retry_s = retry_s
-        self._looking: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.redis_up = redis is not None
         self.outages = 0
@@ -47,39 +46,31 @@ class FallbackIndex:
         return {**await self._memory.find(model, digests, [name for name in incarnations if name not in held]), **held}
 
     def start(self) -> None:
-        """Begins to look every retry_s whether Redis is still there: requests do not ask while there is one engine."""
+        """Begins to look every retry_s whether Redis is there: it comes back, and goes away, without being asked."""
         if self._redis is not None:
             self._watching = tasks.spawn(self._watch(self._redis), name="watch redis")
 
     async def close(self) -> None:
-        """Stops looking for Redis."""
+        """Stops looking."""
         await tasks.cancel(self._watching)
-        await tasks.cancel(self._looking)
-
-    def _note_down(self, error: IndexDownError) -> None:
-        if not self.redis_up:
-            return  # another request has said so
-        self.redis_up = False
-        self.outages += 1
-        log.warning("Redis does not answer, the index is this gateway's own memory until it does: %s", error)
-        if self._redis is not None:
-            self._looking = tasks.spawn(self._look(self._redis), name="look for redis")
 
     async def _watch(self, redis: RedisIndex) -> None:
         while True:
             await asyncio.sleep(self._retry_s)
-            if self.redis_up:
-                try:
-                    await redis.ping()
-                except IndexDownError as error:
-                    self._note_down(error)
-
-    async def _look(self, redis: RedisIndex) -> None:
-        while not self.redis_up:
-            await asyncio.sleep(self._retry_s)
             try:
                 await redis.ping()
-            except IndexDownError:
-                continue
+            except IndexDownError as error:
+                self._note_down(error)
+            else:
+                self._note_up()
+
+    def _note_down(self, error: IndexDownError) -> None:
+        if self.redis_up:  # otherwise another request has said so
+            self.redis_up = False
+            self.outages += 1
+            log.warning("Redis does not answer, the index is this gateway's own memory until it does: %s", error)
+
+    def _note_up(self) -> None:
+        if not self.redis_up:
             self.redis_up = True
-        log.info("Redis answers again")
+            log.info("Redis answers again")

@@ -1,0 +1,175 @@
+"""The engine's process from start to end, with a model that only counts in the place of the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from redis.asyncio import Redis
+
+from engine import server
+from engine.config import ConfigError, EngineSettings
+from engine.protocol import HEALTH_PATH, STREAM_PATH, Hello, Namespace, StepFrame, decode
+from engine.sequence import Step
+from tests.fakes.fake_engine import TOKENIZER
+from tests.fakes.oracle_runner import choose_token
+from tests.fakes.small_engine import VOCAB, Stream, make_submit
+from tests.fakes.waiting import until
+
+MODEL = SimpleNamespace(
+    name="small",
+    tokenizer=TOKENIZER,
+    context_tokens=2048,
+    vocab_size=VOCAB,
+    eos_ids=(),
+    warnings=(),
+    namespace=lambda block_size, hash_name: Namespace("w", "f", "f", block_size, hash_name=hash_name),
+)
+
+
+class CountingRunner:
+    """Samples like the oracle, without its checks. Held back for `delay`, if that is set."""
+
+    num_blocks = 200
+
+    def __init__(self) -> None:
+        self.delay = 0.0
+        self.dies = False
+
+    def run(self, step: Step) -> list[int | None]:
+        import time
+
+        time.sleep(self.delay)
+        if self.dies:
+            raise SystemExit("as if the thread were killed")
+        return [choose_token(w.sequence.salt, w.sequence.tokens, VOCAB) if w.samples else None for w in step.work]
+
+
+@asynccontextmanager
+async def process(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, redis_url: str | None = None, **changes: Any
+) -> AsyncIterator[tuple[asyncio.Task[None], CountingRunner, str]]:
+    """engine.server.main as a task; it has to end by itself."""
+    runner = CountingRunner()
+    monkeypatch.setattr(server, "_load", lambda settings: (MODEL, runner))
+    settings = EngineSettings(**{"listen": f"unix:{folder / 'e.sock'}", "drain_s": 5.0, **changes})
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(server.main(settings, redis_url, ready.set_result))
+    await asyncio.wait({task, ready}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+    try:
+        yield task, runner, ready.result()
+    finally:
+        if not task.done():
+            terminate()
+            terminate()
+        await asyncio.wait({task}, timeout=10)
+        assert task.done()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@asynccontextmanager
+async def stream(url: str) -> AsyncIterator[tuple[Stream, Hello]]:
+    connector = aiohttp.UnixConnector(url.removeprefix("unix:"))
+    async with (
+        aiohttp.ClientSession("http://engine", connector=connector) as session,
+        session.ws_connect(STREAM_PATH, max_msg_size=0) as socket,
+    ):
+        hello = decode(await socket.receive_bytes())
+        assert isinstance(hello, Hello)
+        yield Stream(socket), hello
+
+
+def answering(message: object) -> bool:
+    return isinstance(message, StepFrame) and any(update.tokens for update in message.updates)
+
+
+def finished(message: object) -> bool:
+    return isinstance(message, StepFrame) and any(update.finish for update in message.updates)
+
+
+async def test_sigterm_lets_what_runs_end_and_leaves_nothing_in_redis(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url: str
+) -> None:
+    redis: Redis = Redis.from_url(redis_url)
+    async with process(monkeypatch, tmp_path, redis_url) as (task, runner, url), stream(url) as (gateway, hello):
+
+        async def announced() -> bool:
+            return len(await redis.keys("kvasir:engine:*")) == 1
+
+        await until(announced)
+        runner.delay = 0.01
+        await gateway.send(make_submit(hello.namespace, 1, [1] * 40, max_tokens=30))
+        await gateway.until(answering)
+        terminate()
+        last = (await gateway.until(finished))[-1]
+        assert isinstance(last, StepFrame)
+        assert last.updates[0].finish == "length"
+        await asyncio.wait_for(task, 10)
+        assert await redis.keys("*") == []
+    await redis.aclose()
+
+
+async def test_a_drain_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with process(monkeypatch, tmp_path, drain_s=0.2) as (task, runner, url), stream(url) as (gateway, hello):
+        runner.delay = 0.01
+        await gateway.send(make_submit(hello.namespace, 1, [1] * 40, max_tokens=2000))
+        await gateway.until(answering)
+        terminate()
+        last = (await gateway.until(finished))[-1]
+        assert isinstance(last, StepFrame)
+        assert last.updates[0].finish == "error"
+        await asyncio.wait_for(task, 10)
+
+
+async def test_a_second_signal_ends_the_drain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with process(monkeypatch, tmp_path, drain_s=60.0) as (task, runner, url), stream(url) as (gateway, hello):
+        runner.delay = 0.01
+        await gateway.send(make_submit(hello.namespace, 1, [1] * 40, max_tokens=2000))
+        await gateway.until(answering)
+        terminate()
+        await gateway.until(lambda message: isinstance(message, StepFrame) and message.load.draining)
+        terminate()
+        await asyncio.wait_for(task, 10)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_an_engine_whose_thread_is_gone_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(server, "ALIVE_CHECK_S", 0.05)
+    async with process(monkeypatch, tmp_path) as (task, runner, url), stream(url) as (gateway, hello):
+        runner.dies = True
+        await gateway.send(make_submit(hello.namespace, 1, [1] * 40))
+        with pytest.raises(RuntimeError, match="thread ended"):
+            await asyncio.wait_for(task, 10)
+
+
+@pytest.mark.parametrize("listen", ["nowhere", "host:", ":8090", "127.0.0.1:http"])
+async def test_a_bad_address_is_a_setting_error(listen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.listen"):
+        async with process(monkeypatch, tmp_path, listen=listen):
+            pass
+
+
+async def test_on_tcp_it_says_the_port_that_it_got(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with process(monkeypatch, tmp_path, listen="127.0.0.1:0") as (task, _, url), aiohttp.ClientSession() as http:
+        assert url.startswith("http://127.0.0.1:")
+        async with http.get(url + HEALTH_PATH) as answer:
+            assert answer.status == 200
+        terminate()
+        await asyncio.wait_for(task, 10)

@@ -1,0 +1,155 @@
+"""The index that the street asks: Redis while it answers, memory while it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from redis.asyncio import Redis
+
+from engine.protocol import BlockEvents, blocks_key, split_digests
+from gateway.index.fallback import FallbackIndex
+from gateway.index.memory_index import MemoryIndex
+from gateway.index.redis_index import RedisIndex
+from tests.fakes.redis_process import RedisProcess
+from tests.fakes.waiting import until
+
+PROMPT = bytes(range(160))
+RETRY_S = 0.05
+
+
+@dataclass
+class Both:
+    index: FallbackIndex
+    memory: MemoryIndex
+    redis: Redis
+
+    async def hold(self, name: str, in_redis: int, in_memory: int | None = None) -> None:
+        """Leading blocks of PROMPT that each side thinks the engine has."""
+        mapping = dict.fromkeys(split_digests(PROMPT[: 16 * in_redis]), b"g")
+        await self.redis.hset(blocks_key("m", name), mapping=mapping)
+        if in_memory is not None:
+            self.memory.apply(name, BlockEvents(stored=PROMPT[: 16 * in_memory]))
+
+    async def find(self, *names: str) -> dict[str, int]:
+        return dict(await self.index.find("m", PROMPT, names))
+
+
+@asynccontextmanager
+async def both(url: str, timeout_s: float = 0.25) -> AsyncIterator[Both]:
+    redis: Redis = Redis.from_url(url)
+    memory = MemoryIndex()
+    index = FallbackIndex(RedisIndex(redis, timeout_s=timeout_s), memory, retry_s=RETRY_S)
+    index.start()
+    try:
+        yield Both(index, memory, redis)
+    finally:
+        await index.close()
+        await redis.aclose()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.levelname for record in caplog.records if record.name == "gateway.index.fallback"]
+
+
+async def test_redis_is_believed_while_it_answers(redis_url: str) -> None:
+    async with both(redis_url) as these:
+        await these.hold("a", 7, in_memory=3)
+        assert await these.find("a") == {"a": 7}
+        assert these.index.redis_up
+
+
+async def test_engines_that_redis_does_not_know_are_looked_up_in_memory(redis_url: str) -> None:
+    """As just after a restart of Redis, before the engines have published again."""
+    async with both(redis_url) as these:
+        await these.hold("a", 7, in_memory=3)
+        these.memory.apply("b", BlockEvents(stored=PROMPT[:32]))
+        assert await these.find("a", "b", "c") == {"a": 7, "b": 2}
+
+
+async def test_without_a_redis_memory_answers() -> None:
+    memory = MemoryIndex()
+    index = FallbackIndex(None, memory, retry_s=RETRY_S)
+    memory.apply("a", BlockEvents(stored=PROMPT[:32]))
+    assert dict(await index.find("m", PROMPT, ["a"])) == {"a": 2}
+    assert not index.redis_up
+    await index.close()
+
+
+async def test_an_outage_is_said_once_and_so_is_its_end(
+    own_redis: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with both(own_redis.url) as these:
+        await these.hold("a", 7, in_memory=3)
+        assert await these.find("a") == {"a": 7}
+        await asyncio.to_thread(own_redis.kill)
+        for _ in range(50):
+            assert await these.find("a") == {"a": 3}
+        assert not these.index.redis_up
+        assert warnings(caplog) == ["WARNING"]
+        await asyncio.to_thread(own_redis.start)
+        await until(lambda: these.index.redis_up)  # nobody asks for it
+        assert warnings(caplog) == ["WARNING", "INFO"]
+        assert await these.find("a") == {"a": 3}  # Redis came back empty: the engine has not published yet
+        await these.hold("a", 7)
+        assert await these.find("a") == {"a": 7}  # the script is loaded again
+        assert these.index.outages == 1
+
+
+async def test_an_outage_is_noticed_without_a_request(own_redis: RedisProcess) -> None:
+    async with both(own_redis.url) as these:
+        await asyncio.to_thread(own_redis.kill)
+        await until(lambda: not these.index.redis_up)
+        assert these.index.outages == 1
+
+
+async def test_a_redis_that_hangs_costs_one_time_limit_and_then_nothing(own_redis: RedisProcess) -> None:
+    async with both(own_redis.url, timeout_s=0.2) as these:
+        await these.hold("a", 7, in_memory=3)
+        await these.find("a")
+        assert own_redis._process is not None
+        own_redis._process.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        found = await asyncio.gather(*(these.find("a") for _ in range(100)))
+        assert time.monotonic() - began_s < 1.0
+        assert found == [{"a": 3}] * 100
+        began_s = time.monotonic()
+        for _ in range(1000):
+            await these.find("a")
+        assert time.monotonic() - began_s < 0.2
+        own_redis._process.send_signal(signal.SIGCONT)
+        await until(lambda: these.index.redis_up)
+        assert await these.find("a") == {"a": 7}
+
+
+async def test_a_burst_waits_for_connections_instead_of_running_out_of_them(redis_url: str) -> None:
+    async with both(redis_url, timeout_s=5.0) as these:
+        these.redis.connection_pool.max_connections = 40
+        await these.hold("a", 7)
+        found = await asyncio.gather(*(these.find("a") for _ in range(500)))
+        assert found == [{"a": 7}] * 500
+        assert these.index.redis_up
+
+
+async def test_a_key_of_another_kind_is_an_outage_and_not_an_exception(redis_url: str) -> None:
+    async with both(redis_url) as these:
+        await these.redis.set(blocks_key("m", "a"), "not a hash")
+        these.memory.apply("a", BlockEvents(stored=PROMPT[:32]))
+        assert await these.find("a") == {"a": 2}
+
+
+async def test_an_empty_question_asks_nobody(own_redis: RedisProcess) -> None:
+    own_redis.kill()
+    redis: Redis = Redis.from_url(own_redis.url)
+    index = FallbackIndex(RedisIndex(redis, timeout_s=5.0), MemoryIndex(), retry_s=RETRY_S)
+    assert dict(await index.find("m", b"", ["a"])) == {}
+    assert dict(await index.find("m", PROMPT, [])) == {}
+    assert index.redis_up
+    await redis.aclose()

@@ -1,0 +1,262 @@
+"""Which engines can be given a request, and which are found in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+from redis.asyncio import Redis
+
+from engine.protocol import ENGINES_KEY, Hello, Load, Namespace, announcement_key
+from gateway.errors import ModelNotFoundError, NoEngineError
+from gateway.routing.registry import Registry, short_name
+from tests.fakes.fake_engine import make_hello
+from tests.fakes.redis_process import RedisProcess
+from tests.fakes.waiting import until
+
+LOOK_S = 0.02
+
+
+@dataclass
+class FakeClient:
+    """A client whose connection the test makes and breaks."""
+
+    name: str
+    url: str
+    load: Load = field(default_factory=Load)
+    joined: bool = False
+    started: int = 0
+    stopped: int = 0
+    said: Hello | None = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def hello(self) -> Hello:
+        assert self.said is not None
+        return self.said
+
+    @property
+    def model(self) -> str | None:
+        return self.said.model if self.said else None
+
+    def start(self) -> None:
+        self.started += 1
+
+    async def stop(self) -> None:
+        self.stopped += 1
+        self.joined = False
+
+    async def wait_joined(self) -> None:
+        await self.ready.wait()
+
+    def join(self, hello: Hello | None = None) -> None:
+        self.said = hello or make_hello()
+        self.joined = True
+        self.ready.set()
+
+
+def new(redis: Redis | None = None) -> Registry[FakeClient]:
+    return Registry(FakeClient, retry_after_s=2.0, redis=redis, discover_s=LOOK_S)
+
+
+def names(registry: Registry[FakeClient], model: str = "demo") -> list[str]:
+    return [client.name for client in registry.serving(model)]
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client: Redis = Redis.from_url(redis_url)
+    yield client
+    await client.aclose()
+
+
+async def announce(redis: Redis, hello: Hello, url: object, *, seconds: float = 30.0) -> None:
+    await redis.zadd(ENGINES_KEY, {hello.incarnation: time.time() + seconds})
+    value = json.dumps({**hello.to_json(), "url": url})
+    await redis.set(announcement_key(hello.incarnation), value, px=int(seconds * 1000))
+
+
+def test_a_model_nobody_ever_served_does_not_exist() -> None:
+    with pytest.raises(ModelNotFoundError):
+        new().serving("demo")
+
+
+def test_a_known_model_whose_engines_are_away_is_asked_to_come_back_later() -> None:
+    registry = new()
+    registry.add("http://a:1")
+    with pytest.raises(ModelNotFoundError):
+        registry.serving("demo")
+    (client,) = registry.engines
+    client.join()
+    assert names(registry) == ["a:1"]
+    client.joined = False
+    with pytest.raises(NoEngineError) as caught:
+        registry.serving("demo")
+    assert caught.value.retry_after_s == 2.0
+    assert list(registry.models()) == ["demo"]
+
+
+def test_each_model_has_its_own_engines() -> None:
+    registry = new()
+    for number, model in enumerate(["one", "two", "one"]):
+        registry.add(f"http://e{number}:1")
+        registry.engines[number].join(make_hello(model, created=100 + number))
+    assert names(registry, "one") == ["e0:1", "e2:1"]
+    assert names(registry, "two") == ["e1:1"]
+    assert registry.models() == {"one": 102, "two": 101}
+
+
+def test_a_draining_engine_gets_nothing_new() -> None:
+    registry = new()
+    registry.add("http://a:1")
+    registry.add("http://b:1")
+    for client in registry.engines:
+        client.join()
+    registry.engines[0].load = Load(draining=True)
+    assert names(registry) == ["b:1"]
+    registry.engines[1].load = Load(draining=True)
+    with pytest.raises(NoEngineError):
+        registry.serving("demo")
+
+
+def test_an_engine_known_under_two_urls_counts_once() -> None:
+    registry = new()
+    hello = make_hello()
+    for url in ("http://localhost:1", "http://127.0.0.1:1"):
+        registry.add(url)
+        registry.engines[-1].join(hello)
+    assert len(names(registry)) == 1
+
+
+def test_adding_a_url_twice_makes_one_client() -> None:
+    registry = new()
+    for url in ("http://a:1", "http://a:1/", "HTTP://A:1", "a:1", "unix:/x/e.sock", "unix:///x/e.sock"):
+        registry.add(url)
+    assert [client.name for client in registry.engines] == ["a:1", "e"]
+    assert [client.started for client in registry.engines] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({"namespace": Namespace(weights="other", dtype="f", kv_dtype="f", block_size=16)}, ["a:1", "b:1"]),
+        ({"tokenizer": "other"}, ["a:1", "b:1"]),
+        ({"context_tokens": 17}, ["a:1", "b:1"]),
+        ({"num_blocks": 17, "max_sequences": 3, "created": 5}, ["a:1", "b:1", "c:1"]),
+    ],
+    ids=["weights", "tokeniser", "context", "only the size"],
+)
+def test_engines_of_one_model_that_differ_are_never_mixed(
+    changes: dict[str, object], left: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = new()
+    for url, hello in (("a:1", make_hello()), ("b:1", make_hello()), ("c:1", make_hello(**changes))):
+        registry.add(url)
+        registry.engines[-1].join(hello)
+    for _ in range(3):
+        assert names(registry) == left
+    assert len(caplog.records) == (len(left) == 2)
+
+
+async def test_waiting_for_the_first_engines_ends_when_all_have_joined() -> None:
+    registry = new()
+    registry.add("http://a:1")
+    registry.add("http://b:1")
+    waiting = asyncio.create_task(registry.wait_joined())
+    registry.engines[0].join()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    registry.engines[1].join()
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_an_engine_that_announces_itself_is_connected_to_and_forgotten_when_it_is_gone(redis: Redis) -> None:
+    registry = new(redis)
+    hello = make_hello()
+    await announce(redis, hello, "http://e:1")
+    registry.start()
+    await until(lambda: len(registry.engines) == 1)
+    (client,) = registry.engines
+    assert (client.url, client.started) == ("http://e:1", 1)
+    client.join(hello)
+    await redis.delete(announcement_key(hello.incarnation))
+    await asyncio.sleep(5 * LOOK_S)
+    assert registry.engines == [client], "joined: Redis may have lost its data"
+    client.joined = False
+    await until(lambda: not registry.engines)
+    assert client.stopped == 1
+    with pytest.raises(NoEngineError):  # its model is still known
+        registry.serving("demo")
+    await registry.stop()
+
+
+async def test_an_engine_that_is_connected_already_is_not_found_again(redis: Redis) -> None:
+    registry = new(redis)
+    registry.add("unix:/x/e.sock", "engine-0")
+    hello = make_hello()
+    registry.engines[0].join(hello)
+    await announce(redis, hello, "http://elsewhere:1")
+    await announce(redis, make_hello(), "unix:///x/e.sock")
+    registry.start()
+    await announce(redis, make_hello(), "http://new:1")
+    await until(lambda: len(registry.engines) == 2)
+    assert [client.name for client in registry.engines] == ["engine-0", "new:1"]
+    await registry.stop()
+
+
+@pytest.mark.parametrize("url", [None, 7, "", "ftp://e:1", "e:1"])
+async def test_an_announcement_without_a_usable_url_is_passed_over(redis: Redis, url: object) -> None:
+    registry = new(redis)
+    await announce(redis, make_hello(), url)
+    await redis.zadd(ENGINES_KEY, {"never announced": time.time() + 9})
+    await redis.zadd(ENGINES_KEY, {"nonsense": time.time() + 9})
+    await redis.set(announcement_key("nonsense"), b"\xff{")
+    await announce(redis, make_hello(), "http://good:1")
+    registry.start()
+    await until(lambda: len(registry.engines) == 1)
+    assert registry.engines[0].url == "http://good:1"
+    await registry.stop()
+
+
+async def test_discovery_survives_an_outage_of_redis(own_redis: RedisProcess, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    client: Redis = Redis.from_url(own_redis.url)
+    registry = new(client)
+    registry.add("http://static:1")
+    registry.engines[0].join()
+    await asyncio.to_thread(own_redis.kill)
+    registry.start()
+    await asyncio.sleep(5 * LOOK_S)
+    assert names(registry) == ["static:1"]
+    await asyncio.to_thread(own_redis.start)
+    await announce(client, make_hello(), "http://found:1")
+    await until(lambda: len(registry.engines) == 2)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    await registry.stop()
+    await client.aclose()
+
+
+async def test_a_static_engine_is_never_forgotten(redis: Redis) -> None:
+    registry = new(redis)
+    hello = make_hello()
+    await announce(redis, hello, "http://e:1", seconds=30)
+    registry.start()
+    await until(lambda: len(registry.engines) == 1)
+    registry.add("http://e:1")
+    await redis.delete(announcement_key(hello.incarnation))
+    await asyncio.sleep(5 * LOOK_S)
+    assert len(registry.engines) == 1
+    await registry.stop()
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [("unix:/run/engine-0.sock", "engine-0"), ("unix:e", "e"), ("http://host:8090", "host:8090"), ("h:1", "h:1")],
+)
+def test_names_are_short(url: str, name: str) -> None:
+    assert short_name(url) == name

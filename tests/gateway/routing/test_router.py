@@ -1,0 +1,120 @@
+"""Which engine a prompt goes to. Pure: loads in, choice out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.protocol import Hello, Load
+from gateway.config import RoutingSettings
+from gateway.routing.router import Router
+from tests.fakes.fake_engine import make_hello
+
+SETTINGS = RoutingSettings(prefill_weight=4.0, prefill_tokens_per_s=1000.0)
+ROUTER = Router(SETTINGS)
+
+
+@dataclass
+class Candidate:
+    name: str
+    load: Load = field(default_factory=Load)
+    hello: Hello = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hello = make_hello(incarnation=f"i-{self.name}", max_sequences=8)
+
+
+def engines(**loads: dict[str, Any]) -> list[Candidate]:
+    return [Candidate(name, Load(**load)) for name, load in loads.items()]
+
+
+def chosen(candidates: list[Candidate], prompt_tokens: int, **cached: int) -> str:
+    return ROUTER.choose(candidates, prompt_tokens, {f"i-{name}": tokens for name, tokens in cached.items()}).name
+
+
+def test_the_holder_of_the_longest_prefix_wins_among_idle_engines() -> None:
+    assert chosen(engines(a={}, b={}, c={}), 1000, a=100, b=800, c=500) == "b"
+
+
+def test_an_idle_engine_wins_when_nobody_holds_anything() -> None:
+    assert chosen(engines(a={"prefill_backlog": 5000}, b={}), 1000) == "b"
+
+
+def test_a_prefix_is_worth_the_weight_times_its_prefill_and_no_more() -> None:
+    # b would prefill 1,000 tokens: 4 x 1 s. a has them, and 3.9 or 4.1 s of others' prefills in front.
+    assert chosen(engines(a={"prefill_backlog": 3900}, b={}), 1000, a=1000) == "a"
+    assert chosen(engines(a={"prefill_backlog": 4100}, b={}), 1000, a=1000) == "b"
+
+
+def test_a_shared_system_prompt_does_not_send_everybody_to_one_engine() -> None:
+    """A burst of prompts that share 64 tokens and prefill 1,000: whoever is busy loses, prefix or not."""
+    loads = {name: Load() for name in "abcd"}
+    counts = dict.fromkeys(loads, 0)
+    for _ in range(40):
+        name = chosen([Candidate(name, load) for name, load in loads.items()], 1064, a=64)
+        counts[name] += 1
+        load = loads[name]
+        loads[name] = replace(load, prefill_backlog=load.prefill_backlog + 1000, waiting=load.waiting + 1)
+    assert max(counts.values()) <= 12, counts
+
+
+def test_a_faster_engine_takes_more() -> None:
+    fast, slow = {"prefill_tokens_per_s": 10_000.0}, {"prefill_tokens_per_s": 500.0}
+    assert chosen(engines(a=slow, b=fast), 1000, a=500) == "b"
+    assert chosen(engines(a=slow, b=fast), 1000, a=990) == "a"
+
+
+def test_an_engine_that_has_measured_nothing_is_taken_to_be_as_fast_as_the_others() -> None:
+    measured = {"prefill_tokens_per_s": 50_000.0}
+    assert chosen(engines(a=measured, b={}), 1000, a=500) == "a"
+    assert chosen(engines(a=measured | {"prefill_backlog": 9000}, b={}), 1000, a=500) == "b"
+
+
+def test_when_all_places_are_taken_waiting_for_one_counts() -> None:
+    full = {"running": 8, "waiting": 20, "decode_tokens_per_s": 100.0}
+    assert chosen(engines(a=full, b={"running": 2}), 500, a=496) == "b"
+
+
+def test_requests_that_wait_in_the_gateway_count_as_well() -> None:
+    router = Router(SETTINGS, queued=lambda incarnation: 30 if incarnation == "i-a" else 0)
+    candidates = engines(a={"running": 8}, b={"running": 8})
+    assert router.choose(candidates, 500, {"i-a": 496}).name == "b"
+
+
+def test_of_equals_the_one_with_fewer_sequences_wins_and_then_the_first_by_name() -> None:
+    assert chosen(engines(a={"running": 2}, b={"running": 1}), 100) == "b"
+    assert chosen(engines(c={}, b={}, a={}), 100) == "a"
+
+
+def test_one_engine_is_chosen_whatever_its_load() -> None:
+    assert chosen(engines(a={"waiting": 10_000}), 100) == "a"
+
+
+loads = st.builds(
+    Load,
+    waiting=st.integers(0, 100),
+    running=st.integers(0, 64),
+    prefill_backlog=st.integers(0, 10**6),
+    prefill_tokens_per_s=st.just(0.0) | st.floats(1, 1e6),
+    decode_tokens_per_s=st.just(0.0) | st.floats(1, 1e6),
+)
+
+
+@given(st.lists(loads, min_size=1, max_size=6), st.integers(1, 10**6), st.lists(st.integers(0, 10**6)), st.randoms())
+def test_the_choice_does_not_depend_on_the_order_of_the_engines(
+    given_loads: list[Load], prompt: int, cached: list[int], source: Any
+) -> None:
+    candidates = [Candidate(f"e{number}", load) for number, load in enumerate(given_loads)]
+    held = {f"e{number}": tokens for number, tokens in enumerate(cached)}
+    first = chosen(candidates, prompt, **held)
+    source.shuffle(candidates)
+    assert chosen(candidates, prompt, **held) == first
+
+
+@given(loads, st.integers(1, 10**6), st.integers(0, 10**6))
+def test_more_cached_tokens_never_make_an_engine_less_attractive(load: Load, prompt: int, cached: int) -> None:
+    score = ROUTER.score_s(load, max(0, prompt - cached), 8, 0, 1000.0)
+    assert 0 <= score <= ROUTER.score_s(load, prompt, 8, 0, 1000.0)
