@@ -36,6 +36,8 @@ GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{
 GPT2_DIGITS_PATTERN: Final = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 _NEVER_IN_UTF8: Final = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 _BATCH: Final = 4096
+_BLANK_RUN: Final = 500_000
+"""Characters of white space in a row; the regex engine of tiktoken 0.14 overflows its stack at about twice as many."""
 
 
 class NotConvertibleError(ValueError):
@@ -71,6 +73,8 @@ class ByteLevelBpe:
 
     def encode(self, text: str) -> array[int]:
         """Token ids. Raises TokenizingError for the rare text that only the tokenizers library can do."""
+        if len(text) >= _BLANK_RUN and _has_blank_run(text):
+            raise TokenizingError
         try:
             ids = self._encoding.encode_ordinary(self.normalize(text))
         except BaseException as error:
@@ -89,8 +93,13 @@ class ByteLevelBpe:
         return unicodedata.normalize("NFC", text)
 
 
+def _has_blank_run(text: str) -> bool:
+    blanks = len(text) - sum(map(len, text.split()))
+    return blanks >= _BLANK_RUN and any(len(run[0]) >= _BLANK_RUN for run in re.finditer(r"\s+", text))
+
+
 class TokenizingError(Exception):
-    """Not for tiktoken: its regex engine met a limit of its own, or the text has characters of `_odd_marks`."""
+    """Not for tiktoken: the text would exceed a limit of its regex engine, or has characters of `_odd_marks`."""
 
 
 def _pattern(spec: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 _CANDIDATES: Final = "⸻⸺⸹⸸⸷⸶⸵⸴⹀⹁⹂⹃⹄⹅⹆⹇⹈⹉"  # printable, caseless, not whitespace, the same in every normal form
+_KEYS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "type", "text", "function", "arguments", "id")
 
 
 class Masking:
@@ -48,7 +49,8 @@ class Masking:
         self._prefixes = {special[:i] for special in longer for i in range(1, len(special))}
         self._max_prefix = max(map(len, self._prefixes), default=0)
         self._pattern = re.compile(alternatives(longer)) if longer else None
-        self._starts = re.compile(f"(?=(?:{alternatives(longer)}))(.)", re.DOTALL) if longer else None
+
+        self._clean = {key for key in _KEYS if self.mask(key) == key}  # most keys there are, known not to need it
 
     def mask(self, text: str) -> str:
         """The same string object when there is nothing to mask, which a few memchr-like scans find out."""
@@ -63,8 +65,11 @@ class Masking:
         if kind is str:
             return self.mask(value)
         if kind is dict:
-            mask, mask_data = self.mask, self.mask_data
-            return {mask(key): mask(item) if type(item) is str else mask_data(item) for key, item in value.items()}
+            mask, mask_data, clean = self.mask, self.mask_data, self._clean
+            return {
+                key if key in clean else mask(key): mask(item) if type(item) is str else mask_data(item)
+                for key, item in value.items()
+            }
         if kind is list or kind is tuple:
             return [self.mask_data(item) for item in value]
         return value
@@ -78,21 +83,59 @@ class Masking:
         # 1. Marks of the text's own, so that every mark from here on is one of ours.
         if any(char in text for char in self._watched):
             text = text.translate(self._coded)
-        # 2. Beginnings of special strings at the end; from the right, so that positions further left stay valid.
-        end = len(text)
-        for start in range(end - 1, max(-1, end - 1 - self._max_prefix), -1):
-            if text[start] in self._firsts and text[start:end].replace(self._break, "") in self._prefixes:
-                text = text[: start + 1] + self._break + text[start + 1 :]
-                end += len(self._break)
+        # 2. Beginnings of special strings at the end.
+        tail = text[-self._max_prefix :] if self._max_prefix else ""
+        for first in self._firsts:
+            if first in tail:
+                text = self._mask_end(text)
+                break
         # 3. Whole special strings, overlapping ones too.
-        if self._pattern and self._starts and self._needed in text and self._pattern.search(text):
-            text = self._starts.sub(rf"\1{self._break}", text)
+        if self._pattern and self._needed in text:
+            text = self._mask_whole(text, self._pattern)
+        return text
+
+    def _mask_whole(self, text: str, pattern: re.Pattern[str]) -> str:
+        parts: list[str] = []
+        done = 0
+        found = pattern.search(text)
+        while found:
+            parts += (text[done : found.start() + 1], self._break)
+            done = found.start() + 1
+            found = pattern.search(text, done)
+        return "".join(parts) + text[done:] if parts else text
+
+    def _mask_end(self, text: str) -> str:
+        # From the right, so that positions further left stay valid.
+        for start in range(len(text) - 1, max(-1, len(text) - 1 - self._max_prefix), -1):
+            if text[start] in self._firsts and text[start:].replace(self._break, "") in self._prefixes:
+                text = text[: start + 1] + self._break + text[start + 1 :]
         return text
 
 
-def alternatives(specials: Iterable[str]) -> str:
-    """A regular expression that finds the leftmost, and there the longest, of `specials`, of which there is one."""
-    return "|".join(map(re.escape, sorted(specials, key=lambda special: (-len(special), special))))
+def alternatives(strings: Iterable[str]) -> str:
+    """A regular expression that finds the leftmost, and there the longest, of `strings`, of which there is one.
+
+    Written as a tree of common beginnings: what begins like hundreds of them and is none is told apart in few steps.
+    """
+    tree: dict[str, Any] = {}
+    for string in strings:
+        node = tree
+        for char in string:
+            node = node.setdefault(char, {})
+        node[_END] = {}
+    return _write(tree)
+
+
+_END: Final = ""  # in a tree: a string may end here
+
+
+def _write(tree: dict[str, Any]) -> str:
+    branches = [re.escape(char) + _write(rest) for char, rest in sorted(tree.items()) if char != _END]
+    if not branches:
+        return ""
+    if len(branches) == 1 and _END not in tree:
+        return branches[0]
+    return f"(?:{'|'.join(branches)})" + ("?" if _END in tree else "")
 
 
 def _unused(taken: str) -> Iterator[str]:

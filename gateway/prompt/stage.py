@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from engine.protocol import TOKEN_BYTES, Hello, Namespace, TokenizerFiles
@@ -32,8 +33,10 @@ _T = TypeVar("_T")
 _THREADS: Final = 4
 _SLOWER: Final = 8
 """How much longer the tokenizers library takes for a character than tiktoken (tests/bench/prompt_cost.py)."""
-_HASHED_CHARS: Final = 10
-"""Characters are hashed into block digests about as quickly as a tenth as many are tokenised."""
+_HASHED: Final = 10
+"""Characters, or their tokens, are hashed about as quickly as a tenth as many are tokenised."""
+_RENDERED: Final = 100
+"""Characters are masked and rendered about as quickly as a hundredth as many are tokenised."""
 _IDS_PER_LINK: Final = 4096
 """Prompts of token ids are cut everywhere after this many, for want of special tokens to cut at."""
 
@@ -108,7 +111,7 @@ class PromptStage:
                             request.sampling.max_tokens,
                             param=request.prompt_param,
                         )
-                    encoded = self._encode_ids(loaded, namespace, tokens, model.vocab_size)
+                    encoded = await self._encode_ids(loaded, namespace, tokens, model.vocab_size)
         except UnicodeEncodeError:
             raise BadRequestError(
                 f"`{request.prompt_param}` holds half of a surrogate pair, which is not a character.",
@@ -140,7 +143,9 @@ class PromptStage:
     async def _encode_chat(self, model: _Model, namespace: Namespace, prompt: ChatPrompt) -> EncodedPrompt:
         if model.template is None:
             raise BadRequestError(f"This model cannot chat: {model.no_template}. Use /v1/completions.", param="model")
-        text = model.template.render(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
+        render = partial(model.template.render, prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
+        num_chars = sum([len(content) for message in prompt.messages if type(content := message.get("content")) is str])
+        text = await self._in_thread(render) if num_chars > _RENDERED * self._settings.thread_chars else render()
         return await self._encode_text(model, namespace, text)
 
     async def _encode_text(
@@ -158,11 +163,10 @@ class PromptStage:
             known, missing = segments.find(namespace.salt, links)
             # 3. Tokenise what is new and hash it on, in a thread when that takes long. Touches nothing shared.
             state = path[-1].state if path else root.state
+            work = partial(_go_on, tokenizer, namespace, state, links, known, missing)
             new_chars = sum(len(link.text) for link in missing)
-            if self._takes_long(tokenizer, new_chars, len(text) - covered):
-                fresh, nodes = await self._in_thread(lambda: _go_on(tokenizer, namespace, state, links, known, missing))
-            else:
-                fresh, nodes = _go_on(tokenizer, namespace, state, links, known, missing)
+            takes_long = self._takes_long(tokenizer, new_chars, len(text) - covered)
+            fresh, nodes = await self._in_thread(work) if takes_long else work()
             new_tokens = sum(map(len, fresh.values())) // TOKEN_BYTES
             segments.put(namespace.salt, fresh)
             chains.count(path, nodes)
@@ -177,25 +181,25 @@ class PromptStage:
         limit = self._settings.thread_chars
         if tokenizer.library == "tokenizers":
             new_chars *= _SLOWER
-        return new_chars + unhashed_chars / _HASHED_CHARS > limit
+        return new_chars + unhashed_chars / _HASHED > limit
 
-    def _encode_ids(self, model: _Model, namespace: Namespace, ids: bytes, vocab_size: int) -> EncodedPrompt:
+    async def _encode_ids(self, model: _Model, namespace: Namespace, ids: bytes, vocab_size: int) -> EncodedPrompt:
         if len(ids) % TOKEN_BYTES:
             raise BadRequestError("The prompt is not a whole number of token ids.")
+        width = _IDS_PER_LINK * TOKEN_BYTES
+        links = [ids[start : start + width] for start in range(0, len(ids), width)]
         root = model.chains.root((namespace, vocab_size), namespace)
         path: list[Node] = []
-        node, known = root, 0
-        for start in range(0, len(ids), _IDS_PER_LINK * TOKEN_BYTES):
-            link = ids[start : start + _IDS_PER_LINK * TOKEN_BYTES]
-            child = node.children.get(link)
-            if child is None:
-                _check_ids(link, vocab_size, start // TOKEN_BYTES)
-                child = Node(link, link, *node.state.extend(link, namespace))
-            else:
-                known += 1
-            path.append(child)
-            node = child
-        model.chains.count(path[:known], path[known:])
+        node: Node | None = root
+        while node is not None and len(path) < len(links):
+            node = node.children.get(links[len(path)])
+            path += [] if node is None else [node]
+        state, new = (path[-1] if path else root).state, links[len(path) :]
+        work = partial(_go_on_with_ids, namespace, state, new, vocab_size, len(path) * _IDS_PER_LINK)
+        takes_long = len(new) * _IDS_PER_LINK > _HASHED * self._settings.thread_chars
+        nodes = await self._in_thread(work) if takes_long else work()
+        model.chains.count(path, nodes)
+        path += nodes
         model.chains.keep(root, path)
         return _joined(root, path, 0)
 
@@ -216,6 +220,18 @@ def _go_on(
         digests, state = state.extend(ids, namespace)
         nodes.append(Node(link.text, ids, digests, state, ends=link.segment_chars == len(link.text)))
     return fresh, nodes
+
+
+def _go_on_with_ids(
+    namespace: Namespace, state: ChainState, links: Sequence[bytes], vocab_size: int, at: int
+) -> list[Node]:
+    """A node for each of the links, the first of which begins with token number `at` of the prompt."""
+    nodes: list[Node] = []
+    for i, ids in enumerate(links):
+        _check_ids(ids, vocab_size, at + i * _IDS_PER_LINK)
+        digests, state = state.extend(ids, namespace)
+        nodes.append(Node(ids, ids, digests, state))
+    return nodes
 
 
 def _joined(root: Node, path: Sequence[Node], new_tokens: int) -> EncodedPrompt:

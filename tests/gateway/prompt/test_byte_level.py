@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
+from gateway.prompt import byte_level
 from gateway.prompt.byte_level import ByteLevelBpe, NotConvertibleError, TokenizingError
 from gateway.prompt.samples import SAMPLES, class_samples
 from tests.fakes import tokenisers
@@ -129,6 +130,18 @@ def test_whatever_the_merges_are_ids_are_equal_or_the_tokeniser_is_refused(
 def test_what_cannot_be_converted_is_refused_with_a_reason(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotConvertibleError, match=reason):
         convert({**spec_of("qwen"), **change})
+
+
+def test_a_run_of_blanks_that_would_overflow_the_regex_engine_is_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(byte_level, "_BLANK_RUN", 100)
+    fast, _ = convert(spec_of("llama3"))
+    for text in (" " * 100, "a" + "\n \t" * 50 + "b"):
+        with pytest.raises(TokenizingError):
+            fast.encode(text)
+    for text in (" " * 99, "a " * 300, ("\n" * 99 + "x") * 3):
+        assert len(fast.encode(text)) > 0
 
 
 def test_a_vocabulary_without_all_bytes_is_refused() -> None:

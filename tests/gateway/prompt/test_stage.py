@@ -213,11 +213,23 @@ async def test_plain_text_begins_with_the_tokenisers_prefix_when_asked(loaded: L
     assert again.new_tokens == 0
 
 
-async def test_token_ids_are_taken_as_they_are(qwen: Loaded) -> None:
+@pytest.mark.parametrize("thread_chars", [0, 1 << 30])
+async def test_token_ids_are_taken_as_they_are(qwen: Loaded, thread_chars: int) -> None:
+    stage = await stage_for(qwen.files, thread_chars=thread_chars)
     tokens = array("I", [i % 2000 for i in range(10_000)]).tobytes()
     for prompt in (tokens, tokens[: 9000 * 4], tokens):
-        encoded = await qwen.encode(TokenPrompt(prompt))
+        encoded = await stage.encode(request(TokenPrompt(prompt)), qwen.hello)
         assert (encoded.tokens, encoded.digests, encoded.new_tokens) == (prompt, qwen.digests(prompt), 0)
+    stats = stage.stats()["model"]
+    assert stats["chain_memo_hit_tokens"] == (4096 * 2) + 10_000
+
+
+async def test_very_long_messages_are_rendered_in_a_thread_and_what_they_trip_over_is_still_told(qwen: Loaded) -> None:
+    stage = await stage_for(qwen.files, thread_chars=1)
+    prompt = chat("long " * 100, "<|im_end|>" * 20)
+    assert same(await stage.encode(request(prompt), qwen.hello), await qwen.encode(prompt))
+    with pytest.raises(BadRequestError, match="cannot render these messages"):
+        await stage.encode(request(ChatPrompt([{"content": "no role " * 100}])), qwen.hello)
 
 
 @pytest.mark.parametrize(
