@@ -26,6 +26,7 @@ class Server:
 
     def __init__(self, data_dir: Path, *flags: str, command: str = "serve", config: str | None = None) -> None:
         self.lines: list[str] = []
+        self.ready_line = r"on (http://\S+)"  # what it prints when it is up; an engine alone prints something else
         self._clients: dict[str, openai.OpenAI] = {}
         self._changed = threading.Condition()
         self._arguments = [
@@ -53,12 +54,13 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            line = self.wait_for_line(r"on (http://\S+)", START_LIMIT_S)
+            line = self.wait_for_line(self.ready_line, START_LIMIT_S)
         except BaseException:
             self.process.kill()
-            self.process.wait()
+            self._close()
             raise
-        self.url = re.search(r"on (http://\S+)", line)[1].rstrip("/")  # type: ignore[index]
+        url = re.search(self.ready_line, line)
+        self.url = url[1].rstrip("/") if url and url.groups() else ""
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -70,12 +72,15 @@ class Server:
             self.process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
             raise
         finally:
-            self._reader.join(STOP_LIMIT_S)
-            assert self.process.stdout is not None
-            self.process.stdout.close()
+            self._close()
+
+    def _close(self) -> None:
+        self.process.wait()
+        self._reader.join(STOP_LIMIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def wait_for_line(self, pattern: str, limit_s: float = 30.0, *, after: int = 0) -> str:
         """The first line from index `after` on that matches. Raises TimeoutError, with everything printed so far."""
