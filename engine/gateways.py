@@ -126,9 +126,10 @@ class Gateways:
                 gateway.send(encode(frame))
         if self._telling is None and any(owner not in frames for owner in self._connected):
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_at(max(loop.time(), self._told_s + LOAD_INTERVAL_S), self._tell_load)
+            self._telling = loop.call_at(max(loop.time(), self._told_s + LOAD_INTERVAL_S), self.tell_load)
 
-    def _tell_load(self) -> None:
+    def tell_load(self) -> None:
+        """Tells every gateway the load, now."""
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None

@@ -203,6 +203,7 @@ class EngineServer:
                 raise ProtocolError(f"unexpected {type(other).__name__}")
 
     async def _hang_up_on_all(self, app: web.Application) -> None:
+        self.gateways.tell_load()  # whoever has not heard yet that this is on purpose
         for socket, gateway in list(self._sockets.items()):
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(gateway.sent(), CLOSE_TIMEOUT_S)  # how its last sequences ended

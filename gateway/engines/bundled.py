@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_TOKENIZER_BYTES: Final = 256 << 20
 FIRST_RETRY_S: Final = 0.05
+LONGEST_LOCAL_RETRY_S: Final = 0.25
 
 _CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, ProtocolError, EngineLostError)
 
@@ -90,6 +91,7 @@ class BundledEngine:
         self._tokenizer: tuple[str, str] | None = None  # model and fingerprint that on_tokenizer was called for
         self._connection: Connection | None = None  # only while joined
         self._joined = asyncio.Event()
+        self._left_on_purpose = False  # the last connection was to an engine that said it would end
         self._told = False  # the present outage has been logged
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -185,6 +187,9 @@ class BundledEngine:
 
     async def _run(self) -> None:
         retry_s = FIRST_RETRY_S
+        longest_s = self._settings.reconnect_max_s
+        if self.url.startswith("unix:"):  # trying costs next to nothing
+            longest_s = min(longest_s, LONGEST_LOCAL_RETRY_S)
         while not self._stopping.is_set():
             began_s = time.monotonic()
             try:
@@ -198,7 +203,7 @@ class BundledEngine:
             if time.monotonic() - began_s > self._settings.reconnect_max_s:
                 retry_s = FIRST_RETRY_S
             await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, self._settings.reconnect_max_s)
+            retry_s = min(2 * retry_s, longest_s)
 
     async def _connect(self) -> None:
         """One connection, from the handshake to its end. Always raises, at the latest when the engine hangs up."""
@@ -263,6 +268,7 @@ class BundledEngine:
         if self._connection is connection:
             self._connection = None
             self._joined.clear()
+        self._left_on_purpose = connection.load.draining
         self._on_lost(connection.hello.incarnation)
         connection.fail(EngineLostError(f"The connection to engine {self.name} was lost."))
 
@@ -270,9 +276,15 @@ class BundledEngine:
         if self._told:
             return
         self._told = True
-        level = logging.WARNING if self._hello else logging.INFO
-        what = "was lost" if self._hello else "is not there yet"
-        log.log(level, "engine %s %s: %s", self.name, what, str(error) or type(error).__name__)
+        lost = self._hello is not None and not self._left_on_purpose
+        what = "was lost" if lost else "has ended" if self._hello else "is not there yet"
+        log.log(
+            logging.WARNING if lost else logging.INFO,
+            "engine %s %s: %s",
+            self.name,
+            what,
+            str(error) or type(error).__name__,
+        )
 
 
 def _connector(url: str) -> tuple[str, aiohttp.BaseConnector]:

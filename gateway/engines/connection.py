@@ -133,6 +133,8 @@ class Connection:
             if (stream := self.streams.get(update.seq)) is not None:
                 stream.push(update)
             self.unseen.pop(update.seq, None)
+        if not self.unseen:
+            return True
         # The frame after next was made by a step that began when the engine had the sequence: its load includes it.
         for seq in [seq for seq, (sent, _) in self.unseen.items() if sent < self._frames - 1]:
             del self.unseen[seq]

@@ -124,6 +124,14 @@ async def test_sigterm_lets_what_runs_end_and_leaves_nothing_in_redis(
     await redis.aclose()
 
 
+async def test_an_idle_engine_says_that_it_ends_before_it_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with process(monkeypatch, tmp_path) as (task, _, url), stream(url) as (gateway, _):
+        await gateway.until(lambda message: isinstance(message, StepFrame))
+        terminate()
+        await gateway.until(lambda message: isinstance(message, StepFrame) and message.load.draining)
+        await asyncio.wait_for(task, 10)
+
+
 async def test_a_drain_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with process(monkeypatch, tmp_path, drain_s=0.2) as (task, runner, url), stream(url) as (gateway, hello):
         runner.delay = 0.01

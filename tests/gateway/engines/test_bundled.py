@@ -254,6 +254,17 @@ async def test_the_loss_of_an_engine_is_said_once(caplog: pytest.LogCaptureFixtu
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]
 
 
+async def test_an_engine_that_said_it_would_end_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gateway.engines.bundled")
+    async with FakeEngine() as fake, connected(fake.url) as client:
+        await client.joined()
+        await fake.report(draining=True)
+        await until(lambda: client.engine.load.draining)
+        await fake.die()
+        await until(lambda: "has ended" in caplog.text)
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
 # -- generating -------------------------------------------------------------------------------------------------------
 
 
