@@ -75,6 +75,9 @@ def test_a_refusal_quotes_users_as_they_wrote() -> None:
         "{{ 'a' + messages[0].missing }}",
         "{{ messages[0].__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
+        "{{ messages[0].pop('role') }}",
+        "{% for m in messages %}{{ loop._iterator.gi_frame.f_back }}{% endfor %}",
+        "{{ messages[0].role.__class__.__mro__ }}",
         "{{ range(10000000) | list }}",
         "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
         "{{ namespace(_x=1) }}",
@@ -83,6 +86,11 @@ def test_a_refusal_quotes_users_as_they_wrote() -> None:
 def test_what_the_template_trips_over_is_a_bad_request(source: str) -> None:
     with pytest.raises(BadRequestError):
         render(source)
+
+
+def test_format_strings_do_not_reach_into_objects() -> None:
+    assert render("{{ '{0.__class__}|{0}'.format(messages[0].role) }}") == "|user"
+    assert "class" not in render("{{ '{a.__class__}'.format_map({'a': messages[0].role}) }}")
 
 
 def test_a_template_that_does_not_compile_says_where() -> None:
