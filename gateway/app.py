@@ -153,6 +153,7 @@ async def serve(
         redis = await stack.enter_async_context(_redis(redis_url, settings)) if redis_url else None
         # 2. The stages, and the port: whoever asks now is told that the server is starting.
         gateway = Gateway(settings, redis, redis_url)
+        stack.callback(gateway.prompts.close)
         stack.push_async_callback(gateway.index.close)
         runner = app_runner(gateway.web_app(), settings.server)
         await runner.setup()
