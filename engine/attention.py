@@ -6,14 +6,15 @@ Knows nothing about tokens or scheduling: engine/batch.py says which rows belong
 the cache.
 
 In fp32 on the CPU the result of a row depends on that row's prefix alone, bit for bit: not on how a prefill was cut, on
-what else is in the batch, or on whether the keys were computed now or long ago. Two things would break this in torch's
-flash kernel, and both are rounded away: matrix products with fewer than ROW_MULTIPLE rows, and key runs that do not
-fill whole vectors of KEY_MULTIPLE. The tests hold it with torch.equal.
+what else is in the batch, or on whether the keys were computed now or long ago. Three things would break this in
+torch's flash kernel: matrix products with fewer than ROW_MULTIPLE rows and key runs that do not fill whole vectors of
+KEY_MULTIPLE, which are rounded up, and sums over more than TILE_ROWS keys that are cut here for one caller and there
+for another, so keys are always cut at the beginning of the row's own tile. The tests hold it with torch.equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from transformers import AttentionInterface
 from engine.batch import Batch, Span, consecutive, run_start
 
 ATTENTION_NAME: Final = "kvasir_paged"
-TILE_ROWS: Final = 256  # a prefill with a mask is computed in tiles of this many rows, to leave out what the mask hides
+TILE_ROWS: Final = 256  # positions of a tile: rows that are computed together where masks or bits matter
 FOLD_ROWS: Final = 64  # up to here, rows of heads that share a key head are put together to fill the products
 ROW_MULTIPLE: Final = 8
 KEY_MULTIPLE: Final = 16
@@ -160,6 +161,11 @@ class StepAttention:
         self._spans = batch.spans
         self._plan(batch.spans)
 
+    @property
+    def asks_every_row(self) -> bool:
+        """Whether every row of the step is the last one of its work: a step of decodes."""
+        return all(span.count == 1 for span in self._spans)
+
     def last_rows(self) -> StepAttention:
         """The same step, where only the last row of each work asks: what a model's last layer needs."""
         other = object.__new__(StepAttention)
@@ -210,10 +216,8 @@ class StepAttention:
             if lone.span.count == 1:
                 self._attend_row(lone.span, query, key, value, scale, window, out)
             else:
-                step = lone.span.count if self._split and window is None else TILE_ROWS
-                for start in range(lone.span.start, lone.span.end, step):
-                    end = min(start + step, lone.span.end)
-                    self._attend_tile(lone.span, (start, end), query, key, value, scale, window, out)
+                for positions in self._tiles(lone.span, window):
+                    self._attend_tile(lone.span, positions, query, key, value, scale, window, out)
         return out
 
     # -- one call each ------------------------------------------------------------------------------------------------
@@ -245,14 +249,15 @@ class StepAttention:
         out: Tensor,
     ) -> None:
         """One row: the query heads that share a key head become the rows of one product."""
-        kv_heads, keys, head_dim = key.shape[1:]
-        mask = None
-        if self._exact:
-            mask = self._masks.mask(span.start, 1, keys, window)
-        elif window is not None and window < span.end:
-            key, value = key[:, :, span.end - window :], value[:, :, span.end - window :]
-        answer = self._attend(self._fold(query[span.row : span.row + 1], kv_heads), key, value, mask, scale)
+        kv_heads, _, head_dim = key.shape[1:]
         group = query.shape[1] // kv_heads
+        folded = self._fold(query[span.row : span.row + 1], kv_heads)
+        if self._exact:
+            answer = self._attend_exact(folded, key, value, (span.start, 1), scale, window)
+        else:
+            if window is not None and window < span.end:
+                key, value = key[:, :, span.end - window :], value[:, :, span.end - window :]
+            answer = self._attend(folded, key, value, None, scale)
         out[span.row].view(kv_heads, group, head_dim).copy_(answer[0, :, :group])
 
     def _attend_tile(
@@ -277,14 +282,43 @@ class StepAttention:
         keys = self._rounded(end)
         spread = (kv_heads, group, keys, head_dim)  # the heads of a group read the same keys: no copy is made
         key, value = (part[0, :, :keys].unsqueeze(1).expand(spread) for part in (key, value))
-        if self._split and window is None:
+        if self._exact:
+            padding = -rows % ROW_MULTIPLE
+            tile = functional.pad(tile, (0, 0, 0, padding)) if padding else tile
+            answer = self._attend_exact(tile, key, value, (start, rows + padding), scale, window)
+            target.copy_(answer[:, :, :rows])
+        elif self._split and window is None:
             self._attend_split(tile, key, value, start, scale, target)
-            return
-        padding = -rows % ROW_MULTIPLE if self._exact else 0
-        if padding:
-            tile = functional.pad(tile, (0, 0, 0, padding))
-        mask = self._masks.mask(start, rows + padding, keys, window)
-        target.copy_(self._attend(tile, key, value, mask, scale)[:, :, :rows])
+        else:
+            target.copy_(self._attend(tile, key, value, self._masks.mask(start, rows, keys, window), scale))
+
+    def _attend_exact(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: tuple[int, int],
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Rows of one tile, whose keys are always cut at the tile's first position, whoever asks.
+
+        rows  position of the first row, and number of mask rows (1 serves all rows of the query)
+        """
+        start, count = rows
+        base = start - start % TILE_ROWS
+        mask = self._masks.mask(start - base, count, key.shape[2] - base, window)
+        recent, recent_sum = _FLASH_CPU(
+            query, key[:, :, base:], value[:, :, base:], 0.0, False, attn_mask=mask, scale=scale
+        )
+        if base == 0:
+            return recent  # type: ignore[no-any-return]
+        past_mask = None if window is None else self._masks.mask(start, count, base, window)
+        past, past_sum = _FLASH_CPU(
+            query, key[:, :, :base], value[:, :, :base], 0.0, False, attn_mask=past_mask, scale=scale
+        )
+        share = torch.sigmoid((past_sum - recent_sum).double())  # in float32 its last bit depends on the tensor's size
+        return torch.lerp(recent, past, share.float().unsqueeze(-1))
 
     def _attend_split(
         self, tile: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None, target: Tensor
@@ -304,6 +338,17 @@ class StepAttention:
         share = torch.sigmoid(past_sum.view(recent_sum.shape) - recent_sum).to(tile.dtype).unsqueeze(-1)
         torch.lerp(recent, past.view(tile.shape), share, out=target)
 
+    def _tiles(self, span: Span, window: int | None) -> Iterator[tuple[int, int]]:
+        """First and last + 1 position of each tile; tiles begin at multiples of TILE_ROWS, where they matter at all."""
+        if self._split and window is None:
+            yield span.start, span.end
+            return
+        start = span.start
+        while start < span.end:
+            end = min(start - start % TILE_ROWS + TILE_ROWS, span.end)
+            yield start, end
+            start = end
+
     def _fold(self, query: Tensor, kv_heads: int) -> Tensor:
         """(rows, num_heads, head_dim) -> (rows, num_kv_heads, group, head_dim), the group padded where bits count."""
         rows, heads, head_dim = query.shape
@@ -318,6 +363,8 @@ class StepAttention:
         herds: dict[int, list[Span]] = {}
         alone: list[Span] = []
         longest = HERD_BYTES // max(1, self._cache.shape.token_bytes // self._cache.shape.num_layers)
+        if self._exact:
+            longest = min(longest, TILE_ROWS)
         for span in spans:
             if span.count == 1 and span.end <= longest and self._cache.block_size % KEY_MULTIPLE == 0:
                 herds.setdefault((span.end - 1).bit_length(), []).append(span)

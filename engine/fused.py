@@ -116,7 +116,7 @@ class FusedForward:
         index, last = len(self._layers) - 1, self._layers[-1]
         projected = projected if state is None else state
         residual = torch.cat(hidden) if parts > 1 else hidden[0]
-        if len(rows) == num_rows:
+        if attention.asks_every_row:
             answer = self._attend(index, last, projected, attention)
         else:
             attention.write(index, self._key_value(projected))

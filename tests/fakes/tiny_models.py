@@ -1,0 +1,190 @@
+"""Tiny random models of several architectures, and a driver that runs sequences as a scheduler would."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+import transformers
+
+from engine.config import EngineSettings
+from engine.model import LoadedModel, prepare
+from engine.protocol import Sampling, TokenizerFiles
+from engine.runner import ModelRunner
+from engine.sequence import Sequence, Step, Work
+
+VOCABULARY = 211
+CONTEXT = 2048
+GREEDY = Sampling(max_tokens=CONTEXT, temperature=0.0)
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "intermediate_size": 96,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,  # so that attention matters to the logits
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GROUPED),
+    "llama with biases and scaled rope": (
+        "Llama",
+        {**_GROUPED, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "qwen2": ("Qwen2", {**_GROUPED, "tie_word_embeddings": True}),
+    "qwen2 with windows": (
+        "Qwen2",
+        {**_GROUPED, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {**_GROUPED, "head_dim": 16}),
+    "mistral": ("Mistral", {**_GROUPED, "sliding_window": None}),
+    "mistral with a window": ("Mistral", {**_GROUPED, "sliding_window": 70}),
+    "gpt neox": ("GPTNeoX", _COMMON),
+    "gpt2": ("GPT2", {**_COMMON, "n_inner": 96}),
+    "opt": ("OPT", {**_COMMON, "word_embed_proj_dim": 64, "ffn_dim": 96}),
+    "phi3": ("Phi3", _GROUPED),
+    "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
+    "gemma3": ("Gemma3", {**_GROUPED, "head_dim": 16, "sliding_window": 60}),
+}
+
+
+def make_module(kind: str, dtype: torch.dtype = torch.float32, seed: int = 3) -> Any:
+    """A transformers model with random weights; the same for the same arguments."""
+    family, settings = KINDS[kind]
+    return make_family(family, settings, dtype, seed)
+
+
+def make_family(family: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 3) -> Any:
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+    torch.manual_seed(seed)
+    torch.set_default_dtype(dtype)
+    try:
+        module = model_class(config_class(**settings)).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
+    return module
+
+
+def make_loaded(module: Any, *, fast: bool = True, context: int = CONTEXT) -> LoadedModel:
+    """Takes the module over: do not use it afterwards."""
+    dtype = module.dtype
+    shape, forward, is_fused = prepare(module, "tiny", context, fast=fast)
+    return LoadedModel(
+        name="tiny",
+        forward=forward,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        cache_shape=shape,
+        fingerprint="",
+        context_tokens=context,
+        vocab_size=VOCABULARY,
+        eos_ids=(2,),
+        tokenizer=TokenizerFiles("", None, {}, add_bos=False),
+        is_fused=is_fused,
+    )
+
+
+def make_runner(
+    kind: str, dtype: torch.dtype = torch.float32, *, fast: bool = True, block_size: int = 16
+) -> ModelRunner:
+    settings = EngineSettings(block_size=block_size, kv_cache_bytes=8 << 20, threads=1)
+    return ModelRunner(make_loaded(make_module(kind, dtype), fast=fast), settings)
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Driver:
+    """Runs sequences through a runner and keeps the logits of every row that was asked for."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.logits = torch.empty(0)  # of the last step, one row for each work
+        self._next_block = 0
+        forward = runner._forward
+
+        def spy(batch: Any) -> torch.Tensor:
+            self.logits = forward(batch)
+            return self.logits
+
+        runner._forward = spy  # type: ignore[method-assign]
+
+    def sequence(
+        self,
+        ids: list[int],
+        room: int = 0,
+        *,
+        sampling: Sampling = GREEDY,
+        shared: list[int] | None = None,
+        scattered: bool = False,
+    ) -> Sequence:
+        """A sequence with blocks for `room` more tokens, zeroed as the runner would; `shared` blocks come first."""
+        size = self.runner._block_size
+        table = list(shared or [])
+        fresh = list(range(self._next_block, self._next_block - (-(len(ids) + room) // size) - len(table)))
+        self._next_block += len(fresh)
+        assert self._next_block <= self.runner.num_blocks
+        if scattered:
+            fresh = fresh[::2][::-1] + fresh[1::2]
+        self.runner.cache.zero(fresh) if fresh else None
+        return Sequence("", 0, array("I", ids), len(ids), [], sampling, block_table=table + fresh)
+
+    def run(self, *work: Work, fresh: list[int] | None = None) -> list[int | None]:
+        """One step; appends what was sampled."""
+        tokens = self.runner.run(Step(list(work), fresh or []))
+        for item, token in zip(work, tokens, strict=True):
+            if item.samples and token is not None and token >= 0:
+                item.sequence.tokens.append(token)
+        return tokens
+
+    def prefill(self, sequence: Sequence, start: int = 0, cuts: list[int] | None = None) -> torch.Tensor:
+        """Computes a prompt from `start` with the given cuts and samples. Returns the last row's logits."""
+        end = sequence.num_tokens
+        for stop in [*(cut for cut in cuts or [] if start < cut < end), end]:
+            self.run(Work(sequence, start, stop - start, samples=stop == end))
+            start = stop
+        return self.logits[0]
+
+    def decode(self, sequences: list[Sequence], count: int) -> None:
+        for _ in range(count):
+            self.run(*(Work(s, s.num_tokens - 1, 1, samples=True) for s in sequences))
+
+    def generate(self, ids: list[int], count: int) -> list[int]:
+        sequence = self.sequence(ids, count)
+        self.prefill(sequence)
+        self.decode([sequence], count - 1)
+        return list(sequence.tokens[len(ids) :])
+
+
+def transformers_generate(module: Any, ids: list[int], count: int) -> list[int]:
+    """Greedy, exactly `count` tokens."""
+    prompt = torch.tensor([ids])
+    output = module.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        generation_config=transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0
+        ),
+    )
+    return output[0, len(ids) :].tolist()
