@@ -276,9 +276,9 @@ class ProtocolError(ValueError):
     """A message that this version of the protocol cannot read."""
 
 
-def _join(header: dict[str, Any], payload: bytes = b"") -> bytes:
+def _join(header: dict[str, Any], *payload: bytes) -> bytes:
     head = json.dumps(header, separators=(",", ":")).encode()
-    return _HEADER.pack(len(head)) + head + payload
+    return b"".join((_HEADER.pack(len(head)), head, *payload))
 
 
 def _split(message: bytes) -> tuple[dict[str, Any], bytes]:
@@ -307,14 +307,14 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
                 "request_id": message.request_id,
                 "sampling": asdict(message.sampling),
             }
-            return _join(header, message.tokens + message.digests)
+            return _join(header, message.tokens, message.digests)
         case Abort():
             return _join({"op": "abort", "seq": message.seq})
         case StepFrame():
             return _encode_step(message)
         case BlockEvents():
             header = {"op": "blocks", "stored": len(message.stored), "reset": message.reset}
-            return _join(header, message.stored + message.removed)
+            return _join(header, message.stored, message.removed)
         case Hello():
             return _join({"op": "hello", **message.to_json()})
 

@@ -98,6 +98,9 @@ class PromptSettings(Section):
         256 << 20,
         description="Bytes of text, tokens and block hashes that the chain memo of one model holds; 0 switches it off.",
     )
+    prompt_memo_bytes: Annotated[int, Field(ge=0)] = Field(
+        64 << 20, description="Bytes that the memo of whole prompts of one model holds; 0 switches it off."
+    )
     thread_chars: Annotated[int, Field(ge=0)] = Field(
         20_000, description="Characters of new text from which on tokenising leaves the event loop for a thread."
     )

@@ -1,11 +1,13 @@
-"""The two memos of one model: what was tokenised and hashed once is looked up.
+"""The three memos of one model: what was rendered, tokenised and hashed once is looked up.
 
 SegmentMemo  (tenant's salt, link) -> token ids. The same document in another conversation costs no tokenising.
 ChainMemo    a tree. A node stands for a prompt up to a cut; its children are the links that went on from there. It
              keeps what its link added: ids, digests of the blocks that became full, and the loose tail behind them. A
              turn added to a long conversation walks down the tree, compares text, and hashes nothing but the turn.
+PromptMemo   messages -> the whole encoded prompt. The same question asked again, with another seed or temperature or
+             by a client that tries again, is not even rendered.
 
-Both are exact (text is compared, not only its hash), bounded in bytes, and least recently used goes first. Every key
+All are exact (text is compared, not only its hash), bounded in bytes, and least recently used goes first. Every key
 begins with the tenant's salt: nobody can find out by timing what another tenant has sent. Used by the event loop's
 thread alone. Token ids are made elsewhere (tokenizer.py); the neighbour is stage.py.
 """
@@ -15,13 +17,15 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.protocol import DIGEST_BYTES, TOKEN_BYTES, Namespace, chain_digests
 from gateway.prompt.tokenizer import Link
+from gateway.types import ChatPrompt, EncodedPrompt
 
 _ENTRY_BYTES = 240  # key tuple, dictionary entry and its share of the table, measured with tracemalloc
+_MESSAGE_BYTES = 360  # a message's dictionary and the strings around its content
 _NODE_BYTES = 520  # node, its table of children, its entry in the order of use
 
 
@@ -92,6 +96,57 @@ class SegmentMemo:
     @staticmethod
     def _size(link: str, ids: bytes) -> int:
         return sys.getsizeof(link) + sys.getsizeof(ids) + _ENTRY_BYTES
+
+
+class PromptMemo:
+    """Encoded prompts by the messages they were made of. The messages must not be changed afterwards."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self.counts = Counts()
+        self._prompts: OrderedDict[Hashable, tuple[list[dict[str, Any]], EncodedPrompt, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @staticmethod
+    def key(namespace: Namespace, prompt: ChatPrompt, num_chars: int) -> Hashable:
+        """What is quickly said of a prompt; `find` compares the rest. One prompt is kept for each key."""
+        last = prompt.messages[-1].get("content") if prompt.messages else None
+        last = last if type(last) is str else None
+        return namespace, prompt.add_generation_prompt, len(prompt.messages), num_chars, last
+
+    def find(self, key: Hashable, messages: list[dict[str, Any]]) -> EncodedPrompt | None:
+        """What equal messages were encoded to, with `new_tokens` 0."""
+        kept = self._prompts.get(key)
+        if kept is None or kept[0] != messages:
+            return None
+        self._prompts.move_to_end(key)
+        self.counts.hit(1, len(kept[1].tokens))
+        return kept[1]
+
+    def put(self, key: Hashable, messages: list[dict[str, Any]], encoded: EncodedPrompt, num_chars: int) -> None:
+        """Keeps a prompt, unless it is larger than the whole memo."""
+        self.counts.miss(1, len(encoded.tokens))
+        # Characters beyond ASCII take more; a mean of two bytes is counted for all of them.
+        size = (
+            2 * num_chars + _MESSAGE_BYTES * len(messages) + len(encoded.tokens) + len(encoded.digests) + _ENTRY_BYTES
+        )
+        if size > self.limit_bytes:
+            return
+        if (old := self._prompts.pop(key, None)) is not None:
+            self.num_bytes -= old[2]
+        self._prompts[key] = messages, replace(encoded, new_tokens=0), size
+        self.num_bytes += size
+        while self.num_bytes > self.limit_bytes:
+            _, (_, _, old_size) = self._prompts.popitem(last=False)
+            self.num_bytes -= old_size
+
+    def stats(self) -> dict[str, int]:
+        return {"bytes": self.num_bytes, "limit_bytes": self.limit_bytes, "entries": len(self._prompts)} | asdict(
+            self.counts
+        )
 
 
 class ChainState(NamedTuple):

@@ -21,7 +21,7 @@ from gateway.config import PromptSettings
 from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
 from gateway.prompt.decode import Decoder
 from gateway.prompt.samples import conversations
-from gateway.prompt.segments import ChainMemo, ChainState, Node, SegmentMemo
+from gateway.prompt.segments import ChainMemo, ChainState, Node, PromptMemo, SegmentMemo
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import Link, Tokenizer
 from gateway.types import ChatPrompt, EncodedPrompt, Request, TextPrompt, TokenPrompt
@@ -51,6 +51,7 @@ class _Model:
     prefix: bytes  # what a text prompt starts with, after TokenizerFiles.add_bos
     segments: SegmentMemo
     chains: ChainMemo
+    prompts: PromptMemo
     names: set[str] = field(default_factory=set)
 
 
@@ -145,8 +146,14 @@ class PromptStage:
             raise BadRequestError(f"This model cannot chat: {model.no_template}. Use /v1/completions.", param="model")
         render = partial(model.template.render, prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
         num_chars = sum([len(content) for message in prompt.messages if type(content := message.get("content")) is str])
+        key = model.prompts.key(namespace, prompt, num_chars) if model.template.is_timeless else None
+        if key is not None and (encoded := model.prompts.find(key, prompt.messages)) is not None:
+            return encoded
         text = await self._in_thread(render) if num_chars > _RENDERED * self._settings.thread_chars else render()
-        return await self._encode_text(model, namespace, text)
+        encoded = await self._encode_text(model, namespace, text)
+        if key is not None:
+            model.prompts.put(key, prompt.messages, encoded, num_chars)
+        return encoded
 
     async def _encode_text(
         self, model: _Model, namespace: Namespace, text: str, *, prefix: bytes = b""
@@ -270,6 +277,7 @@ def _load(files: TokenizerFiles, settings: PromptSettings) -> _Model:
         prefix=tokenizer.prefix if files.add_bos else b"",
         segments=SegmentMemo(settings.segment_memo_bytes),
         chains=ChainMemo(settings.chain_memo_bytes),
+        prompts=PromptMemo(settings.prompt_memo_bytes),
     )
 
 
@@ -303,4 +311,5 @@ def _stats(model: _Model) -> dict[str, Any]:
         "chat": model.template is not None,
         **{f"segment_memo_{key}": value for key, value in model.segments.stats().items()},
         **{f"chain_memo_{key}": value for key, value in model.chains.stats().items()},
+        **{f"prompt_memo_{key}": value for key, value in model.prompts.stats().items()},
     }

@@ -57,6 +57,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno} of the chat template: {error.message}") from None
+        self.is_timeless = "strftime_now" not in source  # the same messages always render to the same text
         self._variables = {"tools": None, "documents": None, **special_tokens}
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
@@ -84,6 +85,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif attribute in _PLAIN_ATTRIBUTES.get(kind, ()):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """The same for `message['tool_calls']`: what is not there is found out without raising and catching."""
+        if type(obj) is dict and type(argument) is str:
+            if argument in obj:
+                return obj[argument]
+            if argument not in _DICT_ATTRIBUTES:
+                return self.undefined(obj=obj, name=argument)
+        return super().getitem(obj, argument)
 
 
 class _Generation(Extension):

@@ -76,12 +76,14 @@ CHATTING = ["llama3", "qwen", "shuffled_ids", "llama2", "llama2_legacy", "gemma"
 
 @pytest.fixture(scope="module", params=CHATTING)
 def loaded(request: pytest.FixtureRequest) -> Loaded:
-    return Loaded(request.param)
+    return Loaded(request.param, prompt_memo_bytes=0)  # so that the memos below it are asked
 
 
 @pytest.fixture(scope="module", params=CHATTING)
 def forgetful(request: pytest.FixtureRequest) -> Loaded:
-    return Loaded(request.param, segment_memo_bytes=3000, chain_memo_bytes=6000, thread_chars=20)
+    return Loaded(
+        request.param, segment_memo_bytes=3000, chain_memo_bytes=6000, prompt_memo_bytes=3000, thread_chars=20
+    )
 
 
 @pytest.fixture(scope="module")
