@@ -35,7 +35,7 @@ def has_onednn() -> bool:
 
 def is_quick(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for the dtype. Slow types are better computed in float32."""
-    return _QUICK[dtype]()
+    return dtype in _QUICK and _QUICK[dtype]()
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
