@@ -311,12 +311,14 @@ class StepAttention:
         recent, recent_sum = _FLASH_CPU(
             query, key[:, :, base:], value[:, :, base:], 0.0, False, attn_mask=mask, scale=scale
         )
-        if base == 0:
+        if base == 0 or (window is not None and start - window >= base - 1):
             return recent  # type: ignore[no-any-return]
         past_mask = None if window is None else self._masks.mask(start, count, base, window)
         past, past_sum = _FLASH_CPU(
             query, key[:, :, :base], value[:, :, :base], 0.0, False, attn_mask=past_mask, scale=scale
         )
+        if past_mask is not None:  # the kernel's sum over nothing is not -inf
+            past_sum = past_sum.masked_fill(past_mask[:, -1] != 0, float("-inf"))
         share = torch.sigmoid((past_sum - recent_sum).double())  # in float32 its last bit depends on the tensor's size
         return torch.lerp(recent, past, share.float().unsqueeze(-1))
 
