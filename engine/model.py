@@ -35,6 +35,7 @@ Forward = Callable[[Tensor, Tensor, StepAttention, Tensor], Tensor]
 """(tokens, positions, attention, rows) -> logits (len(rows), vocab_size); the first two are (num_tokens,) int64."""
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MODEL_FAILURES: Final = (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, ValueError)
 _ORDINARY: Final = {"full_attention", "sliding_attention"}
 
 
@@ -122,13 +123,16 @@ def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -
     Returns the cache's shape, the forward, and whether it is the fused one.
     """
     module.eval().requires_grad_(False)
+    title = f"model {name!r} ({type(module).__name__})"
     with torch.inference_mode():
         try:
             shape, windows, expected = observe(module, context_tokens)
             forward: Forward = GenericForward(module)
             compare(forward, shape, module, expected)
         except UnsupportedAttentionError as error:
-            raise ModelError(f"model {name!r} ({type(module).__name__}) cannot be served: {error}") from None
+            raise ModelError(f"{title} cannot be served: {error}") from None
+        except _MODEL_FAILURES as error:
+            raise ModelError(f"{title} cannot be run: {type(error).__name__}: {error}") from error
         if not fast:
             return shape, forward, False
         fused = fuse(module, context_tokens, windows)
@@ -139,7 +143,7 @@ def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -
         try:
             compare(forward, shape, module, expected)
         except UnsupportedAttentionError as error:
-            raise ModelError(f"model {name!r} ({type(module).__name__}): its quick form is wrong: {error}") from None
+            raise ModelError(f"{title}: its quick form is wrong: {error}") from None
     return shape, forward, fused is not None
 
 
