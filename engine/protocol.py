@@ -148,10 +148,19 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()  # token ids that end the sequence and are not returned as text
     ignore_eos: bool = False
 
+    def to_json(self) -> dict[str, Any]:
+        """What differs from the defaults."""
+        return {name: value for name, default in _SAMPLING_DEFAULTS if (value := getattr(self, name)) != default} | {
+            "max_tokens": self.max_tokens
+        }
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Sampling:
         bias = tuple((int(token), float(value)) for token, value in data.pop("logit_bias", ()))
         return cls(logit_bias=bias, stop_ids=tuple(data.pop("stop_ids", ())), **data)
+
+
+_SAMPLING_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +314,7 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
                 "salt": message.salt,
                 "lane": message.lane,
                 "request_id": message.request_id,
-                "sampling": asdict(message.sampling),
+                "sampling": message.sampling.to_json(),
             }
             return _join(header, message.tokens, message.digests)
         case Abort():
