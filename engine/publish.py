@@ -46,6 +46,9 @@ FIELDS_PER_COMMAND: Final = 1024
 """Digests in one HSET or HDEL, so that no single command holds Redis up for long."""
 
 COMMANDS_PER_PIPELINE: Final = 64
+LONGEST_PAUSE_S: Final = 60.0
+"""Between two writes of the whole table, when Redis is too small for it and drops it again and again."""
+
 REDIS_TIMEOUT_S: Final = 5.0
 """Longer than the slowest healthy answer; a Redis that takes more is treated as unreachable."""
 
@@ -112,7 +115,13 @@ class Publisher:
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
         self._warned = False  # of the present outage
+        # By the monotonic clock:
+        self._beat_s = 0.0  # when the next heartbeat is due
+        self._wrote_s = -LONGEST_PAUSE_S  # when the whole table was written last
+        self._write_s = 0.0  # before this it is not written again
+        self._pause_s = heartbeat_s
         self.up = False  # the last exchange with Redis succeeded
         self.resyncs = 0  # how often the whole table was written
 
@@ -124,6 +133,7 @@ class Publisher:
         """Notes events that the table has applied already. Never blocks, never fails."""
         if events.reset:
             self._forget()
+            self._write_s = 0.0
         if not self._resync:
             for present, packed in ((False, events.removed), (True, events.stored)):
                 for digest in split_digests(packed):
@@ -131,6 +141,7 @@ class Publisher:
                     self._pending[digest] = present
             if len(self._pending) > 2 * len(self._table) + FIELDS_PER_COMMAND:
                 self._forget()  # writing the table anew is less than what piled up
+                self._write_s = 0.0
         self._settled.clear()
         self._wake.set()
 
@@ -141,6 +152,7 @@ class Publisher:
     async def close(self) -> None:
         """Stops, and takes everything of this incarnation out of Redis if it can be reached."""
         if self._task is not None:
+            self._closing = True  # besides, because redis-py may forget that it was cancelled when a command fails
             self._task.cancel()
             await asyncio.wait([self._task])
         with contextlib.suppress(Exception):  # the lease ends it in any case
@@ -151,27 +163,30 @@ class Publisher:
                 await pipe.execute()
 
     async def _run(self) -> None:
-        beat = 0.0  # monotonic second at which the next heartbeat is due
-        while True:
+        while not self._closing:
+            self._wake.clear()
             try:
-                if self._resync:
+                if self._resync and time.monotonic() >= self._write_s:
                     await self._write_all()
-                elif self._pending:
+                elif self._pending and not self._resync:
                     await self._write_pending()
-                if time.monotonic() >= beat:
-                    beat = time.monotonic() + self._heartbeat_s
+                if time.monotonic() >= self._beat_s:
                     await self._heartbeat()
+                    self._beat_s = time.monotonic() + self._heartbeat_s
                 self._note_up()
             except Exception as error:
                 self._note_down(error)
-                await asyncio.sleep(self._heartbeat_s)
-                continue
-            if not self._resync and not self._pending:
-                self._wake.clear()
-                self._settled.set()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, beat - time.monotonic())):
-                        await self._wake.wait()
+            if self._resync or not self._pending:
+                await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until something changed or is due."""
+        due_s = min(self._beat_s, self._write_s) if self._resync else self._beat_s
+        if not self._resync:
+            self._settled.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
+                await self._wake.wait()
 
     async def _write_pending(self) -> None:
         """One pipeline: children out before their parents, then parents in before their children."""
@@ -184,6 +199,10 @@ class Publisher:
 
     async def _write_all(self) -> None:
         """The whole table, in several pipelines. Changes that come meanwhile are pending and follow."""
+        now_s = time.monotonic()
+        again_soon = now_s - self._wrote_s < LONGEST_PAUSE_S
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if again_soon else self._heartbeat_s
+        self._wrote_s, self._write_s = now_s, now_s + self._pause_s
         self._pending.clear()
         self._resync = False
         digests = list(self._table)
@@ -214,10 +233,12 @@ class Publisher:
             pipe.set(announcement_key(self._hello.incarnation), self._announcement, px=self._lease_ms)
             pipe.zadd(ENGINES_KEY, {self._hello.incarnation: now + lease_s})
             pipe.zremrangebyscore(ENGINES_KEY, "-inf", now - lease_s)
-            pipe.hget(self._blocks_key, VERSION_FIELD.decode())
+            if self._resync:  # half a table is worse than none: gateways believe what is there
+                pipe.unlink(self._blocks_key)
             pipe.pexpire(self._blocks_key, self._lease_ms)
-            *_, version, _renewed = await pipe.execute()
-        if version is None or int(version) != self._version:
+            pipe.hget(self._blocks_key, VERSION_FIELD.decode())
+            *_, version = await pipe.execute()
+        if not self._resync and (version is None or int(version) != self._version):
             log.info("the index of this engine is not what Redis was told; it is written anew")
             self._forget()
 
@@ -231,16 +252,23 @@ class Publisher:
         self._settled.clear()
 
     def _note_up(self) -> None:
+        if self._resync:
+            return  # Redis answers, and does not have the table yet
         if not self.up:
             log.info("publishing to Redis: %d blocks", len(self._table))
         self.up, self._warned = True, False
 
     def _note_down(self, error: Exception) -> None:
+        from redis.exceptions import ResponseError
+
         if not self._warned:
             reason = str(error) or type(error).__name__
-            log.warning("Redis cannot be used, the index is not published until it can: %s", reason)
+            log.warning("Redis cannot be used, the index is not published until it can: %s", reason[:300])
         self.up, self._warned = False, True
         self._forget()
+        self._beat_s = time.monotonic() + self._heartbeat_s
+        if not isinstance(error, ResponseError):  # it is away; one that refuses, being full, is asked less and less
+            self._write_s, self._wrote_s = self._beat_s, -LONGEST_PAUSE_S
 
 
 def _parts(digests: list[bytes]) -> Iterator[list[bytes]]:

@@ -180,6 +180,33 @@ async def test_an_unreachable_redis_costs_one_warning_and_no_memory(
         assert len(published.table) == 1000
 
 
+async def test_a_redis_that_is_too_small_is_asked_less_and_less_and_holds_no_half_table(
+    own_redis: RedisProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "engine.publish")
+    async with publishing(own_redis.url) as published:
+        await published.redis.config_set("maxmemory-policy", "volatile-lru")
+        await published.redis.config_set("maxmemory", 3 << 20)
+        published.change(BlockEvents(stored=run_of(1, 60_000)))
+        await until(lambda: bool([record for record in caplog.records if record.levelno == logging.WARNING]))
+        pauses = []
+        for _ in range(4):
+            was = published.publisher._wrote_s
+            await until(lambda was=was: published.publisher._wrote_s > was)  # type: ignore[misc]
+            pauses.append(published.publisher._pause_s)
+
+            async def gone() -> bool:
+                return not await published.redis.exists(published.key)
+
+            await until(gone)
+        assert pauses == sorted(pauses)
+        assert pauses[-1] >= 4 * pauses[0]
+        assert [record.levelname for record in caplog.records].count("WARNING") == 1
+        # It recovers by itself when there is room again.
+        await published.redis.config_set("maxmemory", 0)
+        await published.until_equal()
+
+
 async def test_a_redis_that_hangs_is_left_behind_too(own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.publish.REDIS_TIMEOUT_S", 0.1)
     async with publishing(own_redis.url) as published:
