@@ -9,14 +9,12 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 
 from engine.config import EngineSettings
 from engine.threads import choose_threads, usable_cores
@@ -27,7 +25,7 @@ from gateway.engine_processes import EngineProcesses, EngineStartError
 from gateway.engines.bundled import BundledEngine
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex
+from gateway.index.redis_index import RedisIndex, connect
 from gateway.prompt.stage import PromptStage
 from gateway.queues.online import OnlineQueue
 from gateway.redis_server import RedisServer, RedisStartError
@@ -40,7 +38,6 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 2.0
 """What a client is told whose model has no engine at the moment: about what one takes to start."""
-MAX_REDIS_CONNECTIONS = 64
 
 
 @dataclass
@@ -150,7 +147,9 @@ async def serve(
         redis_url = settings.redis.url
         if redis_url is None and own_engines:
             redis_url = await _start_redis(settings, stack)
-        redis = await stack.enter_async_context(_redis(redis_url, settings)) if redis_url else None
+        redis = connect(redis_url, settings.redis.timeout_s) if redis_url else None
+        if redis is not None:
+            stack.push_async_callback(redis.aclose)
         # 2. The stages, and the port: whoever asks now is told that the server is starting.
         gateway = Gateway(settings, redis, redis_url)
         stack.callback(gateway.prompts.close)
@@ -199,24 +198,6 @@ async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
         log.warning("no Redis, the index is in this gateway's memory: %s", error)
         return None
     return server.url
-
-
-@asynccontextmanager
-async def _redis(url: str, settings: Settings) -> AsyncIterator[Redis]:
-    # More requests than connections wait for one, no longer than for Redis itself; the index falls back at once, so
-    # that nothing is tried again here but a connection that was closed while it was idle.
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_REDIS_CONNECTIONS,
-        timeout=settings.redis.timeout_s,
-        socket_connect_timeout=settings.redis.timeout_s,
-        retry=Retry(NoBackoff(), 1),
-    )
-    client: Redis = Redis.from_pool(pool)
-    try:
-        yield client
-    finally:
-        await client.aclose()
 
 
 def _engine_settings(settings: Settings) -> EngineSettings:

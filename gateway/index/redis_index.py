@@ -12,6 +12,8 @@ from importlib.resources import files
 from typing import Any, Final
 
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
 from engine.protocol import blocks_key
@@ -21,6 +23,12 @@ MAX_CALLS: Final = 32
 """Calls at the same time, so that a burst waits for a connection instead of running out of them."""
 
 _SCRIPT: Final = files(__package__).joinpath("find.lua").read_text(encoding="utf-8")
+
+
+def connect(url: str, timeout_s: float) -> Redis:
+    """A client in which nothing takes longer than `timeout_s`, and which tries again only once: a connection may have
+    been closed while it was idle. Its owner closes it."""
+    return Redis.from_url(url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 1))
 
 
 class RedisIndex:

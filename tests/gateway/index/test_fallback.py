@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from engine.protocol import BlockEvents, blocks_key, split_digests
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex
+from gateway.index.redis_index import RedisIndex, connect
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -43,7 +43,7 @@ class Both:
 
 @asynccontextmanager
 async def both(url: str, timeout_s: float = 0.25) -> AsyncIterator[Both]:
-    redis: Redis = Redis.from_url(url)
+    redis = connect(url, timeout_s)
     memory = MemoryIndex()
     index = FallbackIndex(RedisIndex(redis, timeout_s=timeout_s), memory, retry_s=RETRY_S)
     index.start()
