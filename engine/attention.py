@@ -1,9 +1,7 @@
-"""The paged cache of keys and values, and attention over it.
+"""Attention of one step over the paged cache: writes the step's keys and values, then reads whole prefixes.
 
-transformers' models call `paged_attention` by name through their attention interface; our own fused forward calls
-`StepAttention.layer` itself. Both write the step's keys and values into the cache and then read whole prefixes from it.
-Knows nothing about tokens or scheduling: engine/batch.py says which rows belong to which blocks, engine/runner.py owns
-the cache.
+transformers' models arrive here through engine/attention_interface.py, our own fused forward directly. Knows nothing
+about tokens or scheduling: engine/batch.py says which rows belong to which blocks, engine/kv_cache.py holds them.
 
 In fp32 on the CPU the result of a row depends on that row's prefix alone, bit for bit: not on how a prefill was cut, on
 what else is in the batch, or on whether the keys were computed now or long ago. Three things would break this in
@@ -16,106 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface
 
 from engine.batch import Batch, Span, consecutive, run_start
+from engine.kv_cache import KVCache
+from engine.masks import KEY_MULTIPLE, TILE_ROWS, MaskTemplates
 
-ATTENTION_NAME: Final = "kvasir_paged"
-TILE_ROWS: Final = 256  # positions of a tile: rows that are computed together where masks or bits matter
 FOLD_ROWS: Final = 64  # up to here, rows of heads that share a key head are put together to fill the products
 ROW_MULTIPLE: Final = 8
-KEY_MULTIPLE: Final = 16
 HERD_LEAST: Final = 3  # decodes that are worth a padded copy of their keys, which saves the calls of all but one
 HERD_BYTES: Final = 256 << 10  # of keys and values of one sequence and layer; longer ones are quicker read in place
 _FLASH_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
-
-
-class UnsupportedAttentionError(ValueError):
-    """The model asks for attention that is not implemented here. The message says what."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What one token's keys and values take."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-
-class KVCache:
-    """Keys and values of all blocks of all layers.
-
-    data  (num_layers, (num_blocks + 1) * block_size, 2, num_kv_heads, head_dim)  keys at [:, :, 0], values at [:, :, 1]
-
-    The extra block at the end belongs to nobody and stays zero: padding is read from it.
-    """
-
-    def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> None:
-        self.shape, self.num_blocks, self.block_size = shape, num_blocks, block_size
-        slots = (num_blocks + 1) * block_size
-        size = (shape.num_layers, slots, 2, shape.num_kv_heads, shape.head_dim)
-        self.data = torch.zeros(size, dtype=shape.dtype, device=device)  # calloc: memory is taken when it is touched
-        self.layers = self.data.unbind(0)  # (slots, 2, num_kv_heads, head_dim) each
-        self.blocks = self.data.view(shape.num_layers, num_blocks + 1, -1).unbind(0)  # (num_blocks + 1, elements) each
-        self.zero_slot = num_blocks * block_size
-
-    def zero(self, blocks: list[int]) -> None:
-        """Zeroes whole blocks in all layers, so that what is masked out can never be a NaN somebody else left."""
-        by_block = self.data.view(self.shape.num_layers, self.num_blocks + 1, -1)
-        if run_start(blocks, len(blocks)) is not None:
-            by_block[:, blocks[0] : blocks[-1] + 1].zero_()
-        else:
-            by_block.index_fill_(1, torch.tensor(blocks, device=self.data.device), 0)
-
-
-def count_blocks(shape: CacheShape, block_size: int, budget_bytes: int) -> int:
-    """Blocks that fit into a budget, besides the one that padding is read from. May be zero or less."""
-    return budget_bytes // (shape.token_bytes * block_size) - 1
-
-
-class MaskTemplates:
-    """Additive causal masks, cut as views from one template per window.
-
-    A mask depends only on (key position - query position), so the mask of any rows over any keys is a rectangle of
-    one large template. The template grows by doubling, up to the longest context that was seen.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._templates: dict[int | None, Tensor] = {}
-
-    def mask(self, start: int, rows: int, keys: int, window: int | None) -> Tensor:
-        """(rows, keys) view: 0 where the query at start + row attends to the key, -inf elsewhere.
-
-        window  a query attends to the last `window` positions, its own included; None is all of them
-        """
-        template = self._templates.get(window)
-        reach = template.shape[1] - TILE_ROWS - KEY_MULTIPLE if template is not None else 0
-        if template is None or start > reach:
-            reach = max(2 * reach, start, 1024)
-            template = self._templates[window] = self._make(reach, window)
-        shift = reach - start
-        return template[:rows, shift : shift + keys]
-
-    def _make(self, reach: int, window: int | None) -> Tensor:
-        width = reach + TILE_ROWS + KEY_MULTIPLE
-        distance = torch.arange(width, device=self._device) - torch.arange(TILE_ROWS, device=self._device)[:, None]
-        hidden = distance > reach
-        if window is not None:
-            hidden |= distance <= reach - window
-        zeros = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return zeros.masked_fill_(hidden, float("-inf"))
 
 
 @dataclass(slots=True)
@@ -427,59 +340,3 @@ def _flash_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# transformers' side
-# ---------------------------------------------------------------------------------------------------------------------
-
-_HARMLESS = frozenset(
-    {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
-)
-"""Arguments that models pass along and that change nothing here; `is_causal=False` is looked at separately."""
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    kvasir: Any = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers' models call (transformers.AttentionInterface).
-
-    query       (1, num_heads, rows, head_dim)
-    key, value  (1, num_kv_heads, rows, head_dim)
-    kvasir      the StepAttention of this step, or a Probe
-    Returns     (1, rows, num_heads, head_dim)
-    Raises UnsupportedAttentionError for any argument with a meaning that is not implemented: nothing is ignored.
-    """
-    _refuse_unknown(others, attention_mask)
-    if kvasir is None:
-        raise UnsupportedAttentionError("its implementation does not hand keyword arguments on to the attention")
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise UnsupportedAttentionError(f"{type(module).__name__} does not know its layer's number")
-    if query.shape[0] != 1 or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-        raise UnsupportedAttentionError(
-            f"queries {tuple(query.shape)}, keys {tuple(key.shape)}, values {tuple(value.shape)}"
-        )
-    key_value = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), 1)
-    return kvasir.layer(layer, query[0].transpose(0, 1).contiguous(), key_value, scaling, sliding_window)[None], None
-
-
-def _refuse_unknown(others: dict[str, Any], attention_mask: Tensor | None) -> None:
-    if attention_mask is not None:
-        raise UnsupportedAttentionError("it builds an attention mask of its own")
-    if others.get("is_causal") is False:
-        raise UnsupportedAttentionError("its attention is not causal")
-    for name, value in others.items():
-        if name not in _HARMLESS and value is not None and value is not False:
-            raise UnsupportedAttentionError(f"its attention takes {name!r}, which is not implemented")
-
-
-AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,13 +1,11 @@
 """Linear layers in the layout that oneDNN computes fastest with.
 
 With few rows, an ordinary linear layer reads its weights at a third of the memory's speed; packed once at load they are
-read at all of it, which decides how fast a CPU decodes. The original weights are freed, so packing costs no memory (an
-embedding that is tied to the output layer keeps its own). On a GPU, or where oneDNN cannot pack, layers stay as they
-are.
+read at all of it, which decides how fast a CPU decodes. The original weights are freed, so packing costs no memory,
+except where an embedding is tied to the output layer. On a GPU, or where oneDNN cannot pack, layers stay as they are.
 
 In fp32 a packed layer computes a row the same way, bit for bit, whatever other rows are in the batch, as long as there
-are at least two. Its neighbours: engine/fused.py builds a whole forward of these, engine/model.py packs all other
-models.
+are two or more. engine/fused.py builds a whole forward of these; engine/model.py packs all other models.
 """
 
 from __future__ import annotations

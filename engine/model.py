@@ -19,9 +19,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from engine.attention import CacheShape, StepAttention, UnsupportedAttentionError
+from engine.attention import StepAttention
+from engine.attention_interface import UnsupportedAttentionError
 from engine.config import EngineSettings
 from engine.fused import fuse
+from engine.kv_cache import CacheShape
 from engine.linear import has_onednn, is_quick, pack
 from engine.model_files import DEMO, ModelError, find_folder, fingerprint_weights, read_tokenizer
 from engine.probe import compare, observe

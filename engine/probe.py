@@ -18,15 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention import (
-    ATTENTION_NAME,
-    CacheShape,
-    KVCache,
-    MaskTemplates,
-    StepAttention,
-    UnsupportedAttentionError,
-)
+from engine.attention import StepAttention
+from engine.attention_interface import ATTENTION_NAME, UnsupportedAttentionError
 from engine.batch import make_batch
+from engine.kv_cache import CacheShape, KVCache
+from engine.masks import MaskTemplates
 from engine.protocol import Sampling
 from engine.sequence import Sequence, Step, Work
 

@@ -11,9 +11,11 @@ from array import array
 
 import torch
 
-from engine.attention import KVCache, MaskTemplates, StepAttention, count_blocks
+from engine.attention import StepAttention
 from engine.batch import Batch, make_batch
 from engine.config import ConfigError, EngineSettings
+from engine.kv_cache import KVCache, count_blocks
+from engine.masks import MaskTemplates
 from engine.model import LoadedModel
 from engine.protocol import Sampling
 from engine.sampler import Sampler, highest

@@ -11,17 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from engine.attention import (
-    TILE_ROWS,
-    CacheShape,
-    KVCache,
-    MaskTemplates,
-    StepAttention,
-    UnsupportedAttentionError,
-    count_blocks,
-    paged_attention,
-)
+from engine.attention import StepAttention
+from engine.attention_interface import UnsupportedAttentionError, paged_attention
 from engine.batch import make_batch
+from engine.kv_cache import CacheShape, KVCache, count_blocks
+from engine.masks import TILE_ROWS, MaskTemplates
 from engine.protocol import Sampling
 from engine.sequence import Sequence, Step, Work
 

@@ -1,0 +1,72 @@
+"""The attention function that transformers' models call by name, over the paged cache.
+
+Registered with transformers when imported. Everything a model asks of its attention is either done or refused: an
+argument whose meaning is not implemented is never ignored. engine/attention.py does the work; engine/probe.py finds out
+at load what a model asks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+ATTENTION_NAME: Final = "kvasir_paged"
+
+
+class UnsupportedAttentionError(ValueError):
+    """The model asks for attention that is not implemented here. The message says what."""
+
+
+_HARMLESS = frozenset(
+    {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
+)
+"""Arguments that models pass along and that change nothing here; `is_causal=False` is looked at separately."""
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    kvasir: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers' models call (transformers.AttentionInterface).
+
+    query       (1, num_heads, rows, head_dim)
+    key, value  (1, num_kv_heads, rows, head_dim)
+    kvasir      the StepAttention of this step, or a Probe
+    Returns     (1, rows, num_heads, head_dim)
+    Raises UnsupportedAttentionError for any argument with a meaning that is not implemented: nothing is ignored.
+    """
+    _refuse_unknown(others, attention_mask)
+    if kvasir is None:
+        raise UnsupportedAttentionError("its implementation does not hand keyword arguments on to the attention")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedAttentionError(f"{type(module).__name__} does not know its layer's number")
+    if query.shape[0] != 1 or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        raise UnsupportedAttentionError(
+            f"queries {tuple(query.shape)}, keys {tuple(key.shape)}, values {tuple(value.shape)}"
+        )
+    key_value = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), 1)
+    return kvasir.layer(layer, query[0].transpose(0, 1).contiguous(), key_value, scaling, sliding_window)[None], None
+
+
+def _refuse_unknown(others: dict[str, Any], attention_mask: Tensor | None) -> None:
+    if attention_mask is not None:
+        raise UnsupportedAttentionError("it builds an attention mask of its own")
+    if others.get("is_causal") is False:
+        raise UnsupportedAttentionError("its attention is not causal")
+    for name, value in others.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            raise UnsupportedAttentionError(f"its attention takes {name!r}, which is not implemented")
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,58 @@
+"""The paged cache: keys and values of all blocks of all layers, and how many blocks fit into a budget.
+
+Knows blocks and slots, nothing of sequences or attention. engine/attention.py writes and reads it, engine/runner.py
+owns it; which block belongs to whom is decided by engine/blocks.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import run_start
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one token's keys and values take."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of all blocks of all layers.
+
+    data  (num_layers, (num_blocks + 1) * block_size, 2, num_kv_heads, head_dim)  keys at [:, :, 0], values at [:, :, 1]
+
+    The extra block at the end belongs to nobody and stays zero: padding is read from it.
+    """
+
+    def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.shape, self.num_blocks, self.block_size = shape, num_blocks, block_size
+        slots = (num_blocks + 1) * block_size
+        size = (shape.num_layers, slots, 2, shape.num_kv_heads, shape.head_dim)
+        self.data = torch.zeros(size, dtype=shape.dtype, device=device)  # calloc: memory is taken when it is touched
+        self.layers = self.data.unbind(0)  # (slots, 2, num_kv_heads, head_dim) each
+        self.blocks = self.data.view(shape.num_layers, num_blocks + 1, -1).unbind(0)  # (num_blocks + 1, elements) each
+        self.zero_slot = num_blocks * block_size
+
+    def zero(self, blocks: list[int]) -> None:
+        """Zeroes whole blocks in all layers, so that what is masked out can never be a NaN somebody else left."""
+        by_block = self.data.view(self.shape.num_layers, self.num_blocks + 1, -1)
+        if run_start(blocks, len(blocks)) is not None:
+            by_block[:, blocks[0] : blocks[-1] + 1].zero_()
+        else:
+            by_block.index_fill_(1, torch.tensor(blocks, device=self.data.device), 0)
+
+
+def count_blocks(shape: CacheShape, block_size: int, budget_bytes: int) -> int:
+    """Blocks that fit into a budget, besides the one that padding is read from. May be zero or less."""
+    return budget_bytes // (shape.token_bytes * block_size) - 1
