@@ -201,7 +201,7 @@ async def measure(middles: list[Middle], arguments: argparse.Namespace) -> None:
         data, count = body(300, stream=True, max_tokens=CHUNKS), max(8, int(arguments.scale * 60))
         for _ in range(arguments.rounds):
             for middle in middles:
-                cost = await load(session, middle, data, count, 4)
+                cost = await load(session, middle, data, count, arguments.streams)
                 rows.setdefault(name, {}).setdefault(middle.name, []).append(cost)
     report(rows)
 
@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--ports", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--parse", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=BODIES, help="measure this size of body alone, and no stream")
+    parser.add_argument("--streams", type=int, default=4, help="streams at the same time")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
     arguments = parser.parse_args()
