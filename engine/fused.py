@@ -192,6 +192,7 @@ def _is_plain(module: Any) -> bool:
     return (
         config.hidden_act == "silu"
         and rope in _STEADY_ROPE
+        and 2 * len(model.rotary_emb.inv_freq) == model.layers[0].self_attn.head_dim  # all of a head is turned
         and len(model.layers) == config.num_hidden_layers
         and all(type(linear) is nn.Linear for linear in linears)
         and len({linear.weight.dtype for linear in linears}) == 1

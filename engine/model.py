@@ -144,8 +144,8 @@ def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -
             forward = fused
         try:
             compare(forward, shape, module, expected)
-        except UnsupportedAttentionError as error:
-            raise ModelError(f"{title}: its quick form is wrong: {error}") from None
+        except (UnsupportedAttentionError, *_MODEL_FAILURES) as error:
+            raise ModelError(f"{title}: its quick form is wrong: {error}") from error
     return shape, forward, fused is not None
 
 

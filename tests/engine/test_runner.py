@@ -201,11 +201,12 @@ def test_the_warm_up_leaves_the_cache_empty() -> None:
     assert not runner.cache.data.any()
 
 
-def test_bfloat16_runs_close_to_float32() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs_close_to_float32(dtype: torch.dtype) -> None:
     ids = random_ids(600, 8)
     for kind in ("llama", "gpt2", "mistral with a window"):
         exact = Driver(make_runner(kind)).generate(ids, 1)
-        driver = Driver(make_runner(kind, torch.bfloat16))
+        driver = Driver(make_runner(kind, dtype))
         whole = driver.prefill(driver.sequence(ids)).float()
         halves = driver.prefill(driver.sequence(ids), cuts=[256]).float()
         assert ((whole - halves).norm() / whole.norm()).item() < 0.05
