@@ -131,6 +131,7 @@ SECRET_HEADER: Final = "x-kvasir-secret"  # noqa: S105 - the name of a header
 
 Lane = Literal["online", "batch"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+"""`error`: this sequence failed, and would anywhere. `abort`: the engine gave it up; another one may take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ class SequenceUpdate:
     prefill_ms: float | None = None  # from the first scheduled step to the first token
     finish: FinishReason | None = None
     stop_id: int | None = None  # the stop token, when one ended the sequence
-    error: str | None = None  # what went wrong, when finish is "error"
+    error: str | None = None  # what went wrong, when finish is "error" or "abort"
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,16 +90,19 @@ class Scheduler:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def submit(self, owner: str, message: Submit, arrived_s: float, *, refusal: str | None = None) -> Sequence | None:
-        """Queues a new sequence. One that can never run, or that comes with a `refusal`, is answered with an error
-        update, and None is returned."""
+        """Queues a new sequence, or answers it with its last update and returns None: finish "error" for one that can
+        never run, "abort" for one that there is no room for now, or that comes with a `refusal`."""
         self.counters.submitted += 1
         tokens: array[int] = array("I")
         if len(message.tokens) % TOKEN_BYTES == 0:
             tokens.frombytes(message.tokens)
-        refusal = refusal or self._find_refusal(owner, message, tokens)
-        if refusal is not None:
+        if refusal is None and self.num_waiting >= self._max_waiting:
+            refusal = f"the engine is full: {self._max_waiting} sequences wait already"
+        mistake = None if refusal else self._find_mistake(owner, message, tokens)
+        if refusal or mistake:
             self.counters.refused += 1
-            self._update(owner, SequenceUpdate(message.seq, finish="error", error=refusal))
+            finish: FinishReason = "abort" if refusal else "error"
+            self._update(owner, SequenceUpdate(message.seq, finish=finish, error=refusal or mistake))
             return None
         if digests_fit(message.digests, len(tokens), self.pool.block_size):
             digests = split_digests(message.digests)
@@ -410,8 +413,8 @@ class Scheduler:
     def _update(self, owner: str, update: SequenceUpdate) -> None:
         self._updates.setdefault(owner, []).append(update)
 
-    def _find_refusal(self, owner: str, message: Submit, tokens: array[int]) -> str | None:
-        """Why a sequence cannot be taken, or None."""
+    def _find_mistake(self, owner: str, message: Submit, tokens: array[int]) -> str | None:
+        """Why a sequence can never run here, or None."""
         prompt, most = len(tokens), message.sampling.max_tokens
         room = self.pool.num_blocks * self.pool.block_size
         if message.seq in self._sequences.get(owner, {}):
@@ -434,6 +437,4 @@ class Scheduler:
             )
         if max(tokens) >= self._vocab_size:
             return f"the prompt has token id {max(tokens)}; ids of this model are below {self._vocab_size}"
-        if self.num_waiting >= self._max_waiting:
-            return f"the engine is full: {self._max_waiting} sequences wait already"
         return None

@@ -12,10 +12,10 @@ api/ writes these in its own shape.
     +-- MethodNotAllowedError      405  (Allow)                 retry: no
     +-- BodyTooLargeError          413                          retry: no
     +-- QueueFullError             429  rate_limit_exceeded     retry: after retry_after_s
-    +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s
+    +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
     |   +-- NoEngineError          503                          the model is known, its engines are away
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
-    +-- EngineLostError            502                          the street retries it before the first byte
+    +-- EngineLostError            502                          after the first byte; before it the street tries again
     +-- EngineFailedError          500                          the engine refused or failed this sequence
 """
 

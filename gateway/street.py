@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.protocol import Hello, Load, Sampling, SequenceUpdate
-from gateway.errors import ContextLengthError, DeadlineError, EngineFailedError, EngineLostError
+from gateway.errors import ContextLengthError, DeadlineError, EngineFailedError, EngineLostError, OverloadedError
 from gateway.types import EncodedPrompt, Event, Finished, Request, Started, Tenant, TextDelta, Usage
 
 log = logging.getLogger(__name__)
@@ -142,10 +142,12 @@ class Street:
                         async for event in events:
                             yield event
                     return
-            except EngineLostError:
+            except EngineLostError as error:
                 # Before the first byte another engine takes over; after it the dialect ends the stream with an error.
-                if request.trace.first_token_ms is not None or attempt == self._max_attempts:
+                if request.trace.first_token_ms is not None:
                     raise
+                if attempt == self._max_attempts:
+                    raise OverloadedError(f"No engine took the request. {error.message}", retry_after_s=1.0) from error
                 lost.add(engine.hello.incarnation)
                 request.trace.retries = attempt
                 log.warning(

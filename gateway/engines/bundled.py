@@ -157,18 +157,16 @@ class BundledEngine:
         deadline = DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
         left_s = max(0.0, request.deadline_s - time.monotonic())
         timer = asyncio.get_running_loop().call_later(left_s, stream.fail, deadline)
-        empty_handed = True
         try:
             while True:
                 update = await stream.take()
                 if update.finish is not None:
                     connection.ended(stream)
-                    refused = update.finish == "error" and empty_handed and connection.load.draining
-                    if refused or update.finish == "abort":
-                        raise EngineLostError(f"Engine {self.name} is shutting down.")
+                    if update.finish == "abort":
+                        why = f": {update.error}" if update.error else "."
+                        raise EngineLostError(f"Engine {self.name} gave the request up{why}")
                     yield update
                     return
-                empty_handed = empty_handed and not update.tokens
                 yield update
         finally:
             timer.cancel()

@@ -18,6 +18,7 @@ from gateway.errors import (
     EngineLostError,
     KvasirError,
     NoEngineError,
+    OverloadedError,
 )
 from gateway.street import Street
 from gateway.types import EncodedPrompt, Event, Finished, Request, Started, Tenant, TextDelta, TextPrompt, Usage
@@ -223,8 +224,9 @@ async def test_an_engine_lost_after_the_first_token_ends_the_answer() -> None:
 
 async def test_a_lone_engine_is_tried_as_often_as_allowed() -> None:
     engine = ScriptedEngine("a", [[EngineLostError("gone")] for _ in range(5)])
-    with pytest.raises(EngineLostError):
+    with pytest.raises(OverloadedError) as caught:
         await walk(Stages([engine]), request())
+    assert caught.value.retry_after_s
     assert len(engine.asked) == 3
 
 

@@ -326,9 +326,9 @@ async def test_what_a_draining_engine_refuses_may_be_tried_elsewhere() -> None:
         await client.joined()
         asked = asyncio.create_task(answer(client.engine, [1] * 20))
         await fake.wait_for(lambda: len(fake.submits) == 1)
-        refused = SequenceUpdate(fake.submits[0].seq, finish="error", error="draining")
+        refused = SequenceUpdate(fake.submits[0].seq, finish="abort", error="the engine is draining")
         await fake.send(StepFrame([refused], Load(draining=True)))
-        with pytest.raises(EngineLostError, match="shutting down"):
+        with pytest.raises(EngineLostError, match="draining"):
             await asked
 
 
