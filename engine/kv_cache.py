@@ -6,11 +6,17 @@ owns it; which block belongs to whom is decided by engine/blocks.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Final
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from engine.batch import run_start
+
+_LINE: Final = 64  # bytes of a cache line, at which the data begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class KVCache:
         self.shape, self.num_blocks, self.block_size = shape, num_blocks, block_size
         slots = (num_blocks + 1) * block_size
         size = (shape.num_layers, slots, 2, shape.num_kv_heads, shape.head_dim)
-        self.data = torch.zeros(size, dtype=shape.dtype, device=device)  # calloc: memory is taken when it is touched
+        self.data = _zeros(size, shape.dtype, device)
         self.layers = self.data.unbind(0)  # (slots, 2, num_kv_heads, head_dim) each
         self.blocks = self.data.view(shape.num_layers, num_blocks + 1, -1).unbind(0)  # (num_blocks + 1, elements) each
         self.zero_slot = num_blocks * block_size
@@ -51,6 +57,16 @@ class KVCache:
             by_block[:, blocks[0] : blocks[-1] + 1].zero_()
         else:
             by_block.index_fill_(1, torch.tensor(blocks, device=self.data.device), 0)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU memory that is taken page by page as it is written (numpy's calloc; torch's zeros write)."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    memory = np.zeros(num_bytes + _LINE, np.uint8)
+    skip = -memory.ctypes.data % _LINE
+    return torch.from_numpy(memory[skip : skip + num_bytes]).view(dtype).view(size)
 
 
 def count_blocks(shape: CacheShape, block_size: int, budget_bytes: int) -> int:
