@@ -6,6 +6,7 @@ import asyncio
 import socket as sockets
 import stat
 import sys
+import threading
 from pathlib import Path
 
 import aiohttp
@@ -117,22 +118,26 @@ async def test_a_snapshot_and_the_changes_after_it_are_the_table_at_every_moment
 
 async def test_an_abort_ends_one_sequence_and_the_rest_goes_on() -> None:
     async with small_engine() as engine, engine.stream() as stream:
+        engine.runner.permits = threading.Semaphore(3)
         await stream.send(engine.submit(1, [1] * 40, max_tokens=1500))
         await stream.send(engine.submit(2, [2] * 40, max_tokens=30))
         await stream.until(lambda message: bool(tokens_of([message], 1)))
         await stream.send(Abort(1))
+        await engine.step_until(
+            lambda: engine.loop.stats()["finished"] == {"stop": 0, "length": 1, "abort": 1, "error": 0}
+        )
         await stream.until(finished)
         await until(lambda: engine.pool.num_live == 0)
-        assert engine.loop.stats()["finished"]["abort"] == 1
 
 
 async def test_a_gateway_that_goes_away_takes_its_sequences_with_it() -> None:
     async with small_engine() as engine:
+        engine.runner.permits = threading.Semaphore(20)
         async with engine.stream() as stream:
             for seq in range(5):
                 await stream.send(engine.submit(seq, [seq] * 40, max_tokens=1500))
             await stream.until(lambda message: bool(tokens_of([message], 4)))
-        await until(lambda: engine.loop.stats()["finished"]["abort"] == 5)
+        await engine.step_until(lambda: engine.loop.stats()["finished"]["abort"] == 5)
         await until(lambda: engine.pool.num_live == 0 and len(engine.server.gateways) == 0)
 
 
@@ -235,13 +240,19 @@ async def test_a_draining_engine_finishes_what_runs_refuses_the_rest_and_says_so
 
 async def test_a_gateway_without_work_hears_of_the_load_of_others() -> None:
     async with small_engine() as engine, engine.stream() as busy, engine.stream() as idle:
-        engine.runner.go.clear()
-        await busy.send(engine.submit(1, [1] * 400, max_tokens=500))
-        await asyncio.to_thread(engine.runner.arrived.wait, 10)
-        engine.runner.go.set()
-        await idle.until(lambda message: isinstance(message, StepFrame) and message.load.running == 1)
-        await idle.until(lambda message: isinstance(message, StepFrame) and message.load.running == 0)
-        await busy.until(finished)
+        loads: list[int] = []
+
+        async def listen() -> None:
+            while True:
+                if isinstance(message := await idle.receive(), StepFrame):
+                    loads.append(message.load.running)
+
+        listening = asyncio.create_task(listen())
+        await busy.send(engine.submit(1, [1] * 40, max_tokens=500))
+        await engine.step_until(lambda: 1 in loads)
+        await busy.send(Abort(1))
+        await engine.step_until(lambda: loads[-1] == 0)
+        listening.cancel()
 
 
 async def test_a_socket_file_is_for_its_owner_only(tmp_path: Path) -> None:

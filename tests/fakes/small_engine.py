@@ -35,28 +35,34 @@ from engine.sequence import Step
 from engine.server import EngineServer, Loop, OnBlocks, OnFrames
 from tests.fakes.fake_engine import TOKENIZER, make_hello
 from tests.fakes.oracle_runner import OracleRunner
+from tests.fakes.waiting import until
 
 VOCAB = 500
 BLOCK = 16
 
 
 class HeldRunner(OracleRunner):
-    """An OracleRunner that can be held before its next step."""
+    """An OracleRunner that can be held before its next step, or given a number of steps that it may make."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.go = threading.Event()
         self.go.set()
         self.arrived = threading.Event()
+        self.permits: threading.Semaphore | None = None  # steps left to make; None is any number
 
     def run(self, step: Step) -> list[int | None]:
         self.arrived.set()
         self.go.wait(20)
+        if self.permits is not None:
+            self.permits.acquire(timeout=20)
         return super().run(step)
 
 
 @dataclass
 class SmallEngine:
+    """See small_engine."""
+
     server: EngineServer
     loop: EngineLoop
     pool: BlockPool
@@ -69,6 +75,16 @@ class SmallEngine:
     async def stream(self, **options: Any) -> AsyncIterator[Stream]:
         async with self.session.ws_connect(STREAM_PATH, compress=0, max_msg_size=0, **options) as socket:
             yield Stream(socket)
+
+    async def step_until(self, holds: Callable[[], bool]) -> None:
+        """Lets the model make one step at a time until `holds()`, so that nothing ends sooner than a test can look."""
+        permits = self.runner.permits = self.runner.permits or threading.Semaphore(0)
+
+        def one_more() -> bool:
+            permits.release()
+            return holds()
+
+        await until(one_more)
 
     def submit(self, seq: int, tokens: list[int], max_tokens: int = 4, salt: str = "", **sampling: Any) -> Submit:
         return make_submit(self.hello.namespace, seq, tokens, max_tokens, salt, **sampling)
