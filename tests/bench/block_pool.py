@@ -1,6 +1,6 @@
 """What the block pool and the scheduler cost: microseconds per operation in a pool of 100,000 blocks.
 
-    python tests/bench/block_pool.py [--blocks 100000] [--prompt-blocks 500]
+    python -m tests.bench.block_pool [--blocks 100000] [--prompt-blocks 500]
 
 Fixed seed, no model. The pool is filled until every new block evicts an old one, and measured in that state.
 """

@@ -1,6 +1,6 @@
 """What a chat prompt costs the gateway before an engine sees it: masking, template, cuts, ids, digests.
 
-    python tests/bench/prompt_cost.py [--tokenizer FOLDER]
+    python -m tests.bench.prompt_cost [--tokenizer FOLDER]
 
 Prints CPU milliseconds for prompts of three sizes: nothing known, everything known, one turn added to what is known;
 beside it the tokenizers library encoding the rendered text as a whole, which is what a gateway without memos pays on
