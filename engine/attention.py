@@ -67,7 +67,8 @@ class StepAttention:
         self._cache, self._masks = cache, masks
         self._device = cache.data.device
         self._slots = torch.from_numpy(batch.slots).to(self._device)
-        self._run = consecutive(batch.slots)
+        run = consecutive(batch.slots)
+        self._targets = None if run is None else cache.data[:, run : run + len(batch.slots)].unbind(0)
         self._exact = cache.data.dtype == torch.float32 and self._device.type == "cpu"
         self._split = not self._exact and self._device.type == "cpu"
         self._attend: Callable[..., Tensor] = _flash_cpu if self._device.type == "cpu" else _sdpa
@@ -83,7 +84,7 @@ class StepAttention:
         """The same step, where only the last row of each work asks: what a model's last layer needs."""
         other = object.__new__(StepAttention)
         other._cache, other._masks, other._device = self._cache, self._masks, self._device
-        other._slots, other._run, other._attend = self._slots, self._run, self._attend
+        other._slots, other._targets, other._attend = self._slots, self._targets, self._attend
         other._exact, other._split = self._exact, self._split
         other._spans = [Span(row, 1, span.end - 1, span.table) for row, span in enumerate(self._spans)]
         other._plan(other._spans)
@@ -101,11 +102,13 @@ class StepAttention:
 
         key_value  (rows, 2, num_kv_heads, head_dim); rows beyond the step's own are padding and left out
         """
-        slots, rows = self._cache.layers[layer], len(self._slots)
-        if self._run is not None:
-            slots[self._run : self._run + rows].copy_(key_value[:rows])
+        rows = len(self._slots)
+        if len(key_value) > rows:
+            key_value = key_value[:rows]
+        if self._targets is not None:
+            self._targets[layer].copy_(key_value)
         else:
-            slots.index_copy_(0, self._slots, key_value[:rows])
+            self._cache.layers[layer].index_copy_(0, self._slots, key_value)
 
     def attend(self, layer: int, query: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
         """Each row over its own prefix, itself included.
@@ -114,6 +117,8 @@ class StepAttention:
         window   a row attends to its last `window` positions, its own included; None is all of them
         Returns  (rows, num_heads, head_dim), contiguous; padding rows are zero
         """
+        if len(query) == 1 and self._lone:
+            return self._attend_row(self._lone[0], layer, query, scale, window).reshape(query.shape)
         out = torch.empty_like(query)
         end = self._spans[-1].row + self._spans[-1].count
         if end < len(out):
@@ -121,17 +126,23 @@ class StepAttention:
         for herd in self._herds:
             self._attend_herd(herd, layer, query, scale, window, out)
         for lone in self._lone:
-            if lone.keys:
-                key, value = lone.keys[layer], lone.values[layer]
-            else:
-                gathered = self._cache.layers[layer].index_select(0, lone.index)
-                key, value = gathered.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
             if lone.span.count == 1:
-                self._attend_row(lone.span, query, key, value, scale, window, out)
+                row = slice(lone.span.row, lone.span.row + 1)
+                answer = self._attend_row(lone, layer, query[row], scale, window)
+                out[row].view(answer.shape).copy_(answer)
             else:
+                key, value = self._read(lone, layer)
                 for positions in self._tiles(lone.span, window):
                     self._attend_tile(lone.span, positions, query, key, value, scale, window, out)
         return out
+
+    def _read(self, lone: _Lone, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a sequence, (1, num_kv_heads, keys, head_dim) each."""
+        if lone.keys:
+            return lone.keys[layer], lone.values[layer]
+        gathered = self._cache.layers[layer].index_select(0, lone.index)
+        key, value = gathered.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+        return key, value
 
     # -- one call each ------------------------------------------------------------------------------------------------
 
@@ -151,27 +162,20 @@ class StepAttention:
         answer = self._attend(folded, key, value, mask, scale)
         out.index_copy_(0, herd.rows, answer[:, :, : heads // kv_heads].reshape(num_rows, heads, head_dim))
 
-    def _attend_row(
-        self,
-        span: Span,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        window: int | None,
-        out: Tensor,
-    ) -> None:
-        """One row: the query heads that share a key head become the rows of one product."""
-        kv_heads, _, head_dim = key.shape[1:]
-        group = query.shape[1] // kv_heads
-        folded = self._fold(query[span.row : span.row + 1], kv_heads)
+    def _attend_row(self, lone: _Lone, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """One row, (1, num_heads, head_dim): the query heads that share a key head become the rows of one product.
+
+        Returns (1, num_kv_heads, group, head_dim).
+        """
+        key, value = self._read(lone, layer)
+        end, kv_heads = lone.span.end, key.shape[1]
+        folded = self._fold(query, kv_heads)
         if self._exact:
-            answer = self._attend_exact(folded, key, value, (span.start, 1), scale, window)
-        else:
-            if window is not None and window < span.end:
-                key, value = key[:, :, span.end - window :], value[:, :, span.end - window :]
-            answer = self._attend(folded, key, value, None, scale)
-        out[span.row].view(kv_heads, group, head_dim).copy_(answer[0, :, :group])
+            answer = self._attend_exact(folded, key, value, (lone.span.start, 1), scale, window)
+            return answer[:, :, : query.shape[1] // kv_heads]
+        if window is not None and window < end:
+            key, value = key[:, :, end - window :], value[:, :, end - window :]
+        return self._attend(folded, key, value, None, scale)
 
     def _attend_tile(
         self,

@@ -9,6 +9,7 @@ compares it with transformers' forward before it is used; every other model runs
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -96,8 +97,8 @@ class FusedForward:
         num_rows = len(tokens)
         parts = -(-num_rows // TILE_ROWS)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        hidden = list(self._embedding.index_select(0, tokens).tensor_split(parts))
-        tables = list(zip(cos.tensor_split(parts), sin.tensor_split(parts), strict=True))
+        hidden = list(_split(self._embedding.index_select(0, tokens), parts))
+        tables = list(zip(_split(cos, parts), _split(sin, parts), strict=True))
 
         # 2. All layers but the last: project each tile, attend as a whole, and finish each tile.
         shape = (num_rows, self._heads + 2 * self._kv_heads, self._head_dim)
@@ -108,7 +109,7 @@ class FusedForward:
         for index, layer in enumerate(self._layers[:-1]):
             attended = self._attend(index, layer, projected if state is None else state, attention)
             following = self._layers[index + 1]
-            for part, (answer, target) in enumerate(zip(attended.tensor_split(parts), targets, strict=True)):
+            for part, (answer, target) in enumerate(zip(_split(attended, parts), targets, strict=True)):
                 hidden[part] = self._finish(layer, answer, hidden[part])
                 projected = self._project(following, hidden[part], *tables[part], target)
 
@@ -134,15 +135,16 @@ class FusedForward:
         projected = layer.qkv(rms_norm(hidden, layer.input_norm, self._epsilon))
         projected = projected.view(len(hidden), -1, self._head_dim)
         turning = self._heads + self._kv_heads
-        source = projected[:, :turning]
+        source = turned = projected[:, :turning]
         if layer.qk_norm is not None:
             source = rms_norm(source, layer.qk_norm, self._epsilon)
         if target is None:
             target = projected
         else:
             target[:, turning:].copy_(projected[:, turning:])
+            turned = target[:, :turning]
         swapped = source.roll(self._head_dim // 2, -1)
-        torch.addcmul(source * cos, swapped, sin, out=target[:, :turning])
+        torch.addcmul(source.mul_(cos), swapped, sin, out=turned)
         return target
 
     def _attend(self, index: int, layer: _Layer, state: Tensor, attention: StepAttention) -> Tensor:
@@ -162,6 +164,10 @@ class FusedForward:
         return layer.down.add(layer.up.multiply(normed, layer.gate.swish(normed)), hidden)
 
 
+def _split(rows: Tensor, parts: int) -> Sequence[Tensor]:
+    return rows.tensor_split(parts) if parts > 1 else (rows,)
+
+
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """rows / sqrt(mean(rows ** 2) + epsilon) * weight over the last dimension, in float32 within; returns rows' dtype.
 
@@ -169,8 +175,10 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     wide = rows.float()
     size = rows.shape[-1]
-    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().add_(epsilon * size).rsqrt_()
-    return torch.mul(wide, inverse).mul_(weight).to(rows.dtype)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.mul_(norm).add_(epsilon * size).rsqrt_()
+    scaled = torch.mul(wide, inverse) if wide is rows else wide.mul_(inverse)
+    return scaled.mul_(weight).to(rows.dtype)
 
 
 def fuse(module: Any, context_tokens: int, windows: list[int | None]) -> FusedForward | None:
