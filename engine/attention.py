@@ -35,14 +35,15 @@ _FLASH_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.d
 class _Lone:
     """One sequence that attends by itself.
 
-    keys, values  for each layer a (1, num_kv_heads, keys, head_dim) view, when the slots are consecutive; else empty
-    index         (keys,) slots to gather, when they are not; else empty
+    keys   to read, rounded up where bits count
+    first  slot, when they are consecutive
+    index  (keys,) slots to gather, when they are not
     """
 
     span: Span
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    index: Tensor
+    keys: int
+    first: int
+    index: Tensor | None
 
 
 @dataclass(slots=True)
@@ -67,8 +68,7 @@ class StepAttention:
         self._cache, self._masks = cache, masks
         self._device = cache.data.device
         self._slots = torch.from_numpy(batch.slots).to(self._device)
-        run = consecutive(batch.slots)
-        self._targets = None if run is None else cache.data[:, run : run + len(batch.slots)].unbind(0)
+        self._run = consecutive(batch.slots)
         self._exact = cache.data.dtype == torch.float32 and self._device.type == "cpu"
         self._split = not self._exact and self._device.type == "cpu"
         self._attend: Callable[..., Tensor] = _flash_cpu if self._device.type == "cpu" else _sdpa
@@ -84,7 +84,7 @@ class StepAttention:
         """The same step, where only the last row of each work asks: what a model's last layer needs."""
         other = object.__new__(StepAttention)
         other._cache, other._masks, other._device = self._cache, self._masks, self._device
-        other._slots, other._targets, other._attend = self._slots, self._targets, self._attend
+        other._slots, other._run, other._attend = self._slots, self._run, self._attend
         other._exact, other._split = self._exact, self._split
         other._spans = [Span(row, 1, span.end - 1, span.table) for row, span in enumerate(self._spans)]
         other._plan(other._spans)
@@ -105,10 +105,11 @@ class StepAttention:
         rows = len(self._slots)
         if len(key_value) > rows:
             key_value = key_value[:rows]
-        if self._targets is not None:
-            self._targets[layer].copy_(key_value)
+        slots = self._cache.layers[layer]
+        if self._run is not None:
+            slots.narrow(0, self._run, rows).copy_(key_value)
         else:
-            self._cache.layers[layer].index_copy_(0, self._slots, key_value)
+            slots.index_copy_(0, self._slots, key_value)
 
     def attend(self, layer: int, query: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
         """Each row over its own prefix, itself included.
@@ -138,9 +139,11 @@ class StepAttention:
 
     def _read(self, lone: _Lone, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a sequence, (1, num_kv_heads, keys, head_dim) each."""
-        if lone.keys:
-            return lone.keys[layer], lone.values[layer]
-        gathered = self._cache.layers[layer].index_select(0, lone.index)
+        cache = self._cache
+        if lone.index is None:
+            key, value = cache.keys[layer], cache.values[layer]
+            return key.narrow(2, lone.first, lone.keys), value.narrow(2, lone.first, lone.keys)
+        gathered = cache.layers[layer].index_select(0, lone.index)
         key, value = gathered.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
         return key, value
 
@@ -327,13 +330,11 @@ class StepAttention:
         used = -(-span.end // size)
         first = run_start(span.table, used)
         if first is not None and keys <= used * size:
-            run = self._cache.data[:, first * size : first * size + keys]
-            key, value = run.permute(2, 0, 3, 1, 4).unsqueeze(2).unbind(0)
-            return _Lone(span, key.unbind(0), value.unbind(0), self._slots[:0])
+            return _Lone(span, keys, first * size, None)
         blocks = torch.tensor(span.table[:used]) * size
         slots = (blocks[:, None] + torch.arange(size)).view(-1)[: span.end]
         slots = functional.pad(slots, (0, keys - span.end), value=self._cache.zero_slot)
-        return _Lone(span, (), (), slots.to(self._device))
+        return _Lone(span, keys, 0, slots.to(self._device))
 
 
 def _flash_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
