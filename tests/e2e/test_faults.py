@@ -169,26 +169,27 @@ async def test_an_engine_killed_mid_stream_ends_streams_with_an_error_and_comes_
                 await client.chat.completions.create(
                     model="demo",
                     messages=[{"role": "user", "content": f"{number} {QUESTION * 20}"}],
-                    max_tokens=1500,
+                    max_tokens=700,
                     stream=True,
                     extra_body={"top_k": 40},
                     logit_bias={"0": -100, "1": -100, "2": -100},
                 )
                 for number in range(6)
             ]
-            first = [await anext(aiter(stream)) for stream in streams]
+            first = [await anext(stream) for stream in streams]
             assert all(chunk.choices[0].delta.role == "assistant" for chunk in first)
             victim = server.children("gateway.cli")[0]
             os.kill(victim, signal.SIGKILL)
 
             async def rest(stream: openai.AsyncStream[openai.types.chat.ChatCompletionChunk]) -> str:
+                end = "cut off"
                 try:
                     async for chunk in stream:
-                        if chunk.choices and chunk.choices[0].finish_reason:
-                            return "ok"
+                        end = "ok" if chunk.choices and chunk.choices[0].finish_reason else end
                 except openai.APIError as error:
-                    return "lost its engine" if "engine" in error.message.lower() else error.message
-                return "cut off"
+                    end = "lost its engine" if "engine" in error.message.lower() else error.message
+                await stream.close()
+                return end
 
             ends = Counter(await asyncio.gather(*(rest(stream) for stream in streams)))
             assert set(ends) == {"ok", "lost its engine"}, (

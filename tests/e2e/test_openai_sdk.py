@@ -30,6 +30,7 @@ def cached(answer: openai.types.chat.ChatCompletion) -> int:
 
 
 def test_the_start_says_what_runs_and_how_to_use_it(server: Server) -> None:
+    server.wait_for_line("docs/ in the repository")
     shown = "\n".join(server.lines)
     for part in ("demo", "nonsense", "--model", f"{server.url}/v1", "/metrics", "docs", "open"):
         assert part in shown
