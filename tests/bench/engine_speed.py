@@ -1,6 +1,6 @@
 """How fast the engine's runner is against transformers' generate, on one machine in one run.
 
-    OMP_NUM_THREADS=1 python tests/bench/engine_speed.py --threads 1
+    OMP_NUM_THREADS=1 python -m tests.bench.engine_speed --threads 1
 
 A random bfloat16 Qwen2 of 40 million parameters (hidden 512, 8 layers, 8 query and 2 key heads, MLP 1536, vocabulary
 32k) reads a prompt of 2,048 tokens, decodes for 1, 8 and 32 sequences, and answers a second request that shares 4,096
