@@ -25,6 +25,9 @@ from gateway.version import installed_version
 
 CONFIG_VARIABLE = "KVASIR_CONFIG"
 
+ENGINE_MODULES = ("torch", "transformers", "safetensors")
+"""What the extra `engine` brings."""
+
 COMMANDS = {
     "serve": "start everything on this machine: Redis, engines, gateway",
     "gateway": "start only a gateway, in front of engines that run elsewhere",
@@ -45,6 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(_COMMANDS[options.command](settings, options))
     except (ConfigError, EngineStartError) as error:
         print(f"kvasir {options.command}: {error}", file=sys.stderr)  # noqa: T201
+        return BAD_SETTING_EXIT
+    except ModuleNotFoundError as error:
+        if error.name not in ENGINE_MODULES:
+            raise
+        print(  # noqa: T201
+            f"kvasir {options.command}: an engine needs {error.name}, which is not installed; "
+            f"pip install 'kvasir[engine]' brings it, and `kvasir gateway` does without",
+            file=sys.stderr,
+        )
         return BAD_SETTING_EXIT
     except OSError as error:
         print(f"kvasir {options.command}: {error}", file=sys.stderr)  # noqa: T201

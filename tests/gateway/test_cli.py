@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+import engine.server
 from gateway import cli
 
 
@@ -35,6 +37,20 @@ def test_a_bad_setting_stops_the_start_with_status_2(command: str, capsys: pytes
     shown = capsys.readouterr().err
     assert shown.startswith(f"kvasir {command}: server.port (flag --port)")
     assert "'many'" in shown
+    assert "Traceback" not in shown
+
+
+def test_an_engine_without_torch_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lacking(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(engine.server, "main", lacking)
+    monkeypatch.setattr("os.environ", {**os.environ})  # what the command sets there is not for other tests
+    assert cli.main(["engine"]) == 2
+    shown = capsys.readouterr().err
+    assert "pip install 'kvasir[engine]'" in shown
     assert "Traceback" not in shown
 
 
