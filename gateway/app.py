@@ -59,6 +59,7 @@ class Gateway:
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
+            start_timeout_s=settings.engines.start_timeout_s,
             redis=self.redis if settings.engines.discover else None,
         )
         self.street = Street(

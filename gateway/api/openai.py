@@ -90,7 +90,8 @@ class OpenAI:
         try:
             model = self._models.serving(name)[0].hello
         except NoEngineError:
-            record.model = name  # a known one
+            if name in self._models.models():  # else it may be anything, and no label of a metric
+                record.model = name
             raise
         record.model = name
         return model

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -67,17 +68,23 @@ class Registry(Generic[C]):
         retry_after_s: float,
         redis: Redis | None = None,
         discover_s: float = 1.0,
+        start_timeout_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         connect        makes a client from a name and a URL, without starting it
         retry_after_s  what a client is told whose model has no engine at the moment
         redis          where engines announce themselves; None switches discovery off
         discover_s     seconds between looks at the announcements, and how long one look may take
+        start_timeout_s  how long an engine that was never reached may turn out to serve any model
         """
         self._connect = connect
         self._retry_after_s = retry_after_s
         self._redis = redis
         self._discover_s = discover_s
+        self._start_timeout_s = start_timeout_s
+        self._clock = clock
+        self._added_s: dict[str, float] = {}  # by URL
         self._clients: dict[str, C] = {}  # by URL
         self._discovered: set[str] = set()  # URLs found in Redis
         self._models: dict[str, int] = {}  # model -> Unix second of the start of its newest engine
@@ -94,7 +101,8 @@ class Registry(Generic[C]):
     def serving(self, model: str) -> Sequence[C]:
         """Engines that are joined and not draining, alike in all that a prompt's tokens and digests depend on.
 
-        Never empty. Raises ModelNotFoundError, and NoEngineError when the model is known and its engines are away.
+        Never empty. Raises NoEngineError when the model is known and its engines are away, or may be that of an engine
+        that is still starting, and ModelNotFoundError otherwise.
         """
         found: dict[str, C] = {}
         for client in self._clients.values():
@@ -102,7 +110,7 @@ class Registry(Generic[C]):
                 found.setdefault(client.hello.incarnation, client)  # one engine may be known under two URLs
         if not found:
             self._remember()
-            if model in self._models:
+            if model in self._models or self._any_starting():
                 raise NoEngineError(model, self._retry_after_s)
             raise ModelNotFoundError(model)
         return self._alike(model, list(found.values()))
@@ -124,6 +132,7 @@ class Registry(Generic[C]):
         self._discovered.discard(key)
         if key not in self._clients:
             client = self._clients[key] = self._connect(name or short_name(url), url)
+            self._added_s[key] = self._clock()
             client.start()
 
     def start(self) -> None:
@@ -164,8 +173,12 @@ class Registry(Generic[C]):
             if not client.joined:
                 log.info("engine %s is gone", client.name)
                 self._discovered.discard(key)
-                del self._clients[key]
+                del self._clients[key], self._added_s[key]
                 await client.stop()
+
+    def _any_starting(self) -> bool:
+        youngest_s = self._clock() - self._start_timeout_s
+        return any(client.model is None and self._added_s[key] > youngest_s for key, client in self._clients.items())
 
     # -- models -------------------------------------------------------------------------------------------------------
 

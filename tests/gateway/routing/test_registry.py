@@ -101,6 +101,24 @@ def test_a_known_model_whose_engines_are_away_is_asked_to_come_back_later() -> N
     assert list(registry.models()) == ["demo"]
 
 
+def test_while_an_engine_starts_any_model_may_be_its_own() -> None:
+    now = [100.0]
+    registry = Registry(FakeClient, retry_after_s=2.0, start_timeout_s=60.0, clock=lambda: now[0])
+    registry.add("http://a:1")
+    with pytest.raises(NoEngineError):
+        registry.serving("demo")
+    now[0] += 61.0
+    with pytest.raises(ModelNotFoundError):
+        registry.serving("demo")
+    registry.add("http://b:1")
+    with pytest.raises(NoEngineError):
+        registry.serving("demo")
+    for client in registry.engines:
+        client.join()
+    with pytest.raises(ModelNotFoundError):
+        registry.serving("another")
+
+
 def test_each_model_has_its_own_engines() -> None:
     registry = new()
     for number, model in enumerate(["one", "two", "one"]):
