@@ -29,7 +29,6 @@ class Gateway:
 
     def __init__(self, owner: str, limit_bytes: int, hang_up: Callable[[], None]) -> None:
         self.owner = owner
-        self.sent_bytes = 0
         self._limit_bytes = limit_bytes
         self._hang_up = hang_up
         self._unsent: deque[bytes] = deque()
@@ -76,7 +75,6 @@ class Gateway:
                 data = self._unsent.popleft()
                 await send(data)
                 self._unsent_bytes = max(0, self._unsent_bytes - len(data))
-                self.sent_bytes += len(data)
             self._work.clear()
             self._all_sent.set()
 

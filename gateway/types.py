@@ -5,7 +5,7 @@ Dialects in api/ make Requests and turn Events back into their wire formats; eve
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.protocol import TOKEN_BYTES, Lane, Sampling
@@ -86,10 +86,6 @@ class Request:
     prompt_param: PromptParam = "messages"  # the name of the prompt in error messages
     lane: Lane = "online"
     trace: Trace = field(default_factory=Trace)
-
-    def with_sampling(self, **changes: Any) -> Request:
-        """The same request with some sampling fields replaced."""
-        return replace(self, sampling=replace(self.sampling, **changes))
 
 
 @dataclass(frozen=True, slots=True)
