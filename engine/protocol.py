@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 import xxhash
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Block identity
@@ -165,6 +165,15 @@ _SAMPLING_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(S
 
 
 @dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """The prompt's first `tokens` tokens are to be kept for `ttl_s` seconds, counted from the request's arrival and
+    again from that of every later request that begins with them."""
+
+    tokens: int  # need not be a multiple of the block size
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """A new sequence. `digests` covers the full blocks of `tokens`, under the namespace with `salt` filled in."""
 
@@ -175,6 +184,9 @@ class Submit:
     salt: str = ""
     lane: Lane = "online"
     request_id: str = ""
+    tenant: str = ""  # whose budget the leases count against
+    breakpoints: tuple[Breakpoint, ...] = ()
+    use_cache: bool = True  # False: reuses nothing, and nothing of it can be reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +223,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class BlockEvents:
-    """Blocks that can be hit from now on, and blocks that cannot any more. `reset` starts from an empty table."""
+    """Blocks that can be hit from now on, and blocks that cannot any more. `reset` starts from an empty table.
+
+    A block that is stored again has moved: `tier` is the fastest one that holds it. Removed ones are in no tier."""
 
     stored: bytes = b""  # packed digests, parents before children
     removed: bytes = b""  # packed digests, children before parents
     reset: bool = False
+    tier: Tier = "gpu"  # of everything in `stored`
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +243,7 @@ class Load:
     free_blocks: int = 0  # never written, or holding nothing that can be hit
     cached_blocks: int = 0  # unreferenced, can be hit, can be evicted
     live_blocks: int = 0  # referenced by a sequence; free + cached + live == total
+    leased_blocks: int = 0  # cached or live, and kept by a lease
     prefill_tokens_per_s: float = 0.0  # moving averages; 0 before anything was measured
     decode_tokens_per_s: float = 0.0
     draining: bool = False
@@ -235,7 +251,8 @@ class Load:
 
 @dataclass(slots=True)
 class SequenceUpdate:
-    """What one step did for one sequence. The first update of a sequence carries cached_tokens and the two times."""
+    """What one step did for one sequence. The first update carries cached_tokens and the two times, and that of a
+    sequence whose prompt has breakpoints, or begins with what a lease keeps, the three figures of leases."""
 
     seq: int
     tokens: list[int] = field(default_factory=list)  # new tokens; a stop token is not among them
@@ -245,6 +262,9 @@ class SequenceUpdate:
     finish: FinishReason | None = None
     stop_id: int | None = None  # the stop token, when one ended the sequence
     error: str | None = None  # what went wrong, when finish is "error" or "abort"
+    lease_read_tokens: int | None = None  # of the longest lease that the prompt begins with, to the token
+    lease_write_tokens: int | None = None  # up to the last breakpoint that is kept from now on, beyond those read
+    leases_degraded: int | None = None  # breakpoints that ordinary eviction may take, for want of budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,14 +336,19 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
                 "lane": message.lane,
                 "request_id": message.request_id,
                 "sampling": message.sampling.to_json(),
+                "tenant": message.tenant,
             }
+            if message.breakpoints:
+                header["breakpoints"] = [[point.tokens, point.ttl_s] for point in message.breakpoints]
+            if not message.use_cache:
+                header["use_cache"] = False
             return _join(header, message.tokens, message.digests)
         case Abort():
             return _join({"op": "abort", "seq": message.seq})
         case StepFrame():
             return _encode_step(message)
         case BlockEvents():
-            header = {"op": "blocks", "stored": len(message.stored), "reset": message.reset}
+            header = {"op": "blocks", "stored": len(message.stored), "reset": message.reset, "tier": message.tier}
             return _join(header, message.stored, message.removed)
         case Hello():
             return _join({"op": "hello", **message.to_json()})
@@ -346,7 +371,11 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
                 if len(tokens) != cut or len(digests) % DIGEST_BYTES:
                     raise ProtocolError("the payload of a submit is cut short")
                 return Submit(
-                    tokens=tokens, digests=digests, sampling=Sampling.from_json(header.pop("sampling")), **header
+                    tokens=tokens,
+                    digests=digests,
+                    sampling=Sampling.from_json(header.pop("sampling")),
+                    breakpoints=tuple(Breakpoint(int(n), float(s)) for n, s in header.pop("breakpoints", ())),
+                    **header,
                 )
             case "abort":
                 return Abort(**header)
@@ -354,7 +383,10 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
                 return _decode_step(header["extras"], payload)
             case "blocks":
                 cut = header["stored"]
-                return BlockEvents(stored=payload[:cut], removed=payload[cut:], reset=header["reset"])
+                tier = header["tier"]
+                if tier not in TIER_CODES:
+                    raise ProtocolError(f"there is no tier {tier!r}")
+                return BlockEvents(stored=payload[:cut], removed=payload[cut:], reset=header["reset"], tier=tier)
             case "hello":
                 if header.get("version") != PROTOCOL_VERSION:
                     raise ProtocolError(f"the engine speaks version {header.get('version')}, not {PROTOCOL_VERSION}")
@@ -367,8 +399,18 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
 # A stream consists mostly of steps, so they are numbers only: `load | n | n seqs | n token counts | token ids`. The
 # header is empty but for steps in which something begins or ends, which carry those fields by index.
 
-_LOAD: Final = struct.Struct("<6Q2d?")
-_UPDATE_EXTRAS: Final = ("cached_tokens", "queue_ms", "prefill_ms", "finish", "stop_id", "error")
+_LOAD: Final = struct.Struct("<7Q2d?")
+_UPDATE_EXTRAS: Final = (
+    "cached_tokens",
+    "queue_ms",
+    "prefill_ms",
+    "finish",
+    "stop_id",
+    "error",
+    "lease_read_tokens",
+    "lease_write_tokens",
+    "leases_degraded",
+)
 
 
 def _encode_step(frame: StepFrame) -> bytes:
@@ -386,6 +428,7 @@ def _encode_step(frame: StepFrame) -> bytes:
         load.free_blocks,
         load.cached_blocks,
         load.live_blocks,
+        load.leased_blocks,
         load.prefill_tokens_per_s,
         load.decode_tokens_per_s,
         load.draining,

@@ -15,6 +15,7 @@ from engine.protocol import (
     HASHES,
     Abort,
     BlockEvents,
+    Breakpoint,
     Hello,
     Load,
     Namespace,
@@ -65,6 +66,9 @@ submits = st.builds(
     salt=texts,
     lane=st.sampled_from(["online", "batch"]),
     request_id=texts,
+    tenant=texts,
+    breakpoints=st.lists(st.builds(Breakpoint, tokens=counts, ttl_s=finite), max_size=3).map(tuple),
+    use_cache=st.booleans(),
 )
 hellos = st.builds(
     Hello,
@@ -80,7 +84,13 @@ hellos = st.builds(
     created=counts,
 )
 loads = st.builds(
-    Load, waiting=counts, running=counts, prefill_backlog=counts, prefill_tokens_per_s=finite, draining=st.booleans()
+    Load,
+    waiting=counts,
+    running=counts,
+    prefill_backlog=counts,
+    leased_blocks=counts,
+    prefill_tokens_per_s=finite,
+    draining=st.booleans(),
 )
 updates = st.builds(
     SequenceUpdate,
@@ -92,9 +102,18 @@ updates = st.builds(
     finish=st.none() | st.sampled_from(["stop", "length", "abort", "error"]),
     stop_id=st.none() | token_ids,
     error=st.none() | texts,
+    lease_read_tokens=st.none() | counts,
+    lease_write_tokens=st.none() | counts,
+    leases_degraded=st.none() | counts,
 )
 frames = st.builds(StepFrame, updates=st.lists(updates, max_size=6), load=loads)
-events = st.builds(BlockEvents, stored=packed_digests, removed=packed_digests, reset=st.booleans())
+events = st.builds(
+    BlockEvents,
+    stored=packed_digests,
+    removed=packed_digests,
+    reset=st.booleans(),
+    tier=st.sampled_from(["gpu", "host", "disk"]),
+)
 
 
 @given(st.one_of(submits, st.builds(Abort, seq=counts), frames, events, hellos))
@@ -128,7 +147,7 @@ def test_a_header_that_is_not_ours_is_a_protocol_error(header: str) -> None:
 
 def test_an_engine_of_another_version_is_refused_with_both_numbers() -> None:
     hello = Hello("i", "m", SOME, 1, 1, 1, 1, (), "t", 0, version=7)
-    with pytest.raises(ProtocolError, match="version 7, not 1"):
+    with pytest.raises(ProtocolError, match="version 7, not 2"):
         decode(encode(hello))
 
 
