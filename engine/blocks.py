@@ -11,14 +11,16 @@
     free    holds nothing that can be hit
     cached  registered and held by nobody: can be hit, can be evicted once nothing cached hangs from it
     live    held by at least one sequence, registered or not;  free + cached + live == num_blocks
+    leased  cached or live, and neither it nor what it hangs from is evicted before its leases end
 
 A registered block stores its token ids, its parent block and, at the root, its salt. `find_prefix` compares all of
 them, so a digest is only ever a hint. That a parent is named by its block id is safe because a registered block's
 parent stays registered for as long as the child is (eviction takes leaves only): an id in the parent's place cannot
 have been freed and filled with something else in between.
 
-Knows nothing about sequences, scheduling or tensors. engine/tables.py holds the references of sequences, and
-engine/eviction.py the order in which cached blocks go. Written by the engine's loop thread only.
+Knows nothing about sequences, scheduling, time or tensors. engine/tables.py holds the references of sequences,
+engine/leases.py decides what is leased and until when, and engine/eviction.py the order in which cached blocks go.
+Written by the engine's loop thread only.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class BlockPool:
 
         self._refs = [0] * num_blocks  # sequences that hold the block
         self._free = FreeRuns(num_blocks, self._refs)
-        self._pins = [0] * num_blocks  # 1 if refs, plus pinned registered children; 0: nothing live at or below it
+        self._leases = [0] * num_blocks  # leases that end in this registered block
+        self._pins = [0] * num_blocks  # 1 if refs, 1 if leases, plus pinned registered children; 0: may be evicted
         self._children = [0] * num_blocks  # registered blocks whose parent this is
         self._num_live = 0  # blocks with refs
         self._num_evictable = 0  # registered blocks without pins; leaf by leaf, all of them can be evicted
@@ -82,7 +85,8 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give at this moment: free ones and cached ones that nothing live hangs from."""
+        """Blocks that `allocate` can give at this moment: free ones, and cached ones from which nothing hangs that is
+        live or leased."""
         return len(self._free) + self._num_evictable
 
     def available_beside(self, blocks: Iterable[int]) -> int:
@@ -92,6 +96,15 @@ class BlockPool:
 
     def is_registered(self, block: int) -> bool:
         return self._digest[block] is not None
+
+    def find_block(self, digest: bytes) -> int | None:
+        """The block that is registered under a digest, whatever it holds: `find_prefix` is the one that compares."""
+        return self._by_digest.get(digest)
+
+    def parent_of(self, block: int) -> int | None:
+        """The block that a registered block hangs from; None for one that begins a prefix."""
+        parent = self._parent[block]
+        return None if parent == ROOT else parent
 
     # -- reuse --------------------------------------------------------------------------------------------------------
 
@@ -138,6 +151,8 @@ class BlockPool:
             refs[block] -= 1
             if not refs[block]:
                 self._num_live -= 1
+                if self._pins[block] > 1:  # it stays for a lease, or for what hangs from it: this was its use
+                    self._policy.touch(block)
                 self._unpin(block)
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
@@ -161,6 +176,27 @@ class BlockPool:
             self._pins[block] = 1
         self._num_live += count
         return blocks
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def lease(self, block: int) -> None:
+        """Keeps a registered block, and with it everything it hangs from, until `end_lease`. Leases of one block add
+        up. The block stays cached or live, as it is; `available` falls by what could have been evicted."""
+        assert self._digest[block] is not None, f"block {block} is not registered and cannot be leased"
+        self._leases[block] += 1
+        if self._leases[block] == 1:
+            self._pin(block)
+
+    def end_lease(self, block: int) -> None:
+        """Takes one lease of a block back. It is evicted in its turn then: that of its last use, not of this call."""
+        assert self._leases[block] > 0, f"block {block} is not leased"
+        self._leases[block] -= 1
+        if not self._leases[block]:
+            self._unpin(block, used=False)
+
+    def is_leased(self, block: int) -> bool:
+        """Whether a lease ends in this very block."""
+        return self._leases[block] > 0
 
     # -- registration -------------------------------------------------------------------------------------------------
 
@@ -198,7 +234,8 @@ class BlockPool:
 
     def forget(self, blocks: Iterable[int]) -> int:
         """Unregisters blocks and everything that hangs from them, because their contents are not to be trusted.
-        Those that sequences hold stay with them, as private ones. Returns how many were unregistered."""
+        Those that sequences hold stay with them, as private ones; their leases are at an end. Returns how many were
+        unregistered."""
         doomed = {block for block in blocks if self._digest[block] is not None}
         if not doomed:
             return 0
@@ -208,6 +245,9 @@ class BlockPool:
                 doomed.add(block)
                 in_order.append(block)
         for block in reversed(in_order):
+            if self._leases[block]:
+                self._leases[block] = 0
+                self._unpin(block, used=False)
             if not self._pins[block]:
                 self._policy.discard(block)
                 self._num_evictable -= 1
@@ -250,6 +290,7 @@ class BlockPool:
                     wrong.append(f"block {block} is registered and its parent {parent} is not")
         for block in range(self.num_blocks):
             held, digest, is_free = self._refs[block] > 0, self._digest[block], block in self._free
+            leased = self._leases[block] > 0
             live += held
             cached += not held and digest is not None
             unpinned = digest is not None and not self._pins[block]
@@ -259,10 +300,12 @@ class BlockPool:
                 wrong.append(f"block {block}: free={is_free}, references={self._refs[block]}, digest={digest!r}")
             if (
                 self._refs[block] < 0
-                or self._pins[block] != pins[block] + held
+                or self._pins[block] != pins[block] + held + leased
                 or self._children[block] != children[block]
             ):
                 wrong.append(f"block {block}: references, pins or children are miscounted")
+            if self._leases[block] < 0 or (leased and digest is None):
+                wrong.append(f"block {block}: {self._leases[block]} leases, and digest={digest!r}")
             if digest is not None and self._by_digest.get(digest) != block:
                 wrong.append(f"block {block} is registered and cannot be found")
         if live + cached + self.num_free != self.num_blocks:
@@ -272,7 +315,7 @@ class BlockPool:
             wrong.append(f"live, evictable and leaf blocks are {counted}, not {kept}")
         return wrong
 
-    # -- pins: a block is pinned while it, or a registered block below it, is live ------------------------------------
+    # -- pins: a block is pinned while it, or a registered block below it, is live or leased --------------------------
 
     def _pin(self, block: int) -> None:
         while True:
@@ -286,7 +329,7 @@ class BlockPool:
             if block == ROOT:
                 return
 
-    def _unpin(self, block: int) -> None:
+    def _unpin(self, block: int, *, used: bool = True) -> None:
         while True:
             self._pins[block] -= 1
             if self._pins[block]:
@@ -295,7 +338,8 @@ class BlockPool:
                 self._free.add(block)
                 return
             self._num_evictable += 1
-            self._policy.touch(block)
+            if used:
+                self._policy.touch(block)
             if not self._children[block]:
                 self._policy.add(block)
             block = self._parent[block]

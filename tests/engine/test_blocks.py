@@ -353,10 +353,72 @@ def test_the_least_recently_used_leaf_goes_first(calls: list[tuple[str, int]]) -
         policy.pop()
 
 
+def test_a_lease_keeps_a_block_and_what_it_hangs_from_until_it_ends() -> None:
+    pool = BlockPool(8, SIZE)
+    table = store(pool, [*range(16)])
+    pool.lease(table[2])
+    pool.release(table)
+    assert counts(pool) == (4, 4, 0)
+    assert pool.available == 5
+    assert pool.allocate(6) is None
+    others = pool.allocate(5)
+    assert others is not None
+    assert find(pool, [*range(16)]) == table[:3]
+    pool.end_lease(table[2])
+    assert pool.available == 3
+    assert pool.allocate(3) is not None
+    assert find(pool, [*range(16)]) == []
+
+
+def test_leases_of_one_block_add_up_and_nest() -> None:
+    pool = BlockPool(4, SIZE)
+    table = store(pool, [*range(16)])
+    pool.release(table)
+    for block in (table[1], table[3], table[3]):
+        pool.lease(block)
+    assert pool.available == 0
+    pool.end_lease(table[3])
+    assert (pool.available, pool.is_leased(table[3])) == (0, True)
+    pool.end_lease(table[3])
+    assert (pool.available, pool.is_leased(table[3])) == (2, False)
+    pool.acquire(table)
+    pool.end_lease(table[1])
+    assert (pool.available, pool.num_live) == (0, 4)
+    pool.release(table)
+    assert (pool.available, counts(pool)) == (4, (0, 4, 0))
+
+
+def test_the_end_of_a_lease_is_no_use_of_the_block() -> None:
+    """A prefix that nobody asked for again is not to outlive one that was used after it."""
+    pool = BlockPool(8, SIZE)
+    leased, newer = [*range(16)], [*range(100, 116)]
+    table = store(pool, leased)
+    pool.lease(table[3])
+    pool.release(table)
+    pool.release(store(pool, newer))
+    pool.end_lease(table[3])
+    pool.allocate(4)
+    assert (len(find(pool, leased)), len(find(pool, newer))) == (0, 4)
+
+
+def test_blocks_that_are_forgotten_are_not_leased_any_more() -> None:
+    pool = BlockPool(8, SIZE)
+    table = store(pool, [*range(16)])
+    pool.lease(table[0])
+    pool.lease(table[2])
+    pool.release(table[3:])
+    assert pool.forget([table[1]]) == 3
+    assert (pool.is_leased(table[0]), pool.is_leased(table[2])) == (True, False)
+    pool.release(table[:3])
+    assert counts(pool) == (7, 1, 0)
+    assert pool.available == 7
+
+
 @given(st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=40)
 def test_a_busy_pool_stays_sound_and_its_events_add_up(rng: random.Random) -> None:
     pool, tables, told = BlockPool(rng.randint(4, 24), SIZE), list[list[int]](), dict[bytes, None]()
+    leased: list[tuple[int, list[int]]] = []  # a block, and the tokens up to its end
     prompts = [[rng.randrange(2) for _ in range(SIZE * rng.randint(1, 6))] for _ in range(12)]
     for _ in range(120):
         roll = rng.random()
@@ -369,6 +431,14 @@ def test_a_busy_pool_stays_sound_and_its_events_add_up(rng: random.Random) -> No
             pool.release(tables.pop(rng.randrange(len(tables))))
         elif tables and rng.random() < 0.3:
             pool.forget([rng.choice(rng.choice(tables))])
+            leased = [(block, tokens) for block, tokens in leased if pool.is_leased(block)]
+        if rng.random() < 0.2 and (hit := find(pool, tokens := rng.choice(prompts))):
+            pool.lease(hit[-1])
+            leased.append((hit[-1], tokens[: len(hit) * SIZE]))
+        elif rng.random() < 0.2 and leased:
+            pool.end_lease(leased.pop(rng.randrange(len(leased)))[0])
+        for block, tokens in leased:
+            assert find(pool, tokens)[-1] == block
         if rng.random() < 0.3:
             apply(told, pool.take_events())
             assert set(told) == set(split_digests(pool.snapshot().stored))
@@ -376,6 +446,9 @@ def test_a_busy_pool_stays_sound_and_its_events_add_up(rng: random.Random) -> No
         assert free + cached + live == pool.num_blocks
     for table in tables:
         pool.release(table)
+    for block, _ in leased:
+        pool.end_lease(block)
+    assert pool.available == pool.num_blocks
     apply(told, pool.take_events())
     assert len(told) * DIGEST_BYTES == len(pool.snapshot().stored)
     assert pool.num_live == 0
