@@ -77,6 +77,7 @@ class Gateway:
             server=settings.server,
             auth=settings.auth,
             tenants=settings.tenants,
+            namespaces=settings.namespaces,
             street=self.street,
             models=self.registry,
             decoders=self.prompts,

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.config import SHORT_FLAGS, EngineSettings, Section
+from gateway.types import ANONYMOUS
 
 SHORT_FLAGS.update(
     {
@@ -180,6 +181,27 @@ class TenantSettings(Section):
     )
 
 
+EVERYBODY = "*"
+"""In the tenants of a namespace: every tenant, those to come too."""
+
+PRIVATE = "private"
+"""What a request asks for that wants its tenant's own blocks and none of a namespace."""
+
+
+class NamespaceSettings(Section):
+    """[[namespaces]]: blocks that several tenants share on purpose."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        ..., description="Name that requests ask for with `x-kvasir-namespace`; letters, digits and `._-`."
+    )
+    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        ..., description="Names of the tenants that may use it, or `*` for every tenant."
+    )
+    default: bool = Field(
+        False, description="Whether requests of these tenants use it that ask for no namespace; one per tenant."
+    )
+
+
 class Settings(BaseModel):
     """Everything that `kvasir serve`, `kvasir gateway` and `kvasir engine` can be told."""
 
@@ -188,6 +210,7 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     auth: AuthSettings = AuthSettings()
     tenants: tuple[TenantSettings, ...] = ()
+    namespaces: tuple[NamespaceSettings, ...] = ()
     redis: RedisSettings = RedisSettings()
     engines: EnginesSettings = EnginesSettings()
     engine: EngineSettings = EngineSettings()
@@ -207,4 +230,21 @@ class Settings(BaseModel):
                 if key in seen:
                     raise ValueError(f"tenants: a key of {tenant.name!r} is also in {seen[key]}")
                 seen[key] = f"tenant {tenant.name!r}"
+        return self
+
+    @model_validator(mode="after")
+    def _namespaces_are_for_tenants(self) -> Settings:
+        known = {tenant.name for tenant in self.tenants} or {ANONYMOUS}
+        seen: set[str] = {PRIVATE}
+        at_home: dict[str, str] = {}  # tenant -> the namespace that it uses without asking
+        for namespace in self.namespaces:
+            if namespace.name in seen:
+                raise ValueError(f"namespaces: the name {namespace.name!r} is there twice, or reserved")
+            seen.add(namespace.name)
+            if missing := set(namespace.tenants) - known - {EVERYBODY}:
+                raise ValueError(f"namespaces: {namespace.name!r} is for {min(missing)!r}, which is no tenant")
+            members = known if EVERYBODY in namespace.tenants else set(namespace.tenants)
+            for tenant in sorted(members) if namespace.default else ():
+                if (other := at_home.setdefault(tenant, namespace.name)) != namespace.name:
+                    raise ValueError(f"namespaces: {other!r} and {namespace.name!r} are both the default of {tenant!r}")
         return self

@@ -5,6 +5,7 @@ Dialects in api/ make Requests and turn Events back into their wire formats; eve
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +13,34 @@ from engine.protocol import TOKEN_BYTES, Lane, Sampling
 
 ANONYMOUS = "anonymous"
 """The tenant of a server without configured keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Who shares blocks with whom: requests of equal scopes do, those of different ones never find, compare or time
+    each other's. The owner is a tenant, or a namespace that the operator lets several tenants use; key and cache_salt
+    are what clients separate their requests with."""
+
+    tenant: str = ""
+    namespace: str = ""
+    key: str = ""
+    cache_salt: str = ""
+
+    @property
+    def salt(self) -> str:
+        """The scope's part of the block namespace. Every field is tagged and length-prefixed, so that none can pass for
+        another. What clients made up is hashed: it may be a secret, and salts are kept with the blocks."""
+        fields = (
+            ("tenant", self.tenant),
+            ("namespace", self.namespace),
+            ("key", _hashed(self.key)),
+            ("cache_salt", _hashed(self.cache_salt)),
+        )
+        return "".join(f"{tag}:{len(value)}:{value};" for tag, value in fields if value)
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +52,8 @@ class Tenant:
 
     @property
     def salt(self) -> str:
-        """The tenant's part of the namespace: blocks with another salt are never found, compared or timed."""
-        return f"tenant:{self.name}"
+        """That of requests which ask for nothing else."""
+        return Scope(tenant=self.name).salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +114,13 @@ class Request:
     stop: tuple[str, ...] = ()  # strings that end the answer and are not part of it
     prompt_param: PromptParam = "messages"  # the name of the prompt in error messages
     lane: Lane = "online"
+    scope: Scope | None = None  # None is the tenant's own
     trace: Trace = field(default_factory=Trace)
+
+    @property
+    def salt(self) -> str:
+        """Under which its blocks are kept and found."""
+        return self.tenant.salt if self.scope is None else self.scope.salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +128,7 @@ class EncodedPrompt:
     """A prompt as engines and index know it.
 
     tokens   token ids, TOKEN_BYTES each
-    digests  chain digests of its full blocks, DIGEST_BYTES each, under the tenant's namespace
+    digests  chain digests of its full blocks, DIGEST_BYTES each, under the namespace with the request's salt
     """
 
     tokens: bytes

@@ -14,6 +14,7 @@ from aiohttp import web
 from engine.protocol import Hello
 from gateway.api.auth import Auth
 from gateway.api.body import read_json
+from gateway.api.namespaces import Namespaces
 from gateway.api.openai_request import Call, parse_chat, parse_completion, settle
 from gateway.api.openai_response import ChatShape, CompletionShape, model_json
 from gateway.api.record import RECORD, Record
@@ -22,7 +23,7 @@ from gateway.api.wire import JSON, common_headers, kvasir_headers
 from gateway.config import ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 from gateway.street import Engine, TextDecoder
-from gateway.types import Prompt, Request, Tenant, TextPrompt, TokenPrompt
+from gateway.types import Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt
 
 
 class Models(Protocol):
@@ -46,9 +47,18 @@ class Decoders(Protocol):
 class OpenAI:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, auth: Auth, street: Answers, models: Models, decoders: Decoders) -> None:
+    def __init__(
+        self,
+        server: ServerSettings,
+        auth: Auth,
+        namespaces: Namespaces,
+        street: Answers,
+        models: Models,
+        decoders: Decoders,
+    ) -> None:
         self._server = server
         self._auth = auth
+        self._namespaces = namespaces
         self._street = street
         self._models = models
         self._decoders = decoders
@@ -102,7 +112,8 @@ class OpenAI:
         record = http[RECORD]
         record.stream = call.stream
         prompts = settle(call, model)
-        requests = [self._request(record, tenant, call, prompt) for prompt in prompts]
+        scope = self._namespaces.scope(http, tenant, key=call.cache_key, cache_salt=call.cache_salt)
+        requests = [self._request(record, tenant, scope, call, prompt) for prompt in prompts]
         record.traces = [request.trace for request in requests]
         echo = self._echo(call, model) if call.echo else _no_echo
         at_once = self._server.prompts_at_once
@@ -111,7 +122,7 @@ class OpenAI:
         answers = await collect(self._street, requests, echo, silent=call.silent, at_once=at_once)
         return _json(shape.body(answers), record, **kvasir_headers(record))
 
-    def _request(self, record: Record, tenant: Tenant, call: Call, prompt: Prompt) -> Request:
+    def _request(self, record: Record, tenant: Tenant, scope: Scope, call: Call, prompt: Prompt) -> Request:
         return Request(
             request_id=record.request_id,
             tenant=tenant,
@@ -122,6 +133,7 @@ class OpenAI:
             deadline_s=record.received_s + self._server.request_timeout_s,
             stop=call.stop,
             prompt_param=call.prompt_param,
+            scope=scope,
         )
 
     def _echo(self, call: Call, model: Hello) -> Echo:

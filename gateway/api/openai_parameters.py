@@ -33,6 +33,7 @@ TOKEN_ID_MAX = 2**32 - 1
 _token_id = integer(0, TOKEN_ID_MAX)
 _bias = number(-100, 100)
 _string = text()
+_salt = text(128)
 
 
 def stop(value: Any, path: str) -> tuple[str, ...]:
@@ -47,12 +48,7 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     if len(value) > MAX_STOPS:
         raise array_too_long(path, MAX_STOPS, len(value))
     for item, where in zip(value, paths, strict=True):
-        if not _string(item, where):
-            raise BadRequestError(
-                f"Invalid '{where}': empty string. Expected a string with minimum length 1.",
-                param=where,
-                code="empty_string",
-            )
+        _not_empty(_string(item, where), where)
     return tuple(value)
 
 
@@ -61,6 +57,21 @@ def stop_token_ids(value: Any, path: str) -> tuple[int, ...]:
     if len(an_array(value, path)) > MAX_STOP_IDS:
         raise array_too_long(path, MAX_STOP_IDS, len(value))
     return tuple(_token_id(item, f"{path}[{index}]") for index, item in enumerate(value))
+
+
+def cache_salt(value: Any, path: str) -> str:
+    """vLLM refuses an empty one, which looks like a secret that was forgotten."""
+    return _not_empty(_salt(value, path), path)
+
+
+def _not_empty(value: str, path: str) -> str:
+    if not value:
+        raise BadRequestError(
+            f"Invalid '{path}': empty string. Expected a string with minimum length 1.",
+            param=path,
+            code="empty_string",
+        )
+    return value
 
 
 def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
@@ -143,6 +154,18 @@ _SHARED = (
         "Extension: token ids that end the answer and are not returned.",
     ),
     _used("ignore_eos", boolean, "boolean, default false", "Extension: generates on past the end-of-text token."),
+    _used(
+        "prompt_cache_key",
+        text(512),
+        "string of up to 512 characters",
+        "Separates: prefixes are reused only by requests of the same tenant with the same key.",
+    ),
+    _used(
+        "cache_salt",
+        cache_salt,
+        "string of 1 to 128 characters",
+        "Extension, as in vLLM: separates in the same way, beside `prompt_cache_key`.",
+    ),
     _no_effect("user", _string, "string", "The key decides who asks."),
     _refused("n", integer(1, 128), "integer; only 1", "Only one choice per prompt (`n` = 1) is generated.", 1),
 )
@@ -176,7 +199,6 @@ CHAT = _table(
     ),
     _no_effect("verbosity", choice("low", "medium", "high"), "`low`, `medium` or `high`", "As the model likes it."),
     _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
-    _no_effect("prompt_cache_key", _string, "string", "Every prefix of a tenant is reused automatically."),
     _no_effect(
         "prompt_cache_options",
         record(mode=choice("implicit", "explicit"), ttl=choice("30m")),

@@ -32,6 +32,8 @@ class Call:
     include_usage: bool = False
     echo: bool = False
     silent: bool = False
+    cache_key: str = ""
+    cache_salt: str = ""
 
 
 def parse_chat(body: dict[str, Any]) -> Call:
@@ -109,6 +111,8 @@ def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], param: PromptPara
         include_usage=bool(options and options.get("include_usage")),
         echo=values.get("echo", False),
         silent=silent,
+        cache_key=values.get("prompt_cache_key", ""),
+        cache_salt=values.get("cache_salt", ""),
     )
 
 

@@ -17,9 +17,10 @@ from gateway.admin.sources import Sources
 from gateway.api.auth import Auth
 from gateway.api.body import expect_continue
 from gateway.api.middleware import observed
+from gateway.api.namespaces import Namespaces
 from gateway.api.openai import Decoders, Models, OpenAI
 from gateway.api.stream import Answers
-from gateway.config import AuthSettings, ServerSettings, TenantSettings
+from gateway.config import AuthSettings, NamespaceSettings, ServerSettings, TenantSettings
 
 
 def build_app(
@@ -27,6 +28,7 @@ def build_app(
     server: ServerSettings,
     auth: AuthSettings,
     tenants: Sequence[TenantSettings],
+    namespaces: Sequence[NamespaceSettings],
     street: Answers,
     models: Models,
     decoders: Decoders,
@@ -39,7 +41,7 @@ def build_app(
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
-    openai = OpenAI(server, keys, street, models, decoders)
+    openai = OpenAI(server, keys, Namespaces(namespaces), street, models, decoders)
     admin = Admin(keys, sources, metrics)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(metrics)], client_max_size=0)

@@ -102,7 +102,8 @@ class Connection:
                 tokens=prompt.tokens,
                 digests=prompt.digests,
                 sampling=sampling,
-                salt=request.tenant.salt,
+                salt=request.salt,
+                tenant=request.tenant.name,
                 lane=request.lane,
                 request_id=request.request_id,
             )

@@ -1,6 +1,6 @@
 """The three memos of one model: what was rendered, tokenised and hashed once is looked up.
 
-SegmentMemo  (tenant's salt, link) -> token ids. The same document in another conversation costs no tokenising.
+SegmentMemo  (salt, link) -> token ids. The same document in another conversation costs no tokenising.
 ChainMemo    a tree. A node stands for a prompt up to a cut; its children are the links that went on from there. It
              keeps what its link added: ids, digests of the blocks that became full, and the loose tail behind them. A
              turn added to a long conversation walks down the tree, compares text, and hashes nothing but the turn.
@@ -8,7 +8,7 @@ PromptMemo   messages -> the whole encoded prompt. The same question asked again
              by a client that tries again, is not even rendered.
 
 All are exact (text is compared, not only its hash), bounded in bytes, and least recently used goes first. Every key
-begins with the tenant's salt: nobody can find out by timing what another tenant has sent. Used by the event loop's
+begins with the request's salt: nobody can find out by timing what was sent under another one. Used by the event loop's
 thread alone. Token ids are made elsewhere (tokenizer.py); the neighbour is stage.py.
 """
 
@@ -48,7 +48,7 @@ class Counts:
 
 
 class SegmentMemo:
-    """Token ids of links, by tenant."""
+    """Token ids of links, by salt."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

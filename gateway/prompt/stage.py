@@ -96,7 +96,7 @@ class PromptStage:
         """Raises BadRequestError for what the template refuses, for text or ids that this model cannot be given, and
         for an empty prompt."""
         loaded = self._get(model)
-        namespace = replace(model.namespace, salt=request.tenant.salt)
+        namespace = replace(model.namespace, salt=request.salt)
         try:
             match request.prompt:
                 case ChatPrompt() as prompt:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.routes import app_runner, build_app
-from gateway.config import AuthSettings, QueueSettings, ServerSettings, TenantSettings
+from gateway.config import AuthSettings, NamespaceSettings, QueueSettings, ServerSettings, TenantSettings
 from gateway.queues.online import OnlineQueue
 from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
 
@@ -67,6 +67,7 @@ class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
+    namespaces: Sequence[NamespaceSettings] = ()
 
 
 @asynccontextmanager
@@ -81,6 +82,7 @@ async def running(
         server=given.server,
         auth=given.auth,
         tenants=given.tenants,
+        namespaces=given.namespaces,
         street=street,
         models=models,
         decoders=FakeDecoders(),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
-from gateway.config import Settings, TenantSettings
+from gateway.config import NamespaceSettings, Settings, TenantSettings
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PATHS = [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
@@ -113,9 +113,45 @@ def test_every_setting_is_documented_with_default_flag_variable_and_meaning(path
         assert f"`{shown}`" in row
 
 
-@pytest.mark.parametrize("name", TenantSettings.model_fields)
-def test_every_setting_of_a_tenant_is_documented(name: str) -> None:
-    assert (
-        f"| `{name}` | required | {TenantSettings.model_fields[name].description} |"
-        in (DOCS / "configuration.md").read_text()
-    )
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [(table, name) for table in (TenantSettings, NamespaceSettings) for name in table.model_fields],
+)
+def test_every_setting_of_a_table_is_documented(table: type[BaseModel], name: str) -> None:
+    field = table.model_fields[name]
+    default = "required" if field.is_required() else f"`{str(field.default).lower()}`"
+    heading = "## [[tenants]]" if table is TenantSettings else "## [[namespaces]]"
+    part = (DOCS / "configuration.md").read_text().split(heading, 1)[1].split("\n## ", 1)[0]
+    assert f"| `{name}` | {default} | {field.description} |" in part
+
+
+TWO = "[[tenants]]\nname = 'a'\nkeys = ['the-key-of-a']\n[[tenants]]\nname = 'b'\nkeys = ['the-key-of-b']\n"
+
+
+def test_namespaces_come_from_the_file(tmp_path: Path) -> None:
+    toml = TWO + "[[namespaces]]\nname = 'public'\ntenants = ['*']\n"
+    toml += "[[namespaces]]\nname = 'n'\ntenants = ['a']\ndefault = true"
+    public, other = read(tmp_path, toml).namespaces
+    assert (public.name, public.tenants, public.default) == ("public", ("*",), False)
+    assert (other.name, other.tenants, other.default) == ("n", ("a",), True)
+    assert read(tmp_path, "[[namespaces]]\nname = 'n'\ntenants = ['anonymous']").namespaces
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[[namespaces]]\nname = 'n'\ntenants = ['c']", "'n' is for 'c', which is no tenant"),
+        ("[[namespaces]]\nname = 'n'\ntenants = []", "namespaces.0.tenants"),
+        ("[[namespaces]]\nname = 'n m'\ntenants = ['a']", "namespaces.0.name"),
+        ("[[namespaces]]\nname = 'private'\ntenants = ['a']", "'private' is there twice, or reserved"),
+        ("[[namespaces]]\nname = 'n'\ntenants = ['a']\n" * 2, "'n' is there twice"),
+        (
+            "[[namespaces]]\nname = 'n'\ntenants = ['*']\ndefault = true\n"
+            "[[namespaces]]\nname = 'm'\ntenants = ['b']\ndefault = true",
+            "'n' and 'm' are both the default of 'b'",
+        ),
+    ],
+)
+def test_a_namespace_that_cannot_be_is_refused(tmp_path: Path, toml: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path, TWO + toml)

@@ -77,6 +77,13 @@ def test_values_that_switch_something_off_are_the_default(fields: dict[str, Any]
     assert chat(**fields) == chat()
 
 
+def test_keys_and_salts_arrive_up_to_their_limits() -> None:
+    for parse in (chat, completion):
+        call = parse(prompt_cache_key="k" * 512, cache_salt="s" * 128)
+        assert (call.cache_key, call.cache_salt) == ("k" * 512, "s" * 128)
+        assert (parse().cache_key, parse().cache_salt) == ("", "")
+
+
 def test_one_stop_string_is_an_array_of_one() -> None:
     assert chat(stop="x").stop == ("x",)
 
@@ -141,6 +148,11 @@ WRONG = [
     ({"service_tier": "best"}, "service_tier", "invalid_value"),
     ({"reasoning_effort": "some"}, "reasoning_effort", "invalid_value"),
     ({"verbosity": 1}, "verbosity", "invalid_type"),
+    ({"prompt_cache_key": 7}, "prompt_cache_key", "invalid_type"),
+    ({"prompt_cache_key": "k" * 513}, "prompt_cache_key", "string_above_max_length"),
+    ({"cache_salt": 7}, "cache_salt", "invalid_type"),
+    ({"cache_salt": ""}, "cache_salt", "empty_string"),
+    ({"cache_salt": "s" * 129}, "cache_salt", "string_above_max_length"),
     ({"prompt_cache_options": {"mode": "off"}}, "prompt_cache_options.mode", "invalid_value"),
     ({"prompt_cache_retention": "in-memory"}, "prompt_cache_retention", "invalid_value"),
     ({"response_format": "text"}, "response_format", "invalid_type"),
@@ -212,7 +224,6 @@ HARMLESS = {
     "reasoning_effort": "max",
     "verbosity": "low",
     "parallel_tool_calls": False,
-    "prompt_cache_key": "key",
     "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
     "prompt_cache_retention": "24h",
 }

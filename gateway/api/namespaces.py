@@ -1,0 +1,49 @@
+"""Whose blocks a request may share: its tenant's own, or those of a namespace that the operator named for several.
+
+A tenant asks for a namespace with a header, or is put into one by the settings. Knows nothing of prompts; the scope it
+makes becomes the salt that every block hash starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from gateway.api.fields import shown
+from gateway.config import EVERYBODY, PRIVATE, NamespaceSettings
+from gateway.errors import ForbiddenError
+from gateway.types import Scope, Tenant
+
+HEADER = "x-kvasir-namespace"
+
+
+class Namespaces:
+    """The namespaces of [[namespaces]]."""
+
+    def __init__(self, namespaces: Sequence[NamespaceSettings]) -> None:
+        self._tenants = {namespace.name: frozenset(namespace.tenants) for namespace in namespaces}
+        self._defaults = [namespace for namespace in namespaces if namespace.default]
+
+    def scope(self, http: web.Request, tenant: Tenant, *, key: str, cache_salt: str) -> Scope:
+        """`key` and `cache_salt` are the client's, and separate requests inside of a namespace too.
+
+        Raises ForbiddenError for a namespace that does not exist or is not for this tenant; which, is not told.
+        """
+        asked = http.headers.get(HEADER, "").strip()
+        name = asked or self._default(tenant)
+        if name == PRIVATE:
+            return Scope(tenant=tenant.name, key=key, cache_salt=cache_salt)
+        if not _may_use(tenant, self._tenants.get(name, frozenset())):
+            raise ForbiddenError(f"There is no namespace `{shown(name)}` that you may use ({HEADER}).")
+        return Scope(namespace=name, key=key, cache_salt=cache_salt)
+
+    def _default(self, tenant: Tenant) -> str:
+        for namespace in self._defaults:
+            if _may_use(tenant, namespace.tenants):
+                return namespace.name
+        return PRIVATE
+
+
+def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:
+    return tenant.name in tenants or EVERYBODY in tenants
