@@ -23,14 +23,17 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.protocol import (
+    DIGEST_BYTES,
     ENGINES_KEY,
     TIER_CODES,
     BlockEvents,
     Hello,
+    Tier,
     announcement_key,
     blocks_key,
     split_digests,
@@ -54,14 +57,14 @@ REDIS_TIMEOUT_S: Final = 5.0
 
 
 class ResidencyTable:
-    """Which blocks can be hit now. Written and read on the event loop only.
+    """Which blocks can be hit now, and the fastest tier that holds each. Written and read on the event loop only.
 
     Prefix-closed at all times, and iterated parents before children: a block is only ever added after its parent, and
-    a parent is only ever taken out after its children.
+    a parent is only ever taken out after its children. A block that moves to another tier keeps its place.
     """
 
     def __init__(self) -> None:
-        self._digests: dict[bytes, None] = {}
+        self._digests: dict[bytes, Tier] = {}
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -79,14 +82,25 @@ class ResidencyTable:
         for digest in split_digests(events.removed):
             self._digests.pop(digest, None)
         for digest in split_digests(events.stored):
-            self._digests[digest] = None
+            self._digests[digest] = events.tier
+
+    def tier(self, digest: bytes) -> Tier:
+        """The fastest tier that holds a block. Raises KeyError for a block that is not in the table."""
+        return self._digests[digest]
 
     def snapshot(self, max_bytes: int) -> list[BlockEvents]:
-        """The table as events that start from nothing, each with about `max_bytes` of digests. Never empty."""
-        packed = b"".join(self._digests)
-        step = max(16, max_bytes // 16 * 16)
-        first = BlockEvents(stored=packed[:step], reset=True)
-        return [first] + [BlockEvents(stored=packed[i : i + step]) for i in range(step, len(packed), step)]
+        """The table as events that start from nothing, each with about `max_bytes` of digests. Never empty.
+
+        One tier after the other, fastest first: a tier holds the parents of what it holds, so no block's parent is in
+        a slower one and parents still come before children.
+        """
+        step = max(DIGEST_BYTES, max_bytes // DIGEST_BYTES * DIGEST_BYTES)
+        parts: list[BlockEvents] = []
+        for tier in TIER_CODES:
+            packed = b"".join(digest for digest, held_in in self._digests.items() if held_in == tier)
+            parts += [BlockEvents(packed[i : i + step], tier=tier) for i in range(0, len(packed), step)]
+        first = parts[0] if parts else BlockEvents()
+        return [replace(first, reset=True), *parts[1:]]
 
 
 class Publisher:
@@ -137,8 +151,9 @@ class Publisher:
         if not self._resync:
             for present, packed in ((False, events.removed), (True, events.stored)):
                 for digest in split_digests(packed):
-                    self._pending.pop(digest, None)  # a later change goes to the end: the order is what matters
-                    self._pending[digest] = present
+                    if not (present and self._pending.get(digest)):  # one that moves stays before its children
+                        self._pending.pop(digest, None)  # a later change goes to the end: the order is what matters
+                        self._pending[digest] = present
             if len(self._pending) > 2 * len(self._table) + FIELDS_PER_COMMAND:
                 self._forget()  # writing the table anew is less than what piled up
                 self._write_s = 0.0
@@ -215,11 +230,13 @@ class Publisher:
     async def _execute(self, commands: list[tuple[Any, ...]], *, from_nothing: bool = False) -> None:
         self._version += 1
         async with asyncio.timeout(REDIS_TIMEOUT_S), self._redis.pipeline(transaction=False) as pipe:
-            if from_nothing:
-                pipe.execute_command("UNLINK", self._blocks_key)
             # The lease comes first, so that a pipeline which is cut leaves nothing behind for ever; and last, in case
             # that Redis evicts the hash in between, whose version is missing then.
-            pipe.execute_command("HSET", self._blocks_key, VERSION_FIELD, self._version)
+            if from_nothing:
+                pipe.execute_command("UNLINK", self._blocks_key)
+                pipe.execute_command("HSET", self._blocks_key, VERSION_FIELD, self._version)
+            else:  # counted by Redis: a hash that was lost since the last write does not get the right number back
+                pipe.execute_command("HINCRBY", self._blocks_key, VERSION_FIELD, 1)
             pipe.execute_command("PEXPIRE", self._blocks_key, self._lease_ms)
             for command in commands:
                 pipe.execute_command(*command)
@@ -243,7 +260,8 @@ class Publisher:
             self._forget()
 
     def _hset(self, digests: list[bytes]) -> tuple[Any, ...]:
-        return ("HSET", self._blocks_key, *(part for digest in digests for part in (digest, TIER_CODES["gpu"])))
+        codes = ((digest, TIER_CODES[self._table.tier(digest)]) for digest in digests)
+        return ("HSET", self._blocks_key, *(part for pair in codes for part in pair))
 
     def _forget(self) -> None:
         """From now on Redis is taken to know nothing."""

@@ -150,6 +150,15 @@ async def test_a_block_both_removed_and_stored_in_one_step_is_there(fed: Memory 
     assert dict(await fed.index.find("m", CHAINS[0], ["engine-a"])) == {"engine-a": 2}
 
 
+async def test_a_block_that_moves_to_another_tier_is_found_as_before(fed: Memory | Published) -> None:
+    await fed.apply("engine-a", BlockEvents(stored=CHAINS[0]))
+    await fed.apply("engine-a", BlockEvents(stored=CHAINS[0][16 * 3 :], tier="disk"))
+    await fed.apply("engine-a", BlockEvents(stored=CHAINS[0][: 16 * 20], tier="host"))
+    assert dict(await fed.index.find("m", CHAINS[0], ["engine-a"])) == {"engine-a": 40}
+    await fed.apply("engine-a", BlockEvents(removed=b"".join(reversed(split_digests(CHAINS[0][16 * 5 :])))))
+    assert dict(await fed.index.find("m", CHAINS[0], ["engine-a"])) == {"engine-a": 5}
+
+
 async def test_a_reset_starts_from_nothing(fed: Memory | Published) -> None:
     await fed.apply("engine-a", BlockEvents(stored=CHAINS[0]))
     await fed.apply("engine-a", BlockEvents(stored=CHAINS[1][:32], reset=True))

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from engine.protocol import ENGINES_KEY, BlockEvents, Hello, announcement_key, blocks_key
+from engine.protocol import ENGINES_KEY, BlockEvents, Hello, announcement_key, blocks_key, split_digests
 from engine.publish import VERSION_FIELD, Publisher, ResidencyTable
 from tests.fakes.fake_engine import make_hello
 from tests.fakes.redis_process import RedisProcess
@@ -86,6 +86,44 @@ async def test_stored_and_removed_blocks_are_seen_with_their_tier(redis_url: str
         published.change(BlockEvents(removed=run_of(1, 5000)[16 * 2000 :]))
         await published.settled()
         assert len(await published.in_redis()) == 2000
+
+
+async def test_a_block_that_moves_is_in_redis_with_its_new_tier(redis_url: str) -> None:
+    async with publishing(redis_url) as published:
+        published.change(BlockEvents(stored=run_of(1, 10)))
+        await published.settled()
+        published.change(BlockEvents(stored=run_of(1, 10)[16 * 4 :], tier="disk"))
+        published.change(BlockEvents(stored=run_of(1, 10)[16 * 4 : 16 * 7], tier="host"))
+        await published.settled()
+        codes = await published.redis.hmget(published.key, *split_digests(run_of(1, 10)))
+        assert codes == [b"g"] * 4 + [b"h"] * 3 + [b"d"] * 3
+        await published.redis.unlink(published.key)
+        await published.until_equal()  # now from the table
+        codes = await published.redis.hmget(published.key, *split_digests(run_of(1, 10)))
+        assert codes == [b"g"] * 4 + [b"h"] * 3 + [b"d"] * 3
+
+
+async def test_data_that_vanished_is_missed_also_when_something_is_written_before_the_next_heartbeat(
+    redis_url: str,
+) -> None:
+    async with publishing(redis_url) as published:
+        published.change(BlockEvents(stored=run_of(1, 100)))
+        await published.settled()
+        await published.redis.unlink(published.key)
+        published.change(BlockEvents(stored=run_of(2, 1)))
+        await published.until_equal()
+        assert len(await published.in_redis()) == 101
+
+
+def test_a_block_that_moves_before_redis_hears_of_it_stays_before_its_children() -> None:
+    table = ResidencyTable()
+    publisher = Publisher(Redis(), table, make_hello("m"), "http://here:1", heartbeat_s=1, lease_s=1)
+    publisher._resync = False
+    for events in (BlockEvents(stored=run_of(1, 3)), BlockEvents(stored=run_of(1, 1), tier="host")):
+        table.apply(events)
+        publisher.publish(events)
+    assert list(publisher._pending) == list(table) == split_digests(run_of(1, 3))
+    assert table.tier(run_of(1, 1)) == "host"
 
 
 async def test_both_keys_have_a_lease_that_the_heartbeat_renews(redis_url: str) -> None:
@@ -231,5 +269,20 @@ def test_a_snapshot_applied_from_nothing_is_the_table() -> None:
         for events in parts:
             copy.apply(events)
         assert list(copy) == list(table)
+        assert [copy.tier(digest) for digest in copy] == [table.tier(digest) for digest in table]
         assert [events.reset for events in parts] == [True] + [False] * (len(parts) - 1)
     assert ResidencyTable().snapshot(100) == [BlockEvents(reset=True)]
+
+
+def test_a_snapshot_tells_the_fastest_tier_first_and_parents_before_children() -> None:
+    table = ResidencyTable()
+    table.apply(BlockEvents(stored=run_of(1, 6), tier="disk"))
+    table.apply(BlockEvents(stored=run_of(2, 2), tier="host"))
+    table.apply(BlockEvents(stored=run_of(1, 4), tier="host"))
+    table.apply(BlockEvents(stored=run_of(1, 2)))
+    told = [(events.tier, events.stored, events.reset) for events in table.snapshot(1 << 20)]
+    assert told == [
+        ("gpu", run_of(1, 2), True),
+        ("host", run_of(1, 4)[16 * 2 :] + run_of(2, 2), False),
+        ("disk", run_of(1, 6)[16 * 4 :], False),
+    ]
