@@ -317,7 +317,7 @@ def _split(message: bytes) -> tuple[dict[str, Any], bytes]:
         if len(message) < _HEADER.size + size:
             raise ProtocolError(f"header of {size} bytes in a message of {len(message)}")
         header = json.loads(message[_HEADER.size : _HEADER.size + size])
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, RecursionError) as error:  # brackets in brackets, by the ten thousand
         raise ProtocolError(f"unreadable message of {len(message)} bytes: {error}") from None
     if not isinstance(header, dict):
         raise ProtocolError("the header is not an object")

@@ -237,7 +237,7 @@ def _key(url: str) -> str:
 def _url(announcement: Any) -> str | None:
     try:
         url = json.loads(announcement)["url"]
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, RecursionError):
         return None
     return url if isinstance(url, str) and url.startswith(("http://", "https://", "unix:")) else None
 

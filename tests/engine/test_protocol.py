@@ -145,6 +145,12 @@ def test_a_header_that_is_not_ours_is_a_protocol_error(header: str) -> None:
         decode(struct.pack("<I", len(header)) + header.encode())
 
 
+def test_a_header_nested_deeper_than_anybody_reads_is_a_protocol_error() -> None:
+    header = b'{"op":"abort","seq":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    with pytest.raises(ProtocolError):
+        decode(struct.pack("<I", len(header)) + header)
+
+
 def test_an_engine_of_another_version_is_refused_with_both_numbers() -> None:
     hello = Hello("i", "m", SOME, 1, 1, 1, 1, (), "t", 0, version=7)
     with pytest.raises(ProtocolError, match="version 7, not 2"):

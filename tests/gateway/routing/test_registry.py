@@ -234,6 +234,8 @@ async def test_an_announcement_without_a_usable_url_is_passed_over(redis: Redis,
     await redis.zadd(ENGINES_KEY, {"never announced": time.time() + 9})
     await redis.zadd(ENGINES_KEY, {"nonsense": time.time() + 9})
     await redis.set(announcement_key("nonsense"), b"\xff{")
+    await redis.zadd(ENGINES_KEY, {"nested": time.time() + 9})
+    await redis.set(announcement_key("nested"), b"[" * 200_000)
     await announce(redis, make_hello(), "http://good:1")
     registry.start()
     await until(lambda: len(registry.engines) == 1)
