@@ -162,7 +162,6 @@ async def serve(
         port = await _listen(runner, settings)
         # 3. Engines: own ones, configured ones, and those that announce themselves.
         stack.push_async_callback(gateway.registry.stop)
-        processes: EngineProcesses | None = None
         if own_engines and settings.engines.count:
             processes = EngineProcesses(
                 _engine_settings(settings),
@@ -170,6 +169,7 @@ async def serve(
                 folder=settings.server.data_dir / "engines",
                 redis_url=redis_url,
                 environ=environ,
+                worked=gateway.registry.was_joined,
                 on_fatal=give_up,
             )
             await stack.enter_async_context(processes)
@@ -179,8 +179,7 @@ async def serve(
             gateway.registry.add(url)
         gateway.index.start()
         gateway.registry.start()
-        if await _first_engines(gateway, stop) and processes is not None:
-            processes.came_up()
+        await _first_engines(gateway, stop)
         # 4. Serve.
         if not stop.is_set():
             _introduce(gateway, port, own_engines, say)
@@ -215,8 +214,8 @@ async def _listen(runner: web.AppRunner, settings: Settings) -> int:
     return int(address[1])
 
 
-async def _first_engines(gateway: Gateway, stop: asyncio.Event) -> bool:
-    """Whether the engines that are known have joined, before it took too long and before it was time to stop."""
+async def _first_engines(gateway: Gateway, stop: asyncio.Event) -> None:
+    """Returns when the engines that are known have joined, when that takes too long, or when it is time to stop."""
     joined = asyncio.ensure_future(gateway.registry.wait_joined())
     stopping = asyncio.ensure_future(stop.wait())
     timeout_s = gateway.settings.engines.start_timeout_s
@@ -229,7 +228,6 @@ async def _first_engines(gateway: Gateway, stop: asyncio.Event) -> bool:
                 await future
     if not done:
         log.warning("not every engine has joined after %.0f s (engines.start_timeout_s)", timeout_s)
-    return joined in done
 
 
 def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[str], None]) -> None:

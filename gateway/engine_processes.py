@@ -28,7 +28,7 @@ BAD_SETTING_EXIT = 2
 """Exit status of `kvasir engine` for a setting or model it cannot work with: starting again would not help."""
 
 FIRST_TRIES = 4
-"""While the engines come up for the first time, one that ends so often is given up; later none ever is."""
+"""An engine that never worked and ends so often is given up; one that worked once never is."""
 
 ENGINE_COMMAND = (sys.executable, "-m", "gateway.cli", "engine", "--until-eof")
 
@@ -63,21 +63,23 @@ class EngineProcesses:
         folder: Path,
         redis_url: str | None,
         environ: Mapping[str, str],
+        worked: Callable[[str], bool],
         on_fatal: Callable[[EngineStartError], None],
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         """
         folder     for the socket files; a temporary folder is used when its path is too long for a socket
         environ    what the engines inherit, as this process got it
-        on_fatal   called once per engine that cannot be started with these settings
+        worked     whether the engine at this URL has ever been connected to; whoever connects knows
+        on_fatal   called once per engine that never worked and cannot be started with these settings
         command    what runs an engine; it reads its settings from the environment and ends when its input is closed
         """
         self._redis_url = redis_url
         self._environ = environ
+        self._worked = worked
         self._on_fatal = on_fatal
         self._command = command
         self._stopping = asyncio.Event()
-        self._came_up = False
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         folder = self._socket_folder(folder)
         self.engines = [
@@ -90,10 +92,6 @@ class EngineProcesses:
     def urls(self) -> dict[str, str]:
         """Name -> URL of every engine."""
         return {engine.name: engine.url for engine in self.engines}
-
-    def came_up(self) -> None:
-        """All engines have worked: from now on one that ends is started again however often that happens."""
-        self._came_up = True
 
     async def __aenter__(self) -> EngineProcesses:
         for engine in self.engines:
@@ -110,7 +108,8 @@ class EngineProcesses:
             self._temporary.cleanup()
 
     async def _watch(self, engine: EngineProcess) -> None:
-        """Keeps one engine running. Waits longer from try to try while it fails soon."""
+        """Keeps one engine running, however often it ends once it worked: what it needs may come back, and others
+        serve meanwhile. Waits longer from try to try while it fails soon."""
         wait_s = _FIRST_RESTART_S
         while not self._stopping.is_set():
             started_s = time.monotonic()
@@ -118,13 +117,10 @@ class EngineProcesses:
             status = await engine.process.wait()
             if self._stopping.is_set():
                 return
-            if status == BAD_SETTING_EXIT:
-                self._on_fatal(EngineStartError(f"{engine.name} cannot be started with these settings"))
+            if not self._worked(engine.url) and (why := _hopeless(status, engine.restarts + 1)):
+                self._on_fatal(EngineStartError(f"{engine.name} {why}"))
                 return
             steady = time.monotonic() - started_s > _STEADY_S
-            if not self._came_up and engine.restarts + 1 == FIRST_TRIES:
-                self._on_fatal(EngineStartError(f"{engine.name} ended {FIRST_TRIES} times in a row (status {status})"))
-                return
             wait_s = _FIRST_RESTART_S if steady else min(wait_s * 2, _LAST_RESTART_S)
             log.warning("%s ended with status %s; starting it again in %.1f s", engine.name, status, wait_s)
             engine.restarts += 1
@@ -159,6 +155,13 @@ class EngineProcesses:
             return Path(self._temporary.name)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
+
+
+def _hopeless(status: int, ends: int) -> str | None:
+    """Why an engine that never worked will not work the next time either, or None."""
+    if status == BAD_SETTING_EXIT:
+        return "cannot be started with these settings"
+    return f"ended {ends} times in a row (status {status})" if ends >= FIRST_TRIES else None
 
 
 def _as_environment(settings: EngineSettings) -> dict[str, str]:

@@ -120,6 +120,11 @@ class Registry(Generic[C]):
         self._remember()
         return dict(self._models)
 
+    def was_joined(self, url: str) -> bool:
+        """Whether the engine at this URL is joined or ever was. False for one that is not known."""
+        client = self._clients.get(_key(url))
+        return client is not None and client.model is not None
+
     async def wait_joined(self) -> None:
         """Returns when every engine that is known now is joined. May wait for ever."""
         await asyncio.gather(*(client.wait_joined() for client in self.engines))

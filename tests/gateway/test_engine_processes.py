@@ -20,7 +20,7 @@ UNTIL_EOF = "sys.stdin.read()\n"
 
 
 def processes(
-    tmp_path: Path, program: str, *, count: int = 1, folder: Path | None = None
+    tmp_path: Path, program: str, *, count: int = 1, folder: Path | None = None, worked: bool = False
 ) -> tuple[EngineProcesses, list[EngineStartError]]:
     fatal: list[EngineStartError] = []
     environ = {**os.environ, "NOTES": str(tmp_path / "notes"), "KVASIR_ENGINE_BLOCK_SIZE": "64"}
@@ -30,6 +30,7 @@ def processes(
         folder=folder or tmp_path / "engines",
         redis_url="unix:///nowhere",
         environ=environ,
+        worked=lambda url: worked and url == made.urls["engine-0"],
         on_fatal=fatal.append,
         command=(sys.executable, "-c", program),
     )
@@ -101,14 +102,31 @@ async def test_an_engine_that_never_comes_up_is_given_up(tmp_path: Path, monkeyp
     assert len(fatal) == 1
 
 
-async def test_an_engine_that_came_up_once_is_never_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [1, BAD_SETTING_EXIT])
+async def test_an_engine_that_worked_once_is_never_given_up(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_processes, "_FIRST_RESTART_S", 0.01)
     monkeypatch.setattr(engine_processes, "_LAST_RESTART_S", 0.02)
-    made, fatal = processes(tmp_path, APPEND.format(what="'x'") + "sys.exit(1)")
+    made, fatal = processes(tmp_path, APPEND.format(what="'x'") + f"sys.exit({status})", worked=True)
     async with Notes(tmp_path) as notes, made:
-        made.came_up()
         assert await notes.lines(FIRST_TRIES + 2) == ["x"] * (FIRST_TRIES + 2)
     assert not fatal
+
+
+async def test_another_engine_that_works_does_not_save_one_that_never_did(tmp_path: Path) -> None:
+    program = (
+        APPEND.format(what="os.environ['KVASIR_ENGINE_LISTEN'][-6]")
+        + f"'engine-1' in os.environ['KVASIR_ENGINE_LISTEN'] and sys.exit({BAD_SETTING_EXIT})\n"
+        + UNTIL_EOF
+    )
+    made, fatal = processes(tmp_path, program, count=2, worked=True)
+    async with Notes(tmp_path) as notes, made:
+        assert sorted(await notes.lines(2)) == ["0", "1"]
+        watcher = made.engines[1].watcher
+        assert watcher is not None
+        await asyncio.wait_for(asyncio.shield(watcher), LIMIT_S)
+    assert [str(error).split()[0] for error in fatal] == ["engine-1"]
 
 
 async def test_leaving_ends_every_engine(tmp_path: Path) -> None:

@@ -181,6 +181,16 @@ def test_engines_of_one_model_that_differ_are_never_mixed(
     assert len(caplog.records) == (len(left) == 2)
 
 
+def test_an_engine_was_joined_from_its_first_hello_on() -> None:
+    registry = new()
+    assert not registry.was_joined("http://a:1")
+    registry.add("http://a:1")
+    assert not registry.was_joined("http://a:1")
+    registry.engines[0].join()
+    registry.engines[0].joined = False
+    assert registry.was_joined("http://A:1/")
+
+
 async def test_waiting_for_the_first_engines_ends_when_all_have_joined() -> None:
     registry = new()
     registry.add("http://a:1")
