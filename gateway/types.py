@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.protocol import TOKEN_BYTES, Lane, Sampling
+from engine.protocol import TOKEN_BYTES, Breakpoint, Lane, Sampling
 
 ANONYMOUS = "anonymous"
 """The tenant of a server without configured keys."""
@@ -56,12 +56,26 @@ class Tenant:
         return Scope(tenant=self.name).salt
 
 
+MAX_BREAKPOINTS = 4
+"""Of one request. What more of them means differs by dialect; the prompt stage gets no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A breakpoint before the prompt is tokens: right after the first `chars` characters of a message's content."""
+
+    message: int
+    chars: int
+    ttl_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages as the chat template wants them: "role" and "content" (a string), "tool_calls", "name", ..."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
+    markers: tuple[Marker, ...] = ()  # MAX_BREAKPOINTS at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +141,15 @@ class Request:
 class EncodedPrompt:
     """A prompt as engines and index know it.
 
-    tokens   token ids, TOKEN_BYTES each
-    digests  chain digests of its full blocks, DIGEST_BYTES each, under the namespace with the request's salt
+    tokens       token ids, TOKEN_BYTES each
+    digests      chain digests of its full blocks, DIGEST_BYTES each, under the namespace with the request's salt
+    breakpoints  where the client asked for caching, shortest first, each at another token
     """
 
     tokens: bytes
     digests: bytes
     new_tokens: int = 0  # tokens of segments that were not in the memo
+    breakpoints: tuple[Breakpoint, ...] = ()
 
     @property
     def num_tokens(self) -> int:

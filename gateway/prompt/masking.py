@@ -10,6 +10,7 @@ text a code follows every mark, which makes the masking reversible for any text,
     mark, typed    a mark that was in the text
     mark, break    nothing: it breaks a special string, or the beginning of one at the end of the text
     mark, other    a special token of one character, which cannot be broken
+    mark, marker   nothing: a breakpoint's place in text that is rendered to find it, and never in text to be tokenised
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
+
+from gateway.types import MAX_BREAKPOINTS
 
 _CANDIDATES: Final = "⸻⸺⸹⸸⸷⸶⸵⸴⹀⹁⹂⹃⹄⹅⹆⹇⹈⹉"  # printable, caseless, not whitespace, the same in every normal form
 _KEYS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "type", "text", "function", "arguments", "id")
@@ -39,7 +42,10 @@ class Masking:
         self._break: Final = self.mark + broken
         codes = {self.mark: typed} | {single: next(unused) for single in sorted(specials - longer)}
         self._coded = str.maketrans({char: self.mark + code for char, code in codes.items()})
-        self._meaning = {broken: ""} | {code: char for char, code in codes.items()}
+        self.markers: Final = tuple(self.mark + next(unused) for _ in range(MAX_BREAKPOINTS))
+        self._marker = re.compile("|".join(map(re.escape, self.markers)))
+        self._meaning = {broken: ""} | {marker[-1]: "" for marker in self.markers}
+        self._meaning |= {code: char for char, code in codes.items()}
         self.sequences: Final = tuple(self.mark + code for code in self._meaning)
         self._marked = re.compile(f"{re.escape(self.mark)}(.)", re.DOTALL)
         self._watched = tuple(codes)  # replaced wherever they are
@@ -78,6 +84,22 @@ class Masking:
         if self.mark not in text:
             return text
         return self._marked.sub(lambda found: self._meaning[found[1]], text)
+
+    def insert(self, masked: str, chars: int, marker: str) -> str:
+        """Masked text with a marker behind its first `chars` characters, counted in the text as it was."""
+        if self.mark not in masked:
+            return masked[:chars] + marker + masked[chars:]
+        longer = 0  # characters that the masked text up to here has more than what it stands for
+        for found in self._marked.finditer(masked):
+            if found.start() - longer >= chars:
+                break
+            longer += len(found[0]) - len(self._meaning[found[1]])
+        at = chars + longer
+        return masked[:at] + marker + masked[at:]
+
+    def unmark(self, text: str) -> str:
+        """The text without markers, still masked."""
+        return self._marker.sub("", text)
 
     def _mask(self, text: str) -> str:
         # 1. Marks of the text's own, so that every mark from here on is one of ours.

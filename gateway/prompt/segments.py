@@ -26,7 +26,8 @@ from gateway.types import ChatPrompt, EncodedPrompt
 
 _ENTRY_BYTES = 240  # key tuple, dictionary entry and its share of the table, measured with tracemalloc
 _MESSAGE_BYTES = 360  # a message's dictionary and the strings around its content
-_NODE_BYTES = 520  # node, its table of children, its entry in the order of use
+_NODE_BYTES = 584  # node, its table of breakpoints, its table of children, its entry in the order of use
+_BREAKS = 8  # breakpoints that a node remembers
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class PromptMemo:
         """What is quickly said of a prompt; `find` compares the rest. One prompt is kept for each key."""
         last = prompt.messages[-1].get("content") if prompt.messages else None
         last = last if type(last) is str else None
-        return namespace, prompt.add_generation_prompt, len(prompt.messages), num_chars, last
+        return namespace, prompt.add_generation_prompt, prompt.markers, len(prompt.messages), num_chars, last
 
     def find(self, key: Hashable, messages: list[dict[str, Any]]) -> EncodedPrompt | None:
         """What equal messages were encoded to, with `new_tokens` 0."""
@@ -166,7 +167,7 @@ class ChainState(NamedTuple):
 class Node:
     """A prompt up to a cut. `link` is str, or bytes for prompts of token ids, or a root's key."""
 
-    __slots__ = ("children", "digests", "ends", "ids", "last", "link", "parent", "size", "state")
+    __slots__ = ("breaks", "children", "digests", "ends", "ids", "last", "link", "parent", "size", "state")
 
     def __init__(self, link: Any, ids: bytes, digests: bytes, state: ChainState, *, ends: bool = False) -> None:
         self.link = link
@@ -174,11 +175,49 @@ class Node:
         self.digests = digests
         self.state = state
         self.ends = ends  # the text ended here: this link is no cut, and a longer text may begin with it
+        self.breaks: dict[int, int] = {}  # characters of the link -> its tokens before a breakpoint there; few
         self.parent: Node | None = None
         self.children: dict[Any, Node] = {}
         self.last: Node | None = None  # the child that was used last: compared before anything is cut or hashed
         self.size = sum(map(sys.getsizeof, (ids, digests, state.tail, state.digest))) + _NODE_BYTES
         self.size += sys.getsizeof(link) if isinstance(link, (str, bytes)) else 0
+
+    def remember_break(self, chars: int, tokens: int) -> None:
+        """Of the last few breakpoints; where they are moves with every edit of a client's."""
+        if len(self.breaks) >= _BREAKS:
+            del self.breaks[next(iter(self.breaks))]
+        self.breaks[chars] = tokens
+
+
+class Path(NamedTuple):
+    """The nodes that a prompt went through."""
+
+    root: Node
+    nodes: Sequence[Node]
+    new_tokens: int  # of segments that were not in the memo
+
+    def joined(self) -> EncodedPrompt:
+        """The prompt, without breakpoints."""
+        return EncodedPrompt(
+            tokens=b"".join([self.root.ids, *[node.ids for node in self.nodes]]),
+            digests=b"".join([self.root.digests, *[node.digests for node in self.nodes]]),
+            new_tokens=self.new_tokens,
+        )
+
+    def at(self, chars: int) -> tuple[int, Node | None, int]:
+        """Where the first `chars` characters of the text end: tokens of the nodes before, the node, characters of it.
+
+        No node when it is the end of one.
+        """
+        tokens = len(self.root.ids) // TOKEN_BYTES
+        for node in self.nodes:
+            if chars <= 0:
+                break
+            if chars < len(node.link):
+                return tokens, node, chars
+            tokens += len(node.ids) // TOKEN_BYTES
+            chars -= len(node.link)
+        return tokens, None, 0
 
 
 class ChainMemo:

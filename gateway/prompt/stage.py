@@ -16,15 +16,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from engine.protocol import TOKEN_BYTES, Hello, Namespace, TokenizerFiles
+from engine.protocol import TOKEN_BYTES, Breakpoint, Hello, Namespace, TokenizerFiles
 from gateway.config import PromptSettings
 from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
 from gateway.prompt.decode import Decoder
+from gateway.prompt.markers import find_markers
 from gateway.prompt.samples import conversations
-from gateway.prompt.segments import ChainMemo, ChainState, Node, PromptMemo, SegmentMemo
+from gateway.prompt.segments import ChainMemo, ChainState, Node, Path, PromptMemo, SegmentMemo
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import Link, Tokenizer
-from gateway.types import ChatPrompt, EncodedPrompt, Request, TextPrompt, TokenPrompt
+from gateway.types import ChatPrompt, EncodedPrompt, Marker, Request, TextPrompt, TokenPrompt
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class PromptStage:
                     encoded = await self._encode_chat(loaded, namespace, prompt)
                 case TextPrompt(text):
                     masked = loaded.tokenizer.masking.mask(text)
-                    encoded = await self._encode_text(loaded, namespace, masked, prefix=loaded.prefix)
+                    encoded = (await self._walk_text(loaded, namespace, masked, prefix=loaded.prefix)).joined()
                 case TokenPrompt(tokens):
                     if len(tokens) > model.context_tokens * TOKEN_BYTES:
                         raise ContextLengthError(
@@ -149,15 +150,19 @@ class PromptStage:
         key = model.prompts.key(namespace, prompt, num_chars) if model.template.is_timeless else None
         if key is not None and (encoded := model.prompts.find(key, prompt.messages)) is not None:
             return encoded
-        text = await self._in_thread(render) if num_chars > _RENDERED * self._settings.thread_chars else render()
-        encoded = await self._encode_text(model, namespace, text)
+        long = num_chars > _RENDERED * self._settings.thread_chars
+        text = await self._in_thread(render) if long else render()
+        path = await self._walk_text(model, namespace, text)
+        encoded = path.joined()
+        if prompt.markers:
+            find = partial(find_markers, text, prompt.markers, render, model.tokenizer.masking)
+            places = await self._in_thread(find) if long else find()
+            encoded = replace(encoded, breakpoints=await self._breakpoints(model, path, prompt.markers, places))
         if key is not None:
             model.prompts.put(key, prompt.messages, encoded, num_chars)
         return encoded
 
-    async def _encode_text(
-        self, model: _Model, namespace: Namespace, text: str, *, prefix: bytes = b""
-    ) -> EncodedPrompt:
+    async def _walk_text(self, model: _Model, namespace: Namespace, text: str, *, prefix: bytes = b"") -> Path:
         """`text` is masked; the ids in `prefix` come before it."""
         tokenizer, chains, segments = model.tokenizer, model.chains, model.segments
         # 1. Walk down as far as this text has come before. On the warm path that is all.
@@ -182,7 +187,24 @@ class PromptStage:
             chains.count(path, ())
         # 4. Remember.
         chains.keep(root, path)
-        return _joined(root, path, new_tokens)
+        return Path(root, path, new_tokens)
+
+    async def _breakpoints(
+        self, model: _Model, path: Path, markers: Sequence[Marker], places: Sequence[int]
+    ) -> tuple[Breakpoint, ...]:
+        """`places` are the markers' in the rendered text. Of several at one token the one that lasts longest counts."""
+        ttls: dict[int, float] = {}
+        for marker, place in zip(markers, places, strict=True):
+            before, node, chars = path.at(place)
+            if node is not None and chars not in node.breaks:
+                link = next(model.tokenizer.cut(node.link))
+                count = partial(model.tokenizer.count_before, link, node.ids, chars)
+                new_chars = len(link.text) if model.tokenizer.library == "tokenizers" else 0
+                takes_long = self._takes_long(model.tokenizer, new_chars, len(link.text))
+                node.remember_break(chars, await self._in_thread(count) if takes_long else count())
+            tokens = before + (node.breaks[chars] if node is not None else 0)
+            ttls[tokens] = max(ttls.get(tokens, 0.0), marker.ttl_s)
+        return tuple(Breakpoint(tokens, ttl_s) for tokens, ttl_s in sorted(ttls.items()) if tokens)
 
     def _takes_long(self, tokenizer: Tokenizer, new_chars: int, unhashed_chars: int) -> bool:
         limit = self._settings.thread_chars
@@ -208,7 +230,7 @@ class PromptStage:
         model.chains.count(path, nodes)
         path += nodes
         model.chains.keep(root, path)
-        return _joined(root, path, 0)
+        return Path(root, path, 0).joined()
 
 
 def _go_on(
@@ -239,14 +261,6 @@ def _go_on_with_ids(
         digests, state = state.extend(ids, namespace)
         nodes.append(Node(ids, ids, digests, state))
     return nodes
-
-
-def _joined(root: Node, path: Sequence[Node], new_tokens: int) -> EncodedPrompt:
-    return EncodedPrompt(
-        tokens=b"".join([root.ids, *[node.ids for node in path]]),
-        digests=b"".join([root.digests, *[node.digests for node in path]]),
-        new_tokens=new_tokens,
-    )
 
 
 def _check_ids(ids: bytes, vocab_size: int, start: int) -> None:

@@ -24,6 +24,7 @@ from jinja2.utils import Namespace
 
 from gateway.errors import BadRequestError
 from gateway.prompt.masking import Masking
+from gateway.types import Marker
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _PLAIN_ATTRIBUTES: dict[type, frozenset[str]] = {
@@ -60,9 +61,19 @@ class ChatTemplate:
         self.is_timeless = "strftime_now" not in source  # the same messages always render to the same text
         self._variables = {"tools": None, "documents": None, **special_tokens}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Masked text. Raises BadRequestError with the template's own words, or with what it missed in the messages."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], markers: Sequence[Marker] = (), *, add_generation_prompt: bool
+    ) -> str:
+        """Masked text, with masking.markers where the messages are marked, in their order.
+
+        Raises BadRequestError with the template's own words, or with what it missed in the messages.
+        """
         masked = self._masking.mask_data(messages)
+        # From the end of each message, so that places further left stay valid.
+        sequences = self._masking.markers[: len(markers)]
+        for marker, sequence in sorted(zip(markers, sequences, strict=True), key=_place, reverse=True):
+            message = masked[marker.message]
+            message["content"] = self._masking.insert(message["content"], marker.chars, sequence)
         try:
             return self._template.render(self._variables, messages=masked, add_generation_prompt=add_generation_prompt)
         except Exception as error:
@@ -71,6 +82,10 @@ class ChatTemplate:
             raise BadRequestError(
                 f"The chat template of this model cannot render these messages: {message}", param="messages"
             ) from None
+
+
+def _place(marked: tuple[Marker, str]) -> tuple[int, int]:
+    return marked[0].message, marked[0].chars
 
 
 class _Environment(ImmutableSandboxedEnvironment):

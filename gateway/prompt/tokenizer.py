@@ -10,7 +10,7 @@ What the ids have to equal, for any text: those of the tokenizers library for th
 strings that the template wrote are special tokens, and special strings that users wrote are plain text. Added tokens
 that are not special ("<tool_call>" of Qwen) are tokens in users' text too, as they are for Hugging Face: they mean what
 their text says, and cannot end a turn. The library itself cannot tell the two kinds of special strings apart, so the
-reference is a copy of the tokeniser in which the special tokens have names that nobody can type (`_guard`).
+reference is a copy of the tokeniser in which the special tokens have names that nobody can type (guard.py).
 
 Loading proves on samples that the segments' ids are the whole text's ids. Where they are not (prefix spaces of
 SentencePiece, special tokens that strip), there are no cuts: the whole prompt is one link, and `fallback` says why.
@@ -19,20 +19,22 @@ SentencePiece, special tokens that strip), there are no cuts: the whole prompt i
 from __future__ import annotations
 
 import re
-import secrets
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 from tokenizers import Tokenizer as HfTokenizer
 
+from engine.protocol import TOKEN_BYTES
 from gateway.prompt.byte_level import ByteLevelBpe, NotConvertibleError, TokenizingError, vocabulary_texts
 from gateway.prompt.decode import Decoding
+from gateway.prompt.guard import Spec, deaf_to_specials, guard
 from gateway.prompt.masking import Masking, alternatives
 from gateway.prompt.samples import SAMPLES, class_samples
 
-Spec = dict[str, Any]
 _BATCH: Final = 64  # texts that are compared at once when a tokeniser is loaded
 _NO_TEXT: Final = "(?!)"  # a regular expression that never matches
 
@@ -73,12 +75,12 @@ class Tokenizer:
         self.decoding: Final = Decoding(original, spec)
         self._special_bytes = {special: array("I", [index]).tobytes() for special, index in self.specials.items()}
         self._special = re.compile(alternatives(self.specials) if self.specials else _NO_TEXT)
-        guard = _guard(spec)
-        self._names = guard.names if guard else None
-        self._hf = guard.hf if guard else _deaf_to_specials(spec)
-        self._load_fast(guard.spec if guard else spec)
+        guarded = guard(spec)
+        self._names = guarded.names if guarded else None
+        self._hf = guarded.hf if guarded else deaf_to_specials(spec)
+        self._load_fast(guarded.spec if guarded else spec)
         self.fallback = _why_uncut(added, spec["normalizer"]) or self._why_unequal(_mixed_texts(self), original)
-        if guard is None and (self.fallback or self._hears_specials()):
+        if guarded is None and (self.fallback or self._hears_specials()):
             raise ValueError("special strings in users' text cannot be kept from becoming special tokens")
 
     @property
@@ -112,12 +114,47 @@ class Tokenizer:
             for ids, link in zip(encoded, links, strict=True)
         ]
 
+    def count_before(self, link: Link, ids: bytes, chars: int) -> int:
+        """How many leading tokens of a link, whose ids these are, lie entirely within its first `chars` characters.
+
+        Takes about as long as hashing the link, or as tokenising it where the library is not tiktoken.
+        """
+        num_tokens = len(ids) // TOKEN_BYTES
+        if chars >= len(link.text):
+            return num_tokens
+        if self.fallback:
+            # Special strings are longer here: those that are cut by the breakpoint lie behind it as a whole.
+            start = next((found.start() for found in self._special.finditer(link.text) if found.end() > chars), chars)
+            return self._count_by_offsets(self._named(link.text), len(self._named(link.text[: min(start, chars)])))
+        if chars >= link.segment_chars:
+            return num_tokens - (link.text[link.segment_chars :] in self._special_bytes)
+        segment = self.masking.unmask(link.text[: link.segment_chars])
+        before = self.masking.unmask(link.text[:chars])
+        if self._is_spelled_out(segment):
+            ends = list(accumulate(map(self._num_bytes.__getitem__, array("I", ids))))
+            return bisect_right(ends, len(before.encode()), hi=len(ends) - (link.segment_chars < len(link.text)))
+        return self._count_by_offsets(segment, len(before))
+
+    def _is_spelled_out(self, segment: str) -> bool:
+        """Whether the bytes of the tokens are the bytes of the text: byte-level, and nothing to normalise."""
+        try:
+            return self._fast is not None and self._fast.normalize(segment) == segment
+        except TokenizingError:
+            return False
+
+    def _count_by_offsets(self, text: str, chars: int) -> int:
+        offsets = self._hf.encode(text, add_special_tokens=False).offsets
+        return next((i for i, (_, end) in enumerate(offsets) if end > chars), len(offsets))
+
     def _load_fast(self, spec: Spec) -> None:
         """tiktoken, and the added tokens that it has to be kept from seeing."""
         self.slow: str | None = None
         self._fast: ByteLevelBpe | None = None
         others = [token for token in spec["added_tokens"] if not token["special"]]
         self._others = {token["content"]: token["id"] for token in others}
+        # In a byte-level vocabulary a token has one character for each byte; added tokens are written as they are.
+        self._num_bytes = {index: len(token) for token, index in _vocabulary(spec)}
+        self._num_bytes |= {token["id"]: len(token["content"].encode()) for token in spec["added_tokens"]}
         raw = [token["content"] for token in others if not token["normalized"]]
         self._raw_other = re.compile(f"({alternatives(raw) if raw else _NO_TEXT})")
         normal = [token["content"] for token in others if token["normalized"]]
@@ -195,47 +232,10 @@ class Tokenizer:
         return None if ids is None else ids.tobytes()
 
 
-def _build(spec: Spec) -> HfTokenizer:
-    plain = {**spec, "truncation": None, "padding": None, "post_processor": None}
-    return HfTokenizer.from_str(orjson.dumps(plain).decode())
-
-
-def _deaf_to_specials(spec: Spec) -> HfTokenizer:
-    """Good for segments only: it takes every special string for text."""
-    tokenizer = _build(spec)
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-class _Guard(NamedTuple):
-    """A tokeniser with special tokens that nobody can type. `names`: special string -> its name there."""
-
-    hf: HfTokenizer
-    spec: Spec
-    names: dict[str, str]
-
-
-def _guard(spec: Spec) -> _Guard | None:
-    """None when the vocabulary holds together by the names of its special tokens."""
-    nonce = secrets.token_hex(8)
-    names = {
-        token["content"]: f"\ue0f0{nonce}x{token['id']}\ue0f1" for token in spec["added_tokens"] if token["special"]
-    }
-    added = [{**token, "content": names.get(token["content"], token["content"])} for token in spec["added_tokens"]]
-    model = {**spec["model"]}
-    guarded = {**spec, "added_tokens": added, "model": model}
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(piece, piece): index for piece, index in model["vocab"].items()}
-    else:
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    try:
-        built = _build(guarded)
-    except Exception:  # the library raises plain Exception, for a vocabulary whose merges use a special token
-        return None
-    kept = all(built.token_to_id(token["content"]) == token["id"] for token in added)
-    return _Guard(built, guarded, names) if kept else None
+def _vocabulary(spec: Spec) -> Iterable[tuple[str, int]]:
+    """Tokens and ids; none for models whose vocabulary is a list, which are not byte-level."""
+    vocab = spec["model"]["vocab"]
+    return vocab.items() if isinstance(vocab, dict) else ()
 
 
 def _prefix(tokenizer: HfTokenizer) -> bytes:
