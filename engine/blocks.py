@@ -25,6 +25,7 @@ Written by the engine's loop thread only.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from engine.eviction import EvictionPolicy, LeastRecentlyUsed
@@ -131,6 +132,11 @@ class BlockPool:
             parent = block
             start += width
         return found
+
+    def count_findable(self, digests: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt are registered, by their digests alone: a figure, not a find. O(log n),
+        because a registered block's parent is registered too."""
+        return bisect_left(range(len(digests)), True, key=lambda index: digests[index] not in self._by_digest)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Takes one reference to each block, parents first. They must be registered or live. Pairs with `release`."""

@@ -74,6 +74,18 @@ class EngineSettings(Section):
     lease_s: Annotated[float, Field(gt=0)] = Field(
         10.0, description="Seconds after which the index of an engine that fell silent is gone."
     )
+    lease_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5, description="Share of the blocks that leases keep at most; past it the least valuable lease degrades."
+    )
+    lease_tenant_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.25, description="Share of the blocks that the leases of one tenant keep at most."
+    )
+    lease_max_s: Annotated[float, Field(gt=0)] = Field(
+        43200.0, description="Seconds that a breakpoint may ask for; a request that asks for more is refused."
+    )
+    max_leases: Annotated[int, Field(ge=1, le=65536)] = Field(
+        4096, description="Leases that are remembered; of one tenant its share of them, as of the blocks."
+    )
     drain_s: Annotated[float, Field(ge=0)] = Field(
         30.0, description="Seconds that running sequences get to end after SIGTERM."
     )

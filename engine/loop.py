@@ -172,6 +172,7 @@ class EngineLoop:
             "block_size": self._scheduler.pool.block_size,
             "uptime_s": self._clock() - self._started_s,
             "busy_s": self._busy_s,
+            "leases": self._scheduler.leases.stats(),
             "load": asdict(self._load),
         }
 
@@ -204,8 +205,15 @@ class EngineLoop:
         """Returns as soon as there is something to do; False when that is to stop."""
         if not self._scheduler.has_work and not self._sleep(self._idle_check_s):
             self._check_invariants()
-            self._sleep(None)
+            while not self._sleep(self._until_lease_ends()):
+                self._scheduler.leases.expire(self._clock())
+                self._publish()  # an idle engine, too, says what it keeps
         return not self._stopping
+
+    def _until_lease_ends(self) -> float | None:
+        """Seconds; None when there is no lease."""
+        end_s = self._scheduler.leases.next_end_s()
+        return None if end_s is None else min(max(0.0, end_s - self._clock()), threading.TIMEOUT_MAX)
 
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""
@@ -290,8 +298,8 @@ class EngineLoop:
         )
 
     def _check_invariants(self) -> None:
-        """Recounts the pool. Nothing runs, so nothing may be live."""
-        wrong = self._scheduler.pool.check_invariants()
+        """Recounts the pool and its leases. Nothing runs, so nothing may be live."""
+        wrong = self._scheduler.pool.check_invariants() + self._scheduler.leases.check_invariants()
         if self._scheduler.pool.num_live or len(self._scheduler.tables):
             wrong.append(f"{self._scheduler.pool.num_live} blocks are live and no sequence is left")
         self._invariant_violations += len(wrong)

@@ -22,15 +22,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from engine.blocks import BlockPool
+from engine.claims import Claims
 from engine.config import EngineSettings
+from engine.leases import Leases
 from engine.plan import Plan, choose_cut, is_prefill
 from engine.protocol import TOKEN_BYTES, FinishReason, Lane, Load, Namespace, SequenceUpdate, Submit, split_digests
+from engine.refusals import LANES, Limits, find_mistake
 from engine.sequence import NOT_FINITE, Sequence, Status, Step
 from engine.tables import BlockTables, digests_fit
 
 log = logging.getLogger(__name__)
-
-LANES: tuple[Lane, ...] = ("online", "batch")
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class Counters:
     not_finite: int = 0
     preemptions: int = 0
     shared_waits: int = 0  # times a waiting sequence was passed over while another computed their common prefix
+    shared_tokens: int = 0  # of cached_tokens, those that another computed after the sequence had arrived
     steps: int = 0
     prompt_tokens: int = 0  # of sequences at their first admission
     cached_tokens: int = 0  # of those, reused
@@ -71,9 +73,21 @@ class Scheduler:
         assert namespace.block_size == pool.block_size, "the namespace and the pool disagree about the block size"
         self.pool = pool
         self.tables = BlockTables(pool, namespace)
+        self.leases = Leases(
+            pool,
+            share=settings.lease_share,
+            tenant_share=settings.lease_tenant_share,
+            max_leases=settings.max_leases,
+        )
         self.counters = Counters()
+        self.claims = Claims(self.leases, pool.block_size)
+        self._limits = Limits(
+            context_tokens=context_tokens,
+            room_tokens=pool.num_blocks * pool.block_size,
+            vocab_size=vocab_size,
+            lease_max_s=settings.lease_max_s,
+        )
         self._context_tokens = context_tokens
-        self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._max_waiting = settings.max_waiting
         self._step_tokens = settings.step_tokens
@@ -98,13 +112,19 @@ class Scheduler:
             tokens.frombytes(message.tokens)
         if refusal is None and self.num_waiting >= self._max_waiting:
             refusal = f"the engine is full: {self._max_waiting} sequences wait already"
-        mistake = None if refusal else self._find_mistake(owner, message, tokens)
+        mistake = None
+        if refusal is None and message.seq in self._sequences.get(owner, {}):
+            mistake = f"sequence number {message.seq} is in use"
+        elif refusal is None:
+            mistake = find_mistake(message, tokens, self._limits)
         if refusal or mistake:
             self.counters.refused += 1
             finish: FinishReason = "abort" if refusal else "error"
             self._update(owner, SequenceUpdate(message.seq, finish=finish, error=refusal or mistake))
             return None
-        if digests_fit(message.digests, len(tokens), self.pool.block_size):
+        if not message.use_cache:
+            digests = []
+        elif digests_fit(message.digests, len(tokens), self.pool.block_size):
             digests = split_digests(message.digests)
         else:
             digests = self.tables.chain(message.tokens, message.salt)
@@ -118,8 +138,13 @@ class Scheduler:
             salt=message.salt,
             lane=message.lane,
             request_id=message.request_id,
+            tenant=message.tenant,
+            breakpoints=tuple(sorted(message.breakpoints, key=lambda point: point.tokens)),
+            use_cache=message.use_cache,
             arrived_s=arrived_s,
+            findable_tokens=self.pool.count_findable(digests) * self.pool.block_size,
         )
+        self.claims.open(sequence, message.tokens)
         self._sequences.setdefault(owner, {})[message.seq] = sequence
         self._waiting[sequence.lane][sequence] = None
         self._waiting_tokens += sequence.num_tokens
@@ -153,6 +178,7 @@ class Scheduler:
 
         now  monotonic second; becomes scheduled_s of sequences that are served for the first time
         """
+        self.leases.expire(now)
         plan = Plan(self._step_tokens, now)
         if self._prefills_first:
             self._plan_prefills(plan)
@@ -187,6 +213,7 @@ class Scheduler:
                 self.counters.decoded_tokens += 1
             sequence.num_computed = work.start + work.count
             self.tables.register(sequence)
+            self.claims.register(sequence, now)
             if work.samples:
                 assert result is not None, "work that samples has no token"
                 self._append(sequence, result, now)
@@ -227,6 +254,7 @@ class Scheduler:
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
             live_blocks=self.pool.num_live,
+            leased_blocks=self.leases.num_blocks(),
         )
 
     # -- planning: decodes --------------------------------------------------------------------------------------------
@@ -248,6 +276,8 @@ class Scheduler:
             if self.tables.blocks_for(sequence.num_tokens) > self.pool.num_blocks:
                 self._finish(sequence, "length")
                 return False
+            if self.num_running == 1 and self.leases.give_way(plan.now):
+                continue
             victim = self._choose_victim()
             plan.preempted = True
             self._preempt(victim, plan)
@@ -315,14 +345,15 @@ class Scheduler:
                 # Every sequence that runs may want one more block before one of them ends.
                 fresh = self.tables.admit(sequence, headroom=self.num_running)
                 if fresh is not None:
-                    self._start(sequence)
+                    self._start(sequence, plan.now)
                     plan.add_fresh(fresh)
                     return True
-            if sequence.lane == "batch" or not self._running["batch"]:
-                return False
-            self._preempt(self._choose_victim(), plan)
+            if sequence.lane == "online" and self._running["batch"]:
+                self._preempt(self._choose_victim(), plan)
+            elif self.num_running or not self.leases.give_way(plan.now):
+                return False  # whoever runs will end; when nobody does, only leases can be in the way
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence, now: float) -> None:
         del self._waiting[sequence.lane][sequence]
         self._waiting_tokens -= sequence.num_tokens
         self._running[sequence.lane][sequence] = None
@@ -331,6 +362,8 @@ class Scheduler:
             sequence.cached_tokens = sequence.num_computed
             self.counters.prompt_tokens += sequence.num_prompt
             self.counters.cached_tokens += sequence.num_computed
+            self.counters.shared_tokens += max(0, sequence.num_computed - sequence.findable_tokens)
+        self.claims.admit(sequence, now)
 
     def _computed_next(self, lane: Lane) -> list[tuple[int, bytes]]:
         """Index and digest of the block that each running prefill computes next.
@@ -367,6 +400,7 @@ class Scheduler:
 
     def _describe_start(self, sequence: Sequence, update: SequenceUpdate, now: float | None) -> None:
         update.cached_tokens = sequence.cached_tokens
+        self.claims.describe(sequence, update)
         if sequence.scheduled_s is not None:
             update.queue_ms = max(0.0, (sequence.scheduled_s - sequence.arrived_s) * 1000)
             if now is not None:
@@ -375,6 +409,7 @@ class Scheduler:
     def _fail_not_finite(self, sequence: Sequence) -> None:
         self.counters.not_finite += 1
         forgotten = self.tables.quarantine(sequence)
+        self.leases.drop_lost()
         log.error(
             "numbers that are not finite: sequence ended, %d blocks unregistered (request %s)",
             forgotten,
@@ -406,35 +441,10 @@ class Scheduler:
         else:
             del self._waiting[sequence.lane][sequence]
             self._waiting_tokens -= sequence.num_tokens
+        self.claims.close(sequence)
         sequence.status = Status.FINISHED
         sequence.finish = reason
         self.counters.finished[reason] += 1
 
     def _update(self, owner: str, update: SequenceUpdate) -> None:
         self._updates.setdefault(owner, []).append(update)
-
-    def _find_mistake(self, owner: str, message: Submit, tokens: array[int]) -> str | None:
-        """Why a sequence can never run here, or None."""
-        prompt, most = len(tokens), message.sampling.max_tokens
-        room = self.pool.num_blocks * self.pool.block_size
-        if message.seq in self._sequences.get(owner, {}):
-            return f"sequence number {message.seq} is in use"
-        if not prompt:
-            return "the prompt is empty" if not message.tokens else "the prompt's bytes are not whole token ids"
-        if message.lane not in self._waiting:
-            return f"there is no lane {message.lane!r}; there are {' and '.join(LANES)}"
-        if most < 1:
-            return f"max_tokens is {most}; it must be at least 1"
-        if prompt + most > self._context_tokens:
-            return (
-                f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together; "
-                f"the model's context is {self._context_tokens} tokens"
-            )
-        if prompt + most > room:
-            return (
-                f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together; "
-                f"the engine has memory for {room} tokens (kv_cache_bytes)"
-            )
-        if max(tokens) >= self._vocab_size:
-            return f"the prompt has token id {max(tokens)}; ids of this model are below {self._vocab_size}"
-        return None

@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.protocol import FinishReason, Lane, Sampling
+from engine.protocol import Breakpoint, FinishReason, Lane, Sampling
 
 
 class Status(enum.Enum):
@@ -40,6 +40,9 @@ class Sequence:
     salt: str = ""
     lane: Lane = "online"
     request_id: str = ""
+    tenant: str = ""  # whose leases its breakpoints become
+    breakpoints: tuple[Breakpoint, ...] = ()  # by number of tokens
+    use_cache: bool = True  # False: has no digests, so nothing is found for it and nothing of it is found
     arrived_s: float = 0.0  # monotonic clock
     scheduled_s: float | None = None  # when the first step that served it began
     status: Status = Status.WAITING
@@ -47,6 +50,7 @@ class Sequence:
     num_computed: int = 0
     num_registered: int = 0  # leading blocks of block_table that the pool can find by digest
     cached_tokens: int | None = None  # prompt tokens reused at the first admission; later admissions do not change it
+    findable_tokens: int = 0  # leading tokens that could be reused when it arrived
     preemptions: int = 0
     finish: FinishReason | None = None
 

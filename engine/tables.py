@@ -21,7 +21,7 @@ class _Chain:
     tip     the registered block that holds the content of block num_registered - 1; None before the first
     lent    the tip is not in the sequence's own table: another sequence registered the same content first. It carries
             a reference of this sequence, so that it is still the parent when the next block comes
-    broken  nothing more is registered: a digest stood for something else
+    broken  nothing more is registered: a digest stood for something else, or the client wants it so
     """
 
     tip: int | None = None
@@ -67,7 +67,7 @@ class BlockTables:
         self.pool.acquire(reused)
         fresh = self.pool.allocate(missing, after=reused[-1] if reused else None)
         assert fresh is not None, "the pool gave fewer blocks than it said it has"
-        self._chains[sequence] = _Chain(tip=reused[-1] if reused else None)
+        self._chains[sequence] = _Chain(tip=reused[-1] if reused else None, broken=not sequence.use_cache)
         sequence.block_table = reused + fresh
         sequence.num_computed = len(reused) * size
         sequence.num_registered = len(reused)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.loop import NOBODY, EngineLoop, Rate
-from engine.protocol import BlockEvents, Load, Sampling, SequenceUpdate, StepFrame, Submit, split_digests
+from engine.protocol import BlockEvents, Breakpoint, Load, Sampling, SequenceUpdate, StepFrame, Submit, split_digests
 from engine.sequence import Step
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
 from tests.fakes.scheduler_bench import VOCAB, digests_of, expected, make, pack, prompt
@@ -327,6 +327,19 @@ def test_stats_are_json() -> None:
         assert stats["finished"] == {"stop": 0, "length": 1, "abort": 0, "error": 0}
         assert (stats["submitted"], stats["prompt_tokens"], stats["prefilled_tokens"]) == (1, 40, 40)
         assert (stats["decoded_tokens"], stats["steps"], stats["invariant_violations"]) == (3, 4, 0)
+
+
+def test_an_idle_loop_tells_when_a_lease_has_ended() -> None:
+    with running(idle_check_s=0.01) as desk:
+        points = (Breakpoint(30, 1.0),)
+        desk.loop.submit("g", Submit(1, pack(prompt(40)), digests_of(prompt(40)), Sampling(4), breakpoints=points))
+        desk.end_of(1)
+        assert desk.updates["g", 1][0].lease_write_tokens == 30
+        desk.wait_for(lambda: desk.loads[-1][1].leased_blocks == 0 and desk.loop.load.leased_blocks == 0)
+        assert max(load.leased_blocks for _, load in desk.loads) == 7
+        stats = json.loads(json.dumps(desk.loop.stats()))["leases"]
+        assert (stats["kept"], stats["granted"], stats["expired"], stats["blocks"]) == (0, 1, 1, {"gpu": 0})
+        assert desk.loop.stats()["invariant_violations"] == 0
 
 
 def test_many_gateways_at_once_get_their_own_answers() -> None:

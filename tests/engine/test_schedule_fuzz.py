@@ -1,7 +1,8 @@
 """Random commands against tiny pools, with a model that knows where every key came from.
 
-Whatever is submitted, aborted, preempted, failed or forged: nobody reads a strange block, every answer is the one that
-the sequence gets alone, and nothing leaks. Once with a hash that hardly ever collides, once with one that always does.
+Whatever is submitted, aborted, preempted, leased, failed or forged: nobody reads a strange block, every answer is the
+one that the sequence gets alone, what is leased stays what it was, and nothing leaks. Once with a hash that hardly ever
+collides, once with one that always does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.lease_tree import Lease
 from engine.protocol import DIGEST_BYTES, HASHES, split_digests
 from tests.fakes.oracle_runner import choose_answer
 from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of, make
@@ -33,10 +35,14 @@ class Fuzz:
             max_waiting=6,
             context_tokens=rng.choice([32, 44]),
             eos_ids=(EOS,),
+            lease_share=rng.choice([0.5, 1.0]),
+            lease_tenant_share=rng.choice([0.25, 0.5, 1.0]),
+            max_leases=rng.choice([3, 50]),
         )
         self.told: set[bytes] = set()
         self.asked: dict[int, tuple[str, list[int], str, int]] = {}  # seq -> owner, tokens, salt, max_tokens
         self.aborted: set[int] = set()
+        self.promised: dict[Lease, object] = {}  # kept lease -> what is in the last slot that it keeps
         self.last = 0
 
     def run(self) -> Counter[str]:
@@ -47,14 +53,19 @@ class Fuzz:
             self.hang_up,
             self.poison,
             self.fail,
+            self.wait,
+            self.give_way,
         ]
         for _ in range(COMMANDS):
-            (rule,) = self.rng.choices(rules, [30, 60, 3, 0.5, 0.5, 0.5])
+            (rule,) = self.rng.choices(rules, [30, 60, 3, 0.5, 0.5, 0.5, 2, 1])
             rule()
             self.check()
         self.bench.finish()
         self.check()
         self.check_answers()
+        leases = self.bench.scheduler.leases
+        leases.expire(self.bench.now + 1e4)
+        assert len(leases) == leases.num_blocks() == 0
         pool, counters = self.bench.pool, self.bench.scheduler.counters
         assert self.bench.scheduler.load().prefill_backlog == 0
         assert pool.allocate(pool.num_blocks) is not None, "a block leaked"
@@ -65,6 +76,13 @@ class Fuzz:
             shared_waits=counters.shared_waits,
             not_finite=counters.not_finite,
             evictions=pool.evictions,
+            shared_tokens=counters.shared_tokens,
+            leases_granted=leases.counters.granted,
+            leases_renewed=leases.counters.renewed,
+            leases_expired=leases.counters.expired,
+            leases_degraded=leases.counters.degraded,
+            leases_kept_again=leases.counters.kept_again,
+            leases_read=leases.counters.read_tokens,
             whole=sum(finish in ("stop", "length") for finish in self.finished().values()),
         )
 
@@ -86,6 +104,12 @@ class Fuzz:
             lane=rng.choice(["online", "online", "batch"]),
             max_tokens=max_tokens,
             digests=forged,
+            tenant=rng.choice("tu"),
+            breakpoints=tuple(
+                (rng.randint(1, len(tokens)), rng.choice([0.1, 1.0, 50.0]))
+                for _ in range(rng.choice([0, 0, 1, 2]) if tokens else 0)
+            ),
+            use_cache=rng.random() < 0.95,
         )
         if taken is not None:
             self.asked[self.last] = (owner, tokens, salt, max_tokens)
@@ -113,6 +137,12 @@ class Fuzz:
         self.bench.step()
         self.bench.runner.fails = False
 
+    def wait(self) -> None:
+        self.bench.now += self.rng.choice([0.05, 0.5, 5.0])
+
+    def give_way(self) -> None:
+        self.bench.scheduler.leases.give_way(self.bench.now)
+
     def finished(self) -> dict[int, str]:
         return {seq: u.finish for (_, seq), updates in self.bench.updates.items() for u in updates if u.finish}
 
@@ -122,6 +152,7 @@ class Fuzz:
         assert pool.check_invariants() == []
         assert pool.num_free + pool.num_cached + pool.num_live == pool.num_blocks
         assert (pool.num_live > 0) == (scheduler.num_running > 0) == (len(scheduler.tables) > 0)
+        self.check_leases()
         events = pool.take_events()
         removed, stored = set(split_digests(events.removed)), set(split_digests(events.stored))
         assert removed <= self.told
@@ -129,6 +160,20 @@ class Fuzz:
         assert not removed & stored
         self.told = (self.told - removed) | stored
         assert self.told == set(split_digests(pool.snapshot().stored))
+
+    def check_leases(self) -> None:
+        """A lease that was kept and still is keeps the same keys and values: those of the tokens it was granted for."""
+        pool, leases, slots = self.bench.pool, self.bench.scheduler.leases, self.bench.runner.slots
+        assert leases.check_invariants() == []
+        now = {lease: slots[lease.block, SIZE - 1] for lease in leases if lease.block is not None}
+        for lease, written in now.items():
+            assert self.promised.get(lease, written) == written, "a leased block was written over"
+            block, depth = lease.block, 0
+            while block is not None:
+                assert pool.is_registered(block)
+                block, depth = pool.parent_of(block), depth + 1
+            assert depth == lease.depth
+        self.promised = dict(now)
 
     def check_answers(self) -> None:
         finished = self.finished()

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.blocks import BlockPool
 from engine.config import EngineSettings
-from engine.protocol import Namespace, Sampling, SequenceUpdate, Submit, chain_digests
+from engine.protocol import Breakpoint, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
@@ -46,12 +46,25 @@ class Bench:
         salt: str = "",
         lane: Any = "online",
         digests: bytes | None = None,
+        tenant: str = "",
+        breakpoints: tuple[tuple[int, float], ...] = (),
+        use_cache: bool = True,
         **sampling: Any,
     ) -> Sequence | None:
         self.now += 0.001
         sampling.setdefault("max_tokens", 4)
         digests = digests_of(tokens, salt) if digests is None else digests
-        message = Submit(seq, pack(tokens), digests, Sampling(**sampling), salt, lane)
+        message = Submit(
+            seq,
+            pack(tokens),
+            digests,
+            Sampling(**sampling),
+            salt,
+            lane,
+            tenant=tenant,
+            breakpoints=tuple(Breakpoint(length, ttl_s) for length, ttl_s in breakpoints),
+            use_cache=use_cache,
+        )
         return self.scheduler.submit(owner, message, self.now)
 
     def step(self) -> bool:
@@ -66,7 +79,7 @@ class Bench:
             else:
                 self.scheduler.commit(step, results, self.now + 0.005)
         self.collect()
-        assert self.pool.check_invariants() == []
+        assert self.pool.check_invariants() + self.scheduler.leases.check_invariants() == []
         return step is not None
 
     def collect(self) -> None:
@@ -79,6 +92,7 @@ class Bench:
             limit -= 1
             assert limit, "the scheduler makes no progress"
         assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
+        assert not len(self.scheduler.claims)
 
     def answer(self, seq: int, owner: str = "g") -> list[int]:
         return [token for update in self.of(seq, owner) for token in update.tokens]
