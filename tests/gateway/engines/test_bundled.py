@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -441,7 +442,8 @@ class _Proxy:
         self._target = target.removeprefix("http://").split(":")
         self.frozen = False
         self.url = ""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> _Proxy:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -453,11 +455,19 @@ class _Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:  # aborted, because what waits in a frozen one would never be sent
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        self._tasks.append(asyncio.create_task(self._carry(reader, writer)))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(self._target[0], int(self._target[1]))
-        for source, target in ((reader, back), (there, writer)):
-            self._tasks.add(asyncio.create_task(self._pass_on(source, target)))
+        self._writers.append(back)
+        await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
 
     async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         try:
