@@ -181,7 +181,7 @@ class RedisServer:
 
     async def _watch(self) -> None:
         wait_s = FIRST_RESTART_S
-        while self._process is not None:
+        while self._process is not None and not tasks.was_cancelled():
             began_s = time.monotonic()
             status = await self._process.wait()
             wait_s = FIRST_RESTART_S if time.monotonic() - began_s > STEADY_S else min(2 * wait_s, LAST_RESTART_S)

@@ -28,6 +28,16 @@ async def cancel(task: asyncio.Task[Any] | None) -> None:
     await asyncio.wait([task])
 
 
+def was_cancelled() -> bool:
+    """Whether the running task has been told to end, even if it never saw a CancelledError.
+
+    Loops that call foreign code ask this at each turn: before Python 3.12 asyncio.wait_for, which redis-py waits with,
+    drops a cancellation that arrives together with its result, and `cancel` would wait for ever.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _done(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:

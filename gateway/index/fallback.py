@@ -55,7 +55,7 @@ class FallbackIndex:
         await tasks.cancel(self._watching)
 
     async def _watch(self, redis: RedisIndex) -> None:
-        while True:
+        while not tasks.was_cancelled():
             await asyncio.sleep(self._retry_s)
             try:
                 await redis.ping()

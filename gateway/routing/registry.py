@@ -153,7 +153,7 @@ class Registry(Generic[C]):
     # -- discovery ----------------------------------------------------------------------------------------------------
 
     async def _look(self, redis: Redis) -> None:
-        while True:
+        while not tasks.was_cancelled():
             try:
                 async with asyncio.timeout(max(self._discover_s, 1.0)):
                     urls = await announced(redis)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -34,3 +35,18 @@ async def test_cancelling_waits_for_the_end_and_is_quiet(caplog: pytest.LogCaptu
     await tasks.cancel(None)
     assert ended.is_set()
     assert not caplog.records
+
+
+async def test_a_loop_ends_although_its_library_drops_the_cancellation() -> None:
+    turns: list[bool] = []
+
+    async def work() -> None:
+        while not tasks.was_cancelled():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            turns.append(tasks.was_cancelled())
+
+    task = tasks.spawn(work(), name="deaf")
+    await asyncio.sleep(0)
+    await asyncio.wait_for(tasks.cancel(task), 5)
+    assert turns == [True]

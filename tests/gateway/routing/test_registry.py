@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from engine.protocol import ENGINES_KEY, Hello, Load, Namespace, announcement_key
 from gateway.errors import ModelNotFoundError, NoEngineError
@@ -269,6 +272,21 @@ async def test_discovery_survives_an_outage_of_redis(own_redis: RedisProcess, ca
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     await registry.stop()
     await client.aclose()
+
+
+async def test_stopping_ends_a_look_whose_cancellation_redis_py_drops() -> None:
+    class Deaf:
+        async def zrevrange(self, *arguments: object) -> list[bytes]:
+            asked.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            raise RedisError
+
+    asked = asyncio.Event()
+    registry = new(cast("Redis", Deaf()))
+    registry.start()
+    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(registry.stop(), 5)
 
 
 async def test_a_static_engine_is_never_forgotten(redis: Redis) -> None:
