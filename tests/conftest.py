@@ -1,4 +1,4 @@
-"""Fixtures for every room: a real Redis."""
+"""Fixtures for every room: a real Redis. Settings of Hypothesis: how long an example takes proves nothing here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import settings
 
 from tests.fakes.redis_process import RedisProcess
+
+settings.register_profile("kvasir", deadline=None)
+settings.load_profile("kvasir")
 
 
 @pytest.fixture(scope="session")
