@@ -39,11 +39,16 @@ def _rendered(markers: Sequence[Marker], render: Render) -> str:
 def _find(text: str, count: int, marked: str, masking: Masking) -> list[int] | None:
     """None when anything but the markers has changed, or not every marker is there once."""
     sequences = masking.markers[:count]
-    if any(marked.count(sequence) != 1 for sequence in sequences) or masking.unmark(marked) != text:
-        return None
-    places = [marked.index(sequence) for sequence in sequences]
-    width = len(sequences[0])
-    return [place - width * sum(other < place for other in places) for place in places]
+    places = [marked.find(sequence) for sequence in sequences]
+    width, done, unmarked = len(sequences[0]), 0, 0
+    found = [0] * count
+    for place, which in sorted(zip(places, range(count), strict=True)):
+        if place < 0 or not text.startswith(marked[done:place], unmarked):
+            return None
+        found[which] = unmarked = unmarked + place - done
+        done = place + width
+    # What is left has no marker, or it would not be equal to text that has none.
+    return found if marked[done:] == text[unmarked:] else None
 
 
 def _first_difference(text: str, marked: str, masking: Masking) -> int:

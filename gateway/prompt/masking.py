@@ -43,7 +43,6 @@ class Masking:
         codes = {self.mark: typed} | {single: next(unused) for single in sorted(specials - longer)}
         self._coded = str.maketrans({char: self.mark + code for char, code in codes.items()})
         self.markers: Final = tuple(self.mark + next(unused) for _ in range(MAX_BREAKPOINTS))
-        self._marker = re.compile("|".join(map(re.escape, self.markers)))
         self._meaning = {broken: ""} | {marker[-1]: "" for marker in self.markers}
         self._meaning |= {code: char for char, code in codes.items()}
         self.sequences: Final = tuple(self.mark + code for code in self._meaning)
@@ -96,10 +95,6 @@ class Masking:
             longer += len(found[0]) - len(self._meaning[found[1]])
         at = chars + longer
         return masked[:at] + marker + masked[at:]
-
-    def unmark(self, text: str) -> str:
-        """The text without markers, still masked."""
-        return self._marker.sub("", text)
 
     def _mask(self, text: str) -> str:
         # 1. Marks of the text's own, so that every mark from here on is one of ours.
