@@ -75,6 +75,7 @@ class Gateway:
         settings = self.settings
         return build_app(
             server=settings.server,
+            leases=settings.leases,
             auth=settings.auth,
             tenants=settings.tenants,
             namespaces=settings.namespaces,

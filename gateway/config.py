@@ -5,10 +5,11 @@ A section goes to the stage it is named after and to nobody else; app.py hands t
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from engine.config import SHORT_FLAGS, EngineSettings, Section
 from gateway.types import ANONYMOUS
@@ -107,6 +108,39 @@ class PromptSettings(Section):
     )
 
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def duration_s(written: str) -> float:
+    """`90s`, `30m` or `12h` in seconds. Raises ValueError."""
+    found = re.fullmatch(r"([1-9][0-9]{0,8})([smh])", written, re.ASCII)
+    if found is None:
+        raise ValueError(f"{written!r} is no duration; one is written like 90s, 30m or 12h")
+    return float(int(found[1]) * _SECONDS[found[2]])
+
+
+def _duration(written: str) -> str:
+    duration_s(written)
+    return written
+
+
+Duration = Annotated[str, AfterValidator(_duration)]
+
+
+class LeaseSettings(Section):
+    """[leases]: for how long clients may ask to have prefixes kept. How much is kept is the engine's to say."""
+
+    ttls: tuple[Duration, ...] = Field(
+        ("5m", "30m", "1h", "12h"), description="Times to live that a breakpoint may ask for; any other is refused."
+    )
+    default_ttl: Duration = Field("30m", description="Time to live of a breakpoint that asks for none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_ttls(cls, data: object) -> object:
+        return _split(data, "ttls")
+
+
 class RoutingSettings(Section):
     """[routing]: which engine gets a prompt."""
 
@@ -159,9 +193,14 @@ class EnginesSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _split_urls(cls, data: object) -> object:
-        if isinstance(data, dict) and isinstance(data.get("urls"), str):
-            return {**data, "urls": tuple(url for url in data["urls"].split(",") if url)}
-        return data
+        return _split(data, "urls")
+
+
+def _split(data: object, name: str) -> object:
+    """A list that came as one text, from a flag or a variable: cut at commas."""
+    if isinstance(data, dict) and isinstance(data.get(name), str):
+        return {**data, name: tuple(item for item in data[name].split(",") if item)}
+    return data
 
 
 class AuthSettings(Section):
@@ -215,6 +254,7 @@ class Settings(BaseModel):
     engines: EnginesSettings = EnginesSettings()
     engine: EngineSettings = EngineSettings()
     prompt: PromptSettings = PromptSettings()
+    leases: LeaseSettings = LeaseSettings()
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()
 

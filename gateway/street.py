@@ -22,7 +22,19 @@ from typing import Protocol
 
 from engine.protocol import Hello, Load, Sampling, SequenceUpdate
 from gateway.errors import ContextLengthError, DeadlineError, EngineFailedError, EngineLostError, OverloadedError
-from gateway.types import EncodedPrompt, Event, Finished, Request, Started, Tenant, TextDelta, Usage
+from gateway.types import (
+    ChatPrompt,
+    EncodedPrompt,
+    Event,
+    Finished,
+    Lease,
+    Request,
+    Started,
+    Tenant,
+    TextDelta,
+    Trace,
+    Usage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +171,8 @@ class Street:
         engines = [engine for engine in engines if engine.hello.incarnation not in lost] or engines
         if len(engines) == 1:
             return engines[0]  # nothing to choose, so nothing to look up
+        if not request.use_cache:
+            return self._router.choose(engines, prompt.num_tokens, {})
         block_size = engines[0].hello.namespace.block_size
         held = await self._index.find(request.model, prompt.digests, [engine.hello.incarnation for engine in engines])
         cached = {incarnation: blocks * block_size for incarnation, blocks in held.items()}
@@ -204,8 +218,21 @@ def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update
     trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
     trace.queue_ms += update.queue_ms or 0.0
     trace.cached_tokens = update.cached_tokens or 0
-    whole = prompt.num_tokens // block_size * block_size
-    trace.cache_write_tokens = max(0, whole - trace.cached_tokens)
+    trace.lease_read_tokens = update.lease_read_tokens or 0
+    trace.lease_write_tokens = update.lease_write_tokens or 0
+    if isinstance(request.prompt, ChatPrompt) and request.prompt.markers:
+        points = prompt.breakpoints
+        degraded = len(points) if update.leases_degraded is None else update.leases_degraded
+        trace.lease = Lease(degraded, points[-1] if points and not degraded else None)
+        end = min(trace.lease_read_tokens + trace.lease_write_tokens, trace.prompt_tokens)
+    else:
+        end = prompt.num_tokens // block_size * block_size if request.use_cache else 0
+    trace.cache_write_tokens = max(0, end - _cached(trace))
+
+
+def _cached(trace: Trace) -> int:
+    """To report: nobody is told of less than a lease promised, however much of it was computed again."""
+    return min(max(trace.cached_tokens, trace.lease_read_tokens), trace.prompt_tokens)
 
 
 def _finished(request: Request) -> Finished:
@@ -213,7 +240,8 @@ def _finished(request: Request) -> Finished:
     usage = Usage(
         prompt_tokens=trace.prompt_tokens,
         completion_tokens=trace.completion_tokens,
-        cached_tokens=trace.cached_tokens,
+        cached_tokens=_cached(trace),
         cache_write_tokens=trace.cache_write_tokens,
+        lease=trace.lease.state if trace.lease else None,
     )
     return Finished("stop" if trace.finish == "stop" else "length", usage)

@@ -96,6 +96,22 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 PromptParam = Literal["messages", "prompt", "input"]
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What became of the breakpoints of a request that has some.
+
+    degraded  breakpoints that ordinary eviction may take; all of them, where an engine knows no leases
+    kept      the last breakpoint, when none is degraded
+    """
+
+    degraded: int
+    kept: Breakpoint | None
+
+    @property
+    def state(self) -> Literal["kept", "degraded"]:
+        return "degraded" if self.kept is None else "kept"
+
+
 @dataclass(slots=True)
 class Trace:
     """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
@@ -103,8 +119,11 @@ class Trace:
     engine: str | None = None
     lane: Lane = "online"
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # whose blocks were physically reused
     cache_write_tokens: int = 0
+    lease_read_tokens: int = 0  # of the longest lease that the prompt begins with, to the token
+    lease_write_tokens: int = 0  # beyond those, up to the last breakpoint that is kept from now on
+    lease: Lease | None = None
     completion_tokens: int = 0
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
     retries: int = 0
@@ -129,6 +148,7 @@ class Request:
     prompt_param: PromptParam = "messages"  # the name of the prompt in error messages
     lane: Lane = "online"
     scope: Scope | None = None  # None is the tenant's own
+    use_cache: bool = True  # False: nothing is reused, and nothing of it can be
     trace: Trace = field(default_factory=Trace)
 
     @property
@@ -158,12 +178,18 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one answer. prompt_tokens includes cached_tokens and cache_write_tokens."""
+    """Tokens of one answer. prompt_tokens includes cached_tokens and cache_write_tokens, which do not overlap.
+
+    cached_tokens       physically reused, or read from a lease, to the token; whichever is more
+    cache_write_tokens  what the breakpoints wrote; without any, what the next request can reuse
+    lease               what became of the breakpoints; of several requests, whether any was degraded
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     cache_write_tokens: int = 0
+    lease: Literal["kept", "degraded"] | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -175,12 +201,13 @@ class Usage:
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
             self.cache_write_tokens + other.cache_write_tokens,
+            "degraded" if "degraded" in (self.lease, other.lease) else self.lease or other.lease,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event of every answer: an engine has the request and its first token is there."""
+    """The first event of every answer: an engine has the request and its first token is there. The trace says more."""
 
     engine: str
     prompt_tokens: int

@@ -96,7 +96,8 @@ def _log(record: Record) -> None:
     access_log.log(
         level,
         "request_id=%s tenant=%s endpoint=%s model=%s engine=%s lane=%s stream=%d prompt_tokens=%d cached_tokens=%d "
-        "completion_tokens=%d queue_ms=%.1f overhead_ms=%.2f first_token_ms=%s total_ms=%.1f retries=%d status=%d",
+        "lease=%s lease_read_tokens=%d lease_write_tokens=%d completion_tokens=%d queue_ms=%.1f overhead_ms=%.2f "
+        "first_token_ms=%s total_ms=%.1f retries=%d status=%d",
         record.request_id,
         record.tenant or "-",
         record.endpoint,
@@ -106,6 +107,9 @@ def _log(record: Record) -> None:
         record.stream,
         record.prompt_tokens,
         record.cached_tokens,
+        record.lease.state if record.lease else "-",
+        record.lease_read_tokens,
+        record.lease_write_tokens,
         record.completion_tokens,
         record.queue_ms,
         record.overhead_ms,

@@ -20,7 +20,7 @@ from gateway.api.openai_response import ChatShape, CompletionShape, model_json
 from gateway.api.record import RECORD, Record
 from gateway.api.stream import Answers, Echo, collect, stream
 from gateway.api.wire import JSON, common_headers, kvasir_headers
-from gateway.config import ServerSettings
+from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 from gateway.street import Engine, TextDecoder
 from gateway.types import Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt
@@ -50,6 +50,7 @@ class OpenAI:
     def __init__(
         self,
         server: ServerSettings,
+        leases: LeaseSettings,
         auth: Auth,
         namespaces: Namespaces,
         street: Answers,
@@ -57,6 +58,7 @@ class OpenAI:
         decoders: Decoders,
     ) -> None:
         self._server = server
+        self._leases = leases
         self._auth = auth
         self._namespaces = namespaces
         self._street = street
@@ -66,7 +68,7 @@ class OpenAI:
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         tenant = self._admit(http)
-        call = parse_chat(await read_json(http, self._server))
+        call = parse_chat(await read_json(http, self._server), self._leases)
         model = self._model(call.model, http[RECORD])
         return await self._answer(http, tenant, call, model, ChatShape(model, include_usage=call.include_usage))
 
@@ -134,6 +136,7 @@ class OpenAI:
             stop=call.stop,
             prompt_param=call.prompt_param,
             scope=scope,
+            use_cache=call.use_cache,
         )
 
     def _echo(self, call: Call, model: Hello) -> Echo:

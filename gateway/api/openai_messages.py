@@ -15,14 +15,13 @@ from gateway.api.body import deeper_than
 from gateway.api.fields import (
     an_array,
     an_object,
-    choice,
     empty_array,
-    record,
     text,
     unknown_parameter,
     wrong_type,
     wrong_value,
 )
+from gateway.api.openai_caching import check_breakpoint
 from gateway.errors import BadRequestError, UnsupportedError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -33,7 +32,6 @@ _AS_THEY_ARE = ("user", "assistant", "system")
 Message = dict[str, Any]
 
 _string = text()
-_breakpoint = record(mode=choice("explicit"), ttl=choice("30m", "12h"))
 _media = {"image_url": "Images", "input_audio": "Audio", "file": "Files"}
 
 
@@ -157,7 +155,7 @@ def _part(part: Any, path: str, role: str) -> str:
         raise wrong_value(f"{path}.type", kind, allowed)
     _only(part, path, ("type", kind, "prompt_cache_breakpoint"))
     if part.get("prompt_cache_breakpoint") is not None:
-        _breakpoint(part["prompt_cache_breakpoint"], f"{path}.prompt_cache_breakpoint")
+        check_breakpoint(part["prompt_cache_breakpoint"], f"{path}.prompt_cache_breakpoint")
     if part.get(kind) is None:
         raise _missing(f"{path}.{kind}")
     said: str = _string(part[kind], f"{path}.{kind}")

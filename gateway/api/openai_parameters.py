@@ -22,6 +22,7 @@ from gateway.api.fields import (
     text,
     wrong_type,
 )
+from gateway.api.openai_caching import check_options
 from gateway.api.openai_messages import parse_messages
 from gateway.errors import BadRequestError
 
@@ -179,6 +180,12 @@ CHAT = _table(
         "integer from 1, default: up to the context's end",
         "Tokens to generate at most.",
     ),
+    _used(
+        "prompt_cache_options",
+        check_options,
+        "object: `mode` `implicit` or `explicit`, `ttl` one of `leases.ttls`",
+        "Which prefixes are kept, and for how long at least; see below.",
+    ),
     _used("max_tokens", integer(1, MAX_TOKENS), "integer from 1", "The older name; not together with the newer."),
     _no_effect("safety_identifier", text(128), "string of up to 128 characters", "The key decides who asks."),
     _no_effect(
@@ -200,16 +207,10 @@ CHAT = _table(
     _no_effect("verbosity", choice("low", "medium", "high"), "`low`, `medium` or `high`", "As the model likes it."),
     _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
     _no_effect(
-        "prompt_cache_options",
-        record(mode=choice("implicit", "explicit"), ttl=choice("30m")),
-        "object: `mode` `implicit` or `explicit`, `ttl` `30m`",
-        "Every prefix of a tenant is reused automatically.",
-    ),
-    _no_effect(
         "prompt_cache_retention",
         choice("in_memory", "24h"),
         "`in_memory` or `24h`",
-        "A prefix is kept until its place is needed.",
+        "Deprecated: a maximum, which promises nothing. Ask with `prompt_cache_options`.",
     ),
     _refused("tools", an_array, "-", "Tools are not supported yet."),
     _refused(

@@ -6,12 +6,14 @@ Pure. What depends on the model (vocabulary, context) is checked by `settle` and
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.protocol import Hello, Sampling
 from gateway.api.fields import array_too_long, empty_array, read, wrong_type
+from gateway.api.openai_caching import read_caching
 from gateway.api.openai_parameters import CHAT, COMPLETION, TOKEN_ID_MAX
+from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Prompt, PromptParam, TextPrompt, TokenPrompt
 
@@ -32,11 +34,12 @@ class Call:
     include_usage: bool = False
     echo: bool = False
     silent: bool = False
+    use_cache: bool = True
     cache_key: str = ""
     cache_salt: str = ""
 
 
-def parse_chat(body: dict[str, Any]) -> Call:
+def parse_chat(body: dict[str, Any], leases: LeaseSettings) -> Call:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
     values = read(body, CHAT, required=("model", "messages"))
     if "max_tokens" in values and "max_completion_tokens" in values:
@@ -46,7 +49,9 @@ def parse_chat(body: dict[str, Any]) -> Call:
             code="invalid_parameter_combination",
         )
     max_tokens = values.get("max_completion_tokens", values.get("max_tokens", 0))
-    return _call(values, (ChatPrompt(values["messages"]),), "messages", max_tokens)
+    caching = read_caching(body["messages"], values.get("prompt_cache_options"), leases)
+    prompt = ChatPrompt(values["messages"], markers=caching.markers)
+    return replace(_call(values, (prompt,), "messages", max_tokens), use_cache=caching.use_cache)
 
 
 def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:

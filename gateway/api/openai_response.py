@@ -30,7 +30,10 @@ class Answer:
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """prompt_tokens is the whole prompt, cached and written tokens included."""
+    """prompt_tokens is the whole prompt, cached and written tokens included.
+
+    `cache_lease` is ours, and there only when the request has breakpoints.
+    """
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -39,6 +42,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
             "cached_tokens": usage.cached_tokens,
             "cache_write_tokens": usage.cache_write_tokens,
             "audio_tokens": 0,
+            **({"cache_lease": usage.lease} if usage.lease else {}),
         },
         "completion_tokens_details": {
             "reasoning_tokens": 0,

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway.types import Trace
+from gateway.types import Lease, Trace
 
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
 
@@ -44,6 +44,19 @@ class Record:
     @property
     def completion_tokens(self) -> int:
         return sum(trace.completion_tokens for trace in self.traces)
+
+    @property
+    def lease(self) -> Lease | None:
+        """Of a request with breakpoints, which has one prompt."""
+        return next((trace.lease for trace in self.traces if trace.lease is not None), None)
+
+    @property
+    def lease_read_tokens(self) -> int:
+        return sum(trace.lease_read_tokens for trace in self.traces)
+
+    @property
+    def lease_write_tokens(self) -> int:
+        return sum(trace.lease_write_tokens for trace in self.traces)
 
     @property
     def queue_ms(self) -> float:

@@ -20,12 +20,13 @@ from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai import Decoders, Models, OpenAI
 from gateway.api.stream import Answers
-from gateway.config import AuthSettings, NamespaceSettings, ServerSettings, TenantSettings
+from gateway.config import AuthSettings, LeaseSettings, NamespaceSettings, ServerSettings, TenantSettings
 
 
 def build_app(
     *,
     server: ServerSettings,
+    leases: LeaseSettings,
     auth: AuthSettings,
     tenants: Sequence[TenantSettings],
     namespaces: Sequence[NamespaceSettings],
@@ -41,7 +42,7 @@ def build_app(
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
-    openai = OpenAI(server, keys, Namespaces(namespaces), street, models, decoders)
+    openai = OpenAI(server, leases, keys, Namespaces(namespaces), street, models, decoders)
     admin = Admin(keys, sources, metrics)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(metrics)], client_max_size=0)

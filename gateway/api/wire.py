@@ -77,4 +77,7 @@ def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:
         headers["x-kvasir-engine"] = engine
     if cached:
         headers["x-kvasir-cached-tokens"] = str(record.cached_tokens)
+    if lease := record.lease:
+        kept = lease.kept
+        headers["x-kvasir-lease"] = f"kept; tokens={kept.tokens}; ttl={kept.ttl_s:g}" if kept else "degraded"
     return headers

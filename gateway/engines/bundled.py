@@ -151,7 +151,7 @@ class BundledEngine:
         if connection is None:
             raise EngineLostError(f"Engine {self.name} is away.")
         cost = prompt.num_tokens
-        if connection.hello.namespace.block_size:
+        if request.use_cache:
             cost -= self._prefix(connection.hello.incarnation, prompt.digests) * connection.hello.namespace.block_size
         stream = connection.open(prompt, sampling, request, cost)
         deadline = DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")

@@ -106,6 +106,8 @@ class Connection:
                 tenant=request.tenant.name,
                 lane=request.lane,
                 request_id=request.request_id,
+                breakpoints=prompt.breakpoints,
+                use_cache=request.use_cache,
             )
         )
         self.streams[stream.seq] = stream
@@ -174,4 +176,7 @@ def _merge(update: SequenceUpdate, later: SequenceUpdate) -> None:
     update.tokens += later.tokens
     if update.cached_tokens is None:
         update.cached_tokens, update.queue_ms, update.prefill_ms = later.cached_tokens, later.queue_ms, later.prefill_ms
+    if update.leases_degraded is None:
+        update.lease_read_tokens, update.lease_write_tokens = later.lease_read_tokens, later.lease_write_tokens
+        update.leases_degraded = later.leases_degraded
     update.finish, update.stop_id, update.error = later.finish, later.stop_id, later.error

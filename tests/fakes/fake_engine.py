@@ -16,7 +16,7 @@ import uuid
 from array import array
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import WSMsgType, web
 
@@ -25,6 +25,7 @@ from engine.protocol import (
     SECRET_HEADER,
     STATS_PATH,
     STREAM_PATH,
+    TOKEN_BYTES,
     TOKENIZER_PATH,
     Abort,
     BlockEvents,
@@ -56,6 +57,9 @@ class Behaviour:
     silent: bool = False  # takes sequences, and never answers
     cached_tokens: int | None = None  # None says what its blocks hold
     stores_blocks: bool = True  # blocks of a prompt are held once it was answered
+    leases: Literal["kept", "degraded"] | None = "kept"  # what becomes of breakpoints; None knows of no leases
+    stats: dict[str, Any] = field(default_factory=dict)  # besides its own
+    stats_s: float = 0.0  # until it answers when asked for them
     secret: str | None = None
     tokenizer: TokenizerFiles = TOKENIZER
 
@@ -101,6 +105,8 @@ class FakeEngine:
         self.submits: list[Submit] = []
         self.aborts: list[int] = []
         self.held: dict[bytes, None] = {}
+        self.leased: dict[str, set[bytes]] = {}  # salt -> prompts up to their breakpoints
+        self.stats_requests = 0
         self.tokenizer_requests = 0
         self.changed = asyncio.Condition()
         self.url = ""
@@ -149,6 +155,7 @@ class FakeEngine:
         """Dies and comes back at the same address as another incarnation, holding nothing."""
         await self.die()
         self.held.clear()
+        self.leased.clear()
         self.hello = replace(self.hello, incarnation=uuid.uuid4().hex, **changes)
         await self.__aenter__()
 
@@ -205,7 +212,11 @@ class FakeEngine:
         return web.json_response({"status": "ready"})
 
     async def _get_stats(self, request: web.Request) -> web.Response:
-        return web.json_response({"running": self.running, "submits": len(self.submits)})
+        self._check(request)
+        self.stats_requests += 1
+        await self._tell()
+        await asyncio.sleep(self.behaviour.stats_s)
+        return web.json_response({"running": self.running, "submits": len(self.submits), **self.behaviour.stats})
 
     async def _get_tokenizer(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -282,7 +293,8 @@ class FakeEngine:
             running.started = True
             update.cached_tokens = self._cached(running.submit)
             update.queue_ms, update.prefill_ms = 0.0, behaviour.first_token_s * 1e3
-            if behaviour.stores_blocks:
+            self._lease(running.submit, update)
+            if behaviour.stores_blocks and running.submit.use_cache:
                 stored += [digest for digest in split_digests(running.submit.digests) if digest not in self.held]
                 self.held.update(dict.fromkeys(stored))
         running.position += count
@@ -292,7 +304,20 @@ class FakeEngine:
             del connection.running[seq]
         return update
 
+    def _lease(self, submit: Submit, update: SequenceUpdate) -> None:
+        leased, prompt = self.leased.setdefault(submit.salt, set()), submit.tokens
+        read = max((len(kept) // TOKEN_BYTES for kept in leased if prompt.startswith(kept)), default=0)
+        if self.behaviour.leases is None or not (submit.breakpoints or read):
+            return
+        degraded = len(submit.breakpoints) if self.behaviour.leases == "degraded" else 0
+        kept = [] if degraded else [point.tokens for point in submit.breakpoints]
+        leased |= {prompt[: tokens * TOKEN_BYTES] for tokens in kept}
+        update.lease_read_tokens, update.leases_degraded = read, degraded
+        update.lease_write_tokens = max(0, max(kept, default=0) - read)
+
     def _cached(self, submit: Submit) -> int:
+        if not submit.use_cache:
+            return 0
         if self.behaviour.cached_tokens is not None:
             return self.behaviour.cached_tokens
         held = 0

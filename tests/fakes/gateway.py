@@ -14,7 +14,7 @@ from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.routes import app_runner, build_app
-from gateway.config import AuthSettings, NamespaceSettings, QueueSettings, ServerSettings, TenantSettings
+from gateway.config import AuthSettings, LeaseSettings, NamespaceSettings, QueueSettings, ServerSettings, TenantSettings
 from gateway.queues.online import OnlineQueue
 from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
 
@@ -65,6 +65,7 @@ ENGINE = EngineStatus("engine-1", "http://127.0.0.1:1", "ready", "demo", "demo-1
 @dataclass
 class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
+    leases: LeaseSettings = field(default_factory=LeaseSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
@@ -80,6 +81,7 @@ async def running(
     state: dict[str, Any] = {"engines": [ENGINE], "redis": {"up": True}, "draining": False}
     app = build_app(
         server=given.server,
+        leases=given.leases,
         auth=given.auth,
         tenants=given.tenants,
         namespaces=given.namespaces,

@@ -43,6 +43,13 @@ def test_urls_of_engines_are_split_at_commas(tmp_path: Path) -> None:
     assert read(tmp_path, flags={"engines.urls": "unix:/a,http://b:1"}).engines.urls == ("unix:/a", "http://b:1")
 
 
+def test_times_to_live_are_split_at_commas_and_checked(tmp_path: Path) -> None:
+    assert read(tmp_path, flags={"leases.ttls": "5m,90s"}).leases.ttls == ("5m", "90s")
+    for toml in ("ttls = ['5 minutes']", "ttls = ['0s']", "default_ttl = '1d'"):
+        with pytest.raises(ConfigError, match="is no duration; one is written like 90s, 30m or 12h"):
+            read(tmp_path, f"[leases]\n{toml}")
+
+
 def test_settings_cannot_be_changed(tmp_path: Path) -> None:
     with pytest.raises(ValidationError):
         read(tmp_path).server.port = 1  # type: ignore[misc]
@@ -110,6 +117,7 @@ def test_every_setting_is_documented_with_default_flag_variable_and_meaning(path
     assert f"`{flag_name(path)}`<br>`{variable_name(path)}`" in row
     if field.default not in (None, ()):
         shown = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        shown = ",".join(field.default) if isinstance(field.default, tuple) else shown
         assert f"`{shown}`" in row
 
 

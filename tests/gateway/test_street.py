@@ -6,11 +6,11 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from engine.protocol import Hello, Load, Namespace, Sampling, SequenceUpdate
+from engine.protocol import Breakpoint, Hello, Load, Namespace, Sampling, SequenceUpdate
 from gateway.errors import (
     ContextLengthError,
     DeadlineError,
@@ -21,7 +21,20 @@ from gateway.errors import (
     OverloadedError,
 )
 from gateway.street import Street
-from gateway.types import EncodedPrompt, Event, Finished, Request, Started, Tenant, TextDelta, TextPrompt, Usage
+from gateway.types import (
+    ChatPrompt,
+    EncodedPrompt,
+    Event,
+    Finished,
+    Lease,
+    Marker,
+    Request,
+    Started,
+    Tenant,
+    TextDelta,
+    TextPrompt,
+    Usage,
+)
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Script = list[SequenceUpdate | KvasirError]
@@ -99,12 +112,14 @@ class Stages:
     engines: list[ScriptedEngine]
     held: Mapping[str, int] = field(default_factory=dict)
     num_tokens: int = 9
+    breakpoints: tuple[Breakpoint, ...] = ()
     calls: list[str] = field(default_factory=list)
     places: int = 0
 
     async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
         self.calls.append("encode")
-        return EncodedPrompt(array("I", range(self.num_tokens)).tobytes(), b"x" * 32, new_tokens=3)
+        tokens = array("I", range(self.num_tokens)).tobytes()
+        return EncodedPrompt(tokens, b"x" * 32, new_tokens=3, breakpoints=self.breakpoints)
 
     def decoder(self, model: Hello, stop: tuple[str, ...]) -> Letters:
         return Letters(stop)
@@ -184,6 +199,70 @@ async def test_with_one_engine_there_is_nothing_to_look_up() -> None:
     stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])])
     await walk(stages, request())
     assert stages.calls == ["encode", "place e"]
+
+
+async def test_a_request_without_the_cache_is_sent_anywhere_and_writes_nothing() -> None:
+    engines = [ScriptedEngine(name, [[SequenceUpdate(1, [0], cached_tokens=0, finish="stop")]]) for name in ("d", "e")]
+    stages = Stages(engines, held={"e": 2})
+    events = await walk(stages, replace(request(), use_cache=False))
+    assert stages.calls == ["encode", "choose {}", "place d"]
+    assert events[-1] == Finished("stop", Usage(9, 1, cached_tokens=0, cache_write_tokens=0))
+
+
+POINTS = (Breakpoint(3, 60.0), Breakpoint(7, 300.0))
+
+
+@pytest.mark.parametrize(
+    ("update", "points", "usage", "lease"),
+    [
+        # nothing was there; the last breakpoint is written, to the token
+        ((0, 0, 7, 0), POINTS, Usage(9, 1, 0, 7, "kept"), Lease(0, POINTS[1])),
+        # a lease is read to the token, though its last three tokens were computed again
+        ((4, 7, 0, 0), POINTS, Usage(9, 1, 7, 0, "kept"), Lease(0, POINTS[1])),
+        # more was reused than leases promised: what is written begins behind it
+        ((4, 3, 4, 0), POINTS, Usage(9, 1, 4, 3, "kept"), Lease(0, POINTS[1])),
+        ((8, 3, 4, 0), POINTS, Usage(9, 1, 8, 0, "kept"), Lease(0, POINTS[1])),
+        # for want of budget
+        ((0, 0, 3, 1), POINTS, Usage(9, 1, 0, 3, "degraded"), Lease(1, None)),
+        ((4, 0, 0, 2), POINTS, Usage(9, 1, 4, 0, "degraded"), Lease(2, None)),
+        # an engine that knows no leases; a template that leaves every marked part out
+        ((4, None, None, None), POINTS, Usage(9, 1, 4, 0, "degraded"), Lease(2, None)),
+        ((4, None, None, None), (), Usage(9, 1, 4, 0, "degraded"), Lease(0, None)),
+        # figures that cannot be are not passed on
+        ((0, 12, 12, 0), POINTS, Usage(9, 1, 9, 0, "kept"), Lease(0, POINTS[1])),
+    ],
+    ids=str,
+)
+async def test_a_request_with_breakpoints_is_metered_at_them(
+    update: tuple[int | None, ...], points: tuple[Breakpoint, ...], usage: Usage, lease: Lease
+) -> None:
+    cached, read, write, degraded = update
+    first = SequenceUpdate(1, [0], cached_tokens=cached, finish="stop")
+    first.lease_read_tokens, first.lease_write_tokens, first.leases_degraded = read, write, degraded
+    asked = replace(request(), prompt=ChatPrompt([{"role": "user", "content": "p"}], markers=(Marker(0, 1, 60.0),)))
+    events = await walk(Stages([ScriptedEngine("e", [[first]])], breakpoints=points), asked)
+    assert events[-1] == Finished("stop", usage)
+    assert asked.trace.lease == lease
+    assert asked.trace.cached_tokens == cached
+    assert usage.cached_tokens + usage.cache_write_tokens <= usage.prompt_tokens
+
+
+async def test_a_prompt_that_begins_with_anothers_lease_reads_it_without_asking() -> None:
+    first = SequenceUpdate(1, [0], cached_tokens=4, lease_read_tokens=6, lease_write_tokens=0, finish="stop")
+    asked = request()
+    events = await walk(Stages([ScriptedEngine("e", [[first]])]), asked)
+    assert events[-1] == Finished("stop", Usage(9, 1, 6, 2))
+    assert (asked.trace.lease, asked.trace.cached_tokens, asked.trace.lease_read_tokens) == (None, 4, 6)
+
+
+def test_the_usage_of_several_is_degraded_when_one_is() -> None:
+    kept, degraded, plain = [Usage(1, 1, lease=lease) for lease in ("kept", "degraded", None)]
+    assert [(one + two).lease for one, two in ((kept, plain), (plain, kept), (kept, degraded), (plain, plain))] == [
+        "kept",
+        "kept",
+        "degraded",
+        None,
+    ]
 
 
 async def test_a_stop_token_counts_as_completion_and_is_no_text() -> None:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from gateway.api.openai_parameters import CHAT, COMPLETION
 from gateway.api.openai_request import parse_chat, parse_completion, settle
+from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from tests.fakes.gateway import running
 from tests.fakes.street import FakeStreet, hello
 
 WORDS = ["user", "assistant", "tool", "text", "type", "role", "content", "function", "name", "arguments", "id", "json"]
+WORDS += ["prompt_cache_breakpoint", "mode", "ttl", "explicit", "30m"]
 SCALARS = (
     st.none()
     | st.booleans()
@@ -56,7 +58,7 @@ COMPLETIONS = bodies(COMPLETION, VALUES | st.lists(st.integers(0, 2000), max_siz
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=CHATS)
 def test_any_chat_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
-    check(lambda: settle(parse_chat(body), hello()))
+    check(lambda: settle(parse_chat(body, LeaseSettings()), hello()))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.api.openai_parameters import CHAT, COMPLETION
 from gateway.api.openai_request import NEW_DOCUMENT, parse_chat, parse_completion, settle
+from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, TextPrompt, TokenPrompt
 from tests.fakes.street import hello
@@ -16,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def chat(**fields: Any) -> Any:
-    return parse_chat({"model": "demo", "messages": MESSAGES, **fields})
+    return parse_chat({"model": "demo", "messages": MESSAGES, **fields}, LeaseSettings())
 
 
 def completion(prompt: Any = "hi", **fields: Any) -> Any:
@@ -154,6 +155,9 @@ WRONG = [
     ({"cache_salt": ""}, "cache_salt", "empty_string"),
     ({"cache_salt": "s" * 129}, "cache_salt", "string_above_max_length"),
     ({"prompt_cache_options": {"mode": "off"}}, "prompt_cache_options.mode", "invalid_value"),
+    ({"prompt_cache_options": {"ttl": 30}}, "prompt_cache_options.ttl", "invalid_type"),
+    ({"prompt_cache_options": {"ttl": "31m"}}, "prompt_cache_options.ttl", "invalid_value"),
+    ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm", "unknown_parameter"),
     ({"prompt_cache_retention": "in-memory"}, "prompt_cache_retention", "invalid_value"),
     ({"response_format": "text"}, "response_format", "invalid_type"),
     ({"response_format": {}}, "response_format.type", "invalid_type"),
@@ -224,7 +228,6 @@ HARMLESS = {
     "reasoning_effort": "max",
     "verbosity": "low",
     "parallel_tool_calls": False,
-    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
     "prompt_cache_retention": "24h",
 }
 

@@ -1,0 +1,87 @@
+"""Prompt caching as the OpenAI API has it: `prompt_cache_options` and `prompt_cache_breakpoint` into markers.
+
+    implicit mode   the latest 3 breakpoints, and one at the end of the latest eligible message, kept for options.ttl
+    explicit mode   the latest 4 breakpoints; without any, no cache at all
+
+The implicit breakpoint is there only when the options have a ttl: without one it asks for nothing that ordinary
+eviction does not give. Two breakpoints may be at one place. Pure; openai_messages.py has already checked the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from gateway.api.fields import choice, record, text, wrong_value
+from gateway.config import LeaseSettings, duration_s
+from gateway.types import MAX_BREAKPOINTS, Marker
+
+_string = text()
+check_options = record(mode=choice("implicit", "explicit"), ttl=_string)
+check_breakpoint = record(mode=choice("explicit"), ttl=_string)
+
+
+class Caching(NamedTuple):
+    """What a chat asks of the cache."""
+
+    markers: tuple[Marker, ...] = ()
+    use_cache: bool = True
+
+
+def read_caching(messages: Sequence[Any], options: dict[str, Any] | None, leases: LeaseSettings) -> Caching:
+    """`messages` and `options` as they came. Raises BadRequestError for a ttl that the operator does not allow."""
+    options = options or {}
+    asked = options.get("ttl")
+    written = leases.default_ttl if asked is None else asked
+    ttl_s = _ttl_s(written, "prompt_cache_options.ttl", leases, given=asked is not None)
+    explicit = list(_marked_parts(messages, ttl_s, leases))
+    if options.get("mode") == "explicit":
+        return Caching(tuple(explicit[-MAX_BREAKPOINTS:]), use_cache=bool(explicit))
+    markers = explicit[1 - MAX_BREAKPOINTS :]
+    if asked is not None and (place := _latest_eligible(messages)) is not None:
+        markers.append(Marker(*place, ttl_s))
+    return Caching(tuple(markers))
+
+
+def _marked_parts(messages: Sequence[Any], ttl_s: float, leases: LeaseSettings) -> Iterator[Marker]:
+    """In their order. A part without a ttl of its own takes the request's."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if type(content) is not list:
+            continue
+        chars = 0
+        for number, part in enumerate(content):
+            chars += len(part[part["type"]])
+            if (point := part.get("prompt_cache_breakpoint")) is not None:
+                own = point.get("ttl")
+                path = f"messages[{index}].content[{number}].prompt_cache_breakpoint.ttl"
+                yield Marker(index, chars, ttl_s if own is None else _ttl_s(own, path, leases))
+
+
+def _latest_eligible(messages: Sequence[Any]) -> tuple[int, int] | None:
+    """The end of the latest user message, of the last of a run of tool outputs, or of the initial instructions."""
+    roles = [message["role"] for message in messages]
+    instructions = 0
+    while instructions < len(roles) and roles[instructions] in ("system", "developer"):
+        instructions += 1
+    for index in reversed(range(len(roles))):
+        if roles[index] in ("user", "tool", "function") or index < instructions:
+            return index, _num_chars(messages[index].get("content"))
+    return None
+
+
+def _num_chars(content: Any) -> int:
+    if type(content) is list:
+        return sum(len(part[part["type"]]) for part in content)
+    return len(content or "")
+
+
+def _ttl_s(written: str, path: str, leases: LeaseSettings, *, given: bool = True) -> float:
+    """Seconds. The operator's own default is not compared with what the operator lets clients ask for."""
+    try:
+        ttl_s = duration_s(written)
+    except ValueError:
+        ttl_s = 0.0
+    if given and ttl_s not in {duration_s(allowed) for allowed in leases.ttls}:
+        raise wrong_value(path, written, leases.ttls)
+    return ttl_s

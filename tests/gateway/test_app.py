@@ -1,0 +1,181 @@
+"""All stages of the gateway wired as app.py wires them, between the real openai SDK and an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+
+from engine.protocol import TOKEN_BYTES, Submit
+from gateway.api.routes import app_runner
+from gateway.app import Gateway
+from gateway.config import EnginesSettings, LeaseSettings, Settings
+from tests.fakes import tokenisers
+from tests.fakes.fake_engine import FakeEngine, make_hello
+
+LIMIT_S = 10.0
+BOOK = " ".join(tokenisers.sentences(300, seed=11))
+
+
+@dataclass
+class Whole:
+    """A gateway on a port, and its engines."""
+
+    gateway: Gateway
+    engines: list[FakeEngine]
+    url: str
+    client: openai.AsyncOpenAI
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [submit for engine in self.engines for submit in engine.submits]
+
+    async def ask(self, *messages: Any, **options: Any) -> tuple[openai.types.CompletionUsage, Any]:
+        """Usage and headers."""
+        raw = await self.client.chat.completions.with_raw_response.create(
+            model="demo", messages=list(messages), max_tokens=2, **options
+        )
+        usage = raw.parse().usage
+        assert usage is not None
+        return usage, raw.headers
+
+
+@asynccontextmanager
+async def whole(engines: int = 1, **behaviour: Any) -> AsyncIterator[Whole]:
+    files = tokenisers.qwen()
+    hello = tokenisers.hello(files)
+    settings = Settings(
+        engines=EnginesSettings(connect_timeout_s=2.0, reconnect_max_s=0.1), leases=LeaseSettings(ttls=("5m", "1h"))
+    )
+    gateway = Gateway(settings, None, None)
+    fakes = [
+        FakeEngine(
+            hello=make_hello(tokenizer=files.fingerprint(), vocab_size=hello.vocab_size), tokenizer=files, **behaviour
+        )
+        for _ in range(engines)
+    ]
+    runner = app_runner(gateway.web_app(), settings.server)
+    async with asyncio.timeout(6 * LIMIT_S):
+        for fake in fakes:
+            await fake.__aenter__()
+            gateway.registry.add(fake.url)
+        await gateway.registry.wait_joined()
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+        try:
+            yield Whole(gateway, fakes, url, client)
+        finally:
+            await client.close()
+            await runner.cleanup()
+            await gateway.registry.stop()
+            await gateway.index.close()
+            gateway.prompts.close()
+            for fake in fakes:
+                await fake.die()
+
+
+def user(*parts: tuple[str, str | None]) -> Any:
+    """Parts of text, and the ttl of the breakpoint after each."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": text} for text, _ in parts]
+    for part, (_, ttl) in zip(content, parts, strict=True):
+        if ttl is not None:
+            part["prompt_cache_breakpoint"] = {"mode": "explicit", "ttl": ttl}
+    return {"role": "user", "content": content}
+
+
+def extra(usage: openai.types.CompletionUsage) -> tuple[int | None, Any, Any]:
+    """cached_tokens, cache_write_tokens and cache_lease."""
+    details = usage.prompt_tokens_details
+    assert details is not None
+    more = details.model_dump()
+    return details.cached_tokens, more["cache_write_tokens"], more.get("cache_lease")
+
+
+async def test_what_one_request_writes_is_what_the_next_one_reads_to_the_token() -> None:
+    async with whole() as all_of_it:
+        message = (BOOK, "1h")
+        first, headers = await all_of_it.ask(user(message, (" What is it about?", None)))
+        (point,) = all_of_it.submits[0].breakpoints
+        assert point.ttl_s == 3600
+        assert point.tokens % 16, "the test wants a breakpoint inside of a block"
+        assert extra(first) == (0, point.tokens, "kept")
+        assert (headers["x-kvasir-lease"], headers["x-kvasir-cached-tokens"]) == (
+            f"kept; tokens={point.tokens}; ttl=3600",
+            "0",
+        )
+        second, headers = await all_of_it.ask(user(message, (" And who wrote it?", None)))
+        assert extra(second) == (point.tokens, 0, "kept")
+        assert int(headers["x-kvasir-cached-tokens"]) == point.tokens // 16 * 16
+
+
+async def test_a_breakpoint_changes_neither_tokens_nor_blocks() -> None:
+    async with whole() as all_of_it:
+        await all_of_it.ask(user((BOOK, "5m"), (" What?", "1h")))
+        await all_of_it.ask({"role": "user", "content": BOOK + " What?"})
+        marked, plain = all_of_it.submits
+    assert (marked.tokens, marked.digests, marked.salt) == (plain.tokens, plain.digests, plain.salt)
+    assert [point.ttl_s for point in marked.breakpoints] == [300, 3600]
+    assert plain.breakpoints == ()
+    assert (marked.tenant, marked.use_cache) == ("anonymous", True)
+
+
+async def test_a_request_that_asks_for_nothing_says_nothing_of_leases() -> None:
+    async with whole() as all_of_it:
+        usage, headers = await all_of_it.ask({"role": "user", "content": BOOK})
+        whole_blocks = len(all_of_it.submits[0].tokens) // TOKEN_BYTES // 16 * 16
+        assert extra(usage) == (0, whole_blocks, None)
+        assert "x-kvasir-lease" not in headers
+
+
+@pytest.mark.parametrize("leases", ["degraded", None])
+async def test_a_lease_that_was_not_granted_is_visible(leases: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    async with whole(leases=leases) as all_of_it:
+        usage, headers = await all_of_it.ask(user((BOOK, "5m")))
+        assert extra(usage) == (0, 0, "degraded")
+        assert headers["x-kvasir-lease"] == "degraded"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
+    assert " lease=degraded lease_read_tokens=0 lease_write_tokens=0 " in line
+
+
+async def test_a_stream_says_the_same_in_headers_and_usage() -> None:
+    async with whole() as all_of_it:
+        raw = await all_of_it.client.chat.completions.with_raw_response.create(
+            model="demo",
+            messages=[user((BOOK, "5m"))],
+            max_tokens=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        assert raw.headers["x-kvasir-lease"].startswith("kept; tokens=")
+        chunks = [chunk async for chunk in raw.parse()]
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert extra(usage) == (0, all_of_it.submits[0].breakpoints[0].tokens, "kept")
+
+
+async def test_explicit_mode_without_a_breakpoint_neither_reads_nor_writes() -> None:
+    async with whole(engines=2) as all_of_it:
+        message: Any = {"role": "user", "content": BOOK}
+        for _ in range(2):
+            usage, _ = await all_of_it.ask(message, prompt_cache_options={"mode": "explicit"})
+            assert extra(usage) == (0, 0, None)
+        assert [submit.use_cache for submit in all_of_it.submits] == [False, False]
+        assert not [engine for engine in all_of_it.engines if engine.held]
+
+
+async def test_leases_are_read_by_those_of_the_same_scope_only() -> None:
+    async with whole() as all_of_it:
+        message = user((BOOK, "5m"), (" Why?", None))
+        await all_of_it.ask(message, prompt_cache_key="one")
+        assert extra((await all_of_it.ask(message, prompt_cache_key="two"))[0])[0] == 0
+        assert extra((await all_of_it.ask(message, prompt_cache_key="one"))[0])[0]
