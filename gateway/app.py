@@ -60,6 +60,7 @@ class Gateway:
             self._connect,
             retry_after_s=RETRY_AFTER_S,
             start_timeout_s=settings.engines.start_timeout_s,
+            on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
         )
         self.street = Street(

@@ -69,6 +69,7 @@ class Registry(Generic[C]):
         redis: Redis | None = None,
         discover_s: float = 1.0,
         start_timeout_s: float = 0.0,
+        on_unused: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -77,17 +78,21 @@ class Registry(Generic[C]):
         redis          where engines announce themselves; None switches discovery off
         discover_s     seconds between looks at the announcements, and how long one look may take
         start_timeout_s  how long an engine that was never reached may turn out to serve any model
+        on_unused      told the fingerprint of a tokeniser that no known engine has any more; one that is away for a
+                       moment is known, one that was announced and is gone is not
         """
         self._connect = connect
         self._retry_after_s = retry_after_s
         self._redis = redis
         self._discover_s = discover_s
         self._start_timeout_s = start_timeout_s
+        self._on_unused = on_unused
         self._clock = clock
         self._added_s: dict[str, float] = {}  # by URL
         self._clients: dict[str, C] = {}  # by URL
         self._discovered: set[str] = set()  # URLs found in Redis
         self._models: dict[str, int] = {}  # model -> Unix second of the start of its newest engine
+        self._tokenizers: set[str] = set()  # fingerprints that engines have, or had when somebody last looked
         self._mixed: set[str] = set()  # models whose engines differ, and that has been said
         self._looking: asyncio.Task[None] | None = None
 
@@ -180,6 +185,7 @@ class Registry(Generic[C]):
                 self._discovered.discard(key)
                 del self._clients[key], self._added_s[key]
                 await client.stop()
+        self._remember()
 
     def _any_starting(self) -> bool:
         youngest_s = self._clock() - self._start_timeout_s
@@ -188,9 +194,15 @@ class Registry(Generic[C]):
     # -- models -------------------------------------------------------------------------------------------------------
 
     def _remember(self) -> None:
+        """Notes what the engines serve now, and gives up tokenisers that none of them has any more."""
+        tokenizers = set()
         for client in self._clients.values():
             if (model := client.model) is not None:
                 self._models[model] = max(client.hello.created, self._models.pop(model, 0))
+                tokenizers.add(client.hello.tokenizer)
+        unused, self._tokenizers = self._tokenizers - tokenizers, tokenizers
+        for fingerprint in unused:
+            self._on_unused(fingerprint)
         while len(self._models) > MAX_MODELS:
             del self._models[next(iter(self._models))]
 

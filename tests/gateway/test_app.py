@@ -19,6 +19,7 @@ from gateway.app import Gateway
 from gateway.config import EnginesSettings, LeaseSettings, Settings
 from tests.fakes import tokenisers
 from tests.fakes.fake_engine import FakeEngine, make_hello
+from tests.fakes.waiting import until
 
 LIMIT_S = 10.0
 BOOK = " ".join(tokenisers.sentences(300, seed=11))
@@ -179,3 +180,19 @@ async def test_leases_are_read_by_those_of_the_same_scope_only() -> None:
         await all_of_it.ask(message, prompt_cache_key="one")
         assert extra((await all_of_it.ask(message, prompt_cache_key="two"))[0])[0] == 0
         assert extra((await all_of_it.ask(message, prompt_cache_key="one"))[0])[0]
+
+
+async def test_a_tokeniser_that_no_engine_has_any_more_is_unloaded() -> None:
+    async with whole() as all_of_it:
+        registry, prompts, fake = all_of_it.gateway.registry, all_of_it.gateway.prompts, all_of_it.engines[0]
+        (client,) = registry.engines
+        assert (list(registry.models()), list(prompts.stats())) == (["demo"], ["demo"])
+        await fake.cut()  # away for a moment
+        await until(lambda: not client.joined)
+        registry.models()
+        assert list(prompts.stats()) == ["demo"]
+        fake.behaviour.tokenizer = other = tokenisers.llama3()
+        await fake.restart(tokenizer=other.fingerprint(), model="another")
+        await until(lambda: client.joined and client.model == "another")
+        registry.models()
+        assert list(prompts.stats()) == ["another"]

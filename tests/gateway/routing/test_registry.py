@@ -226,6 +226,44 @@ async def test_an_engine_that_announces_itself_is_connected_to_and_forgotten_whe
     await registry.stop()
 
 
+async def test_a_tokeniser_is_given_up_with_the_last_engine_that_has_it(redis: Redis) -> None:
+    unused: list[str] = []
+    registry = Registry(FakeClient, retry_after_s=2.0, redis=redis, discover_s=LOOK_S, on_unused=unused.append)
+    hellos = [make_hello(tokenizer=name) for name in ("shared", "shared", "own")]
+    for number, hello in enumerate(hellos):
+        await announce(redis, hello, f"http://e{number}:1")
+    registry.start()
+    await until(lambda: len(registry.engines) == 3)
+    clients = {client.url: client for client in registry.engines}
+    for number, hello in enumerate(hellos):
+        clients[f"http://e{number}:1"].join(hello)
+
+    async def leave(number: int) -> None:
+        await redis.delete(announcement_key(hellos[number].incarnation))
+        client = clients[f"http://e{number}:1"]
+        client.joined = False
+        await until(lambda: client not in registry.engines)
+
+    await leave(0)
+    clients["http://e1:1"].joined = False  # for a moment: it is still announced
+    await leave(2)
+    await until(lambda: unused == ["own"])
+    await leave(1)
+    await until(lambda: unused == ["own", "shared"])
+    await registry.stop()
+
+
+def test_an_engine_that_comes_back_with_another_tokeniser_gives_up_its_first() -> None:
+    unused: list[str] = []
+    registry = Registry(FakeClient, retry_after_s=2.0, on_unused=unused.append)
+    registry.add("http://a:1")
+    (client,) = registry.engines
+    for tokenizer in ("old", "new", "new"):
+        client.join(make_hello(tokenizer=tokenizer))
+        registry.models()
+    assert unused == ["old"]
+
+
 async def test_an_engine_that_is_connected_already_is_not_found_again(redis: Redis) -> None:
     registry = new(redis)
     registry.add("unix:/x/e.sock", "engine-0")
