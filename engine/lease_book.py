@@ -6,10 +6,13 @@ Knows nothing about blocks, pools or budgets: engine/leases.py decides what is k
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from engine.lease_tree import Lease
+from engine.lease_tree import Lease, Ranking
 from engine.protocol import TOKEN_BYTES
+
+DEGRADED = 2.0
+"""A degraded lease is worth so much less than a kept one: more than the whole of its time."""
 
 
 class LeaseBook:
@@ -24,16 +27,19 @@ class LeaseBook:
         self._max_leases = max_leases
         self._tenant_most = tenant_most
         self._by_tenant: dict[str, dict[Lease, None]] = {}
+        self._rankings: dict[str, Ranking[Lease]] = {}  # of the same tenants
+        self._ranking: Ranking[Lease] = Ranking(lambda: self, self._value)  # of all
         self._by_digest: dict[bytes, dict[tuple[str, str, bytes], Lease]] = {}  # digest -> salt, tenant, tail
         self._salts: dict[str, int] = {}  # leases of each
-        self._ends: list[tuple[float, int, Lease]] = []  # heap; one that was renewed is put back when its turn comes
+        self._size = 0
+        self._ends: list[tuple[float, int, Lease]] = []  # heap; its first entry is that of a lease, as it is now
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return self._size
 
     def __iter__(self) -> Iterator[Lease]:
-        """Over a copy; from any thread."""
-        return (lease for _, _, lease in self._ends.copy())
+        """Over copies; from any thread."""
+        return (lease for mine in self._by_tenant.copy().values() for lease in mine.copy())
 
     def has_tenant(self, tenant: str) -> bool:
         return tenant in self._by_tenant
@@ -79,47 +85,70 @@ class LeaseBook:
     def find_surplus(self, tenant: str, now: float) -> Lease | None:
         """The lease that has to go before one of this tenant is added: the least valuable, degraded ones before kept
         ones; the tenant's own when it has too many, or anybody's when there are too many; None when there is room."""
-        crowd: Collection[Lease] = self._by_tenant.get(tenant, ())
-        if len(crowd) < self._tenant_most:
-            if len(self) < self._max_leases:
-                return None
-            crowd = list(self)
-        return min(crowd, key=lambda lease: (lease.state == "kept", lease.value(now)))
+        if len(self._by_tenant.get(tenant, ())) >= self._tenant_most:
+            return self._rankings[tenant].find_least(now)
+        return self._ranking.find_least(now) if self._size >= self._max_leases else None
+
+    def _value(self, lease: Lease, now: float) -> tuple[float, int] | None:
+        if lease not in self._by_tenant.get(lease.tenant, ()):
+            return None
+        share, size = lease.value(now)
+        return (share if lease.state == "kept" else share - DEGRADED), size
 
     def add(self, lease: Lease) -> None:
-        heapq.heappush(self._ends, (lease.expires_s, lease.number, lease))
-        self._by_tenant.setdefault(lease.tenant, {})[lease] = None
-        self._by_digest.setdefault(lease.digest, {})[lease.salt, lease.tenant, lease.tail] = lease
+        tenant = lease.tenant
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = {}
+            self._rankings[tenant] = Ranking(lambda: self._by_tenant[tenant], self._value)
+        self._by_tenant[tenant][lease] = None
+        self._by_digest.setdefault(lease.digest, {})[lease.salt, tenant, lease.tail] = lease
         self._salts[lease.salt] = self._salts.get(lease.salt, 0) + 1
+        self._size += 1
+        heapq.heappush(self._ends, (lease.expires_s, lease.number, lease))
 
     def remove(self, lease: Lease) -> None:
-        """Before its time. O(leases)."""
-        self._ends = [entry for entry in self._ends if entry[2] is not lease]
-        heapq.heapify(self._ends)
+        """Before its time."""
         self._strike_out(lease)
+        if len(self._ends) > 2 * self._size + 64:
+            self._ends = [(lease.expires_s, lease.number, lease) for lease in self]
+            heapq.heapify(self._ends)
+        self._tidy()
 
     def pop_ended(self, now: float) -> Lease | None:
         """Takes out a lease whose time is up; None when there is none."""
-        while self._ends and self._ends[0][0] <= now:
-            lease = self._ends[0][2]
-            if lease.expires_s <= now:
-                heapq.heappop(self._ends)
-                self._strike_out(lease)
-                return lease
-            heapq.heapreplace(self._ends, (lease.expires_s, lease.number, lease))
-        return None
+        if not self._ends or self._ends[0][0] > now:
+            return None
+        self._tidy()
+        if not self._ends or self._ends[0][0] > now:
+            return None
+        lease = heapq.heappop(self._ends)[2]
+        self._strike_out(lease)
+        self._tidy()
+        return lease
 
     def next_end_s(self) -> float | None:
         """No lease ends before this time, unless one is added. None when there is none."""
         return self._ends[0][0] if self._ends else None
 
+    def _tidy(self) -> None:
+        """Until the first entry of the heap is that of a lease which is in the book and ends then."""
+        while self._ends:
+            end_s, number, lease = self._ends[0]
+            if lease not in self._by_tenant.get(lease.tenant, ()):
+                heapq.heappop(self._ends)
+            elif lease.expires_s > end_s:
+                heapq.heapreplace(self._ends, (lease.expires_s, number, lease))
+            else:
+                return
+
     def _strike_out(self, lease: Lease) -> None:
         mine, same = self._by_tenant[lease.tenant], self._by_digest[lease.digest]
         del mine[lease], same[lease.salt, lease.tenant, lease.tail]
         if not mine:
-            del self._by_tenant[lease.tenant]
+            del self._by_tenant[lease.tenant], self._rankings[lease.tenant]
         if not same:
             del self._by_digest[lease.digest]
+        self._size -= 1
         self._salts[lease.salt] -= 1
         if not self._salts[lease.salt]:
             del self._salts[lease.salt]
@@ -132,7 +161,7 @@ class LeaseBook:
             ("digests", [len(same) for same in self._by_digest.values()]),
             ("salts", list(self._salts.values())),
         ):
-            if sum(counts) != len(self) or 0 in counts:
+            if sum(counts) != self._size or 0 in counts:
                 wrong.append(f"{len(self)} leases are remembered, and {sum(counts)} by their {name}")
         if len(self) > self._max_leases or any(len(mine) > self._tenant_most for mine in self._by_tenant.values()):
             wrong.append(f"{len(self)} leases are remembered, more than the limits of all or of one tenant")

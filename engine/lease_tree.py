@@ -7,8 +7,9 @@ engine/leases.py has one tree for each pool, and one for each tenant in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from engine.blocks import BlockPool
 
@@ -42,6 +43,47 @@ class Lease:
         return (self.expires_s - now) / self.ttl_s, -self.tokens
 
 
+_Item = TypeVar("_Item")
+
+
+class Ranking(Generic[_Item]):
+    """What is worth least among things whose worth falls with time, at different speeds. Sorted once for each moment
+    that is asked about, not for each question: all sequences of a step ask about the same one.
+
+    items  all things, whenever they have to be sorted
+    value  what one is worth at a time; None when it does not count (any more)
+    """
+
+    def __init__(
+        self,
+        items: Callable[[], Iterable[_Item]],
+        value: Callable[[_Item, float], tuple[float, int] | None],
+    ) -> None:
+        self._items = items
+        self._value = value
+        self._ranked: list[tuple[tuple[float, int], _Item]] = []  # the least last
+        self._now: float | None = None
+
+    def find_least(self, now: float, beside: _Item | None = None) -> _Item | None:
+        """The least of them, but for `beside`; None when there is no other. What came after the first question about
+        this moment counts when all that was there before does not count any more."""
+        if self._now == now and (found := self._find_ranked(now, beside)) is not None:
+            return found
+        values = [(value, item) for item in self._items() if (value := self._value(item, now)) is not None]
+        self._ranked, self._now = sorted(values, key=lambda entry: entry[0], reverse=True), now
+        return self._find_ranked(now, beside)
+
+    def _find_ranked(self, now: float, beside: _Item | None) -> _Item | None:
+        for index in range(len(self._ranked) - 1, -1, -1):
+            value, item = self._ranked[index]
+            if item == beside:
+                continue
+            if self._value(item, now) == value:
+                return item
+            del self._ranked[index]  # gone, or worth something else now
+        return None
+
+
 class LeaseTree:
     """The leases of a group that are pinned in one pool. Adding and removing walk up to the first block that is
     counted in any case, so they cost no more than computing those blocks did."""
@@ -50,6 +92,7 @@ class LeaseTree:
         self._pool = pool
         self._counts: dict[int, int] = {}  # leases that end in the block, plus counted blocks that hang from it
         self._leases: dict[int, list[Lease]] = {}  # by the block they end in
+        self._ranking = Ranking(lambda: self._leases, self._value)
 
     def __len__(self) -> int:
         """Blocks that are kept, each once."""
@@ -96,11 +139,11 @@ class LeaseTree:
 
         beside  a block that is to be kept in any case: ending its leases would free nothing
         """
-        least, weakest = None, list[Lease]()
-        for block, group in self._leases.items():
-            if self._counts[block] > len(group) or block == beside:
-                continue
-            value = max(lease.value(now) for lease in group)
-            if least is None or value < least:
-                least, weakest = value, group
-        return list(weakest)
+        block = self._ranking.find_least(now, beside)
+        return [] if block is None else list(self._leases[block])
+
+    def _value(self, block: int, now: float) -> tuple[float, int] | None:
+        group = self._leases.get(block)
+        if group is None or self._counts[block] > len(group):
+            return None
+        return max(lease.value(now) for lease in group)
