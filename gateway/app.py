@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 from redis.asyncio import Redis
@@ -23,6 +24,7 @@ from gateway.api.routes import app_runner, build_app
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses, EngineStartError
 from gateway.engines.bundled import BundledEngine
+from gateway.engines.figures import EngineFigures
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.index.redis_index import RedisIndex, connect
@@ -63,6 +65,7 @@ class Gateway:
             on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
         )
+        self.figures = EngineFigures(lambda: self.registry.engines)
         self.street = Street(
             prompts=self.prompts,
             index=self.index,
@@ -84,6 +87,7 @@ class Gateway:
             models=self.registry,
             decoders=self.prompts,
             sources=Sources(
+                refresh=self.figures.refresh,
                 engines=self._engine_statuses,
                 queue=self.queue.status,
                 prompts=self.prompts.stats,
@@ -110,10 +114,10 @@ class Gateway:
         self.queue.forget(incarnation)
 
     def _engine_statuses(self) -> list[EngineStatus]:
-        return [_status(engine) for engine in self.registry.engines]
+        return [_status(engine, self.figures.of(engine.url)) for engine in self.registry.engines]
 
 
-def _status(engine: BundledEngine) -> EngineStatus:
+def _status(engine: BundledEngine, stats: Mapping[str, Any]) -> EngineStatus:
     if engine.model is None:
         return EngineStatus(engine.name, engine.url, "connecting")
     hello, load = engine.hello, engine.load
@@ -127,6 +131,7 @@ def _status(engine: BundledEngine) -> EngineStatus:
         num_blocks=hello.num_blocks,
         block_size=hello.namespace.block_size,
         load=load,
+        stats=stats if engine.joined else {},
     )
 
 
@@ -158,6 +163,7 @@ async def serve(
         gateway = Gateway(settings, redis, redis_url)
         stack.callback(gateway.prompts.close)
         stack.push_async_callback(gateway.index.close)
+        stack.push_async_callback(gateway.figures.close)
         runner = app_runner(gateway.web_app(), settings.server)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -186,6 +186,9 @@ class EnginesSettings(Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Seconds that a started engine may take to load its model."
     )
+    stats_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        0.5, description="Seconds that an engine may take to tell its counters; then it is shown without."
+    )
     buffer_updates: Annotated[int, Field(ge=16)] = Field(
         65536, description="Updates of one sequence that wait for a slow client before it is given up."
     )
@@ -270,6 +273,14 @@ class Settings(BaseModel):
                 if key in seen:
                     raise ValueError(f"tenants: a key of {tenant.name!r} is also in {seen[key]}")
                 seen[key] = f"tenant {tenant.name!r}"
+        return self
+
+    @model_validator(mode="after")
+    def _engines_lease_for_so_long(self) -> Settings:
+        most_s = self.engine.lease_max_s
+        for name, ttl in (*(("ttls", ttl) for ttl in self.leases.ttls), ("default_ttl", self.leases.default_ttl)):
+            if duration_s(ttl) > most_s:
+                raise ValueError(f"leases.{name}: {ttl} is more than engine.lease_max_s, {most_s:g} s")
         return self
 
     @model_validator(mode="after")

@@ -62,11 +62,13 @@ class Admin:
 
     async def prometheus(self, http: web.Request) -> web.Response:
         """GET /metrics"""
+        await self._sources.refresh()
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def stats(self, http: web.Request) -> web.Response:
         """GET /admin/stats: cache, engines, queues, prompts, redis and tenants."""
         self._auth.check_admin(http)
+        await self._sources.refresh()
         sources, engines = self._sources, self._sources.engines()
         queue = sources.queue()
         outcomes = ("admitted", "refused", "expired", "abandoned")
@@ -113,7 +115,7 @@ class Admin:
 
 
 def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
-    load = engine.load
+    load, stats = engine.load, engine.stats
     return {
         "name": engine.name,
         "url": engine.url,
@@ -125,6 +127,7 @@ def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
             "free": load.free_blocks,
             "cached": load.cached_blocks,
             "live": load.live_blocks,
+            "leased": load.leased_blocks,
             "total": engine.num_blocks,
             "tokens_per_block": engine.block_size,
         },
@@ -133,6 +136,10 @@ def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
         "prefill_backlog": load.prefill_backlog,
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "decode_tokens_per_s": round(load.decode_tokens_per_s, 1),
+        "evictions": stats.get("evictions"),
+        "sharing": {key: stats.get(key) for key in ("shared_tokens", "shared_waits")},
+        "leases": stats.get("leases"),
+        "tiers": stats.get("tiers"),
     }
 
 

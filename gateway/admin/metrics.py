@@ -7,7 +7,7 @@ Requests are counted as they finish; figures of engines, queue, memos and Redis 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,6 +20,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.admin.engine_metrics import engine_metrics
 from gateway.admin.sources import Sources
 from gateway.api.record import CLIENT_LEFT, Record
 
@@ -41,6 +42,8 @@ class Totals:
     clients_left: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    lease_read_tokens: int = 0
+    lease_write_tokens: int = 0
     completion_tokens: int = 0
     tokenized_tokens: int = 0
 
@@ -66,10 +69,18 @@ class Metrics:
             for kind, text in (
                 ("prompt", "Tokens of prompts, cached ones included."),
                 ("cached", "Tokens of prompts whose blocks were reused."),
+                ("lease_read", "Tokens of prompts that began with a lease, up to its breakpoint."),
+                ("lease_write", "Tokens of prompts beyond those, up to the last breakpoint that was kept."),
                 ("completion", "Tokens generated."),
                 ("tokenized", "Tokens of prompts that had to be tokenised, because their segments were new."),
             )
         }
+        self._breakpoints = Counter(
+            "kvasir_breakpoint_requests",
+            "Answered requests with breakpoints: all of them kept, or any degraded.",
+            (*tenant_model, "lease"),
+            registry=self.registry,
+        )
         self._retries = Counter(
             "kvasir_retries",
             "Requests sent to another engine before the first byte.",
@@ -110,6 +121,8 @@ class Metrics:
         for trace in record.traces:
             totals.prompt_tokens += trace.prompt_tokens
             totals.cached_tokens += trace.cached_tokens
+            totals.lease_read_tokens += trace.lease_read_tokens
+            totals.lease_write_tokens += trace.lease_write_tokens
             totals.completion_tokens += trace.completion_tokens
             totals.tokenized_tokens += trace.tokenized_tokens
 
@@ -119,8 +132,12 @@ class Metrics:
         for trace in record.traces:
             children.prompt.inc(trace.prompt_tokens)
             children.cached.inc(trace.cached_tokens)
+            children.lease_read.inc(trace.lease_read_tokens)
+            children.lease_write.inc(trace.lease_write_tokens)
             children.completion.inc(trace.completion_tokens)
             children.tokenized.inc(trace.tokenized_tokens)
+            if trace.lease is not None:
+                self._breakpoints.labels(model, tenant, trace.lease.state).inc()
             if trace.retries:
                 self._retries.labels(model).inc(trace.retries)
             if trace.first_token_ms is not None:
@@ -151,6 +168,8 @@ class _Children:
 
     prompt: Counter
     cached: Counter
+    lease_read: Counter
+    lease_write: Counter
     completion: Counter
     tokenized: Counter
     first_token: Histogram
@@ -166,7 +185,7 @@ class _Scraped(Collector):
         self._sources = sources
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._engines()
+        yield from engine_metrics(self._sources.engines())
         yield from self._queue()
         yield from self._prompts()
         yield GaugeMetricFamily(
@@ -174,28 +193,6 @@ class _Scraped(Collector):
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
             value=float(bool(self._sources.redis().get("up"))),
         )
-
-    def _engines(self) -> Iterator[Metric]:
-        engines = self._sources.engines()
-        up = GaugeMetricFamily("kvasir_engine_up", "1 while the engine is ready.", labels=("engine", "model"))
-        for engine in engines:
-            up.add_metric([engine.name, engine.model or "unknown"], float(engine.state == "ready"))
-        yield up
-        loads = [(engine, asdict(engine.load)) for engine in engines if engine.incarnation is not None]
-        for name, text in (
-            ("waiting", "Sequences admitted and not yet running."),
-            ("running", "Sequences running."),
-            ("prefill_backlog", "Tokens still to be prefilled."),
-            ("free_blocks", "Blocks that hold nothing."),
-            ("cached_blocks", "Blocks that can be hit and evicted."),
-            ("live_blocks", "Blocks in use by a sequence."),
-            ("prefill_tokens_per_s", "Tokens per second, moving average."),
-            ("decode_tokens_per_s", "Tokens per second, moving average."),
-        ):
-            gauge = GaugeMetricFamily(f"kvasir_engine_{name}", text, labels=("engine", "model"))
-            for engine, load in loads:
-                gauge.add_metric([engine.name, engine.model or "unknown"], float(load[name]))
-            yield gauge
 
     def _queue(self) -> Iterator[Metric]:
         queue = self._sources.queue()

@@ -1,8 +1,9 @@
-"""Where the operator's figures come from. app.py fills this in from the stages; nothing here may block or raise."""
+"""Where the operator's figures come from. app.py fills this in from the stages; nothing here may block or raise, and
+`refresh` alone may wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -23,6 +24,7 @@ class EngineStatus:
     num_blocks: int = 0
     block_size: int = 0
     load: Load = field(default_factory=Load)
+    stats: Mapping[str, Any] = field(default_factory=dict)  # its own counters; empty when it does not answer
 
 
 class QueueStatus(Protocol):
@@ -54,6 +56,7 @@ class QueueStatus(Protocol):
 class Sources:
     """Each is asked anew for every scrape.
 
+    refresh   awaited first: fetches what is in other processes, for a bounded time
     engines   every engine, whatever its state
     queue     the online lane
     prompts   model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
@@ -61,6 +64,7 @@ class Sources:
     draining  whether the server is ending and wants no new requests
     """
 
+    refresh: Callable[[], Awaitable[None]]
     engines: Callable[[], Sequence[EngineStatus]]
     queue: Callable[[], QueueStatus]
     prompts: Callable[[], Mapping[str, Mapping[str, Any]]]

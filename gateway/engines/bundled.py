@@ -25,7 +25,6 @@ import aiohttp
 from engine.protocol import (
     SECRET_HEADER,
     STREAM_PATH,
-    TOKENIZER_PATH,
     BlockEvents,
     Hello,
     Load,
@@ -38,13 +37,13 @@ from engine.protocol import (
 from gateway import tasks
 from gateway.config import EnginesSettings
 from gateway.engines.connection import Connection
+from gateway.engines.questions import fetch_stats, fetch_tokenizer
 from gateway.errors import DeadlineError, EngineLostError
 from gateway.types import EncodedPrompt, Request
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-MAX_TOKENIZER_BYTES: Final = 256 << 20
 FIRST_RETRY_S: Final = 0.05
 LONGEST_LOCAL_RETRY_S: Final = 0.25
 
@@ -90,6 +89,7 @@ class BundledEngine:
         self._hello: Hello | None = None
         self._tokenizer: tuple[str, str] | None = None  # model and fingerprint that on_tokenizer was called for
         self._connection: Connection | None = None  # only while joined
+        self._session: aiohttp.ClientSession | None = None  # that of the connection
         self._joined = asyncio.Event()
         self._left_on_purpose = False  # the last connection was to an engine that said it would end
         self._told = False  # the present outage has been logged
@@ -137,6 +137,10 @@ class BundledEngine:
     async def wait_joined(self) -> None:
         """Returns when the engine is joined. May wait for ever."""
         await self._joined.wait()
+
+    async def fetch_stats(self) -> dict[str, Any] | None:
+        """The engine's own counters; None when it is away or does not answer in time. Never raises."""
+        return await fetch_stats(self._session, self._settings.stats_timeout_s) if self._session else None
 
     async def generate(
         self, prompt: EncodedPrompt, sampling: Sampling, request: Request
@@ -244,11 +248,11 @@ class BundledEngine:
     async def _join(self, session: aiohttp.ClientSession, connection: Connection) -> None:
         hello = connection.hello
         if self._tokenizer != (hello.model, hello.tokenizer):
-            files = await _fetch_tokenizer(session, hello, self._settings.connect_timeout_s)
+            files = await fetch_tokenizer(session, hello, self._settings.connect_timeout_s)
             await self._on_tokenizer(hello, files)
             self._tokenizer = (hello.model, hello.tokenizer)
         self._hello = hello
-        self._connection = connection
+        self._connection, self._session = connection, session
         self._joined.set()
         self._told = False
         log.info("engine %s joined: %s, incarnation %s", self.name, hello.model, hello.incarnation)
@@ -264,7 +268,7 @@ class BundledEngine:
 
     def _leave(self, connection: Connection) -> None:
         if self._connection is connection:
-            self._connection = None
+            self._connection = self._session = None
             self._joined.clear()
         self._left_on_purpose = connection.load.draining
         self._on_lost(connection.hello.incarnation)
@@ -302,28 +306,6 @@ async def _receive(socket: aiohttp.ClientWebSocketResponse) -> bytes:
     if message.type is aiohttp.WSMsgType.ERROR:
         raise EngineLostError(f"{message.data}")
     raise EngineLostError("the engine closed the connection")
-
-
-async def _fetch_tokenizer(session: aiohttp.ClientSession, hello: Hello, timeout_s: float) -> TokenizerFiles:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
-    async with session.get(TOKENIZER_PATH, timeout=timeout, raise_for_status=True) as response:
-        body = await response.content.read(MAX_TOKENIZER_BYTES)
-        while not response.content.at_eof() and len(body) < MAX_TOKENIZER_BYTES:
-            body += await response.content.read(MAX_TOKENIZER_BYTES - len(body))
-    files = await asyncio.to_thread(_parse_tokenizer, body)
-    if files.fingerprint() != hello.tokenizer:
-        raise ProtocolError("the tokeniser is not the one that the engine's hello announces")
-    return files
-
-
-def _parse_tokenizer(body: bytes) -> TokenizerFiles:
-    import orjson
-
-    try:
-        data: dict[str, Any] = orjson.loads(body)
-        return TokenizerFiles.from_json(data)
-    except (ValueError, TypeError) as error:
-        raise ProtocolError(f"unreadable tokeniser files: {error}") from None
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

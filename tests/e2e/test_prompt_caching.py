@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -64,3 +65,88 @@ def test_tenants_share_what_they_put_into_a_namespace_and_nothing_else(tenants: 
     assert cached(ask(tenants, "Shared.", "south-key-123")) == 0
     with pytest.raises(openai.PermissionDeniedError):
         ask(tenants, "Shared.", "south-key-123", extra_headers={"x-kvasir-namespace": "norths"})
+
+
+def marked(first: str, question: str, ttl: str | None = "5m") -> Any:
+    """The book with a breakpoint right after it, and a question."""
+    point = {"mode": "explicit"} | ({"ttl": ttl} if ttl else {})
+    book = {"type": "text", "text": f"{first} {BOOK}", "prompt_cache_breakpoint": point}
+    return {"role": "user", "content": [book, {"type": "text", "text": question}]}
+
+
+def details(answer: Any) -> tuple[int, int, str | None]:
+    """cached_tokens, cache_write_tokens and cache_lease."""
+    found = answer.parse().usage.prompt_tokens_details.model_dump()
+    return found["cached_tokens"], found["cache_write_tokens"], found.get("cache_lease")
+
+
+def create(server: Server, message: Any, **options: Any) -> Any:
+    return server.client("north-key-123").chat.completions.with_raw_response.create(
+        model="demo", messages=[message], max_tokens=2, temperature=0, **options
+    )
+
+
+def test_what_one_request_writes_is_what_the_next_reads(tenants: Server) -> None:
+    first = create(tenants, marked("Leases.", " How many bags?"))
+    read, written, lease = details(first)
+    assert (read, lease) == (0, "kept")
+    assert written > 100
+    assert first.headers["x-kvasir-lease"] == f"kept; tokens={written}; ttl=300"
+    second = create(tenants, marked("Leases.", " And which class?"))
+    assert details(second) == (written, 0, "kept")
+    assert written - 16 < int(second.headers["x-kvasir-cached-tokens"]) <= written
+    # Somebody who asks for no breakpoint reads the lease as well.
+    third = create(tenants, {"role": "user", "content": f"Leases. {BOOK} Why?"})
+    assert details(third)[0] >= written
+    assert details(third)[2] is None
+
+
+def test_explicit_mode_without_a_breakpoint_uses_no_cache(tenants: Server) -> None:
+    message = {"role": "user", "content": f"Nothing. {BOOK}"}
+    for _ in range(2):
+        assert details(create(tenants, message, prompt_cache_options={"mode": "explicit"})) == (0, 0, None)
+    assert details(create(tenants, message))[0] == 0
+
+
+def test_an_implicit_breakpoint_has_a_ttl_or_is_none(tenants: Server) -> None:
+    message = {"role": "user", "content": f"Implicit. {BOOK}"}
+    assert details(create(tenants, message, prompt_cache_options={"mode": "implicit"}))[2] is None
+    asked = create(tenants, message, prompt_cache_options={"ttl": "30m"})
+    assert details(asked)[2] == "kept"
+    assert asked.headers["x-kvasir-lease"].endswith("; ttl=1800")
+    with pytest.raises(openai.BadRequestError, match="'5m', '30m', '1h', '12h'") as refused:
+        create(tenants, message, extra_body={"prompt_cache_options": {"ttl": "24h"}})
+    assert refused.value.param == "prompt_cache_options.ttl"
+
+
+def test_leases_are_in_the_stats_and_the_metrics(tenants: Server) -> None:
+    before = leases(tenants)["granted"]
+    create(tenants, marked("Figures.", " How many?"))
+    tenants.wait_until(lambda: bool(leases(tenants)["granted"] == before + 1), "the lease is counted")
+    assert leases(tenants)["tenants"]["north"]["blocks"] > 0
+    metrics = tenants.get("/metrics")
+    for part in (
+        'kvasir_engine_leases{engine="engine-0",model="demo",state="kept"}',
+        "kvasir_engine_tenant_leased_blocks{",
+    ):
+        assert part in metrics
+
+
+def leases(server: Server) -> Any:
+    (engine,) = server.get("/admin/stats", key="admin-key-123")["engines"]
+    return engine["leases"]
+
+
+def test_past_the_budget_a_lease_degrades_and_says_so(tmp_path: Path) -> None:
+    flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32", "--engine-lease-share", "0.0001")
+    with Server(tmp_path, *flags) as server:
+        answer = server.client().chat.completions.with_raw_response.create(
+            model="demo", messages=[marked("Budget.", " Why?", None)], max_tokens=2
+        )
+        assert details(answer) == (0, 0, "degraded")
+        assert answer.headers["x-kvasir-lease"] == "degraded"
+        # Ordinary reuse is there all the same.
+        again = server.client().chat.completions.with_raw_response.create(
+            model="demo", messages=[marked("Budget.", " Why?", None)], max_tokens=2
+        )
+        assert details(again)[0] > 100

@@ -71,6 +71,10 @@ class Options:
     namespaces: Sequence[NamespaceSettings] = ()
 
 
+async def _nothing_to_fetch() -> None:
+    """The state is the test's own."""
+
+
 @asynccontextmanager
 async def running(
     street: FakeStreet | None = None, models: FakeModels | None = None, **options: Any
@@ -89,6 +93,7 @@ async def running(
         models=models,
         decoders=FakeDecoders(),
         sources=Sources(
+            refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
             queue=queue.status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},

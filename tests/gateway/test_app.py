@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
@@ -196,3 +197,21 @@ async def test_a_tokeniser_that_no_engine_has_any_more_is_unloaded() -> None:
         await until(lambda: client.joined and client.model == "another")
         registry.models()
         assert list(prompts.stats()) == ["another"]
+
+
+async def test_what_an_engine_counts_is_in_the_stats_and_the_metrics() -> None:
+    stats = {"evictions": 5, "leases": {"kept": 1, "tenants": {"anonymous": {"blocks": 9}}}}
+    async with whole(engines=2, stats=stats) as all_of_it, aiohttp.ClientSession(all_of_it.url) as session:
+        await all_of_it.ask(user((BOOK, "5m")))
+        async with session.get("/admin/stats") as answer:
+            engines = (await answer.json())["engines"]
+        assert [(engine["evictions"], engine["leases"]["kept"]) for engine in engines] == [(5, 1), (5, 1)]
+        async with session.get("/metrics") as answer:
+            metrics = await answer.text()
+        assert metrics.count("kvasir_engine_evictions_total{") == 2
+        assert 'kvasir_breakpoint_requests_total{lease="kept",model="demo",tenant="anonymous"} 1.0' in metrics
+
+
+async def test_a_wish_that_no_engine_would_grant_stops_the_start() -> None:
+    with pytest.raises(ValueError, match=r"24h is more than engine\.lease_max_s, 43200 s"):
+        Settings(leases=LeaseSettings(ttls=("24h",)))

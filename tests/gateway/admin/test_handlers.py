@@ -37,8 +37,11 @@ async def test_a_redis_that_is_down_does_not_make_the_server_unhealthy() -> None
 
 async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
     async with running() as gateway:
-        load = Load(running=1, free_blocks=90, cached_blocks=8, live_blocks=2, prefill_tokens_per_s=1234.56)
-        gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "ready", "demo", "i", 100, 16, load)]
+        load = Load(
+            running=1, free_blocks=90, cached_blocks=8, live_blocks=2, leased_blocks=3, prefill_tokens_per_s=1234.56
+        )
+        stats = {"evictions": 4, "shared_tokens": 5, "shared_waits": 6, "leases": {"kept": 1}, "tiers": {"disk": {}}}
+        gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "ready", "demo", "i", 100, 16, load, stats)]
         for _ in range(2):
             await gateway.post("/v1/chat/completions", ASK)
         await gateway.post("/v1/chat/completions", {})
@@ -57,12 +60,16 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "model": "demo",
         "incarnation": "i",
         "in_flight": 0,
-        "blocks": {"free": 90, "cached": 8, "live": 2, "total": 100, "tokens_per_block": 16},
+        "blocks": {"free": 90, "cached": 8, "live": 2, "leased": 3, "total": 100, "tokens_per_block": 16},
         "waiting": 0,
         "running": 1,
         "prefill_backlog": 0,
         "prefill_tokens_per_s": 1234.6,
         "decode_tokens_per_s": 0.0,
+        "evictions": 4,
+        "sharing": {"shared_tokens": 5, "shared_waits": 6},
+        "leases": {"kept": 1},
+        "tiers": {"disk": {}},
     }
     assert stats["queues"]["online"] == {
         "waiting": 0,
@@ -81,6 +88,8 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "clients_left": 0,
         "prompt_tokens": 80,
         "cached_tokens": 64,
+        "lease_read_tokens": 0,
+        "lease_write_tokens": 0,
         "completion_tokens": 4,
         "tokenized_tokens": 0,
         "cached_ratio": 0.8,
@@ -92,6 +101,7 @@ async def test_an_engine_that_never_said_hello_is_shown_as_it_is() -> None:
         gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "connecting")]
         (engine,) = json.loads((await gateway.get("/admin/stats"))[1])["engines"]
         assert (engine["state"], engine["model"], engine["incarnation"]) == ("connecting", None, None)
+        assert (engine["leases"], engine["tiers"], engine["evictions"]) == (None, None, None)
 
 
 async def test_the_front_page_names_every_route_and_how_to_point_an_sdk_at_it() -> None:

@@ -103,3 +103,91 @@ async def test_engines_queue_memos_and_redis_are_read_at_every_scrape() -> None:
         samples = await scrape(gateway)
         assert samples["kvasir_redis_up{}"] == 0
         assert not [name for name in samples if "engine-1" in name]
+
+
+STATS = {
+    "evictions": 7,
+    "shared_tokens": 96,
+    "shared_waits": 2,
+    "leases": {
+        "kept": 3,
+        "degraded_now": 1,
+        "granted": 9,
+        "renewed": 8,
+        "degraded": 4,
+        "kept_again": 1,
+        "expired": 5,
+        "lost": 0,
+        "read_tokens": 1234,
+        "tenants": {"north": {"blocks": 60}, "south": {"blocks": 2}},
+    },
+    "tiers": {
+        "gpu": {"blocks": 10, "bytes": 1000, "capacity_bytes": 2000, "evictions": 7},
+        "disk": {"blocks": 4, "bytes": 400, "capacity_bytes": 800, "saved": 6, "restored": 5, "torn": 1, "dropped": 2},
+    },
+}
+
+
+def engine(stats: object, name: str = "engine-1") -> EngineStatus:
+    return EngineStatus(name, "http://x", "ready", "demo", "i", stats=stats)  # type: ignore[arg-type]
+
+
+async def test_an_engines_own_counters_are_shown() -> None:
+    async with running() as gateway:
+        gateway.state["engines"] = [engine(STATS)]
+        samples = await scrape(gateway)
+    labels = "engine=engine-1,model=demo"
+    expected = {
+        f"evictions_total{{{labels}}}": 7,
+        f"shared_tokens_total{{{labels}}}": 96,
+        f"shared_waits_total{{{labels}}}": 2,
+        f"leases{{{labels},state=kept}}": 3,
+        f"leases{{{labels},state=degraded}}": 1,
+        f"leases_granted_total{{{labels}}}": 9,
+        f"leases_renewed_total{{{labels}}}": 8,
+        f"leases_degraded_total{{{labels}}}": 4,
+        f"leases_kept_again_total{{{labels}}}": 1,
+        f"leases_expired_total{{{labels}}}": 5,
+        f"leases_lost_total{{{labels}}}": 0,
+        f"lease_read_tokens_total{{{labels}}}": 1234,
+        f"tenant_leased_blocks{{{labels},tenant=north}}": 60,
+        f"tenant_leased_blocks{{{labels},tenant=south}}": 2,
+        f"tier_blocks{{{labels},tier=gpu}}": 10,
+        f"tier_bytes{{{labels},tier=disk}}": 400,
+        f"tier_capacity_bytes{{{labels},tier=disk}}": 800,
+        f"tier_evictions_total{{{labels},tier=gpu}}": 7,
+        f"tier_saved_blocks_total{{{labels},tier=disk}}": 6,
+        f"tier_restored_blocks_total{{{labels},tier=disk}}": 5,
+        f"tier_dropped_blocks_total{{{labels},tier=disk}}": 2,
+        f"tier_torn_blocks_total{{{labels},tier=disk}}": 1,
+    }
+    assert expected.items() <= {name.removeprefix("kvasir_engine_"): value for name, value in samples.items()}.items()
+    assert not [name for name in samples if "tier=host" in name or ("saved_blocks" in name and "tier=gpu" in name)]
+
+
+NONSENSE: list[object] = [
+    {},
+    {"evictions": "many", "leases": 3, "tiers": None},
+    {"leases": {"tenants": [], "kept": {}}, "tiers": {"gpu": 5, "disk": []}},
+    {"leases": {"tenants": {"north": 7}}, "tiers": {"tape": {"blocks": 1}}},
+]
+
+
+async def test_figures_that_are_missing_or_no_numbers_are_left_out_and_break_nothing() -> None:
+    async with running() as gateway:
+        for stats in NONSENSE:
+            gateway.state["engines"] = [engine(stats), engine(STATS, "engine-2")]
+            samples = await scrape(gateway)
+            assert samples["kvasir_engine_evictions_total{engine=engine-2,model=demo}"] == 7
+            assert "kvasir_engine_evictions_total{engine=engine-1,model=demo}" not in samples
+            assert not [name for name in samples if "tier=tape" in name]
+            assert (await gateway.get("/admin/stats"))[0] == 200
+
+
+async def test_only_the_tenants_that_keep_the_most_have_a_label() -> None:
+    tenants = {f"tenant-{number}": {"blocks": number} for number in range(100)}
+    async with running() as gateway:
+        gateway.state["engines"] = [engine({"leases": {"tenants": tenants}})]
+        samples = await scrape(gateway)
+    shown = [value for name, value in samples.items() if "tenant_leased_blocks" in name]
+    assert shown == list(range(99, 67, -1))
