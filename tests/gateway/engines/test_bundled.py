@@ -243,13 +243,20 @@ async def test_a_peer_that_hangs_is_noticed_and_its_requests_fail(tmp_path: Path
             assert not client.engine.joined
 
 
-async def test_the_loss_of_an_engine_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_loss_of_an_engine_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "gateway.engines.bundled")
+    failures: list[BaseException] = []
+    tell_away = BundledEngine._tell_away
+    monkeypatch.setattr(
+        BundledEngine, "_tell_away", lambda self, error: (failures.append(error), tell_away(self, error))[1]
+    )
     async with FakeEngine() as fake, connected(fake.url) as client:
         await client.joined()
         await fake.die()
         await until(lambda: not client.engine.joined)
-        await asyncio.sleep(0.5)  # several tries
+        await until(lambda: len(failures) >= 4)
         await fake.restart()
         await client.joined()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]

@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from engine.protocol import ENGINES_KEY, Hello, Load, Namespace, announcement_key
 from gateway.errors import ModelNotFoundError, NoEngineError
+from gateway.routing import registry as registry_module
 from gateway.routing.registry import Registry, short_name
 from tests.fakes.fake_engine import make_hello
 from tests.fakes.redis_process import RedisProcess
@@ -61,6 +62,30 @@ class FakeClient:
         self.said = hello or make_hello()
         self.joined = True
         self.ready.set()
+
+
+class Looks:
+    """Counts the looks at the announcements, in a registry module that is patched for the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = 0
+        announced = registry_module.announced
+
+        async def counted(redis: Redis) -> dict[str, str]:
+            self.begun += 1
+            return await announced(redis)
+
+        monkeypatch.setattr(registry_module, "announced", counted)
+
+    async def whole_one(self) -> None:
+        """Returns when a look that began after this call has ended, and what it led to is done."""
+        wanted = self.begun + 2
+        await until(lambda: self.begun >= wanted)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    return Looks(monkeypatch)
 
 
 def new(redis: Redis | None = None) -> Registry[FakeClient]:
@@ -206,7 +231,9 @@ async def test_waiting_for_the_first_engines_ends_when_all_have_joined() -> None
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_an_engine_that_announces_itself_is_connected_to_and_forgotten_when_it_is_gone(redis: Redis) -> None:
+async def test_an_engine_that_announces_itself_is_connected_to_and_forgotten_when_it_is_gone(
+    redis: Redis, looks: Looks
+) -> None:
     registry = new(redis)
     hello = make_hello()
     await announce(redis, hello, "http://e:1")
@@ -216,7 +243,7 @@ async def test_an_engine_that_announces_itself_is_connected_to_and_forgotten_whe
     assert (client.url, client.started) == ("http://e:1", 1)
     client.join(hello)
     await redis.delete(announcement_key(hello.incarnation))
-    await asyncio.sleep(5 * LOOK_S)
+    await looks.whole_one()
     assert registry.engines == [client], "joined: Redis may have lost its data"
     client.joined = False
     await until(lambda: not registry.engines)
@@ -294,7 +321,9 @@ async def test_an_announcement_without_a_usable_url_is_passed_over(redis: Redis,
     await registry.stop()
 
 
-async def test_discovery_survives_an_outage_of_redis(own_redis: RedisProcess, caplog: pytest.LogCaptureFixture) -> None:
+async def test_discovery_survives_an_outage_of_redis(
+    own_redis: RedisProcess, looks: Looks, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     client: Redis = Redis.from_url(own_redis.url)
     registry = new(client)
@@ -302,7 +331,7 @@ async def test_discovery_survives_an_outage_of_redis(own_redis: RedisProcess, ca
     registry.engines[0].join()
     await asyncio.to_thread(own_redis.kill)
     registry.start()
-    await asyncio.sleep(5 * LOOK_S)
+    await looks.whole_one()
     assert names(registry) == ["static:1"]
     await asyncio.to_thread(own_redis.start)
     await announce(client, make_hello(), "http://found:1")
@@ -327,7 +356,7 @@ async def test_stopping_ends_a_look_whose_cancellation_redis_py_drops() -> None:
     await asyncio.wait_for(registry.stop(), 5)
 
 
-async def test_a_static_engine_is_never_forgotten(redis: Redis) -> None:
+async def test_a_static_engine_is_never_forgotten(redis: Redis, looks: Looks) -> None:
     registry = new(redis)
     hello = make_hello()
     await announce(redis, hello, "http://e:1", seconds=30)
@@ -335,7 +364,7 @@ async def test_a_static_engine_is_never_forgotten(redis: Redis) -> None:
     await until(lambda: len(registry.engines) == 1)
     registry.add("http://e:1")
     await redis.delete(announcement_key(hello.incarnation))
-    await asyncio.sleep(5 * LOOK_S)
+    await looks.whole_one()
     assert len(registry.engines) == 1
     await registry.stop()
 
