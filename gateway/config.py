@@ -130,7 +130,7 @@ Duration = Annotated[str, AfterValidator(_duration)]
 class LeaseSettings(Section):
     """[leases]: for how long clients may ask to have prefixes kept. How much is kept is the engine's to say."""
 
-    ttls: tuple[Duration, ...] = Field(
+    ttls: Annotated[tuple[Duration, ...], Field(min_length=1)] = Field(
         ("5m", "30m", "1h", "12h"), description="Times to live that a breakpoint may ask for; any other is refused."
     )
     default_ttl: Duration = Field("30m", description="Time to live of a breakpoint that asks for none.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from engine.protocol import TOKEN_BYTES, Breakpoint, Lane, Sampling
@@ -15,7 +16,7 @@ ANONYMOUS = "anonymous"
 """The tenant of a server without configured keys."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scope:
     """Who shares blocks with whom: requests of equal scopes do, those of different ones never find, compare or time
     each other's. The owner is a tenant, or a namespace that the operator lets several tenants use; key and cache_salt
@@ -26,7 +27,7 @@ class Scope:
     key: str = ""
     cache_salt: str = ""
 
-    @property
+    @cached_property
     def salt(self) -> str:
         """The scope's part of the block namespace. Every field is tagged and length-prefixed, so that none can pass for
         another. What clients made up is hashed: it may be a secret, and salts are kept with the blocks."""

@@ -30,6 +30,8 @@ class Caching(NamedTuple):
 
 def read_caching(messages: Sequence[Any], options: dict[str, Any] | None, leases: LeaseSettings) -> Caching:
     """`messages` and `options` as they came. Raises BadRequestError for a ttl that the operator does not allow."""
+    if not options and not any(type(message.get("content")) is list for message in messages):
+        return Caching()  # as nearly all are
     options = options or {}
     asked = options.get("ttl")
     written = leases.default_ttl if asked is None else asked

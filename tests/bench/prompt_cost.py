@@ -2,9 +2,10 @@
 
     python -m tests.bench.prompt_cost [--tokenizer FOLDER]
 
-Prints CPU milliseconds for prompts of three sizes: nothing known, everything known, one turn added to what is known;
-beside it the tokenizers library encoding the rendered text as a whole, which is what a gateway without memos pays on
-every request. Messages are generated, with a fixed seed; every round gets new string objects, as a request would.
+Prints CPU milliseconds for prompts of three sizes: nothing known, everything known, one turn added to what is known,
+and that with two breakpoints (inside of the first message, and at the end of the last); beside it the tokenizers
+library encoding the rendered text as a whole, which is what a gateway without memos pays on every request. Messages are
+generated, with a fixed seed; every round gets new string objects, as a request would.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gateway.config import PromptSettings
 from gateway.prompt.masking import Masking
 from gateway.prompt.stage import PromptStage
 from gateway.prompt.template import ChatTemplate
-from gateway.types import ChatPrompt, EncodedPrompt, Request, Tenant
+from gateway.types import ChatPrompt, EncodedPrompt, Marker, Request, Tenant
 
 DEMO = Path(__file__).parents[2] / "engine" / "demo" / "model"
 SIZES = ((3_000, 5), (16_000, 11), (400_000, 101))  # characters, messages
@@ -97,8 +98,14 @@ async def measure(files: TokenizerFiles, num_chars: int, num_messages: int) -> d
         turn = " ".join(rng.choices(["some", "new", "words", "for", "another", "turn"], k=150))
         current["messages"] += [{"role": "assistant", "content": turn}, {"role": "user", "content": turn[::-1]}]
 
+    def add_marked_turn() -> None:
+        add_turn()
+        last = len(current["messages"]) - 1
+        end = len(current["messages"][last]["content"])
+        current["markers"] = (Marker(0, num_chars // num_messages // 2, 300.0), Marker(last, end, 300.0))
+
     async def encode() -> EncodedPrompt:
-        prompt = ChatPrompt(current["messages"])
+        prompt = ChatPrompt(current["messages"], markers=current.get("markers", ()))
         request = Request("r", Tenant("t"), "bench", prompt, Sampling(max_tokens=0), received_s=0.0, deadline_s=0.0)
         encoded: EncodedPrompt = await current["stage"].encode(request, hello)
         return encoded
@@ -109,6 +116,8 @@ async def measure(files: TokenizerFiles, num_chars: int, num_messages: int) -> d
         cold = min(cold, await cpu_ms(encode, parse, 1))
     warm = await cpu_ms(encode, parse, 50)
     turn = await cpu_ms(encode, add_turn, 20)
+    marked = await cpu_ms(encode, add_marked_turn, 20)
+    current["markers"] = ()
 
     assert files.chat_template is not None
     rendered = ChatTemplate(files.chat_template, files.special_tokens, Masking([])).render(
@@ -125,6 +134,7 @@ async def measure(files: TokenizerFiles, num_chars: int, num_messages: int) -> d
         "cold": cold,
         "warm": warm,
         "turn": turn,
+        "marked": marked,
         "whole": await cpu_ms(whole, parse, 3),
     }
 
@@ -138,13 +148,14 @@ async def main() -> None:
     stats = stage.stats()["bench"]
     print(f"library: {stats['library']}, cuts: {stats['fallback'] or 'yes'}; CPU ms per prompt")
     print(
-        f"{'chars':>8} {'messages':>8} {'tokens':>8} {'cold':>8} {'warm':>8} {'one turn':>8} {'tokenizers, whole':>18}"
+        f"{'chars':>8} {'messages':>8} {'tokens':>8} {'cold':>8} {'warm':>8} {'one turn':>8} {'marked':>8} "
+        f"{'tokenizers, whole':>18}"
     )
     for num_chars, num_messages in SIZES:
         row = await measure(files, num_chars, num_messages)
         print(
             f"{num_chars:>8} {num_messages:>8} {row['tokens']:>8} {row['cold']:>8.2f} {row['warm']:>8.3f} "
-            f"{row['turn']:>8.3f} {row['whole']:>18.1f}"
+            f"{row['turn']:>8.3f} {row['marked']:>8.3f} {row['whole']:>18.1f}"
         )
 
 

@@ -45,6 +45,8 @@ def test_urls_of_engines_are_split_at_commas(tmp_path: Path) -> None:
 
 def test_times_to_live_are_split_at_commas_and_checked(tmp_path: Path) -> None:
     assert read(tmp_path, flags={"leases.ttls": "5m,90s"}).leases.ttls == ("5m", "90s")
+    with pytest.raises(ConfigError, match=r"leases\.ttls"):
+        read(tmp_path, "[leases]\nttls = []")
     for toml in ("ttls = ['5 minutes']", "ttls = ['0s']", "default_ttl = '1d'"):
         with pytest.raises(ConfigError, match="is no duration; one is written like 90s, 30m or 12h"):
             read(tmp_path, f"[leases]\n{toml}")

@@ -41,6 +41,21 @@ def test_masking_can_be_undone_piece_by_piece(text: str, stop: int) -> None:
     assert masking.unmask(masking.mask(text[:stop])) + masking.unmask(masking.mask(text[stop:])) == text
 
 
+@pytest.mark.parametrize("name", SETS)
+@given(data=st.data())
+def test_a_marker_parts_a_text_where_it_was_meant_to_and_changes_nothing(name: str, data: st.DataObject) -> None:
+    masking = Masking(SETS[name])
+    text = data.draw(texts(SETS[name]) | st.sampled_from(["".join(masking.markers), masking.mark * 3]))
+    chars = data.draw(st.integers(0, len(text)))
+    masked = masking.mask(text)
+    assert not any(marker in masked for marker in masking.markers)
+    marked = masking.insert(masked, chars, masking.markers[1])
+    before, marker, after = marked.partition(masking.markers[1])
+    assert marker
+    assert before + after == masked
+    assert (masking.unmask(before), masking.unmask(after)) == (text[:chars], text[chars:])
+
+
 def test_text_without_special_strings_is_left_as_it_is() -> None:
     masking = Masking(SETS["chatml"])
     for text in ("plain", "a < b and c | d", "<|nothing|>"):
