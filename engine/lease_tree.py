@@ -7,6 +7,7 @@ engine/leases.py has one tree for each pool, and one for each tenant in it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -18,16 +19,18 @@ from engine.blocks import BlockPool
 class Lease:
     """The promise to keep the first `tokens` tokens of a prompt until `expires_s`.
 
-    digest  of the last full block among them; what stands for the salt when there is none (see root_digest)
-    tail    the tokens behind that block, TOKEN_BYTES each; they are recomputed by who reads the lease
-    state   kept; degraded to ordinary eviction; expired; or dropped, because there were too many
-    tier    number of the pool in which `block` is pinned; block is None when nothing is
+    digest       of the last full block among them; without one, see lease_book.last_digest
+    tail         the tokens behind that block, TOKEN_BYTES each; they are recomputed by who reads the lease
+    fingerprint  of all the tokens: a digest may be made to stand for others
+    state        kept; degraded to ordinary eviction; expired; or dropped, because there were too many
+    tier         number of the pool in which `block` is pinned; block is None when nothing is
     """
 
     tenant: str
     salt: str
     digest: bytes
     tail: bytes
+    fingerprint: bytes
     tokens: int
     depth: int  # full blocks
     ttl_s: float
@@ -41,6 +44,11 @@ class Lease:
     def value(self, now: float) -> tuple[float, int]:
         """Orders leases by what would be lost: the share of its time that is left, then the shorter one."""
         return (self.expires_s - now) / self.ttl_s, -self.tokens
+
+
+def take_fingerprint(tokens: bytes) -> bytes:
+    """Of a run of tokens, TOKEN_BYTES each; nobody can find two runs that have the same one."""
+    return hashlib.blake2b(tokens, digest_size=32).digest()
 
 
 _Item = TypeVar("_Item")

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from engine.blocks import BlockPool
 from engine.lease_book import LeaseBook, last_digest
-from engine.lease_tree import Lease, LeaseTree
+from engine.lease_tree import Lease, LeaseTree, take_fingerprint
 from engine.protocol import TOKEN_BYTES, Tier
 
 MAX_TENANTS_SHOWN = 32
@@ -45,7 +45,7 @@ class LeaseCounters:
     degraded: int = 0
     kept_again: int = 0  # of those that had degraded
     expired: int = 0
-    dropped: int = 0  # ended early because there were too many
+    dropped: int = 0  # ended early because there were too many, or another prefix took their digest
     lost: int = 0  # their blocks turned out to hold numbers that are not finite, or could not be read
     read_tokens: int = 0  # of the longest lease that each prompt began with
 
@@ -120,15 +120,16 @@ class Leases:
         digests = digests[: found[0].depth]
         runs = [pool.find_prefix(salt, tokens, digests) for pool in self._pools]
         for lease in found:
-            if self._is_there(lease, runs):
+            if self._is_there(lease, runs, tokens):
                 self.counters.read_tokens += lease.tokens
                 return lease.tokens
         return 0
 
     @staticmethod
-    def _is_there(lease: Lease, runs: list[list[int]]) -> bool:
+    def _is_there(lease: Lease, runs: list[list[int]], tokens: bytes) -> bool:
         if lease.block is None:
-            return any(len(run) >= lease.depth for run in runs)
+            there = any(len(run) >= lease.depth for run in runs)
+            return there and lease.fingerprint == take_fingerprint(tokens[: lease.tokens * TOKEN_BYTES])
         run = runs[lease.tier]
         return len(run) >= lease.depth and run[lease.depth - 1] == lease.block
 
@@ -153,6 +154,10 @@ class Leases:
         Returns the lease. Less valuable ones make way for it; its state says whether there was room.
         """
         lease = self._book.get(tenant, salt, tokens, digests)
+        fingerprint = take_fingerprint(tokens)
+        if lease is not None and lease.fingerprint != fingerprint:
+            self._drop(lease)  # its blocks are gone, and its digest now stands for these tokens
+            lease = None
         is_new = lease is None
         if lease is None:
             self.last_number += 1
@@ -161,6 +166,7 @@ class Leases:
                 salt,
                 digest=last_digest(salt, digests),
                 tail=self._book.tail(tokens, digests),
+                fingerprint=fingerprint,
                 tokens=len(tokens) // TOKEN_BYTES,
                 depth=len(digests),
                 ttl_s=ttl_s,
@@ -181,7 +187,9 @@ class Leases:
     def keep_again(self, lease: Lease, tokens: bytes, digests: Sequence[bytes], now: float) -> bool:
         """Keeps a degraded lease whose blocks are there again, under the same conditions as `grant`, but only if no
         other one has to make way. False when it does not fit."""
-        if lease.state != "degraded" or not self._keep(lease, tokens, digests, now, displace=False):
+        if lease.state != "degraded" or lease.fingerprint != take_fingerprint(tokens):
+            return False
+        if not self._keep(lease, tokens, digests, now, displace=False):
             return False
         self.counters.kept_again += 1
         return True
@@ -303,16 +311,20 @@ class Leases:
             return False
         surplus = self._book.find_surplus(lease.tenant, now)
         if surplus is not None:
-            self.counters.dropped += 1
             if surplus.state == "kept" and surplus.value(now) >= lease.value(now):
+                self.counters.dropped += 1
                 lease.state = "dropped"
                 return False
-            self._book.remove(surplus)
-            self._end(surplus, "dropped")
+            self._drop(surplus)
         self._book.add(lease)
         if lease.tenant not in self._tenant_trees:
             self._tenant_trees[lease.tenant] = [LeaseTree(pool) for pool in self._pools]
         return True
+
+    def _drop(self, lease: Lease) -> None:
+        self.counters.dropped += 1
+        self._book.remove(lease)
+        self._end(lease, "dropped")
 
     def _end(self, lease: Lease, state: Literal["expired", "dropped"]) -> None:
         """Of a lease that is out of the book."""

@@ -36,10 +36,16 @@ class Shelf:
         if self.slower:
             self.leases.add_tier("host", self.slower)
 
-    def store(self, tokens: list[int], salt: str = "", pool: BlockPool | None = None) -> list[int]:
+    def store(
+        self,
+        tokens: list[int],
+        salt: str = "",
+        pool: BlockPool | None = None,
+        digests: list[bytes] | None = None,
+    ) -> list[int]:
         """Makes the full blocks of a prompt findable; nobody holds them."""
         pool = pool or self.pool
-        digests = chain(tokens, salt)
+        digests = digests or chain(tokens, salt)
         table = pool.find_prefix(salt, pack(tokens), digests)
         pool.acquire(table)
         fresh = pool.allocate(len(digests) - len(table))
@@ -194,6 +200,23 @@ def test_a_digest_that_stands_for_other_tokens_reads_nothing() -> None:
     found = shelf.leases.find("", pack(prompt(20, 1)), forged)
     assert len(found) == 1
     assert shelf.leases.read(found, "", pack(prompt(20, 1)), forged) == 0
+
+
+def test_a_degraded_lease_is_not_revived_by_a_digest_that_stands_for_other_tokens() -> None:
+    shelf = Shelf()
+    lease = shelf.grant(prompt(20))
+    forged, other = chain(prompt(20)), pack(prompt(20, 1))
+    shelf.leases.give_way(0.0)
+    shelf.flood()
+    shelf.store(prompt(20, 1), digests=forged)
+    found = shelf.leases.find("", other, forged)
+    assert found == [lease]
+    assert shelf.leases.read(found, "", other, forged) == 0
+    assert not shelf.leases.keep_again(lease, other, forged, 1.0)
+    new = shelf.leases.grant("t", "", other, forged, 100.0, arrived_s=1.0, now=1.0)
+    assert (new.state, lease.state, len(shelf.leases)) == ("kept", "dropped", 1)
+    assert shelf.leases.read([new], "", other, forged) == 20
+    shelf.check()
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
