@@ -7,6 +7,7 @@ owns it; which block belongs to whom is decided by engine/blocks.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,6 +60,19 @@ class KVCache:
             by_block[:, blocks[0] : blocks[-1] + 1].zero_()
         else:
             by_block.index_fill_(1, torch.tensor(blocks, device=self.data.device), 0)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of whole blocks, (len(blocks), block bytes) uint8 on the cache's device, in a layout that does not
+        depend on the cache's own: (num_layers, block_size, 2, num_kv_heads, head_dim) of the cache's dtype each."""
+        index = torch.tensor(blocks, device=self.data.device)
+        taken = self.data.view(self.shape.num_layers, self.num_blocks + 1, -1).index_select(1, index)
+        return taken.transpose(0, 1).contiguous().view(torch.uint8).view(len(blocks), -1)
+
+    def write_blocks(self, blocks: Sequence[int], copied: Tensor) -> None:
+        """Overwrites whole blocks with what `read_blocks` returned."""
+        index = torch.tensor(blocks, device=self.data.device)
+        by_layer = copied.view(self.shape.dtype).view(len(blocks), self.shape.num_layers, -1).transpose(0, 1)
+        self.data.view(self.shape.num_layers, self.num_blocks + 1, -1).index_copy_(1, index, by_layer)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
