@@ -85,6 +85,11 @@ class BlockPool:
         return self.num_blocks - len(self._free) - self._num_live
 
     @property
+    def num_registered(self) -> int:
+        """Blocks that can be found, live or cached."""
+        return len(self._by_digest)
+
+    @property
     def available(self) -> int:
         """Blocks that `allocate` can give at this moment: free ones, and cached ones from which nothing hangs that is
         live or leased."""

@@ -55,6 +55,23 @@ class EngineSettings(Section):
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
         2 << 30, description="Bytes of memory for the keys and values of all blocks."
     )
+    host_bytes: Annotated[int, Field(ge=0)] = Field(
+        0, description="Bytes of host memory for blocks below those of a GPU; 0 is none, which is right on a CPU."
+    )
+    disk_bytes: Annotated[int, Field(ge=0)] = Field(
+        4 << 30, description="Bytes on disk for blocks that outlive a restart, of each engine; 0 is none."
+    )
+    disk_dir: Path | None = Field(
+        None,
+        description="Folder of the blocks on disk, none without one; `kvasir serve` puts it into its data_dir.",
+    )
+    disk_max_age_s: Annotated[float, Field(ge=0)] = Field(
+        604800.0, description="Seconds; blocks of other models that were not used for so long are deleted at the start."
+    )
+    copy_queue_bytes: Annotated[int, Field(ge=0)] = Field(
+        16 << 20,
+        description="Bytes of token ids and hashes that wait for their blocks to be copied to host memory or disk.",
+    )
     max_context_tokens: Annotated[int, Field(ge=16)] | None = Field(
         None, description="Tokens of prompt and completion together; what the model was made for when not set."
     )

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from engine.copy_thread import CopyThread
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
 from engine.scheduler import Scheduler
 from engine.sequence import Runner, Step
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 RATE_MEMORY_S = 30.0
 """Seconds of computing after which a measurement counts a third."""
+
+BLOCKED_CHECK_S = 1.0
+"""While every sequence waits for a copy between tiers, and none is done, the loop looks again after so many seconds."""
 
 IDLE_CHECK_S = 1.0
 """The pool is recounted after so many idle seconds, not at once: the next request may be on its way."""
@@ -58,8 +62,8 @@ class EngineLoop:
     on_frames   owner -> what a step did for its sequences; also called with NOBODY when only the load changed
     max_pending submits that are posted and not yet looked at; more are refused, like those beyond max_waiting
 
-    Both callbacks run on the loop's thread, at most once per step, and must not block. Every method may be called from
-    any thread; none but `stop` and `wait_idle` waits for a step.
+    Both callbacks run on the loop's thread, at most once per step (on_blocks once for each tier), and must not block.
+    Every method may be called from any thread; none but `stop` and `wait_idle` waits for a step.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class EngineLoop:
         idle_check_s: float = IDLE_CHECK_S,
     ) -> None:
         self._scheduler = scheduler
+        self._tiers = scheduler.tiers
         self._runner = runner
         self._on_frames = on_frames
         self._on_blocks = on_blocks
@@ -81,12 +86,14 @@ class EngineLoop:
         self._clock = clock
         self._idle_check_s = idle_check_s
 
-        self._changed = threading.Condition()  # guards the five below
+        self._changed = threading.Condition()  # guards the six below
         self._commands: deque[Callable[[], object]] = deque()
         self._pending = 0  # submits among the commands
         self._draining = False
         self._stopping = False
         self._idle = True
+        self._restored = not self._tiers.lower  # what the last run left can be found
+        self._blocked = False  # sequences are left, and none can run before a copy is done
 
         self._prefill_rate = Rate()
         self._decode_rate = Rate()
@@ -101,7 +108,8 @@ class EngineLoop:
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread. Once."""
+        """Starts the thread, and those of the lower tiers. Once."""
+        self._tiers.start(lambda name: CopyThread(name, self._post))
         self._thread.start()
 
     def submit(self, owner: str, message: Submit) -> None:
@@ -125,8 +133,14 @@ class EngineLoop:
         self._post(partial(self._scheduler.abort_owner, owner))
 
     def snapshot(self, deliver: Callable[[BlockEvents], None]) -> None:
-        """Calls `deliver` on the loop's thread with everything that is findable now; later events apply on top."""
-        self._post(lambda: deliver(self._scheduler.pool.snapshot()))
+        """Calls `deliver` on the loop's thread with everything that is findable now, once for each tier; later events
+        apply on top."""
+
+        def tell() -> None:
+            for events in self._tiers.snapshot():
+                deliver(events)
+
+        self._post(tell)
 
     def drain(self) -> None:
         """From now on new sequences are refused; those that are here run to their end. See `wait_idle`."""
@@ -135,9 +149,15 @@ class EngineLoop:
         self._post(lambda: None)  # so that gateways hear of it
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Blocks until no sequence is left and no command waits. False when it took too long."""
+        """Blocks until no sequence is left, nothing is to be saved and no command waits. False when it took too
+        long."""
         with self._changed:
             return self._changed.wait_for(lambda: self._idle and not self._commands, timeout_s)
+
+    def wait_restored(self, timeout_s: float) -> bool:
+        """Blocks until what the last run left on disk can be found. False when that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._restored or self._stopping, timeout_s)
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after its current step; sequences that are left end with an error. False when the step
@@ -174,6 +194,7 @@ class EngineLoop:
             "busy_s": self._busy_s,
             "leases": self._scheduler.leases.stats(),
             "load": asdict(self._load),
+            "tiers": self._tiers.stats(),
         }
 
     def _post(self, command: Callable[[], object]) -> None:
@@ -196,15 +217,22 @@ class EngineLoop:
             self._scheduler.fail_all("the engine was stopped")
             self._publish()
         finally:
+            self._tiers.close()
             with self._changed:
-                self._draining, self._idle = True, True
+                self._draining, self._idle, self._restored = True, True, True
                 self._commands.clear()
                 self._changed.notify_all()
 
     def _wait(self) -> bool:
         """Returns as soon as there is something to do; False when that is to stop."""
-        if not self._scheduler.has_work and not self._sleep(self._idle_check_s):
-            self._check_invariants()
+        if self._tiers.pump_wanted:
+            return not self._stopping
+        if self._scheduler.has_work:
+            if self._blocked:
+                self._sleep(BLOCKED_CHECK_S)
+        elif not self._sleep(self._idle_check_s):
+            if self._tiers.idle:
+                self._check_invariants()
             while not self._sleep(self._until_lease_ends()):
                 self._scheduler.leases.expire(self._clock())
                 self._publish()  # an idle engine, too, says what it keeps
@@ -218,7 +246,8 @@ class EngineLoop:
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""
         with self._changed:
-            self._idle = True
+            self._idle = not self._scheduler.has_work and self._tiers.idle
+            self._restored = self._restored or self._tiers.ready
             self._changed.notify_all()
             woken = self._changed.wait_for(lambda: self._commands or self._stopping, timeout_s)
             self._idle = False
@@ -234,9 +263,11 @@ class EngineLoop:
         # 2. What to compute, 3. compute it, 4. what it means for each sequence.
         began_s = self._clock()
         step = self._scheduler.schedule(began_s)
+        self._blocked = step is None
         if step is not None:
             self._compute(step, began_s)
-        # 5. Tell the gateways.
+        # 5. What was computed is saved in the background. 6. Tell the gateways.
+        self._tiers.pump(self._clock())
         self._publish()
 
     def _obey(self, command: Callable[[], object]) -> None:
@@ -271,8 +302,7 @@ class EngineLoop:
 
     def _publish(self) -> None:
         """Blocks first: who reads the end of an answer finds its blocks in the index."""
-        events = self._scheduler.pool.take_events()
-        if events.stored or events.removed:
+        for events in self._tiers.take_events():
             self._call(partial(self._on_blocks, events))
         load, before = self._measure(), self._load
         self._load = load
@@ -298,8 +328,10 @@ class EngineLoop:
         )
 
     def _check_invariants(self) -> None:
-        """Recounts the pool and its leases. Nothing runs, so nothing may be live."""
-        wrong = self._scheduler.pool.check_invariants() + self._scheduler.leases.check_invariants()
+        """Recounts the pools and the leases. Nothing runs and nothing is copied, so nothing may be live."""
+        scheduler = self._scheduler
+        wrong = [*scheduler.pool.check_invariants(), *scheduler.leases.check_invariants()]
+        wrong += self._tiers.check_invariants()
         if self._scheduler.pool.num_live or len(self._scheduler.tables):
             wrong.append(f"{self._scheduler.pool.num_live} blocks are live and no sequence is left")
         self._invariant_violations += len(wrong)

@@ -65,6 +65,11 @@ class Plan:
     def add_fresh(self, blocks: list[int]) -> None:
         self.fresh.update(dict.fromkeys(blocks))
 
+    def drop_fresh(self, blocks: list[int]) -> None:
+        """These belong to a copy from now on, which writes them whole: zeroing them meanwhile would do harm."""
+        for block in blocks:
+            self.fresh.pop(block, None)
+
     @property
     def has_prefill(self) -> bool:
         return any(is_prefill(work) for work in self.work.values())

@@ -30,6 +30,7 @@ from engine.protocol import TOKEN_BYTES, FinishReason, Lane, Load, Namespace, Se
 from engine.refusals import LANES, Limits, find_mistake
 from engine.sequence import NOT_FINITE, Sequence, Status, Step
 from engine.tables import BlockTables, digests_fit
+from engine.tiers import Tier, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Scheduler:
     context_tokens  prompt and completion together
     vocab_size      token ids are below it
     eos_ids         end a sequence unless its sampling ignores them
+    tiers           the pool's and those below it; the pool's alone when not given
     """
 
     def __init__(
@@ -69,16 +71,23 @@ class Scheduler:
         context_tokens: int,
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
+        tiers: Tiers | None = None,
     ) -> None:
         assert namespace.block_size == pool.block_size, "the namespace and the pool disagree about the block size"
         self.pool = pool
-        self.tables = BlockTables(pool, namespace)
+        self.tiers = tiers or Tiers([Tier("gpu", pool)])
+        assert self.tiers.pools[0] is pool, "the first tier is the pool"
+        self.tables = BlockTables(pool, namespace, self.tiers)
         self.leases = Leases(
             pool,
             share=settings.lease_share,
             tenant_share=settings.lease_tenant_share,
             max_leases=settings.max_leases,
         )
+        for tier in self.tiers.lower:
+            self.leases.add_tier(tier.name, tier.pool)
+        self.tiers.on_saved = self.leases.saved
+        self.tiers.on_lost = self.leases.drop_lost
         self.counters = Counters()
         self.claims = Claims(self.leases, pool.block_size)
         self._limits = Limits(
@@ -142,7 +151,7 @@ class Scheduler:
             breakpoints=tuple(sorted(message.breakpoints, key=lambda point: point.tokens)),
             use_cache=message.use_cache,
             arrived_s=arrived_s,
-            findable_tokens=self.pool.count_findable(digests) * self.pool.block_size,
+            findable_tokens=self.tiers.count_findable(digests) * self.pool.block_size,
         )
         self.claims.open(sequence, message.tokens)
         self._sequences.setdefault(owner, {})[message.seq] = sequence
@@ -174,7 +183,8 @@ class Scheduler:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Step | None:
-        """The next step, or None when there is nothing to do. Ends in `commit` or `fail` before the next call.
+        """The next step, or None when there is nothing to do, or nothing before a copy between tiers is done. Ends in
+        `commit` or `fail` before the next call.
 
         now  monotonic second; becomes scheduled_s of sequences that are served for the first time
         """
@@ -191,7 +201,7 @@ class Scheduler:
         # A prefill that decodes leave too little room for goes first the next time, and decodes take what it leaves.
         self._prefills_first = plan.too_small and not plan.has_prefill
         if not plan.work:
-            assert not self.has_work, "sequences are left and none can run"
+            assert not self.has_work or self.tiers.busy, "sequences are left and none can run"
             return None
         self.counters.steps += 1
         return plan.step()
@@ -214,6 +224,8 @@ class Scheduler:
             sequence.num_computed = work.start + work.count
             self.tables.register(sequence)
             self.claims.register(sequence, now)
+            if work.samples and is_prefill(work):
+                self.tables.save(sequence)
             if work.samples:
                 assert result is not None, "work that samples has no token"
                 self._append(sequence, result, now)
@@ -331,27 +343,36 @@ class Scheduler:
             if any(i < len(sequence.digests) and sequence.digests[i] == digest for i, digest in computing):
                 self.counters.shared_waits += 1
                 continue
+            if self.tiers.is_restoring(sequence.digests, plan.now):
+                continue
             if not self._make_room(sequence, plan):
                 plan.blocked = True
                 return
+            if sequence.status is Status.WAITING:
+                continue  # for a part of its prefix that is on its way from a lower tier
             if not self._plan_chunk(sequence, plan):
                 return  # it has its blocks, and starts when the budget reaches its first cut
             computing = self._computed_next(lane)
 
     def _make_room(self, sequence: Sequence, plan: Plan) -> bool:
-        """Admits a sequence if there are a slot and blocks for it; the online lane takes them from the batch lane."""
+        """Admits a sequence if there are a slot and blocks for it; the online lane takes them from the batch lane.
+        A sequence whose prefix comes back from a lower tier keeps waiting, and has the room that it needs."""
         while True:
-            if self.num_running < self._max_running:
+            if self.num_running + self.tiers.num_restoring < self._max_running:
                 # Every sequence that runs may want one more block before one of them ends.
-                fresh = self.tables.admit(sequence, headroom=self.num_running)
+                headroom = self.num_running
+                if restored := self.tables.restore(sequence, headroom, plan.now):
+                    plan.drop_fresh(restored)
+                    return True
+                fresh = self.tables.admit(sequence, headroom)
                 if fresh is not None:
                     self._start(sequence, plan.now)
                     plan.add_fresh(fresh)
                     return True
             if sequence.lane == "online" and self._running["batch"]:
                 self._preempt(self._choose_victim(), plan)
-            elif self.num_running or not self.leases.give_way(plan.now):
-                return False  # whoever runs will end; when nobody does, only leases can be in the way
+            elif self.num_running or self.tiers.busy or not self.leases.give_way(plan.now):
+                return False  # whoever runs or is copied will end; when nobody does, only leases can be in the way
 
     def _start(self, sequence: Sequence, now: float) -> None:
         del self._waiting[sequence.lane][sequence]

@@ -52,6 +52,8 @@ class Sequence:
     cached_tokens: int | None = None  # prompt tokens reused at the first admission; later admissions do not change it
     findable_tokens: int = 0  # leading tokens that could be reused when it arrived
     preemptions: int = 0
+    restored: bool = False  # lower tiers were asked for its prefix since it ran last
+    num_queued: int = 0  # leading blocks that were handed over to be saved in lower tiers
     finish: FinishReason | None = None
 
     @property

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from engine.loop import EngineLoop
     from engine.model import LoadedModel
     from engine.runner import ModelRunner
-    from engine.sequence import Runner
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +63,9 @@ HEARTBEAT_S: Final = 15.0
 CLOSE_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 10.0
 ALIVE_CHECK_S: Final = 1.0
+RESTORED_LIMIT_S: Final = 5.0
+"""The start waits so long for what is on disk, so that the first request finds it; then it is found bit by bit."""
+
 REDIS_CONNECT_TIMEOUT_S: Final = 2.0
 
 _EVERYWHERE: Final = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
@@ -230,6 +232,8 @@ async def main(settings: EngineSettings, redis_url: str | None, ready: Callable[
     await web_runner.setup()
     loop.start()
     try:
+        if not await asyncio.to_thread(loop.wait_restored, RESTORED_LIMIT_S):
+            log.info("the blocks on disk are still being looked through")
         url = await _listen(web_runner, settings)
         async with _publishing(server, redis_url, url, settings):
             log.info("engine ready: %s on %s, %d blocks of %d tokens", *_summary(hello, url))
@@ -273,19 +277,22 @@ def _load(settings: EngineSettings) -> tuple[LoadedModel, ModelRunner]:
 
 
 def _make_loop(
-    settings: EngineSettings, hello: Hello, runner: Runner, on_frames: OnFrames, on_blocks: OnBlocks
+    settings: EngineSettings, hello: Hello, runner: ModelRunner, on_frames: OnFrames, on_blocks: OnBlocks
 ) -> EngineLoop:
     from engine.blocks import BlockPool
     from engine.loop import EngineLoop
     from engine.scheduler import Scheduler
+    from engine.storage import build_tiers
 
+    pool = BlockPool(hello.num_blocks, hello.namespace.block_size)
     scheduler = Scheduler(
-        BlockPool(hello.num_blocks, hello.namespace.block_size),
+        pool,
         hello.namespace,
         settings,
         context_tokens=hello.context_tokens,
         vocab_size=hello.vocab_size,
         eos_ids=hello.eos_ids,
+        tiers=build_tiers(settings, hello.namespace, pool, runner.cache),
     )
     return EngineLoop(scheduler, runner, on_frames=on_frames, on_blocks=on_blocks, max_pending=settings.max_waiting)
 

@@ -1,7 +1,7 @@
-"""The block side of a sequence: what it reuses, what it holds, and what of it others may reuse.
+"""The block side of a sequence: what it reuses, what it holds, what of it others may reuse, and what outlives it.
 
 Keeps Sequence.block_table, num_computed, num_registered and digests right; a sequence has blocks only between `admit`
-and `release`. engine/scheduler.py decides when; engine/blocks.py owns the blocks.
+and `release`. engine/scheduler.py decides when; engine/blocks.py owns the blocks, engine/tiers.py what is below them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from engine.blocks import BlockPool
 from engine.plan import MIN_TAIL_TOKENS
 from engine.protocol import DIGEST_BYTES, Namespace, chain_digests, split_digests
 from engine.sequence import Sequence
+from engine.tiers import Chain, Tiers
 
 
 @dataclass(slots=True)
@@ -32,8 +33,9 @@ class _Chain:
 class BlockTables:
     """Gives blocks to sequences and takes them back. Every admitted sequence is released exactly once."""
 
-    def __init__(self, pool: BlockPool, namespace: Namespace) -> None:
+    def __init__(self, pool: BlockPool, namespace: Namespace, tiers: Tiers) -> None:
         self.pool = pool
+        self._tiers = tiers
         self._namespace = namespace
         self._chains: dict[Sequence, _Chain] = {}
 
@@ -50,6 +52,16 @@ class BlockTables:
             parent = replace(self._namespace, salt=salt).root()
         return split_digests(chain_digests(parent, tokens, self.pool.block_size, self._namespace.hash_name))
 
+    def restore(self, sequence: Sequence, headroom: int, now: float) -> list[int]:
+        """Begins to bring back what lower tiers hold of a waiting sequence's prefix, once before each admission.
+        Returns the blocks that are being written from now on; empty when there is nothing to wait for."""
+        if sequence.restored or not self._tiers.lower:
+            return []
+        room = self.blocks_for(sequence.num_tokens) + headroom
+        blocks = self._tiers.restore(self._full(sequence, self._reusable(sequence)), room, now)
+        sequence.restored = bool(blocks)
+        return blocks
+
     def admit(self, sequence: Sequence, headroom: int) -> list[int] | None:
         """Gives a sequence blocks for all its tokens: reused ones first, new ones for the rest.
 
@@ -58,8 +70,7 @@ class BlockTables:
         least MIN_TAIL_TOKENS are left to compute, the last one among them. Returns None, and changes nothing, when
         there are too few blocks.
         """
-        size = self.pool.block_size
-        reusable = max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // size
+        size, reusable = self.pool.block_size, self._reusable(sequence)
         reused = self.pool.find_prefix(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:reusable])
         missing = self.blocks_for(sequence.num_tokens) - len(reused)
         if self.pool.available_beside(reused) < missing + headroom:
@@ -71,6 +82,7 @@ class BlockTables:
         sequence.block_table = reused + fresh
         sequence.num_computed = len(reused) * size
         sequence.num_registered = len(reused)
+        sequence.restored = False
         return fresh
 
     def grow(self, sequence: Sequence) -> list[int] | None:
@@ -103,8 +115,16 @@ class BlockTables:
             self._move_tip(chain, holder, lent=holder != block)
             sequence.num_registered = index + 1
 
+    def save(self, sequence: Sequence) -> None:
+        """Hands what is registered of a sequence to the lower tiers, each block once."""
+        if sequence.num_registered > sequence.num_queued and self._tiers.lower:
+            sequence.num_queued = sequence.num_registered
+            urgent = bool(sequence.breakpoints)  # what is leased moves down, and leaves room above
+            self._tiers.save(self._full(sequence, sequence.num_registered), urgent=urgent)
+
     def release(self, sequence: Sequence) -> None:
-        """Takes all blocks back. What was registered can be found until it is evicted."""
+        """Takes all blocks back. What was registered can be found until it is evicted, and longer below."""
+        self.save(sequence)
         chain = self._chains.pop(sequence)
         self.pool.release(sequence.block_table)
         if chain.lent and chain.tip is not None:
@@ -120,7 +140,19 @@ class BlockTables:
         for chain in self._chains.values():
             if chain.tip is not None and not self.pool.is_registered(chain.tip):
                 chain.broken = True
+        if self._tiers.lower:
+            self._tiers.forget(self._full(sequence, len(sequence.digests)))
         return count
+
+    def _reusable(self, sequence: Sequence) -> int:
+        """Leading blocks that need not be computed, if somebody has them."""
+        return max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // self.pool.block_size
+
+    def _full(self, sequence: Sequence, num_blocks: int) -> Chain:
+        """The sequence's first blocks, as the tiers name them."""
+        num_blocks = min(num_blocks, len(sequence.digests))
+        tokens = sequence.tokens[: num_blocks * self.pool.block_size].tobytes()
+        return Chain(sequence.salt, tokens, sequence.digests[:num_blocks])
 
     def _move_tip(self, chain: _Chain, tip: int, *, lent: bool) -> None:
         if lent:

@@ -210,9 +210,10 @@ async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
 
 
 def _engine_settings(settings: Settings) -> EngineSettings:
-    """The engines of one machine share its cores."""
+    """The engines of one machine share its cores, and the blocks on its disk."""
     threads = choose_threads(settings.engine.threads, usable_cores(), settings.engines.count)
-    return settings.engine.model_copy(update={"threads": threads})
+    disk_dir = settings.engine.disk_dir or settings.server.data_dir / "blocks"
+    return settings.engine.model_copy(update={"threads": threads, "disk_dir": disk_dir.absolute()})
 
 
 async def _listen(runner: web.AppRunner, settings: Settings) -> int:

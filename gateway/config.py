@@ -43,7 +43,8 @@ class ServerSettings(Section):
     host: str = Field("127.0.0.1", description="Address to listen on; `0.0.0.0` for every interface.")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(8080, description="TCP port; 0 takes a free one.")
     data_dir: Path = Field(
-        Path(".kvasir"), description="Folder for what must survive a restart (the embedded Redis); made when missing."
+        Path(".kvasir"),
+        description="Folder for what must survive a restart (the embedded Redis, blocks); made when missing.",
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = Field(
         32 << 20, description="Bytes; a larger request body is refused with 413."

@@ -13,10 +13,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 from redis.asyncio import Redis
 
 from engine import server
 from engine.config import ConfigError, EngineSettings
+from engine.kv_cache import CacheShape, KVCache
 from engine.protocol import HEALTH_PATH, STREAM_PATH, Hello, Namespace, StepFrame, decode
 from engine.sequence import Step
 from tests.fakes.fake_engine import TOKENIZER
@@ -41,6 +43,7 @@ class CountingRunner:
     num_blocks = 200
 
     def __init__(self) -> None:
+        self.cache = KVCache(CacheShape(1, 1, 8, torch.float32), self.num_blocks, 16, torch.device("cpu"))
         self.delay = 0.0
         self.dies = False
 

@@ -1,0 +1,63 @@
+"""A thread that copies blocks for one tier, so that the engine's loop never waits for memory or a disk.
+
+Jobs are done one after the other, in the order in which they were handed over; what became of each is told on the
+loop's thread. How many there can be is bounded by engine/tiers.py, which hands over one save at a time and one restore
+for each sequence that may run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Post = Callable[[Callable[[], object]], None]
+
+
+class Worker(Protocol):
+    """Does jobs elsewhere, in order."""
+
+    def run(self, job: Callable[[], T], done: Callable[[T], object]) -> None:
+        """`done` is called with what the job returned, by whoever calls this. A job does not raise."""
+        ...
+
+    def close(self) -> None:
+        """Finishes the job that is being done and leaves out the rest."""
+        ...
+
+
+class CopyThread:
+    """The Worker of a running engine."""
+
+    def __init__(self, name: str, post: Post) -> None:
+        """post  hands a command to the loop's thread, and does not wait for it"""
+        self._post = post
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, job: Callable[[], T], done: Callable[[T], object]) -> None:
+        def work() -> None:
+            self._post(partial(done, job()))
+
+        self._jobs.put(work)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Waits for the job that is being done, and no longer than that: a disk may hang."""
+        self._closing = True
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (work := self._jobs.get()) is not None and not self._closing:
+            try:
+                work()
+            except Exception:
+                log.exception("a copy thread's job failed in a way that it should not")

@@ -1,0 +1,260 @@
+"""A scheduler over three tiers with a fake model, driven by hand: every copy happens when a test says so.
+
+The bytes of a block are what the oracle model remembers of it, the whole prefix of each slot, so whoever copies the
+wrong block, too early or over somebody else's fails at the next read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.blocks import BlockPool
+from engine.config import EngineSettings
+from engine.disk_store import Scan
+from engine.protocol import split_digests
+from engine.scheduler import Scheduler
+from engine.stores import BlockKey
+from engine.tiers import Tier, Tiers
+from tests.fakes.oracle_runner import OracleRunner, Prefixes
+from tests.fakes.scheduler_bench import NAMESPACE, SIZE, VOCAB, Bench
+
+
+class ManualWorker:
+    """Does a job when told to, and tells of it when told to."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[Callable[[], Any], Callable[[Any], object]]] = deque()
+        self.done: deque[Callable[[], object]] = deque()
+
+    def run(self, job: Callable[[], Any], done: Callable[[Any], object]) -> None:
+        self.jobs.append((job, done))
+
+    def close(self) -> None:
+        self.jobs.clear()
+        self.done.clear()
+
+    def work(self) -> bool:
+        """Does the next job. False when there is none."""
+        if not self.jobs:
+            return False
+        job, done = self.jobs.popleft()
+        result = job()
+        self.done.append(lambda: done(result))
+        return True
+
+    def deliver(self) -> bool:
+        """Tells of the next job that was done."""
+        if not self.done:
+            return False
+        self.done.popleft()()
+        return True
+
+
+@dataclass
+class FakeCache:
+    """The store of the model's own blocks."""
+
+    runner: OracleRunner
+
+    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Any:
+        return [tuple(self.runner.slots.get((block, offset)) for offset in range(SIZE)) for block in slots]
+
+    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Any) -> None:
+        for block, contents in zip(slots, payload, strict=True):
+            assert not self.runner.pool.is_registered(block), "a block that can be hit would be written"
+            for offset, content in enumerate(contents):
+                self.runner.slots[block, offset] = content
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        raise AssertionError("the first tier drops nothing")
+
+
+@dataclass
+class FakeHost:
+    """Rows by slot."""
+
+    rows: dict[int, Any] = field(default_factory=dict)
+    fails: bool = False
+
+    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Any:
+        if self.fails:
+            raise RuntimeError("the fake host fails")
+        return [self.rows[slot] for slot in slots]
+
+    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Any) -> None:
+        if self.fails:
+            raise RuntimeError("the fake host fails")
+        self.rows |= dict(zip(slots, payload, strict=True))
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        pass
+
+
+@dataclass
+class FakeDisk:
+    """Files by digest, which outlive the bench that wrote them. `fails` is also a disk that is full."""
+
+    files: dict[bytes, tuple[BlockKey, Any]] = field(default_factory=dict)
+    torn: set[bytes] = field(default_factory=set)  # by the test, and not written again since
+    fails: bool = False
+
+    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Any:
+        if self.fails:
+            raise OSError("the fake disk fails")
+        rows = []
+        for key in keys:
+            held, row = self.files.get(key.digest, (None, None))
+            if held != key:
+                self.files.pop(key.digest, None)
+                break
+            rows.append(row)
+        return rows
+
+    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Any) -> None:
+        for key, row in zip(keys, payload, strict=True):
+            if self.fails:
+                raise OSError("the fake disk fails")
+            self.files[key.digest] = key, row
+            self.torn.discard(key.digest)
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self.files.pop(digest, None)
+
+    def scan(self) -> Scan:
+        keys = sorted((key for key, _ in self.files.values()), key=lambda key: key.index)
+        whole: dict[bytes, BlockKey] = {}
+        for key in keys:
+            if key.parent is None or key.parent in whole:
+                whole[key.digest] = key
+            else:
+                del self.files[key.digest]
+        return Scan([*whole.values()], [0.0] * len(whole), len(keys) - len(whole), 0)
+
+
+@dataclass
+class TierBench(Bench):
+    """A Bench with tiers below it. Without `host`, blocks go straight to disk."""
+
+    tiers: Tiers = None  # type: ignore[assignment]
+    host: FakeHost | None = None
+    disk: FakeDisk = field(default_factory=FakeDisk)
+    workers: dict[str, ManualWorker] = field(default_factory=dict)
+    told: dict[bytes, str] = field(default_factory=dict)  # what a gateway believes: digest -> tier
+
+    def step(self) -> bool:
+        busy = super().step()
+        self.tiers.pump(self.now)
+        return busy
+
+    def settle(self, limit: int = 1000) -> None:
+        """Does and tells all copies, and whatever follows from them."""
+        while any(worker.work() or worker.deliver() for worker in self.workers.values()) or self.tiers.pump_wanted:
+            self.tiers.pump(self.now)
+            limit -= 1
+            assert limit, "the copies never end"
+        assert self.tiers.idle
+        assert self.tiers.check_invariants() == []
+
+    def finish(self, limit: int = 2000) -> None:
+        """Runs everything to its end, copies included."""
+        while self.step() or self.scheduler.has_work or not self.tiers.idle:
+            for worker in self.workers.values():
+                worker.work()
+                worker.deliver()
+            limit -= 1
+            assert limit, "the scheduler makes no progress"
+        self.settle()
+        assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
+
+    def ask(self, seq: int, tokens: list[int], **options: Any) -> int:
+        """One sequence from start to end; returns its cached tokens."""
+        self.submit(seq, tokens, **options)
+        self.finish()
+        return self.of(seq)[0].cached_tokens or 0
+
+    def forget_gpu(self) -> None:
+        """Evicts everything that the first tier has cached."""
+        blocks = self.pool.allocate(self.pool.available)
+        assert blocks is not None
+        self.pool.release(blocks)
+
+    def listen(self) -> None:
+        """Applies events as a gateway does, and compares what it believes with what is there."""
+        for events in self.tiers.take_events():
+            for digest in split_digests(events.removed):
+                del self.told[digest]
+            for digest in split_digests(events.stored):
+                assert self.told.get(digest) != events.tier, "told twice"
+                self.told[digest] = events.tier
+        held: dict[bytes, str] = {}
+        for tier in reversed(self.tiers.tiers):
+            held |= dict.fromkeys(split_digests(tier.pool.snapshot().stored), tier.name)
+        assert self.told == held
+
+    def check_contents(self) -> None:
+        """Every block that can be found anywhere holds exactly its own prefix, torn files aside."""
+        for tier in self.tiers.tiers:
+            pool = tier.pool
+            prefixes: dict[int, int | str] = {}
+            for digest in split_digests(pool.snapshot().stored):  # parents first
+                block = pool.find_block(digest)
+                assert block is not None
+                parent = pool.parent_of(block)
+                prefix: int | str = pool._salt[block] if parent is None else prefixes[parent]
+                expected = []
+                for offset in range(SIZE):
+                    token = int.from_bytes(pool._tokens[block][4 * offset : 4 * offset + 4], "little")
+                    prefix = self.runner.prefixes.next(prefix, token)
+                    expected.append(prefix)
+                prefixes[block] = prefix
+                if tier.name != "disk" or digest not in self.disk.torn:
+                    assert self._contents(tier, block, digest) == tuple(expected), f"{tier.name} {block}"
+
+    def _contents(self, tier: Tier, block: int, digest: bytes) -> Any:
+        if tier.name == "gpu":
+            return FakeCache(self.runner).read([block], [])[0]
+        if tier.name == "host":
+            assert self.host is not None
+            return self.host.rows[block]
+        held = self.disk.files.get(digest)
+        return None if held is None else held[1]
+
+
+def make(
+    num_blocks: int = 64,
+    *,
+    host: int = 0,
+    disk: int = 64,
+    files: FakeDisk | None = None,
+    prefixes: Prefixes | None = None,
+    context_tokens: int = 1000,
+    eos_ids: tuple[int, ...] = (),
+    queue_bytes: int = 1 << 20,
+    save_blocks: int = 64,
+    **changes: Any,
+) -> TierBench:
+    """A bench with so many slots in each tier. `files` and `prefixes` are what an earlier one left; such files have not
+    been looked through yet."""
+    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
+    config = EngineSettings(**(values | changes))
+    pool = BlockPool(num_blocks, SIZE)
+    runner = OracleRunner(pool, VOCAB, config.step_tokens)
+    runner.prefixes = prefixes or runner.prefixes
+    store, rows = files or FakeDisk(), FakeHost() if host else None
+    levels = [Tier("gpu", pool, FakeCache(runner), 1)]
+    if rows is not None:
+        levels.append(Tier("host", BlockPool(host, SIZE), rows, 1))
+    levels.append(Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan))
+    tiers = Tiers(levels, queue_bytes=queue_bytes, save_blocks=save_blocks, copy_blocks=3)
+    scheduler = Scheduler(
+        pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
+    )
+    bench = TierBench(pool, scheduler, runner, tiers=tiers, host=rows, disk=store)
+    tiers.start(lambda name: bench.workers.setdefault(name, ManualWorker()))
+    if files is None:
+        bench.settle()
+    return bench
