@@ -96,14 +96,23 @@ def _leases(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
         "Blocks that the leases of a tenant keep, of those that keep the most.",
         labels=(*_LABELS, "tenant"),
     )
+    blocks = GaugeMetricFamily(
+        "kvasir_engine_lease_blocks", "Blocks of a tier that leases keep.", labels=(*_LABELS, "tier")
+    )
+    budgets = GaugeMetricFamily(
+        "kvasir_engine_lease_budget_blocks", "Blocks of a tier that leases may keep.", labels=(*_LABELS, "tier")
+    )
     for engine in engines:
+        for tier in TIER_CODES:
+            for gauge, key in ((blocks, "blocks"), (budgets, "budget_blocks")):
+                if (value := find_number(engine.stats, "leases", key, tier)) is not None:
+                    gauge.add_metric([*_names(engine), tier], value)
         for state, key in (("kept", "kept"), ("degraded", "degraded_now")):
             if (value := find_number(engine.stats, "leases", key)) is not None:
                 leases.add_metric([*_names(engine), state], value)
         for tenant, value in _by_tenant(engine.stats):
             tenants.add_metric([*_names(engine), tenant], value)
-    yield leases
-    yield tenants
+    yield from (leases, blocks, budgets, tenants)
 
 
 def _by_tenant(stats: Mapping[str, Any]) -> list[tuple[str, float]]:

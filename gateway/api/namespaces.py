@@ -7,6 +7,7 @@ makes becomes the salt that every block hash starts from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from aiohttp import web
 
@@ -16,6 +17,7 @@ from gateway.errors import ForbiddenError
 from gateway.types import Scope, Tenant
 
 HEADER = "x-kvasir-namespace"
+MAX_SCOPES = 1024  # that are remembered; a kilobyte each, with the longest key and salt
 
 
 class Namespaces:
@@ -33,16 +35,22 @@ class Namespaces:
         asked = http.headers.get(HEADER, "").strip()
         name = asked or self._default(tenant)
         if name == PRIVATE:
-            return Scope(tenant=tenant.name, key=key, cache_salt=cache_salt)
+            return _scope(tenant.name, "", key, cache_salt)
         if not _may_use(tenant, self._tenants.get(name, frozenset())):
             raise ForbiddenError(f"There is no namespace `{shown(name)}` that you may use ({HEADER}).")
-        return Scope(namespace=name, key=key, cache_salt=cache_salt)
+        return _scope("", name, key, cache_salt)
 
     def _default(self, tenant: Tenant) -> str:
         for namespace in self._defaults:
             if _may_use(tenant, namespace.tenants):
                 return namespace.name
         return PRIVATE
+
+
+@lru_cache(maxsize=MAX_SCOPES)
+def _scope(tenant: str, namespace: str, key: str, cache_salt: str) -> Scope:
+    """The same object for the same scope: its salt is made once."""
+    return Scope(tenant, namespace, key, cache_salt)
 
 
 def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:

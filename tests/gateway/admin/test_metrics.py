@@ -119,6 +119,8 @@ STATS = {
         "expired": 5,
         "lost": 0,
         "read_tokens": 1234,
+        "blocks": {"gpu": 60, "disk": 2},
+        "budget_blocks": {"gpu": 500},
         "tenants": {"north": {"blocks": 60}, "south": {"blocks": 2}},
     },
     "tiers": {
@@ -149,6 +151,9 @@ async def test_an_engines_own_counters_are_shown() -> None:
         f"leases_kept_again_total{{{labels}}}": 1,
         f"leases_expired_total{{{labels}}}": 5,
         f"leases_lost_total{{{labels}}}": 0,
+        f"lease_blocks{{{labels},tier=gpu}}": 60,
+        f"lease_blocks{{{labels},tier=disk}}": 2,
+        f"lease_budget_blocks{{{labels},tier=gpu}}": 500,
         f"lease_read_tokens_total{{{labels}}}": 1234,
         f"tenant_leased_blocks{{{labels},tenant=north}}": 60,
         f"tenant_leased_blocks{{{labels},tenant=south}}": 2,
