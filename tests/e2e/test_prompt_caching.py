@@ -80,8 +80,8 @@ def details(answer: Any) -> tuple[int, int, str | None]:
     return found["cached_tokens"], found["cache_write_tokens"], found.get("cache_lease")
 
 
-def create(server: Server, message: Any, **options: Any) -> Any:
-    return server.client("north-key-123").chat.completions.with_raw_response.create(
+def create(server: Server, message: Any, *, key: str = "north-key-123", **options: Any) -> Any:
+    return server.client(key).chat.completions.with_raw_response.create(
         model="demo", messages=[message], max_tokens=2, temperature=0, **options
     )
 
@@ -132,21 +132,70 @@ def test_leases_are_in_the_stats_and_the_metrics(tenants: Server) -> None:
         assert part in metrics
 
 
+def engine(server: Server) -> Any:
+    """The one engine in the stats. The admin's key opens a server without keys too."""
+    (found,) = server.get("/admin/stats", key="admin-key-123")["engines"]
+    return found
+
+
 def leases(server: Server) -> Any:
-    (engine,) = server.get("/admin/stats", key="admin-key-123")["engines"]
-    return engine["leases"]
+    return engine(server)["leases"]
 
 
 def test_past_the_budget_a_lease_degrades_and_says_so(tmp_path: Path) -> None:
     flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32", "--engine-lease-share", "0.0001")
     with Server(tmp_path, *flags) as server:
-        answer = server.client().chat.completions.with_raw_response.create(
-            model="demo", messages=[marked("Budget.", " Why?", None)], max_tokens=2
-        )
+        answer = create(server, marked("Budget.", " Why?", None), key="none")
         assert details(answer) == (0, 0, "degraded")
         assert answer.headers["x-kvasir-lease"] == "degraded"
         # Ordinary reuse is there all the same.
-        again = server.client().chat.completions.with_raw_response.create(
-            model="demo", messages=[marked("Budget.", " Why?", None)], max_tokens=2
-        )
+        again = create(server, marked("Budget.", " Why?", None), key="none")
         assert details(again)[0] > 100
+
+
+@pytest.mark.parametrize("disk_bytes", [0, 256 << 20])
+def test_what_is_leased_outlives_a_flood_until_its_time_is_over(tmp_path: Path, disk_bytes: int) -> None:
+    shares = ("--engine-lease-share", "0.8", "--engine-lease-tenant-share", "0.8", "--leases-ttls", "5m,3s")
+    sizes = ("--kv-cache-bytes", str(40 << 20), "--engine-disk-bytes", str(disk_bytes), "--dtype", "float32")
+    with Server(tmp_path, *shares, *sizes) as server:
+        blocks = engine(server)["blocks"]
+        for first, ttl in (("Kept.", "5m"), ("Briefly.", "3s")):
+            assert details(create(server, marked(first, " Why?", ttl), key="none"))[2] == "kept"
+        plain = {"role": "user", "content": f"Plain. {BOOK}"}
+        assert details(create(server, plain, key="none"))[2] is None
+        server.wait_until(lambda: bool(engine(server)["leases"]["expired"] == 1), "the short lease is over")
+
+        flood(server, 2 * blocks["total"] * blocks["tokens_per_block"])
+
+        kept = create(server, marked("Kept.", " Well?", "5m"), key="none")
+        assert details(kept)[0] > 100
+        assert int(kept.headers["x-kvasir-cached-tokens"]) > 100
+        assert engine(server)["evictions"] > blocks["total"]
+        if not disk_bytes:
+            assert details(create(server, marked("Briefly.", " Well?", "5m"), key="none"))[0] == 0
+            assert details(create(server, plain, key="none"))[0] == 0
+
+
+def flood(server: Server, num_tokens: int) -> None:
+    """Prompts that have nothing in common, until so many tokens have gone through the cache."""
+    length = 500
+    for number in range(num_tokens // length + 1):
+        prompt = [(number * 31 + index * 7 + number * index) % 400 + 50 for index in range(length)]
+        server.client().completions.create(model="demo", prompt=prompt, max_tokens=1)
+
+
+def test_what_is_in_which_tier_is_in_the_stats_and_the_metrics(tenants: Server) -> None:
+    create(tenants, {"role": "user", "content": f"Tiers. {BOOK}"})
+    tenants.wait_until(lambda: bool(engine(tenants)["tiers"]["disk"]["saved"]), "blocks were copied to disk")
+    tiers = engine(tenants)["tiers"]
+    assert 0 < tiers["gpu"]["blocks"] * 16 * 1024 < tiers["gpu"]["bytes"] <= tiers["gpu"]["capacity_bytes"]
+    metrics = tenants.get("/metrics")
+    for name in (
+        "blocks",
+        "bytes",
+        "capacity_bytes",
+        "saved_blocks_total",
+        "restored_blocks_total",
+        "torn_blocks_total",
+    ):
+        assert f'kvasir_engine_tier_{name}{{engine="engine-0",model="demo",tier="disk"}} ' in metrics
