@@ -195,7 +195,7 @@ def run_many(seeds: range) -> Counter[str]:
 
 
 def test_no_schedule_reads_a_strange_block() -> None:
-    seen = run_many(range(50))
+    seen = run_many(range(100))
     assert min(seen.values()) > 20, f"the fuzzer does not reach everything: {seen}"
 
 
@@ -207,7 +207,7 @@ def test_no_schedule_reads_a_strange_block_when_digests_collide(bits: int, monke
         return (int.from_bytes(exact(data), "big") % (1 << bits)).to_bytes(DIGEST_BYTES, "big")
 
     monkeypatch.setitem(HASHES, "xxh3_128", weak)
-    seen = run_many(range(100, 125))
+    seen = run_many(range(100, 135))
     assert min(seen.values()) > 10, f"the fuzzer does not reach everything: {seen}"
 
 
