@@ -112,6 +112,15 @@ class BlockPool:
         parent = self._parent[block]
         return None if parent == ROOT else parent
 
+    def tokens_up_to(self, block: int) -> bytes:
+        """The tokens of a registered block and of all that it hangs from, from the beginning of the prefix."""
+        parts: list[bytes] = []
+        here: int | None = block
+        while here is not None:
+            parts.append(self._tokens[here])
+            here = self.parent_of(here)
+        return b"".join(reversed(parts))
+
     # -- reuse --------------------------------------------------------------------------------------------------------
 
     def find_prefix(self, salt: str, tokens: bytes, digests: Sequence[bytes]) -> list[int]:

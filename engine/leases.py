@@ -254,20 +254,27 @@ class Leases:
 
     def saved(self, tier: int, digests: Iterable[bytes], now: float) -> None:
         """These blocks are in that slower pool now as well: leases that end in them are kept there, where there is
-        room, and no longer above."""
+        room, and no longer above. One that had no room above may have it there."""
+        pool = self._pools[tier]
         for digest in digests:
-            block = self._pools[tier].find_block(digest)
+            leases = self._book.find_ending_in(digest)
+            block = pool.find_block(digest) if leases else None
             if block is None:
                 continue
-            for lease in self._book.find_ending_in(digest):
-                if lease.block is None or lease.tier >= tier:
-                    continue
-                above = lease.tier, lease.block
-                self._unpin(lease)
-                fits = self._pin(lease, tier, block, now, displace=True) or self._pin(
-                    lease, *above, now, displace=False
-                )
-                assert fits, "a lease does not fit where it was"
+            for lease in leases:
+                if lease.block is not None and lease.tier < tier:
+                    self._move(lease, tier, block, now)
+                elif lease.state == "degraded" and lease.expires_s > now:
+                    content = pool.tokens_up_to(block) + lease.tail
+                    if take_fingerprint(content) == lease.fingerprint:
+                        self.counters.kept_again += self._pin(lease, tier, block, now, displace=True)
+
+    def _move(self, lease: Lease, tier: int, block: int, now: float) -> None:
+        above, before = lease.tier, lease.block
+        assert before is not None, "a lease that keeps no block does not move"
+        self._unpin(lease)
+        fits = self._pin(lease, tier, block, now, displace=True) or self._pin(lease, above, before, now, displace=False)
+        assert fits, "a lease does not fit where it was"
 
     def drop_lost(self, tier: int = 0) -> int:
         """Degrades the leases whose blocks one pool was made to forget. Call it right after BlockPool.forget. Returns

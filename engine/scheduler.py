@@ -34,6 +34,9 @@ from engine.tiers import Tier, Tiers
 
 log = logging.getLogger(__name__)
 
+COPY_WAIT_S = 2.0
+"""So long a sequence waits for copies between tiers to give blocks back, before leases do, when nothing else will."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -103,6 +106,7 @@ class Scheduler:
         self._max_running = min(settings.max_sequences, settings.step_tokens)  # every decode fits in a step
         self._grid = min(settings.prefill_grid_tokens, settings.step_tokens)
         self._prefills_first = False
+        self._waiting_since_s: float | None = None  # the head of a queue for copies, while nothing runs
 
         self._sequences: dict[str, dict[int, Sequence]] = {}  # owner -> seq -> sequence that is not finished
         self._waiting: dict[Lane, OrderedDict[Sequence, None]] = {lane: OrderedDict() for lane in LANES}
@@ -358,7 +362,8 @@ class Scheduler:
         """Admits a sequence if there are a slot and blocks for it; the online lane takes them from the batch lane.
         A sequence whose prefix comes back from a lower tier keeps waiting, and has the room that it needs."""
         while True:
-            if self.num_running + self.tiers.num_restoring < self._max_running:
+            has_slot = self.num_running + self.tiers.count_restoring(plan.now) < self._max_running
+            if has_slot:
                 # Every sequence that runs may want one more block before one of them ends.
                 headroom = self.num_running
                 if restored := self.tables.restore(sequence, headroom, plan.now):
@@ -371,10 +376,22 @@ class Scheduler:
                     return True
             if sequence.lane == "online" and self._running["batch"]:
                 self._preempt(self._choose_victim(), plan)
-            elif self.num_running or self.tiers.busy or not self.leases.give_way(plan.now):
-                return False  # whoever runs or is copied will end; when nobody does, only leases can be in the way
+            elif self.num_running or not has_slot or self._waits_for_copies(plan.now):
+                return False  # whoever runs or is copied will end
+            elif not self.leases.give_way(plan.now):
+                return False  # what is left is being copied, and takes its time
+
+    def _waits_for_copies(self, now: float) -> bool:
+        """Whether copies may make room soon: they let go of blocks, and a lease of what was saved moves down. Not for
+        longer than COPY_WAIT_S: a disk may hang, and leases never stop an engine."""
+        if not self.tiers.busy:
+            return False
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now
+        return now - self._waiting_since_s < COPY_WAIT_S
 
     def _start(self, sequence: Sequence, now: float) -> None:
+        self._waiting_since_s = None
         del self._waiting[sequence.lane][sequence]
         self._waiting_tokens -= sequence.num_tokens
         self._running[sequence.lane][sequence] = None

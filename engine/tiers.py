@@ -357,6 +357,10 @@ class Tiers:
     def num_restoring(self) -> int:
         return len(self._restores)
 
+    def count_restoring(self, now: float) -> int:
+        """Restores that somebody waits for: not those that take longer than anybody does."""
+        return sum(now < job.deadline_s for job in self._restores)
+
     def is_restoring(self, digests: Sequence[bytes], now: float) -> bool:
         """Whether the next blocks of a prefix are on their way, for whomever."""
         for job in self._restores:

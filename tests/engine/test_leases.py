@@ -404,6 +404,20 @@ def test_a_lease_is_granted_in_the_lowest_pool_that_holds_it() -> None:
     assert shelf.grant(prompt(44)).tier == 0
 
 
+def test_a_lease_that_is_too_large_above_is_kept_where_it_fits() -> None:
+    shelf = Shelf(20, slower=100)
+    lease, other = shelf.grant(prompt(46)), shelf.grant(prompt(46, 1), tenant="u")
+    assert (lease.state, other.state) == ("degraded", "degraded")
+    assert shelf.slower is not None
+    shelf.store(prompt(46), pool=shelf.slower)
+    shelf.store([*prompt(40), *prompt(4, 2)], digests=chain(prompt(44, 1)), pool=shelf.slower)
+    for kind in (0, 1):
+        shelf.leases.saved(1, chain(prompt(46, kind)), 1.0)
+    shelf.check()
+    assert (lease.state, lease.tier, shelf.leases.num_blocks(1)) == ("kept", 1, 11)
+    assert other.state == "degraded", "its digest stands for other tokens there"
+
+
 def test_a_lease_that_does_not_fit_below_stays_where_it_is() -> None:
     shelf = Shelf(slower=16)
     first, second = shelf.grant(prompt(20)), shelf.grant(prompt(16, 1))

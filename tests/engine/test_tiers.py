@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.protocol import DIGEST_BYTES, split_digests
+from engine.scheduler import COPY_WAIT_S
 from engine.tiers import PAUSE_S, RESTORE_LIMIT_S
 from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
 from tests.fakes.tier_bench import TierBench, make
@@ -204,6 +205,54 @@ def test_a_disk_that_hangs_holds_a_sequence_for_a_limited_time() -> None:
     assert bench.answer(2) == expected(prompt(40))
     bench.finish()
     bench.check_contents()
+
+
+def test_a_disk_that_hangs_takes_no_place_of_a_sequence_for_good() -> None:
+    bench = make(max_sequences=1)
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    bench.submit(2, prompt(40))
+    bench.submit(3, prompt(20, 1))
+    assert not bench.step()
+    bench.now += RESTORE_LIMIT_S
+    while bench.step():
+        pass
+    assert bench.answer(2) == expected(prompt(40))
+    assert bench.answer(3) == expected(prompt(20, 1))
+    bench.finish()
+
+
+def test_leases_wait_for_copies_to_make_room_and_not_for_a_disk_that_hangs() -> None:
+    for hangs in (False, True):
+        bench = make(num_blocks=16, lease_share=1.0, lease_tenant_share=1.0)
+        bench.submit(1, prompt(40), max_tokens=1, breakpoints=((40, 600.0),))
+        assert bench.step()
+        bench.submit(2, prompt(36, 1), max_tokens=1)
+        assert not bench.step(), "the copy may end, and the lease with it need not be kept here"
+        if hangs:
+            bench.now += COPY_WAIT_S
+        else:
+            bench.settle()
+            assert bench.scheduler.leases.num_blocks() == 0
+        assert bench.step() is not hangs  # the copy holds the very blocks
+        bench.finish()
+        assert bench.answer(2) == expected(prompt(36, 1), 1)
+        assert bench.scheduler.leases.counters.degraded == hangs
+
+
+def test_a_lease_that_was_saved_is_read_after_a_flood_above() -> None:
+    """The first tier has no room for the lease by itself: its share is five blocks."""
+    bench = make(num_blocks=20, host=40)
+    bench.ask(1, prompt(40), breakpoints=((38, 600.0),), max_tokens=1)
+    leases = bench.scheduler.leases
+    assert bench.of(1)[0].leases_degraded == 1
+    assert leases.stats()["blocks"] == {"gpu": 0, "host": 0, "disk": 9}
+    for seq in range(2, 12):
+        bench.ask(seq, prompt(60, seq), max_tokens=1)
+    assert held(bench, "gpu", prompt(40)) == 0
+    bench.ask(12, prompt(48))
+    assert bench.of(12)[0].lease_read_tokens == 38
+    assert (bench.of(12)[0].cached_tokens or 0) >= 36
 
 
 def test_the_scheduler_waits_while_copies_hold_the_blocks_that_it_needs() -> None:
