@@ -102,8 +102,10 @@ class EngineProcesses:
         """Asks every engine to drain, and waits as long as the engine's own limit allows."""
         self._stopping.set()
         await asyncio.gather(*(self._stop(engine) for engine in self.engines))
-        for engine in self.engines:
-            await tasks.cancel(engine.watcher)
+        # The watchers end by themselves. One of them may have been starting its engine, which is there now.
+        if watchers := [engine.watcher for engine in self.engines if engine.watcher is not None]:
+            await asyncio.wait(watchers)
+        await asyncio.gather(*(self._stop(engine) for engine in self.engines))
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -114,6 +116,8 @@ class EngineProcesses:
         while not self._stopping.is_set():
             started_s = time.monotonic()
             engine.process = await self._start(engine)
+            if self._stopping.is_set():
+                return
             status = await engine.process.wait()
             if self._stopping.is_set():
                 return
@@ -124,7 +128,9 @@ class EngineProcesses:
             wait_s = _FIRST_RESTART_S if steady else min(wait_s * 2, _LAST_RESTART_S)
             log.warning("%s ended with status %s; starting it again in %.1f s", engine.name, status, wait_s)
             engine.restarts += 1
-            await asyncio.sleep(wait_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._stopping.wait()
 
     async def _start(self, engine: EngineProcess) -> asyncio.subprocess.Process:
         environ = {name: value for name, value in self._environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}

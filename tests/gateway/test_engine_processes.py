@@ -11,7 +11,8 @@ import pytest
 
 from engine.config import EngineSettings
 from gateway import engine_processes
-from gateway.engine_processes import BAD_SETTING_EXIT, FIRST_TRIES, EngineProcesses, EngineStartError
+from gateway.engine_processes import BAD_SETTING_EXIT, FIRST_TRIES, EngineProcess, EngineProcesses, EngineStartError
+from tests.fakes.waiting import until
 
 LIMIT_S = 20.0
 
@@ -134,6 +135,40 @@ async def test_leaving_ends_every_engine(tmp_path: Path) -> None:
     async with Notes(tmp_path) as notes, made:
         await notes.lines(3)
     assert all(engine.process is not None and engine.process.returncode is not None for engine in made.engines)
+
+
+async def test_leaving_while_an_engine_is_being_started_ends_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    running, go_on = asyncio.Event(), asyncio.Event()
+    start = EngineProcesses._start
+
+    async def slow(self: EngineProcesses, engine: EngineProcess) -> asyncio.subprocess.Process:
+        started.append(await start(self, engine))
+        running.set()
+        await go_on.wait()
+        return started[0]
+
+    monkeypatch.setattr(EngineProcesses, "_start", slow)
+    made, _ = processes(tmp_path, "import sys\n" + UNTIL_EOF)
+    await made.__aenter__()
+    await asyncio.wait_for(running.wait(), LIMIT_S)
+    leaving = asyncio.create_task(made.__aexit__(None, None, None))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait_for(leaving, LIMIT_S)
+    assert [process.returncode is not None for process in started] == [True]
+
+
+async def test_leaving_does_not_wait_for_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_processes, "_FIRST_RESTART_S", 1000.0)
+    monkeypatch.setattr(engine_processes, "_LAST_RESTART_S", 1000.0)
+    made, _ = processes(tmp_path, "raise SystemExit(1)")
+    await made.__aenter__()
+    await until(lambda: made.engines[0].restarts == 1)
+    await asyncio.wait_for(made.__aexit__(None, None, None), LIMIT_S)
 
 
 async def test_a_folder_too_deep_for_a_socket_is_replaced_by_a_temporary_one(tmp_path: Path) -> None:
