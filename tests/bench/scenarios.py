@@ -153,10 +153,16 @@ class Chat:
 
     def fit(self, text: str, tokens: int) -> str:
         """The longest beginning of `text` that makes a prompt of at most `tokens`, give or take a hundredth."""
-        ratio = 2.5  # characters per token; too few at first, so that the context is not exceeded
-        for _ in range(8):
+        ratio = 2.5  # characters per token
+        for _ in range(12):
             part = text[: int(tokens * ratio)]
-            counted = self.ask([system(part), user(QUESTIONS[0])], 1).prompt
+            try:
+                counted = self.ask([system(part), user(QUESTIONS[0])], 1).prompt
+            except openai.BadRequestError as error:
+                if error.code != "context_length_exceeded":
+                    raise
+                ratio *= 0.7
+                continue
             if 0.99 * tokens <= counted <= tokens or (part == text and counted <= tokens):
                 return part
             ratio = len(part) / counted * 0.995
