@@ -376,9 +376,12 @@ class Leases:
             block = lease.block if lease.tier == tier else None
             if block is not None and not pool.is_leased(block):
                 wrong.append(f"a lease ends in block {block} of tier {tier}, which is not leased")
+            depth = 0
             while block is not None:
                 kept[lease.tenant].add(block)
-                block = pool.parent_of(block)
+                block, depth = pool.parent_of(block), depth + 1
+            if depth not in (0, lease.depth):
+                wrong.append(f"a lease of {lease.depth} blocks keeps {depth} of them in tier {tier}")
         counted = [(kept[tenant], trees[tier], self._tenant_share) for tenant, trees in self._tenant_trees.items()]
         counted.append((set().union(*kept.values()), self._trees[tier], self._share))
         for blocks, tree, share in counted:

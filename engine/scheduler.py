@@ -1,8 +1,4 @@
-"""Decides what the next step computes, and what a finished step means for each sequence.
-
-Continuous batching under one token budget: every running decode gets its token, prefills get what is left, cut on a
-canonical grid so that a warm answer is computed like a cold one. The online lane goes before the batch lane, within a
-lane first come, first served. Who runs out of blocks is recomputed later: the youngest first.
+"""What happens to a sequence: it is let in, planned for, given its tokens, told of, and let go of.
 
               submit                admit                      commit: stop, length, not finite
     gateway ---------> waiting ----------------> running ----------------------------------------> finished
@@ -10,50 +6,30 @@ lane first come, first served. Who runs out of blocks is recomputed later: the y
                           '-------- preempt --------'          abort ends a sequence anywhere
 
 Pure bookkeeping: no threads, no clock, no model. engine/loop.py calls it from its one thread: schedule, then commit or
-fail, then take_updates. engine/tables.py keeps the blocks of the sequences.
+fail, then take_updates. engine/planner.py decides who runs and preempts, engine/tables.py keeps the blocks of the
+sequences, engine/claims.py what their breakpoints became.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from itertools import islice
 
 from engine.blocks import BlockPool
 from engine.claims import Claims
 from engine.config import EngineSettings
+from engine.counters import Counters
+from engine.lanes import Lanes
 from engine.leases import Leases
-from engine.plan import Plan, choose_cut, is_prefill
-from engine.protocol import TOKEN_BYTES, FinishReason, Lane, Load, Namespace, SequenceUpdate, Submit, split_digests
-from engine.refusals import LANES, Limits, find_mistake
+from engine.plan import is_prefill
+from engine.planner import Planner
+from engine.protocol import TOKEN_BYTES, FinishReason, Load, Namespace, SequenceUpdate, Submit, split_digests
+from engine.refusals import Limits, find_mistake
 from engine.sequence import NOT_FINITE, Sequence, Status, Step
 from engine.tables import BlockTables, digests_fit
 from engine.tiers import Tier, Tiers
 
 log = logging.getLogger(__name__)
-
-COPY_WAIT_S = 2.0
-"""So long a sequence waits for copies between tiers to give blocks back, before leases do, when nothing else will."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start; sequences, tokens or events, as the name says."""
-
-    submitted: int = 0
-    refused: int = 0
-    finished: dict[FinishReason, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
-    not_finite: int = 0
-    preemptions: int = 0
-    shared_waits: int = 0  # times a waiting sequence was passed over while another computed their common prefix
-    shared_tokens: int = 0  # of cached_tokens, those that another computed after the sequence had arrived
-    steps: int = 0
-    prompt_tokens: int = 0  # of sequences at their first admission
-    cached_tokens: int = 0  # of those, reused
-    prefilled_tokens: int = 0  # computed, recomputation after preemption included
-    decoded_tokens: int = 0
 
 
 class Scheduler:
@@ -99,19 +75,12 @@ class Scheduler:
             vocab_size=vocab_size,
             lease_max_s=settings.lease_max_s,
         )
+        self._lanes = Lanes()
+        self._planner = Planner(self._lanes, self.tables, self.claims, self.counters, settings)
         self._context_tokens = context_tokens
         self._eos_ids = frozenset(eos_ids)
         self._max_waiting = settings.max_waiting
-        self._step_tokens = settings.step_tokens
-        self._max_running = min(settings.max_sequences, settings.step_tokens)  # every decode fits in a step
-        self._grid = min(settings.prefill_grid_tokens, settings.step_tokens)
-        self._prefills_first = False
-        self._waiting_since_s: float | None = None  # the head of a queue for copies, while nothing runs
-
         self._sequences: dict[str, dict[int, Sequence]] = {}  # owner -> seq -> sequence that is not finished
-        self._waiting: dict[Lane, OrderedDict[Sequence, None]] = {lane: OrderedDict() for lane in LANES}
-        self._running: dict[Lane, dict[Sequence, None]] = {lane: {} for lane in LANES}
-        self._waiting_tokens = 0
         self._updates: dict[str, list[SequenceUpdate]] = {}
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -159,8 +128,7 @@ class Scheduler:
         )
         self.claims.open(sequence, message.tokens)
         self._sequences.setdefault(owner, {})[message.seq] = sequence
-        self._waiting[sequence.lane][sequence] = None
-        self._waiting_tokens += sequence.num_tokens
+        self._lanes.add(sequence)
         return sequence
 
     def abort(self, owner: str, seq: int) -> bool:
@@ -193,17 +161,7 @@ class Scheduler:
         now  monotonic second; becomes scheduled_s of sequences that are served for the first time
         """
         self.leases.expire(now)
-        plan = Plan(self._step_tokens, now)
-        if self._prefills_first:
-            self._plan_prefills(plan)
-            self._plan_decodes(plan)
-        else:
-            self._plan_decodes(plan)
-            self._plan_prefills(plan)
-        if not plan.work:  # everything was preempted, or nothing ran: whoever waits longest has the pool to itself
-            self._plan_prefills(plan)
-        # A prefill that decodes leave too little room for goes first the next time, and decodes take what it leaves.
-        self._prefills_first = plan.too_small and not plan.has_prefill
+        plan = self._planner.plan(now)
         if not plan.work:
             assert not self.has_work or self.tiers.busy, "sequences are left and none can run"
             return None
@@ -253,170 +211,23 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
+        return self._lanes.num_waiting
 
     @property
     def num_running(self) -> int:
-        return sum(len(running) for running in self._running.values())
+        return self._lanes.num_running
 
     def load(self) -> Load:
         """How busy the engine is; the rates and `draining` are the loop's to fill in."""
-        running = (s for lane in LANES for s in self._running[lane])
-        backlog = sum(left for s in running if (left := s.num_tokens - s.num_computed) > 1)
         return Load(
             waiting=self.num_waiting,
             running=self.num_running,
-            prefill_backlog=self._waiting_tokens + backlog,
+            prefill_backlog=self._lanes.num_unprefilled,
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
             live_blocks=self.pool.num_live,
             leased_blocks=self.leases.num_blocks(),
         )
-
-    # -- planning: decodes --------------------------------------------------------------------------------------------
-
-    def _plan_decodes(self, plan: Plan) -> None:
-        size, work = self.pool.block_size, plan.work
-        decodes = [s for lane in LANES for s in self._running[lane] if len(s.tokens) - s.num_computed == 1]
-        for sequence in decodes:
-            if plan.budget < 1:
-                return
-            if sequence.status is not Status.RUNNING or sequence in work:
-                continue
-            if len(sequence.block_table) * size >= len(sequence.tokens) or self._grow(sequence, plan):
-                plan.add(sequence, 1)
-
-    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
-        """Makes room for the sequence's next token, at the cost of younger ones. False when it cannot go on now."""
-        while (fresh := self.tables.grow(sequence)) is None:
-            if self.tables.blocks_for(sequence.num_tokens) > self.pool.num_blocks:
-                self._finish(sequence, "length")
-                return False
-            if self.num_running == 1 and self.leases.give_way(plan.now):
-                continue
-            victim = self._choose_victim()
-            plan.preempted = True
-            self._preempt(victim, plan)
-            if victim is sequence:
-                return False
-        plan.add_fresh(fresh)
-        return True
-
-    def _choose_victim(self) -> Sequence:
-        """The youngest running sequence of the batch lane, else of the online lane. There must be one."""
-        running = self._running["batch"] or self._running["online"]
-        return max(reversed(running), key=lambda sequence: sequence.arrived_s)  # of equals the last admitted
-
-    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        """Back to the head of its lane, to be recomputed. Registered blocks stay findable until they are evicted."""
-        plan.drop(sequence)
-        self.tables.release(sequence)
-        del self._running[sequence.lane][sequence]
-        sequence.status = Status.WAITING
-        sequence.preemptions += 1
-        self.counters.preemptions += 1
-        queue = self._waiting[sequence.lane]
-        queue[sequence] = None
-        queue.move_to_end(sequence, last=False)
-        self._waiting_tokens += sequence.num_tokens
-
-    # -- planning: prefills -------------------------------------------------------------------------------------------
-
-    def _plan_prefills(self, plan: Plan) -> None:
-        for lane in LANES:
-            for sequence in list(self._running[lane]):
-                if sequence not in plan.work and sequence.num_tokens - sequence.num_computed > 1:
-                    self._plan_chunk(sequence, plan)
-            self._admit(lane, plan)
-
-    def _plan_chunk(self, sequence: Sequence, plan: Plan) -> bool:
-        start, end = sequence.num_computed, sequence.num_tokens
-        cut = choose_cut(start, end, plan.budget, self._grid, forced=not plan.work)
-        if cut is None:
-            plan.too_small = True
-            return False
-        plan.add(sequence, cut - start)
-        return True
-
-    def _admit(self, lane: Lane, plan: Plan) -> None:
-        """Lets waiting sequences run, first come, first served, until slots, blocks or the budget are used up."""
-        computing = self._computed_next(lane)
-        for sequence in list(islice(self._waiting[lane], self._max_running)):
-            if plan.budget < 1 or plan.blocked or (plan.preempted and plan.work):
-                return
-            if any(i < len(sequence.digests) and sequence.digests[i] == digest for i, digest in computing):
-                self.counters.shared_waits += 1
-                continue
-            if self.tiers.is_restoring(sequence.digests, plan.now):
-                continue
-            if not self._make_room(sequence, plan):
-                plan.blocked = True
-                return
-            if sequence.status is Status.WAITING:
-                continue  # for a part of its prefix that is on its way from a lower tier
-            if not self._plan_chunk(sequence, plan):
-                return  # it has its blocks, and starts when the budget reaches its first cut
-            computing = self._computed_next(lane)
-
-    def _make_room(self, sequence: Sequence, plan: Plan) -> bool:
-        """Admits a sequence if there are a slot and blocks for it; the online lane takes them from the batch lane.
-        A sequence whose prefix comes back from a lower tier keeps waiting, and has the room that it needs."""
-        while True:
-            has_slot = self.num_running + self.tiers.count_restoring(plan.now) < self._max_running
-            if has_slot:
-                # Every sequence that runs may want one more block before one of them ends.
-                headroom = self.num_running
-                if restored := self.tables.restore(sequence, headroom, plan.now):
-                    plan.drop_fresh(restored)
-                    return True
-                fresh = self.tables.admit(sequence, headroom)
-                if fresh is not None:
-                    self._start(sequence, plan.now)
-                    plan.add_fresh(fresh)
-                    return True
-            if sequence.lane == "online" and self._running["batch"]:
-                self._preempt(self._choose_victim(), plan)
-            elif self.num_running or not has_slot or self._waits_for_copies(plan.now):
-                return False  # whoever runs or is copied will end
-            elif not self.leases.give_way(plan.now):
-                return False  # what is left is being copied, and takes its time
-
-    def _waits_for_copies(self, now: float) -> bool:
-        """Whether copies may make room soon: they let go of blocks, and a lease of what was saved moves down. Not for
-        longer than COPY_WAIT_S: a disk may hang, and leases never stop an engine."""
-        if not self.tiers.busy:
-            return False
-        if self._waiting_since_s is None:
-            self._waiting_since_s = now
-        return now - self._waiting_since_s < COPY_WAIT_S
-
-    def _start(self, sequence: Sequence, now: float) -> None:
-        self._waiting_since_s = None
-        del self._waiting[sequence.lane][sequence]
-        self._waiting_tokens -= sequence.num_tokens
-        self._running[sequence.lane][sequence] = None
-        sequence.status = Status.RUNNING
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.num_computed
-            self.counters.prompt_tokens += sequence.num_prompt
-            self.counters.cached_tokens += sequence.num_computed
-            self.counters.shared_tokens += max(0, sequence.num_computed - sequence.findable_tokens)
-        self.claims.admit(sequence, now)
-
-    def _computed_next(self, lane: Lane) -> list[tuple[int, bytes]]:
-        """Index and digest of the block that each running prefill computes next.
-
-        A waiting sequence that needs such a block too lets the other compute it. Digests are chained: where they agree
-        the prefixes agree, or somebody forged a collision and waits in vain for some steps. Batch prefills may be
-        starved for long, so the online lane does not wait for them.
-        """
-        found: list[tuple[int, bytes]] = []
-        for upper in LANES[: LANES.index(lane) + 1]:
-            for sequence in self._running[upper]:
-                index = sequence.num_computed // self.pool.block_size
-                if sequence.num_tokens - sequence.num_computed > 1 and index < len(sequence.digests):
-                    found.append((index, sequence.digests[index]))
-        return found
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -474,13 +285,9 @@ class Scheduler:
         if not by_seq:
             del self._sequences[sequence.owner]
         if sequence.status is Status.RUNNING:
-            del self._running[sequence.lane][sequence]
             self.tables.release(sequence)
-        else:
-            del self._waiting[sequence.lane][sequence]
-            self._waiting_tokens -= sequence.num_tokens
+        self._lanes.remove(sequence)
         self.claims.close(sequence)
-        sequence.status = Status.FINISHED
         sequence.finish = reason
         self.counters.finished[reason] += 1
 

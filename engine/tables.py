@@ -35,7 +35,7 @@ class BlockTables:
 
     def __init__(self, pool: BlockPool, namespace: Namespace, tiers: Tiers) -> None:
         self.pool = pool
-        self._tiers = tiers
+        self.tiers = tiers
         self._namespace = namespace
         self._chains: dict[Sequence, _Chain] = {}
 
@@ -55,10 +55,10 @@ class BlockTables:
     def restore(self, sequence: Sequence, headroom: int, now: float) -> list[int]:
         """Begins to bring back what lower tiers hold of a waiting sequence's prefix, once before each admission.
         Returns the blocks that are being written from now on; empty when there is nothing to wait for."""
-        if sequence.restored or not self._tiers.lower:
+        if sequence.restored or not self.tiers.lower:
             return []
         room = self.blocks_for(sequence.num_tokens) + headroom
-        blocks = self._tiers.restore(self._full(sequence, self._reusable(sequence)), room, now)
+        blocks = self.tiers.restore(self._full(sequence, self._reusable(sequence)), room, now)
         sequence.restored = bool(blocks)
         return blocks
 
@@ -117,10 +117,10 @@ class BlockTables:
 
     def save(self, sequence: Sequence) -> None:
         """Hands what is registered of a sequence to the lower tiers, each block once."""
-        if sequence.num_registered > sequence.num_queued and self._tiers.lower:
+        if sequence.num_registered > sequence.num_queued and self.tiers.lower:
             sequence.num_queued = sequence.num_registered
             urgent = bool(sequence.breakpoints)  # what is leased moves down, and leaves room above
-            self._tiers.save(self._full(sequence, sequence.num_registered), urgent=urgent)
+            self.tiers.save(self._full(sequence, sequence.num_registered), urgent=urgent)
 
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. What was registered can be found until it is evicted, and longer below."""
@@ -140,8 +140,8 @@ class BlockTables:
         for chain in self._chains.values():
             if chain.tip is not None and not self.pool.is_registered(chain.tip):
                 chain.broken = True
-        if self._tiers.lower:
-            self._tiers.forget(self._full(sequence, len(sequence.digests)))
+        if self.tiers.lower:
+            self.tiers.forget(self._full(sequence, len(sequence.digests)))
         return count
 
     def _reusable(self, sequence: Sequence) -> int:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.planner import COPY_WAIT_S
 from engine.protocol import DIGEST_BYTES, split_digests
-from engine.scheduler import COPY_WAIT_S
 from engine.tiers import PAUSE_S, RESTORE_LIMIT_S
 from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
 from tests.fakes.tier_bench import TierBench, make

@@ -1,0 +1,188 @@
+"""Decides what the next step computes: who runs, who waits, and who gives its blocks back.
+
+Continuous batching under one token budget: every running decode gets its token, prefills get what is left, cut on a
+canonical grid so that a warm answer is computed like a cold one. Who runs out of blocks is recomputed later: the
+youngest first, batch before online. Leases give way last.
+
+Pure bookkeeping, no model and no clock. engine/scheduler.py asks for a plan and makes a step of it; engine/lanes.py has
+the queues, engine/tables.py the blocks of the sequences.
+"""
+
+from __future__ import annotations
+
+from engine.claims import Claims
+from engine.config import EngineSettings
+from engine.counters import Counters
+from engine.lanes import Lanes
+from engine.plan import Plan, choose_cut
+from engine.protocol import Lane
+from engine.refusals import LANES
+from engine.sequence import Sequence, Status
+from engine.tables import BlockTables
+
+COPY_WAIT_S = 2.0
+"""So long a sequence waits for copies between tiers to give blocks back, before leases do, when nothing else will."""
+
+
+class Planner:
+    """Fills one plan for each step."""
+
+    def __init__(
+        self, lanes: Lanes, tables: BlockTables, claims: Claims, counters: Counters, settings: EngineSettings
+    ) -> None:
+        self._lanes = lanes
+        self._tables = tables
+        self._tiers = tables.tiers
+        self._claims = claims
+        self._leases = claims.leases
+        self._counters = counters
+        self._block_size = tables.pool.block_size
+        self._step_tokens = settings.step_tokens
+        self._max_running = min(settings.max_sequences, settings.step_tokens)  # every decode fits in a step
+        self._grid = min(settings.prefill_grid_tokens, settings.step_tokens)
+        self._prefills_first = False
+        self._waiting_since_s: float | None = None  # the head of a queue for copies, while nothing runs
+
+    def plan(self, now: float) -> Plan:
+        """What the next step computes; empty when there is nothing to do, or nothing before a copy is done."""
+        plan = Plan(self._step_tokens, now)
+        if self._prefills_first:
+            self._plan_prefills(plan)
+            self._plan_decodes(plan)
+        else:
+            self._plan_decodes(plan)
+            self._plan_prefills(plan)
+        if not plan.work:  # everything was preempted, or nothing ran: whoever waits longest has the pool to itself
+            self._plan_prefills(plan)
+        # A prefill that decodes leave too little room for goes first the next time, and decodes take what it leaves.
+        self._prefills_first = plan.too_small and not plan.has_prefill
+        return plan
+
+    # -- decodes ------------------------------------------------------------------------------------------------------
+
+    def _plan_decodes(self, plan: Plan) -> None:
+        size, work = self._block_size, plan.work
+        decodes = [s for s in self._lanes.running() if len(s.tokens) - s.num_computed == 1]
+        for sequence in decodes:
+            if plan.budget < 1:
+                return
+            if sequence.status is not Status.RUNNING or sequence in work:
+                continue
+            if len(sequence.block_table) * size >= len(sequence.tokens) or self._grow(sequence, plan):
+                plan.add(sequence, 1)
+
+    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+        """Makes room for the sequence's next token, at the cost of younger ones. False when it cannot go on now."""
+        while (fresh := self._tables.grow(sequence)) is None:
+            if self._lanes.num_running == 1 and self._leases.give_way(plan.now):
+                continue
+            victim = self._lanes.choose_victim()
+            plan.preempted = True
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        plan.add_fresh(fresh)
+        return True
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        """Back to the head of its lane, to be recomputed. Registered blocks stay findable until they are evicted."""
+        plan.drop(sequence)
+        self._tables.release(sequence)
+        self._lanes.put_back(sequence)
+        sequence.preemptions += 1
+        self._counters.preemptions += 1
+
+    # -- prefills -----------------------------------------------------------------------------------------------------
+
+    def _plan_prefills(self, plan: Plan) -> None:
+        for lane in LANES:
+            for sequence in list(self._lanes.running(lane)):
+                if sequence not in plan.work and sequence.num_tokens - sequence.num_computed > 1:
+                    self._plan_chunk(sequence, plan)
+            self._admit(lane, plan)
+
+    def _plan_chunk(self, sequence: Sequence, plan: Plan) -> bool:
+        start, end = sequence.num_computed, sequence.num_tokens
+        cut = choose_cut(start, end, plan.budget, self._grid, forced=not plan.work)
+        if cut is None:
+            plan.too_small = True
+            return False
+        plan.add(sequence, cut - start)
+        return True
+
+    def _admit(self, lane: Lane, plan: Plan) -> None:
+        """Lets waiting sequences run, first come, first served, until slots, blocks or the budget are used up."""
+        computing = self._computed_next(lane)
+        for sequence in self._lanes.first_waiting(lane, self._max_running):
+            if plan.budget < 1 or plan.blocked or (plan.preempted and plan.work):
+                return
+            if any(i < len(sequence.digests) and sequence.digests[i] == digest for i, digest in computing):
+                self._counters.shared_waits += 1
+                continue
+            if self._tiers.is_restoring(sequence.digests, plan.now):
+                continue
+            if not self._make_room(sequence, plan):
+                plan.blocked = True
+                return
+            if sequence.status is Status.WAITING:
+                continue  # for a part of its prefix that is on its way from a lower tier
+            if not self._plan_chunk(sequence, plan):
+                return  # it has its blocks, and starts when the budget reaches its first cut
+            computing = self._computed_next(lane)
+
+    def _make_room(self, sequence: Sequence, plan: Plan) -> bool:
+        """Admits a sequence if there are a slot and blocks for it; the online lane takes them from the batch lane.
+        A sequence whose prefix comes back from a lower tier keeps waiting, and has the room that it needs."""
+        while True:
+            has_slot = self._lanes.num_running + self._tiers.count_restoring(plan.now) < self._max_running
+            if has_slot:
+                # Every sequence that runs may want one more block before one of them ends.
+                headroom = self._lanes.num_running
+                if restored := self._tables.restore(sequence, headroom, plan.now):
+                    plan.drop_fresh(restored)
+                    return True
+                fresh = self._tables.admit(sequence, headroom)
+                if fresh is not None:
+                    self._start(sequence, plan.now)
+                    plan.add_fresh(fresh)
+                    return True
+            if sequence.lane == "online" and self._lanes.runs("batch"):
+                self._preempt(self._lanes.choose_victim(), plan)
+            elif self._lanes.num_running or not has_slot or self._waits_for_copies(plan.now):
+                return False  # whoever runs or is copied will end
+            elif not self._leases.give_way(plan.now):
+                return False  # what is left is being copied, and takes its time
+
+    def _waits_for_copies(self, now: float) -> bool:
+        """Whether copies may make room soon: they let go of blocks, and a lease of what was saved moves down. Not for
+        longer than COPY_WAIT_S: a disk may hang, and leases never stop an engine."""
+        if not self._tiers.busy:
+            self._waiting_since_s = None
+            return False
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now
+        return now - self._waiting_since_s < COPY_WAIT_S
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        self._waiting_since_s = None
+        self._lanes.start(sequence)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.num_computed
+            self._counters.prompt_tokens += sequence.num_prompt
+            self._counters.cached_tokens += sequence.num_computed
+            self._counters.shared_tokens += max(0, sequence.num_computed - sequence.findable_tokens)
+        self._claims.admit(sequence, now)
+
+    def _computed_next(self, lane: Lane) -> list[tuple[int, bytes]]:
+        """Index and digest of the block that each running prefill computes next.
+
+        A waiting sequence that needs such a block too lets the other compute it. Digests are chained: where they agree
+        the prefixes agree, or somebody forged a collision and waits in vain for some steps. Batch prefills may be
+        starved for long, so the online lane does not wait for them.
+        """
+        found: list[tuple[int, bytes]] = []
+        for sequence in self._lanes.running(*LANES[: LANES.index(lane) + 1]):
+            index = sequence.num_computed // self._block_size
+            if sequence.num_tokens - sequence.num_computed > 1 and index < len(sequence.digests):
+                found.append((index, sequence.digests[index]))
+        return found
