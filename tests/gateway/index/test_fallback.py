@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 from redis.asyncio import Redis
@@ -153,3 +155,18 @@ async def test_an_empty_question_asks_nobody(own_redis: RedisProcess) -> None:
     assert dict(await index.find("m", PROMPT, [])) == {}
     assert index.redis_up
     await redis.aclose()
+
+
+async def test_closing_ends_a_look_whose_cancellation_redis_py_drops() -> None:
+    asked = asyncio.Event()
+
+    class Deaf:
+        async def ping(self) -> None:
+            asked.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    index = FallbackIndex(cast("RedisIndex", Deaf()), MemoryIndex(), retry_s=0.01)
+    index.start()
+    await asyncio.wait_for(asked.wait(), 10)
+    await asyncio.wait_for(index.close(), 10)
