@@ -261,13 +261,14 @@ class Leases:
             block = pool.find_block(digest) if leases else None
             if block is None:
                 continue
+            tokens = pool.tokens_up_to(block)
             for lease in leases:
+                if take_fingerprint(tokens + lease.tail) != lease.fingerprint:
+                    continue  # the digest stands for something else there
                 if lease.block is not None and lease.tier < tier:
                     self._move(lease, tier, block, now)
                 elif lease.state == "degraded" and lease.expires_s > now:
-                    content = pool.tokens_up_to(block) + lease.tail
-                    if take_fingerprint(content) == lease.fingerprint:
-                        self.counters.kept_again += self._pin(lease, tier, block, now, displace=True)
+                    self.counters.kept_again += self._pin(lease, tier, block, now, displace=True)
 
     def _move(self, lease: Lease, tier: int, block: int, now: float) -> None:
         above, before = lease.tier, lease.block

@@ -76,7 +76,20 @@ def test_the_protocol_needs_only_the_standard_library_and_xxhash() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["blocks", "claims", "disk_store", "eviction", "leases", "residency", "scheduler", "sequence", "tiers"]
+    "name",
+    [
+        "blocks",
+        "claims",
+        "disk_store",
+        "eviction",
+        "lanes",
+        "leases",
+        "planner",
+        "residency",
+        "scheduler",
+        "sequence",
+        "tiers",
+    ],
 )
 def test_the_engine_decides_without_torch(name: str) -> None:
     assert "torch" not in foreign(ROOT / f"engine/{name}.py")
