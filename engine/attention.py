@@ -1,7 +1,9 @@
 """Attention of one step over the paged cache: writes the step's keys and values, then reads whole prefixes.
 
-transformers' models arrive here through engine/attention_interface.py, our own fused forward directly. Knows nothing
-about tokens or scheduling: engine/batch.py says which rows belong to which blocks, engine/kv_cache.py holds them.
+On a processor with bfloat16 products the compiled attention of engine/paged.py does the reading in that dtype; in all
+other cases torch's operations do. transformers' models arrive here through engine/attention_interface.py, our own fused
+forward directly. Knows nothing about tokens or scheduling: engine/batch.py says which rows belong to which blocks,
+engine/kv_cache.py holds them.
 
 In fp32 on the CPU the result of a row depends on that row's prefix alone, bit for bit: not on how a prefill was cut, on
 what else is in the batch, or on whether the keys were computed now or long ago. Three things would break this in
@@ -23,6 +25,7 @@ from torch.nn import functional
 from engine.batch import Batch, Span, consecutive, run_start
 from engine.kv_cache import KVCache
 from engine.masks import KEY_MULTIPLE, TILE_ROWS, MaskTemplates
+from engine.paged import PagedAttention, can_attend
 
 FOLD_ROWS: Final = 64  # up to here, rows of heads that share a key head are put together to fill the products
 ROW_MULTIPLE: Final = 8
@@ -73,7 +76,10 @@ class StepAttention:
         self._split = not self._exact and self._device.type == "cpu"
         self._attend: Callable[..., Tensor] = _flash_cpu if self._device.type == "cpu" else _sdpa
         self._spans = batch.spans
-        self._plan(batch.spans)
+        self._compiled = can_attend(cache)
+        self._paged: PagedAttention | None = None
+        if not self._compiled:
+            self._plan(batch.spans)
 
     @property
     def asks_every_row(self) -> bool:
@@ -87,7 +93,9 @@ class StepAttention:
         other._slots, other._run, other._attend = self._slots, self._run, self._attend
         other._exact, other._split = self._exact, self._split
         other._spans = [Span(row, 1, span.end - 1, span.table) for row, span in enumerate(self._spans)]
-        other._plan(other._spans)
+        other._compiled, other._paged = self._compiled, None
+        if not other._compiled:
+            other._plan(other._spans)
         return other
 
     def layer(
@@ -118,6 +126,8 @@ class StepAttention:
         window   a row attends to its last `window` positions, its own included; None is all of them
         Returns  (rows, num_heads, head_dim), contiguous; padding rows are zero
         """
+        if self._compiled:
+            return self._attend_compiled(layer, query, scale, window)
         if len(query) == 1 and self._lone:
             return self._attend_row(self._lone[0], layer, query, scale, window).reshape(query.shape)
         out = torch.empty_like(query)
@@ -135,6 +145,17 @@ class StepAttention:
                 key, value = self._read(lone, layer)
                 for positions in self._tiles(lone.span, window):
                     self._attend_tile(lone.span, positions, query, key, value, scale, window, out)
+        return out
+
+    def _attend_compiled(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+        num_heads, head_dim = query.shape[1:]
+        if self._paged is None:
+            self._paged = PagedAttention(self._cache, self._spans, num_heads)
+        out = query.new_empty(query.shape)
+        end = self._spans[-1].row + self._spans[-1].count
+        if end < len(out):
+            out[end:] = 0
+        self._paged.attend(layer, query, head_dim**-0.5 if scale is None else scale, window, out)
         return out
 
     def _read(self, lone: _Lone, layer: int) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,8 @@ class Twin:
 def test_steps_of_any_mixture_equal_the_slow_twin(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     size = data.draw(st.sampled_from([4, 16, 32]))
-    kv_heads, group, head_dim = data.draw(st.sampled_from([(1, 1, 8), (2, 4, 16), (3, 2, 24)]))
+    shapes = [(1, 1, 8), (2, 4, 16), (3, 2, 24), (2, 4, 32), (1, 7, 64), (1, 9, 96)]
+    kv_heads, group, head_dim = data.draw(st.sampled_from(shapes))
     window = data.draw(st.sampled_from([None, 1, 5, 40, 300]))
     cache = KVCache(CacheShape(LAYERS, kv_heads, head_dim, dtype), 4096 // size, size, CPU)
     cache.data[:, : cache.zero_slot] = float("nan")
@@ -73,7 +74,10 @@ def test_steps_of_any_mixture_equal_the_slow_twin(data: st.DataObject) -> None:
         if fresh:
             cache.zero(fresh)
         batch = make_batch(Step(work), size)
-        attention = StepAttention(cache, masks, batch)
+        with pytest.MonkeyPatch.context() as patch:
+            if not data.draw(st.booleans(), label="compiled, where it can be"):
+                patch.setattr("engine.attention.can_attend", lambda cache: False)
+            attention = StepAttention(cache, masks, batch)
         for layer in range(LAYERS):
             query = torch.randn(batch.num_tokens, kv_heads * group, head_dim, generator=generator).to(dtype)
             key_value = torch.randn(batch.num_tokens, 2, kv_heads, head_dim, generator=generator).to(dtype)
