@@ -123,16 +123,22 @@ class BlockPool:
 
     # -- reuse --------------------------------------------------------------------------------------------------------
 
-    def find_prefix(self, salt: str, tokens: bytes, digests: Sequence[bytes]) -> list[int]:
+    def find_prefix(
+        self, salt: str, tokens: bytes, digests: Sequence[bytes], *, start: int = 0, behind: int | None = None
+    ) -> list[int]:
         """The blocks that hold the longest stored beginning of `tokens`. Changes nothing.
 
         tokens   token ids, TOKEN_BYTES each, at least as many as the digests cover
         digests  chain digests of the leading full blocks; where to look, never a proof
+        start    goes on there: `behind`, which the caller keeps from being evicted, is the block before that one
         Empty when the first block is not there. Acquire the blocks before anything else is allocated.
         """
         found: list[int] = []
-        parent, start, width = ROOT, 0, self._block_bytes
+        parent, width = ROOT if behind is None else behind, self._block_bytes
         stored_parent, stored_tokens = self._parent, self._tokens
+        if start:
+            assert parent == ROOT or self._digest[parent] is not None, f"block {parent} is not registered"
+            digests, start = digests[start:], start * width
         for digest in digests:
             block = self._by_digest.get(digest)
             if (

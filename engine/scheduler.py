@@ -65,8 +65,7 @@ class Scheduler:
         )
         for tier in self.tiers.lower:
             self.leases.add_tier(tier.name, tier.pool)
-        self.tiers.on_saved = self.leases.saved
-        self.tiers.on_lost = self.leases.drop_lost
+        self.tiers.listen(self.leases.saved, self.leases.drop_lost)
         self.counters = Counters()
         self.claims = Claims(self.leases, pool.block_size)
         self._limits = Limits(

@@ -86,6 +86,8 @@ def test_the_protocol_needs_only_the_standard_library_and_xxhash() -> None:
         "leases",
         "planner",
         "residency",
+        "restoring",
+        "saving",
         "scheduler",
         "sequence",
         "tiers",

@@ -9,7 +9,8 @@ import pytest
 
 from engine.planner import COPY_WAIT_S
 from engine.protocol import DIGEST_BYTES, split_digests
-from engine.tiers import PAUSE_S, RESTORE_LIMIT_S
+from engine.restoring import RESTORE_LIMIT_S
+from engine.tier import PAUSE_S
 from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
 from tests.fakes.tier_bench import TierBench, make
 
@@ -268,7 +269,7 @@ def test_the_scheduler_waits_while_copies_hold_the_blocks_that_it_needs() -> Non
 
 
 def test_few_blocks_at_a_time_are_saved_and_all_in_the_end() -> None:
-    bench = make(save_blocks=3, host=64)
+    bench = make(part_blocks=3, host=64)
     bench.submit(1, prompt(80), max_tokens=1)
     bench.step()
     bench.step()
@@ -349,7 +350,7 @@ def test_what_ceases_to_be_trusted_while_it_comes_back_is_not_restored() -> None
     bench.forget_gpu()
     bench.submit(2, prompt(40), max_tokens=1)
     bench.step()
-    (job,) = bench.tiers._restores
+    (job,) = bench.tiers._restoring.jobs
     bench.tiers.forget(job.chain)
     bench.settle()
     assert held(bench, "gpu", prompt(40)) == 0
@@ -358,9 +359,9 @@ def test_what_ceases_to_be_trusted_while_it_comes_back_is_not_restored() -> None
 
 
 def test_somebody_who_hears_of_saves_is_told_the_tier_and_the_blocks() -> None:
-    bench = make(host=32, save_blocks=4)
+    bench = make(host=32, part_blocks=4)
     said: list[tuple[int, list[bytes]]] = []
-    bench.tiers.on_saved = lambda tier, digests, now: said.append((tier, digests))
+    bench.tiers._saving.on_saved = lambda tier, digests, now: said.append((tier, digests))
     bench.ask(1, prompt(24), max_tokens=1)
     digests = split_digests(digests_of(prompt(24)))
     for number in (1, 2):
@@ -368,14 +369,14 @@ def test_somebody_who_hears_of_saves_is_told_the_tier_and_the_blocks() -> None:
 
 
 def test_what_is_urgent_is_saved_first() -> None:
-    bench = make(save_blocks=5)
+    bench = make(part_blocks=5)
     said: list[bytes] = []
-    bench.tiers.on_saved = lambda tier, digests, now: said.append(digests[0])
+    bench.tiers._saving.on_saved = lambda tier, digests, now: said.append(digests[0])
     for seq in range(3):
         bench.submit(seq, prompt(20, seq), max_tokens=1)
     while bench.step():
         pass
-    last = bench.tiers.lower[0].queue[-1]
+    last = bench.tiers._saving._queues[1][-1]
     bench.tiers.save(last, urgent=True)
     bench.settle()
     firsts = [split_digests(digests_of(prompt(20, seq)))[0] for seq in range(3)]
@@ -412,7 +413,7 @@ def test_a_lease_whose_blocks_were_torn_is_lost_and_ends_nothing_else() -> None:
 def test_what_is_leased_is_saved_before_what_is_not() -> None:
     bench = make()
     said: list[bytes] = []
-    bench.tiers.on_saved = lambda tier, digests, now: said.append(digests[0])
+    bench.tiers._saving.on_saved = lambda tier, digests, now: said.append(digests[0])
     for seq in range(3):
         bench.submit(seq, prompt(20, seq), max_tokens=1, breakpoints=((20, 60.0),) if seq == 2 else ())
     while bench.step():

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.protocol import DIGEST_BYTES, HASHES, split_digests
-from engine.tiers import PAUSE_S
+from engine.tier import PAUSE_S
 from tests.fakes.oracle_runner import choose_answer
 from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of
 from tests.fakes.tier_bench import TierBench, make
@@ -44,7 +44,7 @@ class Fuzz:
             files=old and old.disk,
             prefixes=old and old.runner.prefixes,
             queue_bytes=rng.choice([300, 2000, 1 << 20]),
-            save_blocks=rng.choice([1, 3, 64]),
+            part_blocks=rng.choice([1, 3, 64]),
             step_tokens=rng.choice([16, 20, 33]),
             prefill_grid_tokens=rng.choice([16, 18]),
             max_sequences=rng.randint(1, 6),

@@ -234,7 +234,7 @@ def make(
     context_tokens: int = 1000,
     eos_ids: tuple[int, ...] = (),
     queue_bytes: int = 1 << 20,
-    save_blocks: int = 64,
+    part_blocks: int = 64,
     **changes: Any,
 ) -> TierBench:
     """A bench with so many slots in each tier. `files` and `prefixes` are what an earlier one left; such files have not
@@ -249,7 +249,7 @@ def make(
     if rows is not None:
         levels.append(Tier("host", BlockPool(host, SIZE), rows, 1))
     levels.append(Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan))
-    tiers = Tiers(levels, queue_bytes=queue_bytes, save_blocks=save_blocks, copy_blocks=3)
+    tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
     scheduler = Scheduler(
         pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
     )
