@@ -117,21 +117,25 @@ class Leases:
         when there is none."""
         if not found:
             return 0
-        digests = digests[: found[0].depth]
-        runs = [pool.find_prefix(salt, tokens, digests) for pool in self._pools]
+        digests, runs = digests[: found[0].depth], dict[int, list[int]]()
+
+        def find_run(tier: int) -> list[int]:
+            if tier not in runs:
+                runs[tier] = self._pools[tier].find_prefix(salt, tokens, digests)
+            return runs[tier]
+
         for lease in found:
-            if self._is_there(lease, runs, tokens):
+            if lease.block is not None:
+                there = find_run(lease.tier)[lease.depth - 1 : lease.depth] == [lease.block]
+            elif lease.state == "degraded":
+                there = lease.fingerprint == take_fingerprint(tokens[: lease.tokens * TOKEN_BYTES])
+                there = there and any(len(find_run(tier)) >= lease.depth for tier in range(len(self._pools)))
+            else:
+                there = True  # it keeps no block
+            if there:
                 self.counters.read_tokens += lease.tokens
                 return lease.tokens
         return 0
-
-    @staticmethod
-    def _is_there(lease: Lease, runs: list[list[int]], tokens: bytes) -> bool:
-        if lease.block is None:
-            there = any(len(run) >= lease.depth for run in runs)
-            return there and lease.fingerprint == take_fingerprint(tokens[: lease.tokens * TOKEN_BYTES])
-        run = runs[lease.tier]
-        return len(run) >= lease.depth and run[lease.depth - 1] == lease.block
 
     # -- grant --------------------------------------------------------------------------------------------------------
 
