@@ -8,6 +8,7 @@ engine/native.py has something to call, and computes with torch elsewhere.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from engine.native import Call, Item, load_attend
 MAX_ROWS: Final = 512  # of the source: rows of an item times the heads that share a key head
 MAX_HEAD_DIM: Final = 256
 DIM_MULTIPLE: Final = 32
-SHARE_LEAST: Final = 64  # keys of a common prefix that are worth a call of their own
+CHUNK: Final = 128  # of the source: keys that are packed together, and in whose multiples a common prefix is counted
 THREAD_LEAST: Final = 1 << 17  # rows times keys below which waking other threads takes longer than the work
 _RESUMES, _PAUSES = 1, 2
 
@@ -142,9 +143,10 @@ class PagedAttention:
 def find_common(spans: list[Span], block_size: int) -> Iterator[tuple[list[int], int]]:
     """Spans whose tables begin alike, as (indices, tokens of the common prefix); each span at most once.
 
-    A prefix is whole blocks that lie before the first row of every member, at least SHARE_LEAST tokens.
+    A prefix is whole blocks that lie before the first row of every member, and whole chunks: a row that reads it with
+    others goes through its keys in the same steps as alone, and gets the same bits.
     """
-    least = -(-SHARE_LEAST // block_size)
+    least = math.lcm(CHUNK, block_size) // block_size
     able = [i for i, span in enumerate(spans) if span.start >= least * block_size]
     if len(able) < 2:
         return
@@ -161,10 +163,10 @@ def find_common(spans: list[Span], block_size: int) -> Iterator[tuple[list[int],
                 blocks = alike
                 continue
             if len(members) > 1:
-                yield members, blocks * block_size
+                yield members, blocks // least * least * block_size
         members, blocks = [i], reach
     if len(members) > 1:
-        yield members, blocks * block_size
+        yield members, blocks // least * least * block_size
 
 
 def _alike(one: list[int], other: list[int], most: int) -> int:

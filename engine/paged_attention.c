@@ -6,7 +6,9 @@
  * float32, weights are rounded to bfloat16.
  *
  * Units (an item for one key head) are taken from a counter, so any number of threads may work on one call; the result
- * does not depend on how many.
+ * does not depend on how many. Nor does it depend on who shares a call: chunks begin at multiples of CHUNK, every row
+ * goes through them in order, and what is hidden from a row is added to it as nothing. So common prefixes end at such
+ * multiples too.
  */
 
 #include <immintrin.h>
@@ -247,7 +249,8 @@ static float soften(float *score, uint32_t *weight, int padded, int begin, int e
     return shrink;
 }
 
-/* Where the keys of an item begin and end for its rows: those before all windows and after all rows are left out. */
+/* Where the keys of an item begin and end for its rows: chunks before all windows and keys after all rows are left out.
+ * Items begin at a multiple of CHUNK, so what comes out does as well. */
 static void bounds(const call_t *call, const item_t *item, int *begin, int *end) {
     const int32_t *index = call->row_index + item->first_row;
     int reach = 0, least = item->end;
@@ -257,7 +260,7 @@ static void bounds(const call_t *call, const item_t *item, int *begin, int *end)
         if (position + 1 > reach) reach = position + 1;
         if (first < least) least = first;
     }
-    *begin = least < item->begin ? item->begin : least;
+    *begin = least < item->begin ? item->begin : least & ~(CHUNK - 1);
     *end = reach > item->end ? item->end : reach;
 }
 

@@ -63,12 +63,13 @@ def textbook(cache: KVCache, spans: list[Span], query: Tensor, window: int | Non
     return out
 
 
+HEAD = [*range(5, 13)]  # blocks of 128 tokens
 SHARING = make_spans(
-    (150, 1, [5, 6, 7, 8, 9, 20, 21, 22, 23, 24]),
-    (159, 1, [5, 6, 7, 8, 9, 30, 31, 32, 33, 34]),
+    (214, 1, [*HEAD, 13, 20, 21, 22, 23, 24]),
+    (223, 1, [*HEAD, 13, 30, 31, 32, 33, 34]),
     (100, 1, [90, 91, 92, 93, 94, 95, 96]),
-    (96, 40, [5, 6, 7, 8, 9, 40, 41, 42, 43]),
-    (64, 200, [5, 6, 7, 8, *range(50, 63)]),
+    (160, 40, [*HEAD, 13, 40, 41, 42, 43]),
+    (128, 200, [*HEAD, *range(50, 63)]),
 )
 
 
@@ -76,9 +77,24 @@ SHARING = make_spans(
 @pytest.mark.parametrize("window", [None, 3, 70, 120])
 def test_rows_that_share_a_prefix_get_what_the_textbook_says(window: int | None) -> None:
     cache, query = make_cache(), query_of(SHARING)
-    assert [(sorted(members), keys) for members, keys in find_common(SHARING, SIZE)] == [([0, 1, 3, 4], 64)]
+    assert [(sorted(members), keys) for members, keys in find_common(SHARING, SIZE)] == [([0, 1, 3, 4], 128)]
     got = attend(cache, SHARING, query, window)
     torch.testing.assert_close(got.double(), textbook(cache, SHARING, query, window), atol=0.02, rtol=0.02)
+
+
+@needs_library
+@pytest.mark.parametrize("window", [None, 3, 70, 120, 300])
+def test_who_else_is_in_the_step_changes_no_bit(window: int | None) -> None:
+    cache, query = make_cache(), query_of(SHARING)
+    together = attend(cache, SHARING, query, window)
+    for span in SHARING:
+        rows = slice(span.row, span.row + span.count)
+        alone = [Span(0, span.count, span.start, span.table)]
+        assert torch.equal(attend(cache, alone, query[rows], window), together[rows])
+        for row in range(0, span.count, 7):  # and one row at a time, as decoding computes it
+            single = [Span(0, 1, span.start + row, span.table)]
+            got = attend(cache, single, query[rows][row : row + 1], window)
+            assert torch.equal(got, together[rows][row : row + 1])
 
 
 @needs_library
@@ -104,7 +120,7 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
 def test_numbers_that_are_not_finite_stay_with_the_rows_that_read_them(poison: float) -> None:
     cache, query = make_cache(), query_of(SHARING)
     clean = attend(cache, SHARING, query)
-    cache.layers[0][24 * SIZE + 3] = poison  # position 147 of the first sequence
+    cache.layers[0][24 * SIZE + 3] = poison  # position 211 of the first sequence
     cache.layers[0][24 * SIZE + 8] = poison  # and one that is beyond its end
     cache.layers[0][34 * SIZE + 15 + SIZE :][: SIZE // 2] = poison  # a block of nobody
     got = attend(cache, SHARING, query)
@@ -132,15 +148,15 @@ def test_common_prefixes_are_found_whatever_the_order() -> None:
     for order in range(5):
         mixed = random.Random(order).sample(spans, len(spans))
         found = [({id(mixed[i]) for i in members}, keys) for members, keys in find_common(mixed, SIZE)]
-        assert sorted(keys for _, keys in found) == [1600, 1600]
+        assert sorted(keys for _, keys in found) == [1536, 1536]  # of 1600
         assert [len(members) for members, _ in found] == [3, 3]
 
 
 def test_a_prefix_ends_before_the_first_row_of_every_member() -> None:
-    table = list(range(10))
-    spans = make_spans((159, 1, table), (70, 10, table), (80, 1, table))
-    assert list(find_common(spans, SIZE)) == [([0, 1, 2], 64)]
-    assert list(find_common(make_spans((63, 1, table), (159, 1, table)), SIZE)) == []
+    table = list(range(30))
+    spans = make_spans((459, 1, table), (383, 10, table), (400, 1, table))
+    assert list(find_common(spans, SIZE)) == [([0, 1, 2], 256)]
+    assert list(find_common(make_spans((127, 1, table), (459, 1, table)), SIZE)) == []
 
 
 def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
