@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from engine.eviction import EvictionPolicy, LeastRecentlyUsed
+from engine.eviction import EvictionPolicy, LeastRecentlyUsed, Origin
 from engine.free_runs import FreeRuns
 from engine.protocol import TOKEN_BYTES, BlockEvents
 
@@ -51,7 +51,7 @@ class BlockPool:
         self.block_size = block_size
         self.evictions = 0  # blocks given up for others since the start
         self._block_bytes = block_size * TOKEN_BYTES
-        self._policy: EvictionPolicy = policy or LeastRecentlyUsed(num_blocks)
+        self._policy: EvictionPolicy = LeastRecentlyUsed(num_blocks) if policy is None else policy
 
         self._refs = [0] * num_blocks  # sequences that hold the block
         self._free = FreeRuns(num_blocks, self._refs)
@@ -158,6 +158,14 @@ class BlockPool:
         because a registered block's parent is registered too."""
         return bisect_left(range(len(digests)), True, key=lambda index: digests[index] not in self._by_digest)
 
+    def begin(self, origin: Origin, reused: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Tells the eviction policy of a request that acquires what find_prefix returned for its prompt's digests."""
+        self._policy.begin(origin, reused, digests)
+
+    def advance(self, now: float) -> None:
+        """Tells the eviction policy the time: seconds on a clock that never goes back."""
+        self._policy.advance(now)
+
     def acquire(self, blocks: Iterable[int]) -> None:
         """Takes one reference to each block, parents first. They must be registered or live. Pairs with `release`."""
         refs = self._refs
@@ -226,11 +234,14 @@ class BlockPool:
 
     # -- registration -------------------------------------------------------------------------------------------------
 
-    def register(self, block: int, parent: int | None, salt: str, digest: bytes, tokens: bytes) -> int | None:
+    def register(
+        self, block: int, parent: int | None, salt: str, digest: bytes, tokens: bytes, origin: Origin | None = None
+    ) -> int | None:
         """Makes the contents of a full, live, private block findable. Call it after the step that wrote it succeeded.
 
         parent  the registered block that holds the tokens before, which the caller keeps from being evicted; None at
                 the beginning of a prefix
+        origin  the request that computed it, if eviction is to know
         Returns the block that is findable under this digest from now on: `block` itself; another one when that holds
         the same prefix already, and then `block` stays private and descendants go under the other; None when the
         digest stands for something else (a collision), and then neither `block` nor descendants can be registered.
@@ -252,6 +263,7 @@ class BlockPool:
         self._parent[block] = above
         self._tokens[block] = tokens
         self._salt[block] = salt if above == ROOT else ""
+        self._policy.store(block, above, digest, origin)
         if digest in self._removed:
             del self._removed[digest]
         else:

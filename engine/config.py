@@ -91,6 +91,10 @@ class EngineSettings(Section):
     lease_s: Annotated[float, Field(gt=0)] = Field(
         10.0, description="Seconds after which the index of an engine that fell silent is gone."
     )
+    eviction: Literal["lru", "hit-density"] = Field(
+        "lru",
+        description="Which cached block goes first: the least recently used, or the one that promises the fewest hits.",
+    )
     lease_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5, description="Share of the blocks that leases keep at most; past it the least valuable lease degrades."
     )

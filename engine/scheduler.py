@@ -160,6 +160,7 @@ class Scheduler:
         now  monotonic second; becomes scheduled_s of sequences that are served for the first time
         """
         self.leases.expire(now)
+        self.pool.advance(now)
         plan = self._planner.plan(now)
         if not plan.work:
             assert not self.has_work or self.tiers.busy, "sequences are left and none can run"
@@ -171,6 +172,7 @@ class Scheduler:
         """Takes the results of a step that succeeded, one for each work: tokens are appended, full blocks become
         findable, sequences that are at their end are finished."""
         assert len(results) == len(step.work), f"{len(results)} results for {len(step.work)} works"
+        self.pool.advance(now)
         for work, result in zip(step.work, results, strict=True):
             sequence = work.sequence
             if sequence.status is not Status.RUNNING:

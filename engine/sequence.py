@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.eviction import Origin
 from engine.protocol import Breakpoint, FinishReason, Lane, Sampling
 
 
@@ -55,6 +56,7 @@ class Sequence:
     restored: bool = False  # lower tiers were asked for its prefix since it ran last
     num_queued: int = 0  # leading blocks that were handed over to be saved in lower tiers
     finish: FinishReason | None = None
+    origin: Origin = field(default_factory=Origin)  # what eviction is told of its blocks
 
     @property
     def num_tokens(self) -> int:

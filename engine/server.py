@@ -280,11 +280,14 @@ def _make_loop(
     settings: EngineSettings, hello: Hello, runner: ModelRunner, on_frames: OnFrames, on_blocks: OnBlocks
 ) -> EngineLoop:
     from engine.blocks import BlockPool
+    from engine.hit_density import HitDensity
     from engine.loop import EngineLoop
     from engine.scheduler import Scheduler
     from engine.storage import build_tiers
 
-    pool = BlockPool(hello.num_blocks, hello.namespace.block_size)
+    num_blocks, block_size = hello.num_blocks, hello.namespace.block_size
+    policy = HitDensity(num_blocks, block_size) if settings.eviction == "hit-density" else None
+    pool = BlockPool(num_blocks, block_size, policy)
     scheduler = Scheduler(
         pool,
         hello.namespace,

@@ -75,6 +75,7 @@ class BlockTables:
         missing = self.blocks_for(sequence.num_tokens) - len(reused)
         if self.pool.available_beside(reused) < missing + headroom:
             return None
+        self._introduce(sequence, reused)
         self.pool.acquire(reused)
         fresh = self.pool.allocate(missing, after=reused[-1] if reused else None)
         assert fresh is not None, "the pool gave fewer blocks than it said it has"
@@ -108,7 +109,8 @@ class BlockTables:
         for index in range(sequence.num_registered, full):
             block = sequence.block_table[index]
             tokens = sequence.tokens[index * size : (index + 1) * size].tobytes()
-            holder = self.pool.register(block, chain.tip, sequence.salt, sequence.digests[index], tokens)
+            digest, origin = sequence.digests[index], sequence.origin
+            holder = self.pool.register(block, chain.tip, sequence.salt, digest, tokens, origin)
             if holder is None:
                 chain.broken = True
                 return
@@ -125,6 +127,7 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. What was registered can be found until it is evicted, and longer below."""
         self.save(sequence)
+        sequence.origin.output_tokens = sequence.num_generated
         chain = self._chains.pop(sequence)
         self.pool.release(sequence.block_table)
         if chain.lent and chain.tip is not None:
@@ -153,6 +156,16 @@ class BlockTables:
         num_blocks = min(num_blocks, len(sequence.digests))
         tokens = sequence.tokens[: num_blocks * self.pool.block_size].tobytes()
         return Chain(sequence.salt, tokens, sequence.digests[:num_blocks])
+
+    def _introduce(self, sequence: Sequence, reused: list[int]) -> None:
+        """Tells eviction of a request, as far as the engine knows it. What a prompt_cache_key keeps apart has a salt of
+        its own, so the salt is the group."""
+        marked_tokens = max((point.tokens for point in sequence.breakpoints), default=0)
+        origin = sequence.origin
+        origin.prompt_tokens = sequence.num_prompt
+        origin.marked_blocks = marked_tokens // self.pool.block_size
+        origin.group = sequence.salt
+        self.pool.begin(origin, reused, sequence.digests)
 
     def _move_tip(self, chain: _Chain, tip: int, *, lent: bool) -> None:
         if lent:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.hit_density import HitDensity
 from engine.lease_tree import Lease
 from engine.protocol import DIGEST_BYTES, HASHES, split_digests
 from tests.fakes.oracle_runner import choose_answer
@@ -27,8 +28,10 @@ class Fuzz:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
+        num_blocks = rng.choice([*range(8, 20), 130])
         self.bench = make(
-            num_blocks=rng.choice([*range(8, 20), 130]),
+            num_blocks=num_blocks,
+            policy=HitDensity(num_blocks, SIZE, max_records=16) if seed % 2 else None,
             step_tokens=rng.choice([16, 20, 33]),
             prefill_grid_tokens=rng.choice([16, 18]),
             max_sequences=rng.randint(1, 6),

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.blocks import BlockPool
 from engine.config import EngineSettings
+from engine.eviction import EvictionPolicy
 from engine.protocol import Breakpoint, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -102,10 +103,17 @@ class Bench:
         return self.updates.get((owner, seq), [])
 
 
-def make(num_blocks: int = 64, *, context_tokens: int = 1000, eos_ids: tuple[int, ...] = (), **changes: Any) -> Bench:
+def make(
+    num_blocks: int = 64,
+    *,
+    context_tokens: int = 1000,
+    eos_ids: tuple[int, ...] = (),
+    policy: EvictionPolicy | None = None,
+    **changes: Any,
+) -> Bench:
     values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
     config = EngineSettings(**(values | changes))
-    pool = BlockPool(num_blocks, SIZE)
+    pool = BlockPool(num_blocks, SIZE, policy)
     scheduler = Scheduler(pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids)
     return Bench(pool, scheduler, OracleRunner(pool, VOCAB, config.step_tokens))
 
