@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,7 @@ class DiskStore:
         self._identity = json.dumps({**asdict(namespace), "layout": layout}, sort_keys=True).encode()
         self._block_bytes = block_bytes
         self._block_tokens = namespace.block_size * TOKEN_BYTES
+        self._nonce = secrets.randbits(64)  # engines in several containers may share a folder, and process ids
         self._written = 0
 
     @property
@@ -98,7 +100,11 @@ class DiskStore:
         for number, key in enumerate(keys):
             if not self._read_into(key, rows[number]):
                 self.drop([key.digest])
-                return rows[:number]
+                rows = rows[:number]
+                break
+        if len(rows):
+            with contextlib.suppress(OSError):  # what is used goes last when there is too much at the next start, and
+                os.utime(self._path(keys[len(rows) - 1].digest))  # the blocks before count as used with it
         return rows
 
     def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
@@ -123,16 +129,12 @@ class DiskStore:
                 return False
         finally:
             os.close(file)
-        if header != expected or checksum != _checksum(expected, row):
-            return False
-        with contextlib.suppress(OSError):
-            os.utime(path)  # what is used goes last when there is too much at the next start
-        return True
+        return header == expected and checksum == _checksum(expected, row)
 
     def _write(self, key: BlockKey, row: Payload) -> None:
         header, path = self._header(key), self._path(key.digest)
         self._written += 1
-        temporary = f"{path.removesuffix('.kv')}.{os.getpid()}.{self._written}.tmp"
+        temporary = f"{path.removesuffix('.kv')}.{self._nonce}.{self._written}.tmp"
         file = self._create(temporary)
         try:
             try:

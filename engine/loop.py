@@ -267,7 +267,7 @@ class EngineLoop:
         if step is not None:
             self._compute(step, began_s)
         # 5. What was computed is saved in the background. 6. Tell the gateways.
-        self._tiers.pump(self._clock())
+        self._tiers.pump(self._clock(), steps_run=step is not None and self._scheduler.has_work)
         self._publish()
 
     def _obey(self, command: Callable[[], object]) -> None:

@@ -18,6 +18,9 @@ from typing import Final
 from engine.stores import BlockKey, Copied, copy_blocks
 from engine.tier import Account, Chain, Tier, store_of, worker_of
 
+SAVING_SHARE: Final = 0.25
+"""Of its time a tier's thread saves while steps run: a copy takes a core, or a part of one, from somebody."""
+
 CHAINS_AT_ONCE: Final = 16
 """Chains looked at in one turn of the loop: most have been saved already."""
 
@@ -29,6 +32,7 @@ class _Save:
     index   of the next block that the tier lacks
     slot    of the block before, in the tier, and
     block   in the source: each with a reference; None at the beginning of the prefix, or before there is a source
+    resume_s  when the next part may begin, if steps run then; None while a part is being copied
     slots   and
     blocks  of the part that is being copied, each with a reference, and
     keys    who they are
@@ -39,6 +43,7 @@ class _Save:
     slot: int | None
     block: int | None = None
     source: Tier | None = None
+    resume_s: float | None = None
     slots: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
@@ -63,6 +68,7 @@ class Saving:
         self._part_blocks, self._at_once = part_blocks, at_once
         self._queues: list[deque[Chain]] = [deque() for _ in tiers]  # by tier; the first one's stays empty
         self._jobs: dict[Tier, _Save] = {}
+        self._steps_run = False
 
     @property
     def busy(self) -> bool:
@@ -89,9 +95,13 @@ class Saving:
             oldest = self._take(self._tiers[number])
             self._tiers[number].counters.dropped += len(oldest.digests)
 
-    def pump(self) -> None:
-        """Begins what can be saved now."""
+    def pump(self, *, steps_run: bool) -> None:
+        """Begins what can be saved now; not too much while steps run."""
+        self._steps_run = steps_run
         for tier in self._tiers[1:]:
+            job = self._jobs.get(tier)
+            if job is not None and job.resume_s is not None and (not steps_run or job.resume_s <= self._account.now):
+                self._go_on(tier, job)
             for _ in range(CHAINS_AT_ONCE):
                 if not self._can_begin(tier):
                     break
@@ -133,6 +143,7 @@ class Saving:
 
     def _go_on(self, tier: Tier, job: _Save) -> None:
         """Begins the next part, or ends the chain when there is none: nothing left, nothing above, or no room."""
+        job.resume_s = None
         blocks = self._find_part(tier, job)
         slots = tier.pool.allocate(min(len(blocks), tier.pool.available), after=job.slot) if blocks else None
         self._account.note(tier)
@@ -205,10 +216,12 @@ class Saving:
             tier.warned = False
         if saved and self.on_saved is not None:
             self.on_saved(tier.number, saved, self._account.now)
-        if whole:
-            self._go_on(tier, job)
-        else:
+        if not whole:
             self._end(tier, job)
+        elif self._steps_run:
+            job.resume_s = self._account.now + copied.seconds * (1 / SAVING_SHARE - 1)
+        else:
+            self._go_on(tier, job)
 
     def _let_go(self, job: _Save) -> None:
         """Of the source."""

@@ -7,8 +7,9 @@ engine/host_store.py (where the model runs, and host memory) and engine/disk_sto
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -49,12 +50,14 @@ class Store(Protocol):
 class Copied:
     """How a copy ended.
 
-    count  leading blocks that are whole where they were to go
-    error  why it was not all of them, when a store failed; without one the next block is not sound in the source
+    count    leading blocks that are whole where they were to go
+    error    why it was not all of them, when a store failed; without one the next block is not sound in the source
+    seconds  that it took
     """
 
     count: int
     error: Exception | None = None
+    seconds: float = field(default=0.0, compare=False)
 
 
 def copy_blocks(
@@ -66,7 +69,7 @@ def copy_blocks(
     at_once: int,
 ) -> Copied:
     """Copies blocks in order, `at_once` of them in memory at a time. Never raises."""
-    count = 0
+    count, began_s = 0, time.monotonic()
     try:
         for start in range(0, len(keys), at_once):
             part = slice(start, start + at_once)
@@ -78,5 +81,5 @@ def copy_blocks(
             if len(payload) < len(keys[part]):
                 break
     except Exception as error:
-        return Copied(count, error)
-    return Copied(count)
+        return Copied(count, error, time.monotonic() - began_s)
+    return Copied(count, None, time.monotonic() - began_s)

@@ -108,10 +108,13 @@ class Tiers:
     def pump_wanted(self) -> bool:
         return self._saving.pump_wanted
 
-    def pump(self, now: float) -> None:
-        """Starts what can be saved now. Call it in each turn, and while `pump_wanted`."""
+    def pump(self, now: float, *, steps_run: bool = False) -> None:
+        """Starts what can be saved now. Call it in each turn, and while `pump_wanted`.
+
+        steps_run  there was a step in this turn, and will be one in the next: saving takes its time
+        """
         self._account.now = now
-        self._saving.pump()
+        self._saving.pump(steps_run=steps_run)
 
     def take_events(self) -> list[BlockEvents]:
         """See engine.residency.Residency.take."""

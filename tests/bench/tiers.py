@@ -11,8 +11,8 @@ First token, milliseconds inside the engine, medians:
     platter   the same, after the page cache was told to let go of the files
 
 Steps: the time from one step's start to the next one's, while eight sequences decode. Windows alternate: in one nothing
-is copied, in the next prefixes of 500 blocks are saved one after the other, as fast as it goes, in the third one is
-restored from the page cache again and again. The loop's CPU is what its thread itself used for a step.
+is copied, in the next prefixes of 500 blocks are saved one after the other, as fast as it goes, in the third one of
+them is restored from the page cache every 20 steps. The loop's CPU is what its thread itself used for a step.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ from engine.tiers import Chain
 LIMIT_S = 300.0
 DECODES = 8
 WINDOW_STEPS = 300
-CHAINS = 40
-"""Prefixes of 500 blocks to be saved; when all are, the windows go on with nothing."""
+RESTORE_EVERY = 20
+"""Steps between two restores of 500 blocks."""
+
+SAVED = 12
+"""Prefixes of 500 blocks that can be saved in one window; when all are, it goes on with nothing."""
 
 
 class Engine:
@@ -234,22 +237,21 @@ def steps(model: LoadedModel, settings: EngineSettings, rounds: int) -> None:
     taken = {name: Windows() for name in ("nothing is copied", "blocks are saved", "blocks are restored")}
     with running(model, settings) as engine:
         disk = engine.tiers.lower[-1]
-        chains = iter([engine.invent(rng) for _ in range(CHAINS)])
-        to_restore = [engine.invent(rng) for _ in range(2)]
-        for chain in to_restore:
+        below = [engine.invent(rng) for _ in range(rounds * WINDOW_STEPS // RESTORE_EVERY)]
+        for chain in below:
             engine.call(lambda chain=chain: engine.tiers.save(chain))  # type: ignore[misc]
-        assert engine.loop.wait_idle(LIMIT_S)
+            assert engine.loop.wait_idle(LIMIT_S)
+        engine.evict()
+        above = [engine.invent(rng) for _ in range(SAVED * rounds)]
         mode = "nothing is copied"
 
         def feed() -> None:
             """On the loop's thread, once a step."""
             if mode == "blocks are saved" and engine.tiers.idle:
-                if (chain := next(chains, None)) is not None:
-                    engine.tiers.save(chain)
-            elif mode == "blocks are restored" and not engine.tiers.num_restoring:
-                pool, chain = engine.scheduler.pool, to_restore[0]
-                pool.forget(pool.find_prefix("", chain.tokens, chain.digests))
-                engine.tiers.restore(chain, 0, time.monotonic())
+                if above:
+                    engine.tiers.save(above.pop())
+            elif mode == "blocks are restored" and len(engine.starts) % RESTORE_EVERY == 0 and below:
+                engine.tiers.restore(below.pop(), 0, time.monotonic())
 
         engine.after_step = feed
         for _ in range(rounds):

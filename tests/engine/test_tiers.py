@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -276,6 +277,28 @@ def test_few_blocks_at_a_time_are_saved_and_all_in_the_end() -> None:
     assert bench.pool.num_live == 3
     bench.finish()
     assert held(bench, "disk", prompt(80)) == held(bench, "host", prompt(80)) == 20
+
+
+def test_while_steps_run_saving_takes_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("engine.stores.time.monotonic", lambda: next(ticks) * 0.001)  # a copy takes a millisecond
+    bench = make(part_blocks=2)
+    (worker,) = bench.workers.values()
+    bench.submit(1, prompt(40), max_tokens=1)
+    bench.step()
+    copies: list[int] = []
+    for millisecond in range(8):
+        bench.now += 0.001
+        bench.tiers.pump(bench.now, steps_run=True)
+        if worker.work():
+            copies.append(millisecond)
+            worker.deliver()
+    assert copies == [0, 3, 6], "one of work, three of rest; what it was told of began in the turn before"
+    assert bench.tiers.busy
+    bench.tiers.pump(bench.now, steps_run=False)
+    assert worker.work(), "an idle engine need not wait"
+    bench.finish()
+    assert held(bench, "disk", prompt(40)) == 10
 
 
 def test_beyond_its_limit_the_queue_leaves_out_the_oldest() -> None:
