@@ -353,6 +353,19 @@ def test_the_least_recently_used_leaf_goes_first(calls: list[tuple[str, int]]) -
         policy.pop()
 
 
+def test_a_pool_evicts_what_its_policy_chooses() -> None:
+    class Last(LeastRecentlyUsed):
+        def pop(self) -> int:
+            block = max(block for block, is_leaf in enumerate(self._candidate) if is_leaf)
+            self.discard(block)
+            return block
+
+    pool = BlockPool(2, SIZE, Last(2))
+    pool.release(store(pool, [0, 0, 0, 0]))
+    pool.release(store(pool, [1, 1, 1, 1]))
+    assert pool.allocate(1) == [1], "the least recently used one is 0"
+
+
 def test_a_lease_keeps_a_block_and_what_it_hangs_from_until_it_ends() -> None:
     pool = BlockPool(8, SIZE)
     table = store(pool, [*range(16)])
