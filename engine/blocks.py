@@ -112,14 +112,13 @@ class BlockPool:
         parent = self._parent[block]
         return None if parent == ROOT else parent
 
-    def tokens_up_to(self, block: int) -> bytes:
-        """The tokens of a registered block and of all that it hangs from, from the beginning of the prefix."""
-        parts: list[bytes] = []
-        here: int | None = block
-        while here is not None:
-            parts.append(self._tokens[here])
-            here = self.parent_of(here)
-        return b"".join(reversed(parts))
+    def prefix_up_to(self, block: int) -> tuple[str, bytes]:
+        """The salt and the tokens of a registered block and of all that it hangs from."""
+        parts = [self._tokens[block]]
+        while (above := self.parent_of(block)) is not None:
+            block = above
+            parts.append(self._tokens[block])
+        return self._salt[block], b"".join(reversed(parts))
 
     # -- reuse --------------------------------------------------------------------------------------------------------
 

@@ -265,9 +265,9 @@ class Leases:
             block = pool.find_block(digest) if leases else None
             if block is None:
                 continue
-            tokens = pool.tokens_up_to(block)
+            salt, tokens = pool.prefix_up_to(block)
             for lease in leases:
-                if take_fingerprint(tokens + lease.tail) != lease.fingerprint:
+                if salt != lease.salt or take_fingerprint(tokens + lease.tail) != lease.fingerprint:
                     continue  # the digest stands for something else there
                 if lease.block is not None and lease.tier < tier:
                     self._move(lease, tier, block, now)

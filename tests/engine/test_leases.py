@@ -406,6 +406,15 @@ def test_a_lease_does_not_move_to_a_block_that_has_its_digest_and_other_tokens()
     shelf.check()
 
 
+def test_a_lease_does_not_move_to_a_block_that_has_its_digest_and_another_salt() -> None:
+    shelf = Shelf(slower=100)
+    lease = shelf.grant(prompt(40), salt="mine")
+    shelf.store(prompt(40), "other", pool=shelf.slower, digests=chain(prompt(40), "mine"))
+    shelf.leases.saved(1, chain(prompt(40), "mine"), 1.0)
+    assert (lease.state, lease.tier) == ("kept", 0)
+    shelf.check()
+
+
 def test_a_lease_is_granted_in_the_lowest_pool_that_holds_it() -> None:
     shelf = Shelf(slower=100)
     shelf.store(prompt(40), pool=shelf.slower)
