@@ -203,20 +203,21 @@ class Tiers:
         end = min(start + ADOPT_AT_ONCE, len(scan.found))
         for key in scan.found[start:end]:
             parent = None if key.parent is None else slots.get(key.parent)
-            taken = tier.pool.allocate(1) if key.parent is None or parent is not None else None
+            hangs = parent is not None and tier.pool.is_registered(parent)  # not if it turned out to be torn meanwhile
+            taken = tier.pool.allocate(1) if key.parent is None or hangs else None
             if taken is None:
                 self._account.drop(tier, [key.digest])
                 continue
             slots[key.digest] = taken[0]
             registered = tier.pool.register(taken[0], parent, key.salt, key.digest, key.tokens)
             assert registered == taken[0], "the start found a block twice"
+        self._account.note(tier)
         if end < len(scan.found):
             worker_of(tier).run(_nothing, partial(self._adopt, tier, scan, slots, end))
             return
         for key, _used in sorted(zip(scan.found, scan.used_s, strict=True), key=lambda entry: entry[1]):
             if key.digest in slots:
                 tier.pool.release([slots[key.digest]])
-        self._account.note(tier)
         tier.ready = True
         if scan.found:
             log.info("the %s tier holds %d blocks of an earlier run", tier.name, len(slots))

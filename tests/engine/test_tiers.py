@@ -70,6 +70,27 @@ def test_after_a_restart_the_first_request_is_warm() -> None:
     second.check_contents()
 
 
+def test_a_block_that_turns_out_to_be_torn_while_the_rest_is_still_adopted_takes_its_descendants_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.tiers.ADOPT_AT_ONCE", 3)
+    first = make()
+    first.ask(1, prompt(40), max_tokens=1)
+    bench = make(files=first.disk, prefixes=first.runner.prefixes)
+    disk = bench.workers["copy-disk"]
+    assert disk.work()
+    assert disk.deliver()
+    assert held(bench, "disk", prompt(40)) == 3
+    bench.listen()
+    del bench.disk.files[split_digests(digests_of(prompt(40)))[1]]
+    bench.submit(2, prompt(40))
+    bench.finish()
+    assert bench.answer(2) == expected(prompt(40))
+    assert bench.of(2)[0].cached_tokens == 4
+    assert (bench.tiers.ready, held(bench, "disk", prompt(40))) == (True, 10), "saved again"
+    bench.listen()
+
+
 def test_a_longer_prefix_below_is_fetched_behind_what_is_there() -> None:
     bench = make(host=5)
     bench.ask(1, prompt(40))
