@@ -53,6 +53,7 @@ class OracleRunner:
     pool: BlockPool
     vocab: int
     budget: int  # tokens of one step at most
+    model: str = ""  # another one computes other keys, values and answers
     poisoned: set[tuple[str, int]] = field(default_factory=set)  # (owner, seq) whose next work is not finite
     fails: bool = False  # the next step writes something and raises
     steps: list[list[tuple[int, int, int, bool]]] = field(default_factory=list)  # seq, start, count, samples
@@ -88,7 +89,7 @@ class OracleRunner:
         assert len(set(sequence.block_table)) == len(sequence.block_table), "a block is in the table twice"
         bad = (sequence.owner, sequence.seq) in self.poisoned
         self.poisoned.discard((sequence.owner, sequence.seq))
-        prefix: int | str = sequence.salt
+        prefix: int | str = self.model + sequence.salt
         for position in range(end):
             block = sequence.block_table[position // size]
             slot = (block, position % size)
@@ -101,7 +102,7 @@ class OracleRunner:
                 self.slots[slot] = GARBAGE if bad or self.fails else prefix
         if bad:
             return NOT_FINITE
-        return choose_token(sequence.salt, sequence.tokens, self.vocab) if work.samples else None
+        return choose_token(self.model + sequence.salt, sequence.tokens, self.vocab) if work.samples else None
 
     @staticmethod
     def _who(sequence: Sequence) -> str:

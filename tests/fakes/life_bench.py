@@ -1,0 +1,357 @@
+"""An engine with all its tiers, from start to start, driven by hand: scheduler, leases, host memory, files.
+
+The stores below are the real ones, the model is the oracle: the bytes of a block are what it remembers of each slot,
+the whole prefix with namespace and salt. Copies are made when a test says so and can be interrupted at each block, so
+that whatever the engine may do while a thread copies can be done there. A killed engine leaves its files behind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.blocks import BlockPool
+from engine.config import EngineSettings
+from engine.disk_store import DiskStore, Scan
+from engine.eviction import EvictionPolicy, LeastRecentlyUsed
+from engine.host_store import HostStore
+from engine.protocol import TOKEN_BYTES, Namespace, chain_digests, split_digests
+from engine.scheduler import Scheduler
+from engine.stores import BlockKey, Payload, Store
+from engine.tiers import Tier, Tiers
+from tests.fakes.oracle_runner import GARBAGE, OracleRunner, Prefixes
+from tests.fakes.scheduler_bench import SIZE, VOCAB, Bench, pack
+from tests.fakes.tier_bench import ManualWorker
+
+BLOCK_BYTES = SIZE * 8
+Row = tuple[int | tuple[int, int] | None, ...]
+"""What the slots of one block hold."""
+
+
+class Killed(BaseException):
+    """The process of a copy is gone."""
+
+
+class Whim(LeastRecentlyUsed):
+    """Evicts any leaf: what is sound under this policy is sound under all."""
+
+    def __init__(self, num_blocks: int, rng: random.Random) -> None:
+        super().__init__(num_blocks)
+        self._rng = rng
+
+    def pop(self) -> int:
+        block = self._rng.choice([block for block, is_leaf in enumerate(self._candidate) if is_leaf])
+        self.discard(block)
+        return block
+
+
+def encode(rows: Sequence[Row]) -> Payload:
+    numbers = [[0 if slot is None else -1 if slot == GARBAGE else slot + 1 for slot in row] for row in rows]  # type: ignore[operator]
+    return np.array(numbers, np.int64).reshape(len(rows), SIZE).view(np.uint8)
+
+
+def decode(payload: Payload) -> list[Row]:
+    numbers = np.ascontiguousarray(payload).view(np.int64).tolist()
+    return [tuple(None if n == 0 else GARBAGE if n < 0 else n - 1 for n in row) for row in numbers]
+
+
+@dataclass
+class SlotStore:
+    """The model's own blocks, as bytes."""
+
+    runner: OracleRunner
+
+    def rows(self, blocks: Sequence[int]) -> list[Row]:
+        return [tuple(self.runner.slots.get((block, offset)) for offset in range(SIZE)) for block in blocks]
+
+    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Payload:
+        return encode(self.rows(slots))
+
+    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
+        for block, row in zip(slots, decode(payload), strict=True):
+            assert not self.runner.pool.is_registered(block), "a block that can be hit would be written"
+            for offset, slot in enumerate(row):
+                if slot is None:
+                    self.runner.slots.pop((block, offset), None)
+                else:
+                    self.runner.slots[block, offset] = slot
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        raise AssertionError("the first tier drops nothing")
+
+
+@dataclass
+class Slow:
+    """A store during whose calls time passes, block by block, and which fails on demand."""
+
+    inner: Store
+    meanwhile: Callable[[], None]
+    fails: bool = False
+
+    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Payload:
+        self._pass_time()
+        rows = self.inner.read(slots, keys)
+        self._pass_time()
+        return rows
+
+    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
+        for number in range(len(slots)):
+            self._pass_time()
+            one = slice(number, number + 1)
+            self.inner.write(slots[one], keys[one], payload[one])
+            self.wrote(keys[number])
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self.meanwhile()
+            self.inner.drop([digest])
+
+    def wrote(self, key: BlockKey) -> None:
+        """A block was written."""
+
+    def _pass_time(self) -> None:
+        self.meanwhile()
+        if self.fails:
+            raise OSError("the fake device fails")
+
+
+@dataclass
+class Folder:
+    """The files, which outlive every engine.
+
+    sound     path -> model and identity of what was written there, unless it was damaged since
+    """
+
+    path: Path
+    sound: dict[str, tuple[str, BlockKey]] = field(default_factory=dict)
+
+    def files(self) -> list[Path]:
+        return sorted(self.path.rglob("*.kv"))
+
+
+@dataclass
+class SlowDisk(Slow):
+    folder: Folder = field(kw_only=True)
+    model: str = field(kw_only=True)
+    store: DiskStore = field(kw_only=True)
+
+    def wrote(self, key: BlockKey) -> None:
+        self.folder.sound[self.store._path(key.digest)] = self.model, key
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            super().drop([digest])
+            self.folder.sound.pop(self.store._path(digest), None)
+
+    def scan(self, most: int, budget_bytes: int, max_age_s: float) -> Scan:
+        self.meanwhile()
+        found = self.store.scan(most, budget_bytes, max_age_s)
+        taken = sum(-(-path.stat().st_size // 4096) * 4096 for path in self.folder.files())
+        assert taken <= budget_bytes, f"{taken} bytes are left on a disk that may have {budget_bytes}"
+        self.folder.sound = {path: held for path, held in self.folder.sound.items() if Path(path).exists()}
+        self.meanwhile()
+        return found
+
+
+class Hands(ManualWorker):
+    """A worker that may be in the middle of a job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy = False
+
+    @property
+    def has_jobs(self) -> bool:
+        return self.busy or bool(self.jobs or self.done)
+
+    def work(self) -> bool:
+        if self.busy:
+            return False
+        self.busy = True
+        try:
+            return super().work()
+        except Killed:
+            return False
+        finally:
+            self.busy = False
+
+
+@dataclass
+class LifeBench(Bench):
+    """One life of an engine. `aside` is called while a step is computed: the copies go on then."""
+
+    namespace: Namespace = None  # type: ignore[assignment]
+    tiers: Tiers = None  # type: ignore[assignment]
+    stores: list[Slow] = field(default_factory=list)  # of the lower tiers
+    workers: dict[str, Hands] = field(default_factory=dict)
+    told: dict[bytes, str] = field(default_factory=dict)  # what a gateway believes: digest -> tier
+    aside: Callable[[], None] = lambda: None
+
+    @property
+    def disk(self) -> SlowDisk:
+        store = self.stores[-1]
+        assert isinstance(store, SlowDisk)
+        return store
+
+    def digests(self, tokens: list[int], salt: str) -> bytes:
+        return chain_digests(replace(self.namespace, salt=salt).root(), pack(tokens), SIZE)
+
+    def step(self) -> bool:
+        """One turn of the loop, but for its commands. False when there was nothing to compute."""
+        self.now += 0.010
+        step = self.scheduler.schedule(self.now)
+        if step is not None:
+            self.aside()
+            try:
+                results = self.runner.run(step)
+            except RuntimeError:
+                self.scheduler.fail(step, "failed")
+            else:
+                self.aside()
+                self.scheduler.commit(step, results, self.now + 0.005)
+        elif self.scheduler.has_work:
+            assert any(worker.has_jobs for worker in self.workers.values()), "nothing runs, and nothing is waited for"
+        self.tiers.pump(self.now)
+        self.collect()
+        return step is not None
+
+    def copy_all(self, limit: int = 5000) -> None:
+        """Does and tells all copies, and whatever follows from them; computes nothing."""
+        while any(worker.work() or worker.deliver() for worker in self.workers.values()) or self.tiers.pump_wanted:
+            self.tiers.pump(self.now)
+            limit -= 1
+            assert limit, "the copies never end"
+        assert self.tiers.idle
+        assert self.tiers.check_invariants() == []
+
+    def finish(self, limit: int = 5000) -> None:
+        """Runs everything to its end, copies included."""
+        while self.step() or self.scheduler.has_work or not self.tiers.idle:
+            for worker in self.workers.values():
+                worker.work()
+                worker.deliver()
+            limit -= 1
+            assert limit, "a sequence never ends"
+        self.copy_all()
+        assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
+        assert not len(self.scheduler.claims)
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Applies events as a gateway does, and compares what it believes with what is there."""
+        for events in self.tiers.take_events():
+            for digest in split_digests(events.removed):
+                del self.told[digest]
+            for digest in split_digests(events.stored):
+                assert self.told.get(digest) != events.tier, "told twice"
+                self.told[digest] = events.tier
+        held: dict[bytes, str] = {}
+        for tier in reversed(self.tiers.tiers):
+            held |= dict.fromkeys(tier.pool._by_digest, tier.name)
+        wrong = {digest.hex()[:8]: (self.told.get(digest), held.get(digest)) for digest in self.told | held}
+        wrong = {digest: pair for digest, pair in wrong.items() if pair[0] != pair[1]}
+        assert not wrong, f"told and held: {wrong}"
+
+    def check_counts(self) -> None:
+        for tier in self.tiers.tiers:
+            pool = tier.pool
+            assert pool.check_invariants() == [], tier.name
+            assert pool.num_free + pool.num_cached + pool.num_live == pool.num_blocks
+        assert self.scheduler.leases.check_invariants() == []
+
+    def check_contents(self) -> None:
+        """Every block that can be found anywhere holds exactly its own prefix, damaged files aside."""
+        for tier in self.tiers.tiers:
+            prefixes: dict[int, int | str] = {}
+            for digest, block in tier.pool._by_digest.items():  # parents first
+                row, prefixes[block] = self._expect(tier.pool, block, prefixes)
+                found = self._contents(tier, block, digest)
+                assert found is None or found == row, f"{tier.name} {block} holds something else"
+
+    def _expect(self, pool: BlockPool, block: int, prefixes: dict[int, int | str]) -> tuple[Row, int | str]:
+        parent = pool.parent_of(block)
+        prefix = self.runner.model + pool._salt[block] if parent is None else prefixes[parent]
+        row: list[int] = []
+        for start in range(0, SIZE * TOKEN_BYTES, TOKEN_BYTES):
+            token = int.from_bytes(pool._tokens[block][start : start + TOKEN_BYTES], "little")
+            prefix = self.runner.prefixes.next(prefix, token)
+            row.append(prefix)
+        return tuple(row), prefix
+
+    def _contents(self, tier: Tier, block: int, digest: bytes) -> Row | None:
+        """None for a file that was damaged."""
+        store = self.stores[tier.number - 1] if tier.number else None
+        if store is None:
+            return SlotStore(self.runner).rows([block])[0]
+        if isinstance(store, SlowDisk):
+            path = store.store._path(digest)
+            if path not in store.folder.sound:
+                return None
+            file = Path(path).read_bytes()
+            return decode(np.frombuffer(file[-16 - BLOCK_BYTES : -16], np.uint8).reshape(1, -1))[0]
+        return decode(store.inner.read([block], []))[0]
+
+
+def start(
+    folder: Folder,
+    prefixes: Prefixes,
+    meanwhile: Callable[[LifeBench], None],
+    *,
+    weights: str,
+    layout: str,
+    blocks: int,
+    host: int,
+    disk: int,
+    max_age_s: float,
+    context_tokens: int,
+    eos_ids: tuple[int, ...],
+    queue_bytes: int,
+    part_blocks: int,
+    whim: random.Random | None = None,
+    **changes: Any,
+) -> LifeBench:
+    """An engine with so many slots in each tier, over the files that earlier ones left. It has not looked at them yet.
+
+    meanwhile  called whenever a copy can be interrupted
+    whim       evicts in any order
+    """
+
+    def policy(num_blocks: int) -> EvictionPolicy | None:
+        return None if whim is None else Whim(num_blocks, whim)
+
+    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
+    config = EngineSettings(**(values | changes))
+    namespace = Namespace(weights=weights, dtype="float32", kv_dtype="float32", block_size=SIZE)
+    model = f"{weights} {layout} "
+    pool = BlockPool(blocks, SIZE, policy(blocks))
+    runner = OracleRunner(pool, VOCAB, config.step_tokens, model)
+    runner.prefixes = prefixes
+    bench: LifeBench
+
+    def pause() -> None:
+        meanwhile(bench)
+
+    levels = [Tier("gpu", pool, Slow(SlotStore(runner), pause), BLOCK_BYTES)]
+    stores: list[Slow] = []
+    if host:
+        stores.append(Slow(HostStore(host, BLOCK_BYTES), pause))
+        levels.append(Tier("host", BlockPool(host, SIZE, policy(host)), stores[-1], BLOCK_BYTES))
+    files = DiskStore(folder.path, namespace, layout, BLOCK_BYTES)
+    store = SlowDisk(files, pause, folder=folder, model=model, store=files)
+    stores.append(store)
+    scan = partial(store.scan, disk, disk * files.file_bytes, max_age_s)
+    levels.append(Tier("disk", BlockPool(disk, SIZE, policy(disk)), store, files.file_bytes, scan))
+    tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
+    scheduler = Scheduler(
+        pool, namespace, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
+    )
+    bench = LifeBench(pool, scheduler, runner, namespace=namespace, tiers=tiers, stores=stores)
+    tiers.start(lambda name: bench.workers.setdefault(name, Hands()))
+    return bench
