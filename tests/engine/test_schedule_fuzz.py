@@ -14,10 +14,10 @@ from collections.abc import Callable
 import pytest
 
 from engine.hit_density import HitDensity
-from engine.lease_tree import Lease
+from engine.lease_tree import Lease, take_fingerprint
 from engine.protocol import DIGEST_BYTES, HASHES, split_digests
 from tests.fakes.oracle_runner import choose_answer
-from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of, make
+from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of, make, pack
 
 EOS = 3
 COMMANDS = 300
@@ -29,6 +29,7 @@ class Fuzz:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         num_blocks = rng.choice([*range(8, 20), 130])
+        self.context = rng.choice([32, 44])
         self.bench = make(
             num_blocks=num_blocks,
             policy=HitDensity(num_blocks, SIZE, max_records=16) if seed % 2 else None,
@@ -36,7 +37,7 @@ class Fuzz:
             prefill_grid_tokens=rng.choice([16, 18]),
             max_sequences=rng.randint(1, 6),
             max_waiting=6,
-            context_tokens=rng.choice([32, 44]),
+            context_tokens=self.context,
             eos_ids=(EOS,),
             lease_share=rng.choice([0.5, 1.0]),
             lease_tenant_share=rng.choice([0.25, 0.5, 1.0]),
@@ -46,6 +47,8 @@ class Fuzz:
         self.asked: dict[int, tuple[str, list[int], str, int]] = {}  # seq -> owner, tokens, salt, max_tokens
         self.aborted: set[int] = set()
         self.promised: dict[Lease, object] = {}  # kept lease -> what is in the last slot that it keeps
+        self.marked: dict[bytes, list[int]] = {}  # fingerprint -> tokens before a breakpoint
+        self.promises = 0  # that were claimed at the end
         self.last = 0
 
     def run(self) -> Counter[str]:
@@ -66,6 +69,7 @@ class Fuzz:
         self.bench.finish()
         self.check()
         self.check_answers()
+        self.check_promises()
         leases = self.bench.scheduler.leases
         leases.expire(self.bench.now + 1e4)
         assert len(leases) == leases.num_blocks() == 0
@@ -85,6 +89,7 @@ class Fuzz:
             leases_expired=leases.counters.expired,
             leases_degraded=leases.counters.degraded,
             leases_kept_again=leases.counters.kept_again,
+            promises=self.promises,
             leases_read=leases.counters.read_tokens,
             whole=sum(finish in ("stop", "length") for finish in self.finished().values()),
         )
@@ -97,6 +102,12 @@ class Fuzz:
             rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))
         ]
         owner, salt, max_tokens = rng.choice("pq"), rng.choice(["", "a"]), rng.randint(1, 16)
+        points = [
+            (rng.randint(1, len(tokens)), rng.choice([0.1, 1.0, 50.0]))
+            for _ in range(rng.choice([0, 0, 1, 2]) if tokens else 0)
+        ]
+        for length, _ in points:
+            self.marked[take_fingerprint(pack(tokens[:length]))] = tokens[:length]
         forged = digests_of([rng.randrange(2)] * len(tokens), "a") if rng.random() < 0.1 else None
         self.last += 1
         taken = self.bench.submit(
@@ -108,10 +119,7 @@ class Fuzz:
             max_tokens=max_tokens,
             digests=forged,
             tenant=rng.choice("tu"),
-            breakpoints=tuple(
-                (rng.randint(1, len(tokens)), rng.choice([0.1, 1.0, 50.0]))
-                for _ in range(rng.choice([0, 0, 1, 2]) if tokens else 0)
-            ),
+            breakpoints=tuple(points),
             use_cache=rng.random() < 0.95,
         )
         if taken is not None:
@@ -177,6 +185,21 @@ class Fuzz:
                 block, depth = pool.parent_of(block), depth + 1
             assert depth == lease.depth
         self.promised = dict(now)
+
+    def check_promises(self) -> None:
+        """Who asks for what is leased reads it: at once, among whatever the others left."""
+        room = min(self.bench.pool.num_blocks * SIZE, self.context)
+        for lease in list(self.bench.scheduler.leases):
+            tokens = self.marked[lease.fingerprint]
+            honest = split_digests(digests_of(tokens, lease.salt))[-1:] in ([lease.digest], [])
+            if lease.state != "kept" or not honest or len(tokens) + 2 > room:
+                continue
+            self.last += 1
+            self.bench.submit(self.last, [*tokens, 0], salt=lease.salt, max_tokens=1)
+            self.bench.finish()
+            if lease.state == "kept":
+                assert (self.bench.of(self.last)[0].lease_read_tokens or 0) >= lease.tokens
+                self.promises += 1
 
     def check_answers(self) -> None:
         finished = self.finished()

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.lease_tree import take_fingerprint
 from engine.protocol import DIGEST_BYTES, HASHES, split_digests
 from engine.tier import PAUSE_S
 from tests.fakes.oracle_runner import choose_answer
-from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of
+from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of, pack
 from tests.fakes.tier_bench import TierBench, make
 
 EOS = 3
@@ -32,11 +33,14 @@ class Fuzz:
         self.seen: Counter[str] = Counter()
         self.asked: dict[int, tuple[str, list[int], str, int]] = {}  # seq -> owner, tokens, salt, max_tokens
         self.aborted: set[int] = set()
+        self.marked: dict[bytes, list[int]] = {}  # fingerprint -> tokens before a breakpoint
         self.last = 0
+        self.context = 0
         self.bench = self.build(None)
 
     def build(self, old: TierBench | None) -> TierBench:
         rng = self.rng
+        self.context = rng.choice([24, 32])
         return make(
             rng.choice([8, 9, 10, 12, 16]),
             host=rng.choice([0, 0, 3, 8, 20]),
@@ -49,7 +53,7 @@ class Fuzz:
             prefill_grid_tokens=rng.choice([16, 18]),
             max_sequences=rng.randint(1, 6),
             max_waiting=6,
-            context_tokens=rng.choice([24, 32]),
+            context_tokens=self.context,
             lease_share=rng.choice([0.5, 1.0]),
             lease_tenant_share=rng.choice([0.5, 1.0]),
             max_leases=rng.choice([3, 50]),
@@ -90,6 +94,10 @@ class Fuzz:
         ]
         owner, salt, max_tokens = rng.choice("pq"), rng.choice(["", "a"]), rng.randint(1, 8)
         forged = digests_of([rng.randrange(2)] * len(tokens), "a") if rng.random() < 0.1 else None
+        points: tuple[tuple[int, float], ...] = ()
+        if tokens and rng.random() < 0.2:
+            points = ((rng.randint(1, len(tokens)), rng.choice([0.1, 1.0, 100.0])),)
+            self.marked[take_fingerprint(pack(tokens[: points[0][0]]))] = tokens[: points[0][0]]
         self.last += 1
         lane = rng.choice(["online", "online", "batch"])
         if self.bench.submit(
@@ -100,9 +108,7 @@ class Fuzz:
             lane=lane,
             max_tokens=max_tokens,
             digests=forged,
-            breakpoints=((rng.randint(1, len(tokens)), rng.choice([0.1, 1.0, 100.0])),) * (rng.random() < 0.2)
-            if tokens
-            else (),
+            breakpoints=points,
             use_cache=rng.random() < 0.95,
         ):
             self.asked[self.last] = (owner, tokens, salt, max_tokens)
@@ -183,6 +189,7 @@ class Fuzz:
         assert self.bench.disk.files.keys() <= set(split_digests(self.bench.tiers.pools[-1].snapshot().stored))
         finished = self.finished()
         assert self.asked.keys() - self.aborted <= finished.keys()
+        self.check_promises()
         self.check_answers()
         self.count()
         leases = self.bench.scheduler.leases
@@ -191,6 +198,30 @@ class Fuzz:
         for pool in self.bench.tiers.pools:
             assert pool.check_invariants() == []
             assert pool.allocate(pool.num_blocks) is not None, "a block leaked"
+
+    def check_promises(self) -> None:
+        """Who asks for what is leased reads it, and computes no block of it again, wherever it is kept by now;
+        unless others' blocks have taken its digests above."""
+        room = min(self.bench.pool.num_blocks * SIZE, self.context)
+        for lease in list(self.bench.scheduler.leases):
+            tokens = self.marked[lease.fingerprint]
+            digests = split_digests(digests_of(tokens, lease.salt))
+            honest = digests[-1:] in ([lease.digest], [])
+            if lease.state != "kept" or not honest or len(tokens) + SIZE > room:
+                continue
+            counters = self.bench.scheduler.leases.counters
+            squatted = self.bench.pool.count_findable(digests) > len(
+                self.bench.pool.find_prefix(lease.salt, pack(tokens), digests)
+            )
+            broken = counters.degraded + counters.lost
+            self.last += 1
+            self.bench.submit(self.last, [*tokens, 0, 1, 2, 3][: room - 1], salt=lease.salt, max_tokens=1)
+            self.bench.finish()
+            if broken == counters.degraded + counters.lost:  # no file was torn, and no lease had to give way
+                update = self.bench.of(self.last)[0]
+                assert (update.lease_read_tokens or 0) >= lease.tokens
+                assert squatted or (update.cached_tokens or 0) >= lease.depth * SIZE
+                self.seen["promises"] += 1
 
     def finished(self) -> dict[int, str]:
         return {seq: u.finish for (_, seq), updates in self.bench.updates.items() for u in updates if u.finish}
