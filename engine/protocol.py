@@ -136,18 +136,22 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one sequence is continued. temperature 0 is greedy; top_k 0 and top_p 1 switch their filters off."""
+    """How one sequence is continued. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch their filters off,
+    repetition_penalty 1 and the other penalties 0 change nothing."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0  # of the likeliest token's probability; what is less likely is left out
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer; above 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_ids: tuple[int, ...] = ()  # token ids that end the sequence and are not returned as text
     ignore_eos: bool = False
+    min_tokens: int = 0  # before so many, no stop id and no end of text
 
     def to_json(self) -> dict[str, Any]:
         """What differs from the defaults."""

@@ -51,6 +51,8 @@ def find_mistake(message: Submit, tokens: array[int], limits: Limits) -> str | N
             f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together; "
             f"the engine has memory for {limits.room_tokens} tokens (kv_cache_bytes)"
         )
+    if not message.sampling.repetition_penalty > 0:
+        return f"repetition_penalty is {message.sampling.repetition_penalty}; it must be above 0"
     if max(tokens) >= limits.vocab_size:
         return f"the prompt has token id {max(tokens)}; ids of this model are below {limits.vocab_size}"
     return find_bad_breakpoint(message.breakpoints, prompt, limits.lease_max_s)

@@ -4,8 +4,9 @@ Greedy rows of a step share one argmax. The others are continued with a random n
 own seed and position (a counter-based generator), so the same seed gives the same text whatever else is in the batch
 and wherever the sequence was preempted. A request without a seed draws from the process's own generator.
 
-Order of operations: logit bias, penalties over generated tokens, temperature, top-k, top-p. Knows tensors of logits and
-sequences; its neighbour is engine/runner.py.
+Order of operations: logit bias, repetition penalty, penalties over generated tokens, what may not come yet
+(min_tokens), temperature, top-k, top-p, min-p; those that transformers has too are in its order. Knows tensors of
+logits and sequences; its neighbour is engine/runner.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Sampler:
         for row, sequence in enumerate(sequences):
             if not finite[row]:
                 tokens[row] = NOT_FINITE
-            elif not is_plain_greedy(sequence.sampling):
+            elif not is_plain_greedy(sequence):
                 tokens[row] = self._choose_one(logits[row].float(), sequence)
         return tokens
 
@@ -70,14 +71,22 @@ def highest(logits: Tensor) -> tuple[list[int], list[bool]]:
     return indices.tolist(), values.isfinite().tolist()
 
 
-def is_plain_greedy(sampling: Sampling) -> bool:
+def is_plain_greedy(sequence: Sequence) -> bool:
     """Whether the highest logit as the model computed it is the answer."""
+    sampling = sequence.sampling
     return (
         sampling.temperature <= 0
         and not sampling.logit_bias
         and sampling.presence_penalty == 0
         and sampling.frequency_penalty == 0
+        and sampling.repetition_penalty == 1
+        and not may_not_end(sequence)
     )
+
+
+def may_not_end(sequence: Sequence) -> bool:
+    """Whether the tokens that end the sequence are forbidden at its next position."""
+    return sequence.num_generated < sequence.sampling.min_tokens and bool(sequence.end_ids)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -87,7 +96,10 @@ def uniform(seed: int, position: int) -> float:
 
 
 def adjust(logits: Tensor, sequence: Sequence) -> Tensor:
-    """Logits with bias and penalties: logit + bias - frequency * count - presence * (count > 0), generated tokens only.
+    """Logits with bias and penalties, and without the tokens that may not come yet.
+
+    A token of prompt or answer has its logit divided by repetition_penalty, or multiplied when below 0 (Keskar et al.,
+    2019). For those of the answer alone: - frequency * count - presence * (count > 0).
 
     logits  (vocab_size,) float32; not changed. Token ids beyond the vocabulary are left out.
     """
@@ -97,19 +109,37 @@ def adjust(logits: Tensor, sequence: Sequence) -> Tensor:
         for token, bias in sampling.logit_bias:
             if 0 <= token < len(logits):
                 logits[token] += bias
+    if sampling.repetition_penalty != 1:
+        logits = _penalise_repetition(logits, sequence)
     if (sampling.presence_penalty or sampling.frequency_penalty) and sequence.num_generated:
         generated = np.array(sequence.tokens[sequence.num_prompt :], np.int64)
         counts = torch.from_numpy(np.bincount(generated, minlength=len(logits))[: len(logits)])
         counts = counts.to(logits.device, logits.dtype)
         logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-    return logits
+    return _forbid_ends(logits, sequence) if may_not_end(sequence) else logits
+
+
+def _penalise_repetition(logits: Tensor, sequence: Sequence) -> Tensor:
+    seen = torch.from_numpy(np.array(sequence.tokens, np.int64))  # a copy: the sequence's tokens grow
+    seen = seen[seen < len(logits)].to(logits.device)
+    penalty, values = sequence.sampling.repetition_penalty, logits[seen]
+    # A token that comes twice is written twice, with the same value.
+    return logits.index_put((seen,), torch.where(values < 0, values * penalty, values / penalty))
+
+
+def _forbid_ends(logits: Tensor, sequence: Sequence) -> Tensor:
+    """Unless nothing else can come: then the sequence ends early."""
+    ends = torch.tensor([token for token in sequence.end_ids if token < len(logits)], device=logits.device)
+    forbidden = logits.index_fill(0, ends.long(), -torch.inf)
+    return forbidden if bool(forbidden.max() > -torch.inf) else logits
 
 
 def weigh(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Probabilities after temperature, top-k and top-p.
+    """Probabilities after temperature, top-k, top-p and min-p.
 
     top-k keeps every token that is as likely as the k-th; top-p keeps the shortest run of most likely tokens that adds
-    up to top_p, at least one. Returns (weights, ids) of the kept tokens: float64, not normalised; ids None is 0, 1, ...
+    up to top_p, at least one; min-p keeps those that are at least min_p times as likely as the likeliest. Returns
+    (weights, ids) of the kept tokens: float64, not normalised, the highest 1; ids None is 0, 1, ...
     """
     scaled = logits.double()
     scaled = (scaled - scaled.max()) / sampling.temperature
@@ -119,10 +149,13 @@ def weigh(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
         ids = (scaled >= threshold).nonzero().view(-1)
         scaled = scaled[ids]
     weights = scaled.exp()
-    if sampling.top_p >= 1:
-        return weights, ids
-    kept = _nucleus(weights, sampling.top_p)
-    return weights[kept], kept if ids is None else ids[kept]
+    if sampling.top_p < 1:
+        kept = _nucleus(weights, sampling.top_p)
+        weights, ids = weights[kept], kept if ids is None else ids[kept]
+    if sampling.min_p > 0:
+        kept = (weights >= sampling.min_p).nonzero().view(-1)
+        weights, ids = weights[kept], kept if ids is None else ids[kept]
+    return weights, ids
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:

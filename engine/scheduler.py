@@ -122,6 +122,7 @@ class Scheduler:
             tenant=message.tenant,
             breakpoints=tuple(sorted(message.breakpoints, key=lambda point: point.tokens)),
             use_cache=message.use_cache,
+            end_ids=frozenset(message.sampling.stop_ids).union(() if message.sampling.ignore_eos else self._eos_ids),
             arrived_s=arrived_s,
             findable_tokens=self.tiers.count_findable(digests) * self.pool.block_size,
         )
@@ -237,7 +238,7 @@ class Scheduler:
         if not sequence.num_generated:
             self._describe_start(sequence, update, now)
         sampling = sequence.sampling
-        if token in sampling.stop_ids or (token in self._eos_ids and not sampling.ignore_eos):
+        if token in sequence.end_ids:
             update.stop_id = token
             self._finish(sequence, "stop", update)
             return

@@ -44,6 +44,7 @@ class Sequence:
     tenant: str = ""  # whose leases its breakpoints become
     breakpoints: tuple[Breakpoint, ...] = ()  # by number of tokens
     use_cache: bool = True  # False: has no digests, so nothing is found for it and nothing of it is found
+    end_ids: frozenset[int] = frozenset()  # token ids that end it: its stop ids, and the end of text unless ignored
     arrived_s: float = 0.0  # monotonic clock
     scheduled_s: float | None = None  # when the first step that served it began
     status: Status = Status.WAITING

@@ -29,6 +29,7 @@ from gateway.errors import BadRequestError
 MAX_TOKENS = 2**31 - 1
 MAX_STOPS = 4
 MAX_STOP_IDS = 64
+REPETITION_MIN, REPETITION_MAX = 0.01, 10.0
 TOKEN_ID_MAX = 2**32 - 1
 
 _token_id = integer(0, TOKEN_ID_MAX)
@@ -139,9 +140,21 @@ _SHARED = (
         "integer, default 0",
         "Extension: samples from that many likeliest tokens; 0 or -1 from all.",
     ),
+    _used(
+        "min_p",
+        number(0, 1),
+        "number 0 to 1, default 0",
+        "Extension: leaves out tokens less likely than this share of the likeliest one.",
+    ),
     _used("seed", integer(-INT64, INT64 - 1), "64-bit integer", "The same seed gives the same answer."),
     _used("presence_penalty", number(-2, 2), "number -2 to 2, default 0", "Lowers tokens that were generated before."),
     _used("frequency_penalty", number(-2, 2), "number -2 to 2, default 0", "Lowers them by how often they were."),
+    _used(
+        "repetition_penalty",
+        number(REPETITION_MIN, REPETITION_MAX),
+        "number 0.01 to 10, default 1",
+        "Extension: divides the logits of tokens of prompt and answer, as in transformers; multiplies those below 0.",
+    ),
     _used(
         "logit_bias",
         logit_bias,
@@ -155,6 +168,12 @@ _SHARED = (
         "Extension: token ids that end the answer and are not returned.",
     ),
     _used("ignore_eos", boolean, "boolean, default false", "Extension: generates on past the end-of-text token."),
+    _used(
+        "min_tokens",
+        integer(0, MAX_TOKENS),
+        "integer, default 0",
+        "Extension: no end of text and no stop token comes before so many. Stop strings end the answer at any time.",
+    ),
     _used(
         "prompt_cache_key",
         text(512),

@@ -93,18 +93,28 @@ def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], param: PromptPara
             param="stream_options",
             code="invalid_value",
         )
+    min_tokens = values.get("min_tokens", 0)
+    if (max_tokens or param == "prompt") and min_tokens > max_tokens:
+        raise BadRequestError(
+            f"Invalid 'min_tokens': {min_tokens} is more than the {max_tokens} tokens that are generated at most.",
+            param="min_tokens",
+            code="invalid_value",
+        )
     silent = param == "prompt" and max_tokens == 0
     sampling = Sampling(
         max_tokens=1 if silent else max_tokens,
         temperature=values.get("temperature", 1.0),
         top_p=values.get("top_p", 1.0),
         top_k=max(values.get("top_k", 0), 0),
+        min_p=values.get("min_p", 0.0),
         seed=values.get("seed"),
         presence_penalty=values.get("presence_penalty", 0.0),
         frequency_penalty=values.get("frequency_penalty", 0.0),
+        repetition_penalty=values.get("repetition_penalty", 1.0),
         logit_bias=values.get("logit_bias", ()),
         stop_ids=values.get("stop_token_ids", ()),
         ignore_eos=values.get("ignore_eos", False),
+        min_tokens=min_tokens,
     )
     return Call(
         model=values["model"],

@@ -99,6 +99,20 @@ def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(server: Server) -> 
     assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
 
 
+def test_extensions_of_the_sampler_change_the_answer(server: Server) -> None:
+    plain = ask(server, "Tell me a story.", max_tokens=24)
+    varied = ask(server, "Tell me a story.", max_tokens=24, extra_body={"repetition_penalty": 10.0})
+    assert varied.choices[0].message.content != plain.choices[0].message.content
+    narrow = ask(server, "Tell me a story.", max_tokens=24, temperature=1.0, extra_body={"min_p": 1.0})
+    assert narrow.choices[0].message.content == plain.choices[0].message.content
+    ends = {"0": 100, "2": 100}  # the demo model's ends of a text and of a turn
+    for least, reason in ((0, "stop"), (2, "length")):
+        ended = server.client().completions.create(
+            model="demo", prompt="It was", max_tokens=2, logit_bias=ends, extra_body={"min_tokens": least}
+        )
+        assert ended.choices[0].finish_reason == reason
+
+
 def test_completions_continue_text_and_token_ids(server: Server) -> None:
     client = server.client()
     text = client.completions.create(model="demo", prompt="It was a dark", max_tokens=4, temperature=0, echo=True)

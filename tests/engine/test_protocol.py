@@ -56,6 +56,9 @@ samplings = st.builds(
     logit_bias=st.lists(st.tuples(token_ids, finite), max_size=4).map(tuple),
     stop_ids=st.lists(token_ids, max_size=4).map(tuple),
     ignore_eos=st.booleans(),
+    min_p=finite,
+    repetition_penalty=finite,
+    min_tokens=counts,
 )
 submits = st.builds(
     Submit,

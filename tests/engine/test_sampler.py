@@ -9,6 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from engine.protocol import Sampling
 from engine.sampler import Sampler, adjust, draw, uniform, weigh
@@ -17,8 +25,12 @@ from engine.sequence import NOT_FINITE, Sequence
 VOCABULARY = 60
 
 
+ENDS = frozenset({7, 20})
+
+
 def make_sequence(sampling: Sampling, generated: list[int] | None = None, prompt: int = 3) -> Sequence:
-    return Sequence("", 0, array("I", [1] * prompt + (generated or [])), prompt, [], sampling)
+    tokens = array("I", [1] * prompt + (generated or []))
+    return Sequence("", 0, tokens, prompt, [], sampling, end_ids=ENDS)
 
 
 def reference(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
@@ -27,9 +39,13 @@ def reference(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
     scores = logits.astype(np.float64).copy()
     for token, bias in sampling.logit_bias:
         scores[token] += bias
+    for token in set(sequence.tokens):
+        scores[token] *= sampling.repetition_penalty if scores[token] < 0 else 1 / sampling.repetition_penalty
     for token in set(sequence.tokens[sequence.num_prompt :]):
         count = list(sequence.tokens[sequence.num_prompt :]).count(token)
         scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    if sequence.num_generated < sampling.min_tokens:
+        scores[list(ENDS)] = -np.inf
     if sampling.temperature == 0:
         return (np.arange(len(scores)) == scores.argmax()).astype(np.float64)
     scores = scores / sampling.temperature
@@ -48,7 +64,8 @@ def reference(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
         mask = np.zeros_like(weights)
         mask[kept] = 1
         weights = weights * mask / (weights * mask).sum()
-    return weights
+    weights = np.where(weights >= sampling.min_p * weights.max(), weights, 0)
+    return weights / weights.sum()
 
 
 samplings = st.builds(
@@ -59,6 +76,9 @@ samplings = st.builds(
     top_k=st.sampled_from([0, 1, 5, VOCABULARY]),
     presence_penalty=st.sampled_from([0.0, 1.5, -0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.7]),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.25, 4.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    min_tokens=st.sampled_from([0, 1, 12]),
     logit_bias=st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.floats(-5, 5)), max_size=3).map(
         lambda pairs: tuple(dict(pairs).items())
     ),
@@ -73,7 +93,8 @@ samplings = st.builds(
 )
 def test_probabilities_are_those_of_the_slow_twin(sampling: Sampling, seed: int, generated: list[int]) -> None:
     # Multiples of 1/32 that differ: sums are exact in both, and ties cannot be broken differently.
-    logits = np.random.default_rng(seed).permutation(VOCABULARY).astype(np.float32) / 8
+    # A third is below zero, where a repetition penalty multiplies.
+    logits = (np.random.default_rng(seed).permutation(VOCABULARY).astype(np.float32) - VOCABULARY // 3) / 8
     sequence = make_sequence(sampling, generated)
     expected = reference(logits, sequence)
     adjusted = adjust(torch.from_numpy(logits), sequence)
@@ -170,6 +191,66 @@ def test_logits_are_left_as_they_are() -> None:
     sampling = Sampling(max_tokens=1, logit_bias=((2, 5.0),), presence_penalty=1.0, top_p=0.5, top_k=3)
     Sampler().choose(logits, [make_sequence(sampling, [2, 2, 7])])
     assert torch.equal(logits, before)
+
+
+def test_no_end_is_chosen_before_min_tokens_and_any_is_after() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 7], logits[0, 20], logits[0, 33] = 9.0, 8.0, 1.0
+    for temperature in (0.0, 0.1):
+        sampling = Sampling(max_tokens=9, temperature=temperature, min_tokens=2, seed=0)
+        chosen = [Sampler().choose(logits, [make_sequence(sampling, [5] * count)])[0] for count in range(4)]
+        assert chosen == [33, 33, 7, 7]
+
+
+def test_a_sequence_ends_early_when_nothing_but_its_end_can_come() -> None:
+    logits = torch.full((1, VOCABULARY), -torch.inf)
+    logits[0, 7] = 1.0
+    for temperature in (0.0, 1.0):
+        sequence = make_sequence(Sampling(max_tokens=9, temperature=temperature, min_tokens=5))
+        assert Sampler().choose(logits, [sequence]) == [7]
+
+
+def test_a_token_that_came_many_times_is_penalised_once_for_repetition() -> None:
+    logits = torch.tensor([2.0, -2.0, 1.0])
+    sequence = Sequence("", 0, array("I", [0, 0, 1, 0, 1]), 2, [], Sampling(max_tokens=1, repetition_penalty=2.0))
+    assert adjust(logits, sequence).tolist() == [1.0, -4.0, 1.0]
+
+
+WARPED = [
+    Sampling(max_tokens=1, repetition_penalty=1.3),
+    Sampling(max_tokens=1, temperature=0.7, top_k=9, top_p=0.85, min_p=0.05, repetition_penalty=1.5, min_tokens=9),
+]
+
+
+@pytest.mark.parametrize("sampling", WARPED)
+def test_twenty_thousand_draws_follow_what_transformers_makes_of_the_same_logits(sampling: Sampling) -> None:
+    sequence = make_sequence(sampling, [3, 4, 4])
+    logits = torch.from_numpy(np.random.default_rng(8).normal(0, 2, size=VOCABULARY).astype(np.float32))
+    ids, scores = torch.tensor([list(sequence.tokens)]), logits[None].clone()
+    processors = [
+        RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        TemperatureLogitsWarper(sampling.temperature),
+    ]
+    if sampling.min_tokens:
+        length = MinNewTokensLengthLogitsProcessor(sequence.num_prompt, sampling.min_tokens, sorted(ENDS), device="cpu")
+        processors.insert(1, length)
+        processors += [
+            TopKLogitsWarper(sampling.top_k),
+            TopPLogitsWarper(sampling.top_p),
+            MinPLogitsWarper(sampling.min_p),
+        ]
+    for processor in processors:
+        scores = processor(ids, scores)
+    expected = scores[0].double().softmax(-1).numpy()
+
+    weights, kept = weigh(adjust(logits, sequence), sampling)
+    count = 20_000
+    seen = np.bincount([draw(weights, kept, uniform(3, position)) for position in range(count)], minlength=VOCABULARY)
+    possible = expected > 0
+    assert set(seen.nonzero()[0]) <= set(possible.nonzero()[0])
+    chi_square = ((seen - count * expected)[possible] ** 2 / (count * expected)[possible]).sum()
+    freedom = possible.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
 
 
 def test_a_bias_on_a_token_that_does_not_exist_is_left_out() -> None:

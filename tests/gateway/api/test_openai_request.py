@@ -55,6 +55,9 @@ def test_every_sampling_parameter_arrives() -> None:
         stop=["a", "b"],
         stop_token_ids=[3, 4],
         ignore_eos=True,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        min_tokens=7,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -63,6 +66,7 @@ def test_every_sampling_parameter_arrives() -> None:
     assert (sampling.seed, sampling.presence_penalty, sampling.frequency_penalty) == (-3, 1.0, -1.5)
     assert sampling.logit_bias == ((5, 100.0), (6, -100.0))
     assert (sampling.stop_ids, sampling.ignore_eos) == ((3, 4), True)
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.min_tokens) == (0.1, 1.5, 7)
     assert (call.stop, call.stream, call.include_usage) == (("a", "b"), True, True)
 
 
@@ -166,6 +170,11 @@ WRONG = [
     ({"tool_choice": "always"}, "tool_choice", "invalid_value"),
     ({"modalities": ["smell"]}, "modalities[0]", "invalid_value"),
     ({"top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
+    ({"min_p": 1.5}, "min_p", "decimal_above_max_value"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "decimal_below_min_value"),
+    ({"repetition_penalty": 11}, "repetition_penalty", "decimal_above_max_value"),
+    ({"min_tokens": -1}, "min_tokens", "integer_below_min_value"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "invalid_value"),
     ({"foo": 1}, "foo", "unknown_parameter"),
     ({"best_of": 1}, "best_of", "unknown_parameter"),
 ]
@@ -298,6 +307,15 @@ def test_completions_end_after_sixteen_tokens_unless_told_otherwise() -> None:
 def test_no_tokens_at_all_computes_the_prompt_silently() -> None:
     call = completion(max_tokens=0)
     assert (call.silent, call.sampling.max_tokens) == (True, 1)
+
+
+def test_the_least_tokens_may_not_be_more_than_the_most() -> None:
+    assert completion(min_tokens=16).sampling.min_tokens == 16
+    assert chat(min_tokens=100).sampling.min_tokens == 100
+    for fields in ({"min_tokens": 17}, {"min_tokens": 1, "max_tokens": 0}):
+        with pytest.raises(BadRequestError) as refused:
+            completion(**fields)
+        assert refused.value.param == "min_tokens"
 
 
 # -- against a model --------------------------------------------------------------------------------------------------
