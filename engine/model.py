@@ -23,6 +23,7 @@ from engine.attention import StepAttention
 from engine.attention_interface import UnsupportedAttentionError
 from engine.config import EngineSettings
 from engine.fused import fuse
+from engine.huge_pages import collapse
 from engine.kv_cache import CacheShape
 from engine.linear import has_onednn, is_quick, pack
 from engine.model_files import DEMO, ModelError, find_folder, fingerprint_weights, read_tokenizer
@@ -101,6 +102,8 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
     # 2. Load the weights and prove the attention.
     module = _load_module(folder, settings.model, dtype, device)
     shape, forward, is_fused = prepare(module, settings.model, context_tokens, fast=fast)
+    if device.type == "cpu":
+        collapse()
 
     return LoadedModel(
         name=_name(settings, folder),

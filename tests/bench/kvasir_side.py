@@ -16,6 +16,7 @@ import transformers
 
 from engine.blocks import BlockPool
 from engine.config import EngineSettings
+from engine.huge_pages import collapse
 from engine.loop import EngineLoop
 from engine.model import LoadedModel, prepare
 from engine.protocol import Sampling, StepFrame, Submit, TokenizerFiles
@@ -33,10 +34,12 @@ class Side:
         settings = EngineSettings(dtype="bfloat16", threads=1, kv_cache_bytes=2 << 30)
         module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
         shape, forward, is_fused = prepare(module, "bench", context)
+        collapse()  # as engine.model.load_model does
         files = TokenizerFiles("", None, {}, add_bos=False)
         cpu, vocab = torch.device("cpu"), module.config.vocab_size
         model = LoadedModel("bench", forward, cpu, torch.bfloat16, shape, "bench", context, vocab, (), files, is_fused)
         runner = ModelRunner(model, settings)
+        runner.cache.data.zero_()  # takes the memory from the system now, as vLLM does when it starts
         pool = BlockPool(runner.num_blocks, settings.block_size)
         namespace = model.namespace(settings.block_size, settings.hash_name)
         scheduler = Scheduler(pool, namespace, settings, context_tokens=context, vocab_size=vocab)
