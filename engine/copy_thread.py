@@ -16,6 +16,9 @@ from typing import Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
+CLOSE_LIMIT_S = 5.0
+"""A disk may hang, and the process is to end."""
+
 T = TypeVar("T")
 Post = Callable[[Callable[[], object]], None]
 
@@ -49,11 +52,11 @@ class CopyThread:
 
         self._jobs.put(work)
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Waits for the job that is being done, and no longer than that: a disk may hang."""
+    def close(self) -> None:
+        """Waits for the job that is being done, for CLOSE_LIMIT_S at most."""
         self._closing = True
         self._jobs.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(CLOSE_LIMIT_S)
 
     def _work(self) -> None:
         while (work := self._jobs.get()) is not None and not self._closing:

@@ -246,7 +246,7 @@ class EngineLoop:
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""
         with self._changed:
-            self._idle = not self._scheduler.has_work and self._tiers.idle
+            self._idle = not self._scheduler.has_work and self._tiers.saved
             self._restored = self._restored or self._tiers.ready
             self._changed.notify_all()
             woken = self._changed.wait_for(lambda: self._commands or self._stopping, timeout_s)

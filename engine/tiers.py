@@ -97,7 +97,12 @@ class Tiers:
     @property
     def idle(self) -> bool:
         """Whether nothing is being copied or waits for that."""
-        return not self.busy and self.ready and not self._saving.num_waiting
+        return self.saved and self.ready
+
+    @property
+    def saved(self) -> bool:
+        """Whether nothing is lost that could be saved, if the engine ends now."""
+        return not self.busy and not self._saving.num_waiting
 
     @property
     def ready(self) -> bool:

@@ -172,7 +172,9 @@ def test_without_a_folder_or_bytes_there_is_one_tier(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_copy_thread_does_jobs_in_order_and_leaves_out_what_is_left_when_it_is_closed() -> None:
+def test_a_copy_thread_does_jobs_in_order_and_leaves_out_what_is_left_when_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     posted: list[object] = []
     inside, go = threading.Event(), threading.Event()
 
@@ -185,7 +187,9 @@ def test_a_copy_thread_does_jobs_in_order_and_leaves_out_what_is_left_when_it_is
     for number in range(3):
         thread.run(lambda number=number: job(number), lambda result: result)  # type: ignore[misc]
     assert inside.wait(LIMIT_S)
-    thread.close(timeout_s=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.copy_thread.CLOSE_LIMIT_S", 0.0)
+        thread.close()
     go.set()
     thread.close()
     assert posted == [0]

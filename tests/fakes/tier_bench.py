@@ -16,6 +16,7 @@ from engine.config import EngineSettings
 from engine.disk_store import Scan
 from engine.protocol import split_digests
 from engine.scheduler import Scheduler
+from engine.sequence import Step
 from engine.stores import BlockKey
 from engine.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import OracleRunner, Prefixes
@@ -51,6 +52,18 @@ class ManualWorker:
             return False
         self.done.popleft()()
         return True
+
+
+@dataclass
+class WatchedRunner(OracleRunner):
+    """The oracle model, which also sees to it that no step touches what a copy is writing."""
+
+    tiers: Tiers = None  # type: ignore[assignment]
+
+    def run(self, step: Step) -> list[int | None]:
+        written = {block for job in self.tiers._restoring.jobs for block in job.blocks}
+        assert not written.intersection(step.fresh_blocks), "a block that is being restored would be zeroed"
+        return super().run(step)
 
 
 @dataclass
@@ -242,7 +255,7 @@ def make(
     values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
     config = EngineSettings(**(values | changes))
     pool = BlockPool(num_blocks, SIZE)
-    runner = OracleRunner(pool, VOCAB, config.step_tokens)
+    runner = WatchedRunner(pool, VOCAB, config.step_tokens)
     runner.prefixes = prefixes or runner.prefixes
     store, rows = files or FakeDisk(), FakeHost() if host else None
     levels = [Tier("gpu", pool, FakeCache(runner), 1)]
@@ -250,6 +263,7 @@ def make(
         levels.append(Tier("host", BlockPool(host, SIZE), rows, 1))
     levels.append(Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan))
     tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
+    runner.tiers = tiers
     scheduler = Scheduler(
         pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
     )
