@@ -168,6 +168,21 @@ class Sampling:
 _SAMPLING_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(Sampling))
 
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
+
+MAX_GRAMMAR_BYTES: Final = 256 << 10
+"""Of a grammar's text in UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text has to be. `text` is the JSON Schema, the regular expression or the Lark grammar; empty for
+    json_object."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
     """The prompt's first `tokens` tokens are to be kept for `ttl_s` seconds, counted from the request's arrival and
