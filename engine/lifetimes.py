@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engine.reuse_rates import AGES_S, NUM_AGES, ReuseRates, age_bin
 
 MAX_RECORDS = 1 << 17
-"""Blocks that are watched at most; about 300 bytes each."""
+"""Blocks that are watched at most; about 400 bytes each."""
 
 _MAX_AGED = 1024
 """Cohorts that one call lets grow older, at most: after a quiet hour the rest follows with the next calls."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -18,6 +18,8 @@ from redis.asyncio import Redis
 
 from engine import server
 from engine.config import ConfigError, EngineSettings
+from engine.eviction import LeastRecentlyUsed
+from engine.hit_density import HitDensity
 from engine.kv_cache import CacheShape, KVCache
 from engine.protocol import HEALTH_PATH, STREAM_PATH, Hello, Namespace, StepFrame, decode
 from engine.sequence import Step
@@ -184,3 +186,12 @@ async def test_on_tcp_it_says_the_port_that_it_got(monkeypatch: pytest.MonkeyPat
             assert answer.status == 200
         terminate()
         await asyncio.wait_for(task, 10)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("lru", LeastRecentlyUsed), ("hit-density", HitDensity)])
+def test_the_setting_chooses_who_is_evicted(name: Any, policy: type) -> None:
+    settings = EngineSettings(eviction=name, host_bytes=0, disk_bytes=0)
+    runner: Any = CountingRunner()
+    hello = server.make_hello(settings, cast("Any", MODEL), runner.num_blocks)
+    loop = server._make_loop(settings, hello, runner, lambda frames: None, lambda events: None)
+    assert type(loop._scheduler.pool._policy) is policy
