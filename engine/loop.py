@@ -263,11 +263,11 @@ class EngineLoop:
         # 2. What to compute, 3. compute it, 4. what it means for each sequence.
         began_s = self._clock()
         step = self._scheduler.schedule(began_s)
-        self._blocked = step is None
         if step is not None:
             self._compute(step, began_s)
         # 5. What was computed is saved in the background. 6. Tell the gateways.
         self._tiers.pump(self._clock(), steps_run=step is not None and self._scheduler.has_work)
+        self._blocked = step is None and self._tiers.busy  # a save that had a rest may just have let go of blocks
         self._publish()
 
     def _obey(self, command: Callable[[], object]) -> None:

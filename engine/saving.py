@@ -170,7 +170,8 @@ class Saving:
         if not new:
             return []
         digests = chain.digests[: start + len(new)]
-        if job.source is not None:
+        # While the job had a rest, the block before may have ceased to be trusted.
+        if job.source is not None and (job.block is None or job.source.pool.is_registered(job.block)):
             pool = job.source.pool
             blocks = pool.find_prefix(chain.salt, chain.tokens, digests, start=start, behind=job.block)
             if blocks:

@@ -388,6 +388,24 @@ def test_what_ceased_to_be_trusted_while_it_was_copied_is_not_saved() -> None:
     assert counters(bench, "host")["saved"] == 0
 
 
+def test_what_ceases_to_be_trusted_while_saving_has_a_rest_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("engine.stores.time.monotonic", lambda: next(ticks) * 0.001)
+    bench = make(part_blocks=2)
+    (worker,) = bench.workers.values()
+    bench.submit(1, prompt(40), max_tokens=3)
+    bench.step()
+    bench.tiers.pump(bench.now, steps_run=True)
+    assert worker.work()
+    assert worker.deliver()
+    assert held(bench, "disk", prompt(40)) == 2, "and the rest of it later"
+    bench.runner.poisoned.add(("g", 1))
+    bench.step()
+    bench.finish()
+    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "disk")] == [0, 0]
+    assert bench.disk.files == {}
+
+
 def test_what_ceases_to_be_trusted_while_it_comes_back_is_not_restored() -> None:
     bench = make(host=32)
     bench.ask(1, prompt(40), max_tokens=1)

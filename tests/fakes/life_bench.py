@@ -215,9 +215,9 @@ class LifeBench(Bench):
             else:
                 self.aside()
                 self.scheduler.commit(step, results, self.now + 0.005)
-        elif self.scheduler.has_work:
+        self.tiers.pump(self.now, steps_run=step is not None and self.scheduler.has_work)
+        if step is None and self.scheduler.has_work and self.tiers.busy:
             assert any(worker.has_jobs for worker in self.workers.values()), "nothing runs, and nothing is waited for"
-        self.tiers.pump(self.now)
         self.collect()
         return step is not None
 
@@ -314,18 +314,15 @@ def start(
     eos_ids: tuple[int, ...],
     queue_bytes: int,
     part_blocks: int,
-    whim: random.Random | None = None,
+    policy: Callable[[int], EvictionPolicy] | None = None,
     **changes: Any,
 ) -> LifeBench:
     """An engine with so many slots in each tier, over the files that earlier ones left. It has not looked at them yet.
 
     meanwhile  called whenever a copy can be interrupted
-    whim       evicts in any order
+    policy     makes one for each tier, for so many blocks
     """
-
-    def policy(num_blocks: int) -> EvictionPolicy | None:
-        return None if whim is None else Whim(num_blocks, whim)
-
+    policy = policy or LeastRecentlyUsed
     values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
     config = EngineSettings(**(values | changes))
     namespace = Namespace(weights=weights, dtype="float32", kv_dtype="float32", block_size=SIZE)
