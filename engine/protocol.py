@@ -14,11 +14,12 @@ import json
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final, Literal
+from itertools import chain
+from typing import Any, Final, Literal, NamedTuple
 
 import xxhash
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Block identity
@@ -152,6 +153,7 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()  # token ids that end the sequence and are not returned as text
     ignore_eos: bool = False
     min_tokens: int = 0  # before so many, no stop id and no end of text
+    logprobs: int | None = None  # likeliest tokens that are told of with each token; None tells of none, nor of itself
 
     def to_json(self) -> dict[str, Any]:
         """What differs from the defaults."""
@@ -268,6 +270,13 @@ class Load:
     draining: bool = False
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities, before everything that a sampler does: of a token, and of the likeliest."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # token ids and theirs, the likeliest first
+
+
 @dataclass(slots=True)
 class SequenceUpdate:
     """What one step did for one sequence. The first update carries cached_tokens and the two times, and that of a
@@ -284,6 +293,7 @@ class SequenceUpdate:
     lease_read_tokens: int | None = None  # of the longest lease that the prompt begins with, to the token
     lease_write_tokens: int | None = None  # up to the last breakpoint that is kept from now on, beyond those read
     leases_degraded: int | None = None  # breakpoints that ordinary eviction may take, for want of budget
+    logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`, when they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,11 +445,14 @@ _UPDATE_EXTRAS: Final = (
 def _encode_step(frame: StepFrame) -> bytes:
     updates, load = frame.updates, frame.load
     numbers = [len(updates), *(update.seq for update in updates), *(len(update.tokens) for update in updates)]
-    extras = {}
+    extras: dict[int, dict[str, Any]] = {}
     for index, update in enumerate(updates):
         numbers += update.tokens
         if extra := {key: value for key in _UPDATE_EXTRAS if (value := getattr(update, key)) is not None}:
             extras[index] = extra
+        if update.logprobs is not None:
+            flat = [[one.logprob, *chain.from_iterable(one.top)] for one in update.logprobs]
+            extras.setdefault(index, {})["logprobs"] = flat
     payload = _LOAD.pack(
         load.waiting,
         load.running,
@@ -467,6 +480,8 @@ def _decode_step(extras: dict[str, dict[str, Any]], payload: bytes | memoryview)
         start += num_tokens
     for index, fields_ in extras.items():
         update = updates[int(index)]
+        if (flat := fields_.pop("logprobs", None)) is not None:
+            update.logprobs = [TokenLogprobs(one[0], tuple(zip(one[1::2], one[2::2], strict=True))) for one in flat]
         for key, value in fields_.items():
             setattr(update, key, value)
     return StepFrame(updates, load)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.logprobs import find_logprobs
 from engine.protocol import Sampling
 from engine.sequence import NOT_FINITE, Sequence
 
@@ -32,7 +33,8 @@ class Sampler:
         self._unseeded = np.random.default_rng()
 
     def choose(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """One token id for each row; NOT_FINITE where a row's logits are not finite.
+        """One token id for each row; NOT_FINITE where a row's logits are not finite. Sequences that ask for log
+        probabilities get one more in their `logprobs`.
 
         logits  (num_rows, vocab_size), any floating dtype; left as they are
         """
@@ -42,6 +44,7 @@ class Sampler:
                 tokens[row] = NOT_FINITE
             elif not is_plain_greedy(sequence):
                 tokens[row] = self._choose_one(logits[row].float(), sequence)
+        _note_logprobs(logits, tokens, sequences)
         return tokens
 
     def _choose_one(self, logits: Tensor, sequence: Sequence) -> int:
@@ -56,6 +59,17 @@ class Sampler:
         if sequence.sampling.seed is None:
             return float(self._unseeded.random())
         return uniform(sequence.sampling.seed, sequence.num_tokens)
+
+
+def _note_logprobs(logits: Tensor, tokens: list[int], sequences: list[Sequence]) -> None:
+    asked = {row: s.sampling.logprobs for row, s in enumerate(sequences) if s.sampling.logprobs is not None}
+    asked = {row: count for row, count in asked.items() if tokens[row] != NOT_FINITE}
+    if not asked:
+        return
+    rows = list(asked)
+    found = find_logprobs(logits[rows], [tokens[row] for row in rows], list(asked.values()))
+    for row, one in zip(rows, found, strict=True):
+        sequences[row].logprobs.append(one)
 
 
 def highest(logits: Tensor) -> tuple[list[int], list[bool]]:

@@ -244,6 +244,8 @@ class Scheduler:
             return
         sequence.tokens.append(token)
         update.tokens.append(token)
+        if sampling.logprobs is not None:
+            update.logprobs, sequence.logprobs = sequence.logprobs, []
         if sequence.num_generated >= sampling.max_tokens or sequence.num_tokens >= self._context_tokens:
             self._finish(sequence, "length", update)
         else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.eviction import Origin
-from engine.protocol import Breakpoint, FinishReason, Lane, Sampling
+from engine.protocol import Breakpoint, FinishReason, Lane, Sampling, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -56,6 +56,7 @@ class Sequence:
     preemptions: int = 0
     restored: bool = False  # lower tiers were asked for its prefix since it ran last
     num_queued: int = 0  # leading blocks that were handed over to be saved in lower tiers
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # found with the last tokens, and not told yet
     finish: FinishReason | None = None
     origin: Origin = field(default_factory=Origin)  # what eviction is told of its blocks
 
@@ -99,6 +100,7 @@ class Runner(Protocol):
         Returns one entry for each work of the step, in order: the sampled token id, or None for work that does not
         sample. A work whose hidden state is not finite gets NOT_FINITE, whether it samples or not: the loop fails
         that sequence and registers nothing that the step wrote for it. Any exception fails the whole step.
+        Log probabilities that a sequence asks for are appended to its `logprobs`.
         """
         ...
 

@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Protocol
 
-from engine.protocol import Hello, Load, Sampling, SequenceUpdate
+from engine.protocol import Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
 from gateway.errors import ContextLengthError, DeadlineError, EngineFailedError, EngineLostError, OverloadedError
 from gateway.types import (
     ChatPrompt,
@@ -29,6 +29,7 @@ from gateway.types import (
     Finished,
     Lease,
     Request,
+    ScoredToken,
     Started,
     Tenant,
     TextDelta,
@@ -53,6 +54,20 @@ class TextDecoder(Protocol):
         ...
 
 
+class TokenScores(Protocol):
+    """Log probabilities of one answer, held back for as long as the text that they belong to."""
+
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None: ...
+
+    def release(self, text: str) -> tuple[ScoredToken, ...]:
+        """Those of tokens that are complete with this piece of the answer; the pieces come in order."""
+        ...
+
+    def flush(self) -> tuple[ScoredToken, ...]:
+        """All that are left, at the end of an answer that no stop string ended."""
+        ...
+
+
 class Prompts(Protocol):
     """Step 2. One tokeniser and template per model, loaded when its first engine joined."""
 
@@ -61,6 +76,8 @@ class Prompts(Protocol):
         ...
 
     def decoder(self, model: Hello, stop: tuple[str, ...]) -> TextDecoder: ...
+
+    def scores(self, model: Hello) -> TokenScores: ...
 
 
 class Index(Protocol):
@@ -182,6 +199,7 @@ class Street:
         self, request: Request, prompt: EncodedPrompt, sampling: Sampling, engine: Engine
     ) -> AsyncGenerator[Event, None]:
         trace, decoder = request.trace, self._prompts.decoder(engine.hello, request.stop)
+        scores = None if sampling.logprobs is None else self._prompts.scores(engine.hello)
         trace.engine = engine.name
         async with aclosing(engine.generate(prompt, sampling, request)) as updates:
             async for update in updates:
@@ -191,17 +209,29 @@ class Street:
                     _meter_start(request, prompt, engine, update)
                     yield Started(engine.name, trace.prompt_tokens, trace.cached_tokens)
                 trace.completion_tokens += len(update.tokens) + (update.stop_id is not None)
+                if scores is not None:
+                    scores.feed(update.tokens, update.logprobs or ())
                 if text := decoder.feed(update.tokens):
-                    yield TextDelta(text)
+                    yield TextDelta(text, scores.release(text) if scores else ())
                 if decoder.stopped or update.finish in ("stop", "length"):
-                    if not decoder.stopped and (text := decoder.flush()):
-                        yield TextDelta(text)
+                    if not decoder.stopped and (rest := _rest(decoder, scores)):
+                        yield rest
                     trace.finish = "stop" if decoder.stopped or update.finish == "stop" else "length"
                     yield _finished(request)
                     return
                 if time.monotonic() > request.deadline_s:
                     raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
         raise EngineLostError(f"Engine {engine.name} ended the answer without a reason.")
+
+
+def _rest(decoder: TextDecoder, scores: TokenScores | None) -> TextDelta | None:
+    """What was held back, at the end of an answer. A stop string may show up here, too."""
+    text = decoder.flush()
+    scored: tuple[ScoredToken, ...] = ()
+    if scores is not None:
+        scored = scores.release(text)
+        scored += () if decoder.stopped else scores.flush()
+    return TextDelta(text, scored) if text or scored else None
 
 
 def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:

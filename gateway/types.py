@@ -216,10 +216,39 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class TextDelta:
-    """A piece of the answer: whole characters only, and nothing that may yet turn out to be part of a stop string."""
+class Spelled:
+    """A token as its tokeniser writes it.
+
+    text   U+FFFD for bytes that are no whole character
+    bytes  None for special tokens, which are no text
+    """
 
     text: str
+    bytes: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer with its log probability and those of the likeliest tokens in its place, best first.
+
+    offset  characters of the answer before it
+    """
+
+    token: Spelled
+    logprob: float
+    top: tuple[tuple[Spelled, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """A piece of the answer: whole characters only, and nothing that may yet turn out to be part of a stop string.
+
+    scored  the tokens that end in it, when log probabilities are asked for; the text is empty where they have none
+    """
+
+    text: str
+    scored: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,13 @@ CHAT = _table(
         "Which prefixes are kept, and for how long at least; see below.",
     ),
     _used("max_tokens", integer(1, MAX_TOKENS), "integer from 1", "The older name; not together with the newer."),
+    _used("logprobs", boolean, "boolean, default false", "Log probabilities of the answer's tokens; see below."),
+    _used(
+        "top_logprobs",
+        integer(0, 20),
+        "integer 0 to 20, default 0; only with `logprobs`",
+        "And of so many of the likeliest tokens in the place of each.",
+    ),
     _no_effect("safety_identifier", text(128), "string of up to 128 characters", "The key decides who asks."),
     _no_effect(
         "metadata", string_map(16, 64, 512), "up to 16 pairs, key up to 64, value up to 512 characters", "Not kept."
@@ -250,8 +257,6 @@ CHAT = _table(
         "Structured outputs are not supported yet, only the type `text`.",
         "text",
     ),
-    _refused("logprobs", boolean, "boolean; only false", "Log probabilities are not supported yet.", False),
-    _refused("top_logprobs", integer(0, 20), "integer; only 0", "Log probabilities are not supported yet.", 0),
     _refused("modalities", _text_modalities, 'array; only `["text"]`', "Only text is generated.", ("text",)),
     _refused("audio", anything, "-", "Only text is generated."),
     _refused("prediction", anything, "-", "Predicted outputs are not supported."),
@@ -274,7 +279,12 @@ COMPLETION = _table(
         "Tokens to generate at most; 0 computes the prompt, so that it is cached, and returns no text.",
     ),
     _used("echo", boolean, "boolean, default false", "Puts the prompt in front of the answer."),
+    _used(
+        "logprobs",
+        integer(0, 5),
+        "integer 0 to 5",
+        "Log probabilities of the tokens, and of so many likeliest ones; see below. Not together with `echo` yet.",
+    ),
     _refused("best_of", integer(1, 20), "integer; only 1", "Only one choice per prompt is generated.", 1),
     _refused("suffix", _string, "-", "Filling in before a suffix is not supported."),
-    _refused("logprobs", integer(0, 5), "-", "Log probabilities are not supported yet."),
 )

@@ -14,7 +14,7 @@ from gateway.api.fields import array_too_long, empty_array, read, wrong_type
 from gateway.api.openai_caching import read_caching
 from gateway.api.openai_parameters import CHAT, COMPLETION, TOKEN_ID_MAX
 from gateway.config import LeaseSettings
-from gateway.errors import BadRequestError
+from gateway.errors import BadRequestError, UnsupportedError
 from gateway.types import ChatPrompt, Prompt, PromptParam, TextPrompt, TokenPrompt
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -48,10 +48,17 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings) -> Call:
             param="max_tokens",
             code="invalid_parameter_combination",
         )
+    if values.get("top_logprobs") and not values.get("logprobs"):
+        raise BadRequestError(
+            "Invalid value for 'top_logprobs': it is only allowed when 'logprobs' is true.",
+            param="top_logprobs",
+            code="invalid_value",
+        )
+    logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
     max_tokens = values.get("max_completion_tokens", values.get("max_tokens", 0))
     caching = read_caching(body["messages"], values.get("prompt_cache_options"), leases)
     prompt = ChatPrompt(values["messages"], markers=caching.markers)
-    return replace(_call(values, (prompt,), "messages", max_tokens), use_cache=caching.use_cache)
+    return replace(_call(values, (prompt,), "messages", max_tokens, logprobs), use_cache=caching.use_cache)
 
 
 def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:
@@ -59,7 +66,10 @@ def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:
     values = read(body, COMPLETION, required=("model",))
     prompts = _prompts(values.get("prompt"), max_prompts)
     max_tokens = values.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
-    return _call(values, prompts, "prompt", max_tokens)
+    logprobs = values.get("logprobs")
+    if logprobs is not None and values.get("echo"):
+        raise UnsupportedError("'logprobs' together with 'echo' is not supported yet.", param="logprobs")
+    return _call(values, prompts, "prompt", max_tokens, logprobs)
 
 
 def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:
@@ -84,7 +94,9 @@ def _begin(model: Hello) -> Prompt:
     return TokenPrompt(array("I", model.eos_ids[:1]).tobytes()) if model.eos_ids else TextPrompt("")
 
 
-def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], param: PromptParam, max_tokens: int) -> Call:
+def _call(
+    values: dict[str, Any], prompts: tuple[Prompt, ...], param: PromptParam, max_tokens: int, logprobs: int | None
+) -> Call:
     stream = values.get("stream", False)
     options = values.get("stream_options")
     if options is not None and not stream:
@@ -115,6 +127,7 @@ def _call(values: dict[str, Any], prompts: tuple[Prompt, ...], param: PromptPara
         stop_ids=values.get("stop_token_ids", ()),
         ignore_eos=values.get("ignore_eos", False),
         min_tokens=min_tokens,
+        logprobs=logprobs,
     )
     return Call(
         model=values["model"],

@@ -14,8 +14,9 @@ import orjson
 import xxhash
 
 from engine.protocol import Hello, Namespace
-from gateway.api.wire import json_text
-from gateway.types import Usage
+from gateway.api.openai_logprobs import chat_logprobs, completion_logprobs
+from gateway.api.wire import json_line, json_text
+from gateway.types import ScoredToken, TextDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,6 +28,8 @@ class Answer:
     text: str
     reason: str
     usage: Usage
+    scored: tuple[ScoredToken, ...] | None = None  # when log probabilities were asked for
+    echoed: int = 0  # characters of `text` that are the prompt
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -77,6 +80,15 @@ class ChatShape:
         head = b'%b"index":0,"delta":{"content":' % self._head
         return head, b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
+    def scored(self, index: int, echoed: int, delta: TextDelta) -> bytes:
+        """A piece of text with the log probabilities of its tokens."""
+        return b'%b"index":0,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}]%b' % (
+            self._head,
+            json_text(delta.text),
+            json_line(chat_logprobs(delta.scored)),
+            self._tail,
+        )
+
     def closing(self, index: int, reason: str) -> bytes:
         return self._chunk(b'"delta":{}', b'"%b"' % reason.encode())
 
@@ -87,7 +99,8 @@ class ChatShape:
         """The answer to a request that does not stream."""
         (answer,) = answers
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.reason}
+        logprobs = None if answer.scored is None else chat_logprobs(answer.scored)
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
         return _body(self._base, "chat.completion", [choice], answer.usage)
 
     def _chunk(self, delta: bytes, reason: bytes) -> bytes:
@@ -118,6 +131,16 @@ class CompletionShape:
         head = b'%b"index":%d,"text":' % (self._head, index)
         return head, b',"logprobs":null,"finish_reason":null}]' + self._tail
 
+    def scored(self, index: int, echoed: int, delta: TextDelta) -> bytes:
+        """A piece of text with the log probabilities of its tokens, behind `echoed` characters of the prompt."""
+        return b'%b"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]%b' % (
+            self._head,
+            index,
+            json_text(delta.text),
+            json_line(completion_logprobs(delta.scored, echoed)),
+            self._tail,
+        )
+
     def closing(self, index: int, reason: str) -> bytes:
         head, tail = self._head, self._tail
         return b'%b"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}]%b' % (head, index, reason.encode(), tail)
@@ -128,7 +151,12 @@ class CompletionShape:
     def body(self, answers: list[Answer]) -> bytes:
         """The answer to a request that does not stream."""
         choices = [
-            {"index": index, "text": answer.text, "logprobs": None, "finish_reason": answer.reason}
+            {
+                "index": index,
+                "text": answer.text,
+                "logprobs": None if answer.scored is None else completion_logprobs(answer.scored, answer.echoed),
+                "finish_reason": answer.reason,
+            }
             for index, answer in enumerate(answers)
         ]
         return _body(self._base, "text_completion", choices, sum((a.usage for a in answers), Usage(0, 0)))

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -23,7 +24,7 @@ from gateway.api.openai_response import Answer
 from gateway.api.record import CLIENT_LEFT, RECORD, Record
 from gateway.api.wire import common_headers, error_event, json_text, kvasir_headers
 from gateway.errors import DeadlineError, KvasirError
-from gateway.types import Event, Finished, Request, TextDelta, Usage
+from gateway.types import Event, Finished, Request, ScoredToken, TextDelta, Usage
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Shape(Protocol):
 
     def piece(self, index: int) -> tuple[bytes, bytes]: ...
 
+    def scored(self, index: int, echoed: int, delta: TextDelta) -> bytes: ...
+
     def closing(self, index: int, reason: str) -> bytes: ...
 
     def ending(self, usage: Usage) -> bytes: ...
@@ -60,14 +63,18 @@ async def collect(
 
     async def one(index: int, request: Request) -> Answer:
         pieces: list[str] = []
+        scored: list[ScoredToken] = []
         async with aclosing(street.answer(request)) as events:
             async for event in events:
                 if type(event) is TextDelta:
                     if not silent:
                         pieces.append(event.text)
+                        scored += event.scored
                 elif type(event) is Finished:
                     reason, usage = _finish(event, request, silent)
-                    return Answer(echo(index) + "".join(pieces), reason, usage)
+                    told = None if request.sampling.logprobs is None else tuple(scored)
+                    echoed = echo(index)
+                    return Answer(echoed + "".join(pieces), reason, usage, told, len(echoed))
         raise KvasirError("The answer ended without a reason.")
 
     return await _within(requests, _all(one, requests, at_once))
@@ -84,18 +91,20 @@ async def stream(
     at_once: int,
 ) -> web.StreamResponse:
     """Answers over SSE, complete, and ended as it has to be. Raises only while nothing was sent."""
-    sse = _Sse(http, shape, echo, final=len(requests) == 1)
+    sse = _Sse(http, shape, final=len(requests) == 1)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(street.answer(request)) as events:
             await anext(events)  # Started
-            response = await sse.begin(index)
-            before, after = shape.piece(index)
-            write = response.write
+            echoed = echo(index)
+            response = await sse.begin(index, echoed)
+            scored = partial(shape.scored, index, len(echoed))
+            write, (before, after) = response.write, shape.piece(index)
             async for event in events:
                 if type(event) is TextDelta:
                     if not silent:
-                        await write(before + json_text(event.text) + after)
+                        plain = not event.scored
+                        await write(before + json_text(event.text) + after if plain else scored(event))
                 elif type(event) is Finished:
                     reason, usage = _finish(event, request, silent)
                     closing = shape.closing(index, reason)
@@ -163,13 +172,13 @@ async def _all(
 class _Sse:
     """The response of one stream. It exists from the first token on."""
 
-    def __init__(self, http: web.Request, shape: Shape, echo: Echo, *, final: bool) -> None:
+    def __init__(self, http: web.Request, shape: Shape, *, final: bool) -> None:
         self.record: Record = http[RECORD]
         self.response: web.StreamResponse | None = None
-        self._http, self._shape, self._echo, self._final = http, shape, echo, final
+        self._http, self._shape, self._final = http, shape, final
         self._opening = asyncio.Lock()
 
-    async def begin(self, index: int) -> web.StreamResponse:
+    async def begin(self, index: int, echoed: str) -> web.StreamResponse:
         async with self._opening:
             if self.response is None:
                 headers = {
@@ -182,7 +191,7 @@ class _Sse:
                 response = web.StreamResponse(headers=headers)
                 await response.prepare(self._http)
                 self.response = response
-        if opening := self._shape.opening(index, self._echo(index)):
+        if opening := self._shape.opening(index, echoed):
             await self.response.write(opening)
         return self.response
 

@@ -46,11 +46,14 @@ def error_response(error: KvasirError, headers: dict[str, str] | None = None) ->
 
 def json_text(text: str) -> bytes:
     """A JSON string that stays on one line for every SSE client: some end lines where Unicode does (str.splitlines)."""
-    written = orjson.dumps(text)
-    if text.isascii():
-        return written
+    return orjson.dumps(text) if text.isascii() else json_line(text)
+
+
+def json_line(value: Any) -> bytes:
+    """As json_text, for any value."""
     return (
-        written.replace(b"\xc2\x85", rb"\u0085")
+        orjson.dumps(value)
+        .replace(b"\xc2\x85", rb"\u0085")
         .replace(b"\xe2\x80\xa8", rb"\u2028")
         .replace(b"\xe2\x80\xa9", rb"\u2029")
     )

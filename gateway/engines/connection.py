@@ -174,6 +174,8 @@ class Connection:
 def _merge(update: SequenceUpdate, later: SequenceUpdate) -> None:
     """Appends `later` to `update`."""
     update.tokens += later.tokens
+    if later.logprobs is not None:
+        update.logprobs = [*(update.logprobs or ()), *later.logprobs]
     if update.cached_tokens is None:
         update.cached_tokens, update.queue_ms, update.prefill_ms = later.cached_tokens, later.queue_ms, later.prefill_ms
     if update.leases_degraded is None:

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 from tokenizers import Tokenizer as HfTokenizer
 
 from gateway.prompt.byte_level import BYTE_OF
+from gateway.types import Spelled
 
 _WINDOW_TOKENS: Final = 16
 """Tokens after which a window is let go that still ends in an unfinished character."""
@@ -34,17 +35,29 @@ class Decoding:
 
     def __init__(self, hf: HfTokenizer, spec: dict[str, Any]) -> None:
         """`spec` is what the library writes of `hf`, which is kept only where it is needed."""
-        special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
-        table = _byte_table(spec, special_ids)
+        specials = {token["id"]: token["content"] for token in spec["added_tokens"] if token["special"]}
+        table = _byte_table(spec, frozenset(specials))
+        self._specials: dict[int, str] = specials
         self._make_text: Callable[[], _Text]
+        self._spell: Callable[[int], bytes]
         if table is not None:
             self._make_text = partial(_TableText, table)
+            self._spell = partial(_look_up, table)
         else:
-            self._make_text = partial(_WindowText, hf, hf.encode("a", add_special_tokens=False).ids, special_ids)
+            seed = hf.encode("a", add_special_tokens=False).ids
+            self._make_text = partial(_WindowText, hf, seed, frozenset(specials))
+            self._spell = partial(_spell_alone, hf, seed)
 
     def decoder(self, stop: tuple[str, ...]) -> Decoder:
         """For one answer; empty stop strings stop nothing."""
         return Decoder(self._make_text(), [string for string in stop if string])
+
+    def spell(self, token: int) -> Spelled:
+        """A token by itself. Where tokens do not stand for certain bytes, as it is written behind another one."""
+        if (name := self._specials.get(token)) is not None:
+            return Spelled(name, None)
+        written = self._spell(token)
+        return Spelled(written.decode(errors="replace"), written)
 
 
 class Decoder:
@@ -174,6 +187,14 @@ class _WindowText:
         if not self._new:
             return ""
         return self._hf.decode(self._base + self._new)[len(self._hf.decode(self._base)) :]
+
+
+def _look_up(table: Sequence[bytes], token: int) -> bytes:
+    return table[token] if token < len(table) else b""
+
+
+def _spell_alone(hf: HfTokenizer, seed: Sequence[int], token: int) -> bytes:
+    return str(hf.decode([*seed, token]))[len(hf.decode(seed)) :].encode()
 
 
 def _byte_table(spec: dict[str, Any], special_ids: frozenset[int]) -> list[bytes] | None:

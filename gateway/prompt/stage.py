@@ -22,6 +22,7 @@ from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
 from gateway.prompt.decode import Decoder
 from gateway.prompt.markers import find_markers
 from gateway.prompt.samples import conversations
+from gateway.prompt.scores import Scores
 from gateway.prompt.segments import ChainMemo, ChainState, Node, Path, PromptMemo, SegmentMemo
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import Link, Tokenizer
@@ -128,6 +129,9 @@ class PromptStage:
 
     def decoder(self, model: Hello, stop: tuple[str, ...]) -> Decoder:
         return self._get(model).tokenizer.decoding.decoder(stop)
+
+    def scores(self, model: Hello) -> Scores:
+        return Scores(self._get(model).tokenizer.decoding)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Model -> its tokeniser and memos. Numbers are bytes, tokens, segments or nodes; texts say why."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -111,6 +113,46 @@ def test_extensions_of_the_sampler_change_the_answer(server: Server) -> None:
             model="demo", prompt="It was", max_tokens=2, logit_bias=ends, extra_body={"min_tokens": least}
         )
         assert ended.choices[0].finish_reason == reason
+
+
+def test_log_probabilities_add_up_to_the_text_streamed_or_not(server: Server) -> None:
+    asked: dict[str, Any] = {"max_tokens": 12, "logprobs": True, "top_logprobs": 20, "seed": 3, "temperature": 1.0}
+    choice = ask(server, "Tell me a story.", **asked).choices[0]
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    assert b"".join(bytes(one.bytes or ()) for one in content).decode() == choice.message.content
+    assert len(content) == 12
+    for one in content:
+        tops = [top.logprob for top in one.top_logprobs]
+        assert len(tops) == 20
+        assert tops == sorted(tops, reverse=True)
+        assert sum(math.exp(top) for top in tops) <= 1.0001
+        assert one.logprob <= tops[0] <= 0
+        assert one.logprob in tops or one.logprob <= tops[-1]
+    chunks = list(
+        server.client().chat.completions.create(
+            model="demo",
+            messages=[{"role": "system", "content": POLICY}, {"role": "user", "content": "Tell me a story."}],
+            stream=True,
+            **asked,
+        )
+    )
+    streamed = [one for chunk in chunks if (found := chunk.choices[0].logprobs) for one in found.content or []]
+    assert [one.token for one in streamed] == [one.token for one in content]
+    assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in content], abs=1e-3)
+
+
+def test_log_probabilities_of_completions_are_parallel_lists(server: Server) -> None:
+    answer = server.client().completions.create(model="demo", prompt="It was a dark", max_tokens=5, logprobs=3)
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+    assert [choice.text[start:].startswith(token) for token, start in zip(tokens, offsets, strict=True)] == [True] * 5
+    assert all(3 <= len(tops) <= 4 for tops in choice.logprobs.top_logprobs or [])
+    for token, own, tops in zip(
+        tokens, choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or [], strict=True
+    ):
+        assert tops[token] == own
 
 
 def test_completions_continue_text_and_token_ids(server: Server) -> None:

@@ -25,6 +25,7 @@ from engine.protocol import (
     StepFrame,
     Submit,
     TokenizerFiles,
+    TokenLogprobs,
     blocks_key,
     chain_digests,
     decode,
@@ -59,6 +60,7 @@ samplings = st.builds(
     min_p=finite,
     repetition_penalty=finite,
     min_tokens=counts,
+    logprobs=st.none() | st.integers(0, 20),
 )
 submits = st.builds(
     Submit,
@@ -108,6 +110,10 @@ updates = st.builds(
     lease_read_tokens=st.none() | counts,
     lease_write_tokens=st.none() | counts,
     leases_degraded=st.none() | counts,
+    logprobs=st.none()
+    | st.lists(
+        st.builds(TokenLogprobs, finite, st.lists(st.tuples(token_ids, finite), max_size=3).map(tuple)), max_size=3
+    ),
 )
 frames = st.builds(StepFrame, updates=st.lists(updates, max_size=6), load=loads)
 events = st.builds(
@@ -156,7 +162,7 @@ def test_a_header_nested_deeper_than_anybody_reads_is_a_protocol_error() -> None
 
 def test_an_engine_of_another_version_is_refused_with_both_numbers() -> None:
     hello = Hello("i", "m", SOME, 1, 1, 1, 1, (), "t", 0, version=7)
-    with pytest.raises(ProtocolError, match="version 7, not 2"):
+    with pytest.raises(ProtocolError, match="version 7, not 3"):
         decode(encode(hello))
 
 

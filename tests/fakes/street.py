@@ -77,7 +77,7 @@ class FakeStreet:
     hold_before, hold_after     awaited there
     """
 
-    pieces: Sequence[str] = ("Hello", " world")
+    pieces: Sequence[str | TextDelta] = ("Hello", " world")
     cached_tokens: int = 32
     prompt_tokens: int = 40
     reason: str = "stop"
@@ -119,7 +119,7 @@ class FakeStreet:
         yield Started("engine-1", prompt_tokens, self.cached_tokens)
         for piece in self.pieces:
             trace.completion_tokens += 1
-            yield TextDelta(piece)
+            yield TextDelta(piece) if isinstance(piece, str) else piece
             await asyncio.sleep(0)
         await self._hold(self.hold_after)
         if self.fails_after is not None:

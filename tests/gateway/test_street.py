@@ -7,10 +7,11 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
-from engine.protocol import Breakpoint, Hello, Load, Namespace, Sampling, SequenceUpdate
+from engine.protocol import Breakpoint, Hello, Load, Namespace, Sampling, SequenceUpdate, TokenLogprobs
 from gateway.errors import (
     ContextLengthError,
     DeadlineError,
@@ -29,6 +30,8 @@ from gateway.types import (
     Lease,
     Marker,
     Request,
+    ScoredToken,
+    Spelled,
     Started,
     Tenant,
     TextDelta,
@@ -105,6 +108,24 @@ class Letters:
         return self._held
 
 
+class LetterScores:
+    """As gateway/prompt/scores.py, where every token is a letter."""
+
+    def __init__(self) -> None:
+        self._waiting: list[ScoredToken] = []
+
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        for token, found in zip(tokens, logprobs, strict=True):
+            self._waiting.append(ScoredToken(Spelled(LETTERS[token], None), found.logprob, (), 0))
+
+    def release(self, text: str) -> tuple[ScoredToken, ...]:
+        released, self._waiting = self._waiting[: len(text)], self._waiting[len(text) :]
+        return tuple(released)
+
+    def flush(self) -> tuple[ScoredToken, ...]:
+        return tuple(self._waiting)
+
+
 @dataclass
 class Stages:
     """All other stages, which also note who was called in which order."""
@@ -123,6 +144,9 @@ class Stages:
 
     def decoder(self, model: Hello, stop: tuple[str, ...]) -> Letters:
         return Letters(stop)
+
+    def scores(self, model: Hello) -> LetterScores:
+        return LetterScores()
 
     async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
         self.calls.append("find " + ",".join(incarnations))
@@ -186,6 +210,31 @@ async def test_an_answer_is_started_pieces_and_finished_with_its_usage() -> None
     ]
     assert (asked.trace.cached_tokens, asked.trace.tokenized_tokens, asked.trace.finish) == (4, 3, "length")
     assert stages.places == 0
+
+
+def scored(*tokens: int) -> tuple[ScoredToken, ...]:
+    return tuple(ScoredToken(Spelled(LETTERS[token], None), -float(token), (), 0) for token in tokens)
+
+
+def told(*tokens: int, **fields: Any) -> SequenceUpdate:
+    return SequenceUpdate(1, list(tokens), logprobs=[TokenLogprobs(-float(token), ()) for token in tokens], **fields)
+
+
+async def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
+    stages = Stages([ScriptedEngine("e", [[told(0), told(1, 2), told(3, 23, finish="stop")]])])
+    asked = replace(request(stop=("xyz",)), sampling=Sampling(max_tokens=9, logprobs=0))
+    assert (await walk(stages, asked))[1:-1] == [
+        TextDelta("a", scored(0)),
+        TextDelta("bc", scored(1, 2)),
+        TextDelta("d", scored(3)),
+        TextDelta("x", scored(23)),
+    ]
+
+
+async def test_log_probabilities_of_a_stop_string_are_never_told() -> None:
+    stages = Stages([ScriptedEngine("e", [[told(0), told(23), told(24, finish="length")]])])
+    asked = replace(request(stop=("xy",)), sampling=Sampling(max_tokens=9, logprobs=0))
+    assert (await walk(stages, asked))[1:-1] == [TextDelta("a", scored(0))]
 
 
 async def test_the_stages_are_asked_in_the_order_of_the_street() -> None:

@@ -70,6 +70,14 @@ def test_every_sampling_parameter_arrives() -> None:
     assert (call.stop, call.stream, call.include_usage) == (("a", "b"), True, True)
 
 
+def test_log_probabilities_are_asked_for_in_each_routes_own_way() -> None:
+    asked = [{}, {"logprobs": False}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 20}]
+    assert [chat(**fields).sampling.logprobs for fields in asked] == [None, None, 0, 20]
+    assert [completion(**fields).sampling.logprobs for fields in ({}, {"logprobs": 0}, {"logprobs": 5})] == [None, 0, 5]
+    with pytest.raises(BadRequestError):
+        completion(logprobs=6)
+
+
 def test_null_is_not_given() -> None:
     assert chat(**dict.fromkeys(set(CHAT) - {"model", "messages"})) == chat()
     assert completion(**dict.fromkeys(set(COMPLETION) - {"model", "prompt"})) == completion()
@@ -170,6 +178,9 @@ WRONG = [
     ({"tool_choice": "always"}, "tool_choice", "invalid_value"),
     ({"modalities": ["smell"]}, "modalities[0]", "invalid_value"),
     ({"top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
+    ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": 1, "logprobs": False}, "top_logprobs", "invalid_value"),
+    ({"logprobs": 1}, "logprobs", "invalid_type"),
     ({"min_p": 1.5}, "min_p", "decimal_above_max_value"),
     ({"repetition_penalty": 0}, "repetition_penalty", "decimal_below_min_value"),
     ({"repetition_penalty": 11}, "repetition_penalty", "decimal_above_max_value"),
@@ -196,8 +207,6 @@ REFUSED = [
     {"function_call": {"name": "f"}},
     {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-    {"logprobs": True},
-    {"top_logprobs": 1},
     {"n": 2},
     {"modalities": ["text", "audio"]},
     {"audio": {"voice": "alloy"}},
@@ -214,7 +223,7 @@ def test_what_is_not_carried_out_is_refused_and_never_ignored(fields: dict[str, 
     assert (refused.value.param, refused.value.code) == (next(iter(fields)), "unsupported_parameter")
 
 
-@pytest.mark.parametrize("fields", [{"best_of": 2}, {"suffix": "x"}, {"logprobs": 0}, {"n": 2}], ids=str)
+@pytest.mark.parametrize("fields", [{"best_of": 2}, {"suffix": "x"}, {"logprobs": 0, "echo": True}, {"n": 2}], ids=str)
 def test_completions_refuse_what_is_not_carried_out(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequestError) as refused:
         completion(**fields)

@@ -11,11 +11,20 @@ from hypothesis import strategies as st
 
 from gateway.config import ServerSettings
 from gateway.errors import EngineLostError
+from gateway.types import ScoredToken, Spelled, TextDelta
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeStreet
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 LINE_ENDS = ["\n", "\r\n", "\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029", "\n\n", "data: x"]
+SCORED = TextDelta(
+    " \u00fc",
+    (
+        ScoredToken(Spelled(" ", b" "), -0.5, ((Spelled("<|end|>", None), -0.25), (Spelled(" ", b" "), -0.5)), 0),
+        ScoredToken(Spelled("\ufffd", b"\xc3"), -1.0, (), 1),
+        ScoredToken(Spelled("\ufffd", b"\xbc"), -2.0, (), 1),
+    ),
+)
 ECHO: Any = {"model": "demo", "prompt": "".join(LINE_ENDS), "stream": True, "echo": True}
 DETAILS = (
     '"prompt_tokens_details":{"cached_tokens":32,"cache_write_tokens":0,"audio_tokens":0},'
@@ -87,6 +96,34 @@ async def test_a_completion_stream_to_the_letter() -> None:
             + piece('"choices":[{"index":0,"text":"b","logprobs":null,"finish_reason":null}]')
             + piece('"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop"}]')
             + "data: [DONE]\n\n"
+        )
+
+
+async def test_a_chat_stream_with_log_probabilities_to_the_letter() -> None:
+    async with running(FakeStreet(pieces=["Hi", SCORED])) as gateway:
+        body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+        chunks = still(await gateway.transcript("/v1/chat/completions", body)).split("\n\n")
+        assert chunks[1] + "\n\n" == chunk(
+            '"choices":[{"index":0,"delta":{"content":"Hi"},"logprobs":null,"finish_reason":null}]'
+        )
+        assert chunks[2] + "\n\n" == chunk(
+            '"choices":[{"index":0,"delta":{"content":" \u00fc"},"logprobs":{"content":['
+            '{"token":" ","logprob":-0.5,"bytes":[32],"top_logprobs":[{"token":"<|end|>","logprob":-0.25,"bytes":null},'
+            '{"token":" ","logprob":-0.5,"bytes":[32]}]},'
+            '{"token":"\ufffd","logprob":-1.0,"bytes":[195],"top_logprobs":[]},'
+            '{"token":"\ufffd","logprob":-2.0,"bytes":[188],"top_logprobs":[]}'
+            '],"refusal":null},"finish_reason":null}]'
+        )
+
+
+async def test_a_completion_stream_with_log_probabilities_to_the_letter() -> None:
+    async with running(FakeStreet(pieces=[SCORED])) as gateway:
+        body = {"model": "demo", "prompt": "Say:", "stream": True, "logprobs": 2}
+        chunks = still(await gateway.transcript("/v1/completions", body)).split("\n\n")
+        assert chunks[0] + "\n\n" == piece(
+            '"choices":[{"index":0,"text":" \u00fc","logprobs":{"tokens":[" ","bytes:\\\\xc3","bytes:\\\\xbc"],'
+            '"token_logprobs":[-0.5,-1.0,-2.0],"top_logprobs":[{"<|end|>":-0.25," ":-0.5},{"bytes:\\\\xc3":-1.0},'
+            '{"bytes:\\\\xbc":-2.0}],"text_offset":[0,1,1]},"finish_reason":null}]'
         )
 
 
