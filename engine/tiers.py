@@ -13,31 +13,24 @@ holds references on both sides meanwhile, so neither side can change, and a bloc
     restore  blocks allocated, slots referenced -> copied -> registered -> released, cached: admission finds them
 
 Pure bookkeeping on the loop's thread: no torch, no I/O, no threads of its own; engine/copy_thread.py does the copies.
-Neighbours: engine/saving.py and engine/restoring.py are the two ways, engine/tables.py asks for restores and hands over
-chains, engine/residency.py tells what is where, engine/stores.py is where the bytes are.
+Neighbours: engine/saving.py and engine/restoring.py are the two ways, engine/adopting.py the start, engine/tables.py
+asks for restores and hands over chains, engine/residency.py tells what is where, engine/stores.py is where bytes are.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import Any, Final
+from typing import Any
 
+from engine.adopting import adopt
 from engine.copy_thread import Worker
-from engine.disk_store import Scan
 from engine.protocol import BlockEvents
 from engine.restoring import Restoring
 from engine.saving import Saving
-from engine.tier import Account, Chain, Tier, worker_of
+from engine.tier import Account, Chain, Tier
 
 __all__ = ["Chain", "Tier", "Tiers"]
-
-log = logging.getLogger(__name__)
-
-ADOPT_AT_ONCE: Final = 512
-"""Blocks found at the start that become findable in one turn of the loop."""
 
 
 class Tiers:
@@ -81,7 +74,7 @@ class Tiers:
         for tier in self.lower:
             tier.worker = make_worker(f"copy-{tier.name}")
             if tier.scan is not None:
-                tier.worker.run(partial(_scan, tier.scan), partial(self._scanned, tier))
+                adopt(tier, self._account)
 
     def close(self) -> None:
         """Ends the threads after what they are doing."""
@@ -194,47 +187,3 @@ class Tiers:
         """Makes a prefix unfindable in the lower tiers, with everything that hangs from it: it is not trusted."""
         for tier in self.lower:
             self._account.forget(tier, tier.pool.find_prefix(chain.salt, chain.tokens, chain.digests))
-
-    # -- the start ----------------------------------------------------------------------------------------------------
-
-    def _scanned(self, tier: Tier, scan: Scan) -> None:
-        tier.counters.torn += scan.torn
-        tier.counters.collected += scan.collected
-        self._adopt(tier, scan, {}, 0)
-
-    def _adopt(self, tier: Tier, scan: Scan, slots: dict[bytes, int], start: int, _: object = None) -> None:
-        """Makes findable what was found, a part of it in each turn. References are held until the end, to be given
-        back in the order of last use: that is the order in which the pool evicts."""
-        end = min(start + ADOPT_AT_ONCE, len(scan.found))
-        for key in scan.found[start:end]:
-            parent = None if key.parent is None else slots.get(key.parent)
-            hangs = parent is not None and tier.pool.is_registered(parent)  # not if it turned out to be torn meanwhile
-            taken = tier.pool.allocate(1) if key.parent is None or hangs else None
-            if taken is None:
-                self._account.drop(tier, [key.digest])
-                continue
-            slots[key.digest] = taken[0]
-            registered = tier.pool.register(taken[0], parent, key.salt, key.digest, key.tokens)
-            assert registered == taken[0], "the start found a block twice"
-        self._account.note(tier)
-        if end < len(scan.found):
-            worker_of(tier).run(_nothing, partial(self._adopt, tier, scan, slots, end))
-            return
-        for key, _used in sorted(zip(scan.found, scan.used_s, strict=True), key=lambda entry: entry[1]):
-            if key.digest in slots:
-                tier.pool.release([slots[key.digest]])
-        tier.ready = True
-        if scan.found:
-            log.info("the %s tier holds %d blocks of an earlier run", tier.name, len(slots))
-
-
-def _scan(scan: Callable[[], Scan]) -> Scan:
-    try:
-        return scan()
-    except Exception:
-        log.exception("the disk tier could not be read at the start; it begins empty")
-        return Scan([], [], 0, 0)
-
-
-def _nothing() -> None:
-    """A job that only takes its turn."""

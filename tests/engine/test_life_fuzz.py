@@ -557,7 +557,8 @@ def run_many(seeds: range, path: Path, *, exact: bool = True, commands: int = CO
 
 @pytest.fixture(autouse=True)
 def small_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tiers.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.adopting.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.adopting.RELEASE_AT_ONCE", 3)
     monkeypatch.setattr("engine.saving.CHAINS_AT_ONCE", 2)
     # Each look at the clock finds it a little later: a copy takes no other time than what happens meanwhile.
     monkeypatch.setattr("engine.stores.time", SimpleNamespace(monotonic=itertools.count(0, 1 / 128).__next__))

@@ -73,7 +73,8 @@ def test_after_a_restart_the_first_request_is_warm() -> None:
 def test_a_block_that_turns_out_to_be_torn_while_the_rest_is_still_adopted_takes_its_descendants_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.tiers.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.adopting.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.adopting.RELEASE_AT_ONCE", 3)
     first = make()
     first.ask(1, prompt(40), max_tokens=1)
     bench = make(files=first.disk, prefixes=first.runner.prefixes)
