@@ -231,6 +231,10 @@ class BlockPool:
         """Whether a lease ends in this very block."""
         return self._leases[block] > 0
 
+    def count_leases(self) -> int:
+        """Leases of all blocks. O(num_blocks)."""
+        return sum(self._leases)
+
     # -- registration -------------------------------------------------------------------------------------------------
 
     def register(

@@ -377,10 +377,14 @@ class Leases:
     def _check_tier(self, tier: int) -> list[str]:
         pool, wrong = self._pools[tier], list[str]()
         kept: dict[str, set[int]] = {tenant: set() for tenant in self._tenant_trees}
+        ends = 0
         for lease in self._book:
             block = lease.block if lease.tier == tier else None
             if block is not None and not pool.is_leased(block):
                 wrong.append(f"a lease ends in block {block} of tier {tier}, which is not leased")
+            if block is not None and pool.find_block(lease.digest) != block:
+                wrong.append(f"a lease ends in block {block} of tier {tier}, which holds something else")
+            ends += block is not None
             depth = 0
             while block is not None:
                 kept[lease.tenant].add(block)
@@ -392,4 +396,6 @@ class Leases:
         for blocks, tree, share in counted:
             if len(blocks) != len(tree) or len(blocks) > self._budget(tier, share):
                 wrong.append(f"leases keep {len(blocks)} blocks of tier {tier}, counted as {len(tree)}")
+        if pool.count_leases() != ends:
+            wrong.append(f"{ends} leases end in tier {tier}, and its blocks count {pool.count_leases()}")
         return wrong

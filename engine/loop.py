@@ -232,11 +232,14 @@ class EngineLoop:
                 self._sleep(BLOCKED_CHECK_S)
         elif not self._sleep(self._idle_check_s):
             if self._tiers.idle:
-                self._check_invariants()
+                self._obey(self._check_invariants, "the check of an idle engine")
             while not self._sleep(self._until_lease_ends()):
-                self._scheduler.leases.expire(self._clock())
-                self._publish()  # an idle engine, too, says what it keeps
+                self._obey(self._end_leases, "the end of a lease")
         return not self._stopping
+
+    def _end_leases(self) -> None:
+        self._scheduler.leases.expire(self._clock())
+        self._publish()  # an idle engine, too, says what it keeps
 
     def _until_lease_ends(self) -> float | None:
         """Seconds; None when there is no lease."""
@@ -270,15 +273,21 @@ class EngineLoop:
         self._blocked = step is None and self._tiers.busy  # a save that had a rest may just have let go of blocks
         self._publish()
 
-    def _obey(self, command: Callable[[], object]) -> None:
+    def _obey(self, command: Callable[[], object], name: str = "a command of a gateway") -> None:
+        """What fails is counted and logged, and ends nothing else."""
         try:
             command()
         except Exception:
             self._errors += 1
-            log.exception("a command of a gateway failed")
+            log.exception("%s failed", name)
 
     def _take(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
-        self._scheduler.submit(owner, message, arrived_s, refusal=refusal)
+        try:
+            self._scheduler.submit(owner, message, arrived_s, refusal=refusal)
+        except Exception:
+            self._errors += 1
+            log.exception("a sequence could not be taken")
+            self._scheduler.submit(owner, message, arrived_s, refusal="the engine had an internal error")
 
     def _compute(self, step: Step, began_s: float) -> None:
         try:
@@ -303,21 +312,14 @@ class EngineLoop:
     def _publish(self) -> None:
         """Blocks first: who reads the end of an answer finds its blocks in the index."""
         for events in self._tiers.take_events():
-            self._call(partial(self._on_blocks, events))
+            self._obey(partial(self._on_blocks, events), "a callback of the engine's loop")
         load, before = self._measure(), self._load
         self._load = load
         frames = {owner: StepFrame(updates, load) for owner, updates in self._scheduler.take_updates().items()}
         if not frames and load != before:
             frames = {NOBODY: StepFrame([], load)}
         if frames:
-            self._call(partial(self._on_frames, frames))
-
-    def _call(self, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception:
-            self._errors += 1
-            log.exception("a callback of the engine's loop failed")
+            self._obey(partial(self._on_frames, frames), "a callback of the engine's loop")
 
     def _measure(self) -> Load:
         return replace(
@@ -328,12 +330,13 @@ class EngineLoop:
         )
 
     def _check_invariants(self) -> None:
-        """Recounts the pools and the leases. Nothing runs and nothing is copied, so nothing may be live."""
+        """Recounts the pools of all tiers, the queues and the leases. Nothing runs and nothing is copied, so nothing is
+        live."""
         scheduler = self._scheduler
-        wrong = [*scheduler.pool.check_invariants(), *scheduler.leases.check_invariants()]
-        wrong += self._tiers.check_invariants()
-        if self._scheduler.pool.num_live or len(self._scheduler.tables):
-            wrong.append(f"{self._scheduler.pool.num_live} blocks are live and no sequence is left")
+        wrong = [f"gpu: {line}" for line in scheduler.pool.check_invariants()]
+        wrong += [*self._tiers.check_invariants(), *scheduler.leases.check_invariants()]
+        if scheduler.pool.num_live or len(scheduler.tables) or len(scheduler.claims):
+            wrong.append(f"{scheduler.pool.num_live} blocks are live and no sequence is left")
         self._invariant_violations += len(wrong)
         for line in wrong[:10]:
-            log.error("the block pool is inconsistent: %s", line)
+            log.error("an idle engine is inconsistent: %s", line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,6 +86,124 @@ def running(num_blocks: int = 64, host: int = 32) -> Iterator[Desk]:
         yield desk
     finally:
         assert desk.loop.stop(LIMIT_S)
+
+
+def gpu(bench: TierBench) -> None:
+    bench.pool.allocate(1)
+
+
+def host(bench: TierBench) -> None:
+    bench.tiers.pools[1].allocate(1)
+
+
+def disk(bench: TierBench) -> None:
+    bench.tiers.pools[2]._num_evictable += 1
+
+
+def queue(bench: TierBench) -> None:
+    bench.tiers._saving._queued_bytes += 1
+
+
+def claim(bench: TierBench) -> None:
+    bench.scheduler.claims._claims[None] = None  # type: ignore[index, assignment]
+
+
+def unpinned(bench: TierBench) -> None:
+    (lease,) = bench.scheduler.leases
+    assert lease.block is not None
+    bench.tiers.pools[lease.tier].end_lease(lease.block)
+
+
+def pinned_twice(bench: TierBench) -> None:
+    (lease,) = bench.scheduler.leases
+    assert lease.block is not None
+    bench.tiers.pools[lease.tier].lease(lease.block)
+
+
+def miscounted(bench: TierBench) -> None:
+    bench.scheduler.leases._trees[0]._counts[7] = 1
+
+
+def strange(bench: TierBench) -> None:
+    (lease,) = bench.scheduler.leases
+    lease.digest = bytes(16)
+
+
+def unknown_tenant(bench: TierBench) -> None:
+    bench.scheduler.leases._tenant_trees.clear()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (gpu, "1 blocks are live and no sequence is left"),
+        (host, "host: 1 slots are live and nothing is copied"),
+        (disk, "disk: live, evictable and leaf blocks are"),
+        (queue, "bytes are queued, counted as"),
+        (claim, "no sequence is left"),
+        (unpinned, "of tier 2, which is not leased"),
+        (pinned_twice, "1 leases end in tier 2, and its blocks count 2"),
+        (miscounted, "leases keep 0 blocks of tier 0, counted as 1"),
+        (strange, "which holds something else"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_an_idle_engine_counts_and_logs_what_is_wrong_in_any_tier(
+    harm: Callable[[TierBench], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running() as desk:
+        desk.ask(1, prompt(40), ttl_s=600.0)
+        desk.do(lambda: None)
+        assert desk.bench.scheduler.leases.stats()["blocks"] == {"gpu": 0, "host": 0, "disk": 10}
+        assert desk.loop.stats()["invariant_violations"] == 0
+        desk.do(lambda: harm(desk.bench))
+        assert desk.loop.stats()["invariant_violations"] >= 1
+        errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+        assert any(said in line for line in errors), errors
+
+
+def test_a_check_that_fails_itself_is_counted_and_ends_nothing() -> None:
+    with running() as desk:
+        desk.ask(1, prompt(40), ttl_s=600.0)
+        desk.do(lambda: unknown_tenant(desk.bench))
+        assert desk.loop.wait_idle(LIMIT_S)
+        assert desk.loop.stats()["errors"] > 0
+        desk.ask(2, prompt(40, 1))
+        assert desk.loop.alive
+
+
+def test_a_lease_that_cannot_end_does_not_end_an_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as desk:
+        desk.ask(1, prompt(40), ttl_s=600.0)
+        leases, failed = desk.bench.scheduler.leases, threading.Event()
+
+        def fail(*_: object) -> None:
+            failed.set()
+            raise RuntimeError("a book that is inconsistent")
+
+        def end_soon() -> None:
+            (lease,) = leases
+            lease.expires_s = desk.loop._clock() + 0.2
+            leases._book._ends[:] = [(lease.expires_s, lease.number, lease)]
+
+        monkeypatch.setattr(leases, "_end", fail)
+        assert desk.loop.wait_idle(LIMIT_S)
+        desk.loop._post(end_soon)
+        assert failed.wait(LIMIT_S)
+        desk.ask(2, prompt(40, 1))
+        assert desk.loop.stats()["errors"] == 1
+        assert desk.loop.alive
+
+
+def test_a_sequence_that_cannot_be_taken_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as desk:
+        with monkeypatch.context() as patch:
+            patch.setattr(desk.bench.scheduler.claims, "open", lambda *_: 1 / 0)
+            desk.submit(1, prompt(40))
+            desk.wait_for(lambda: 1 in desk.ended)
+        assert desk.ended[1] == "abort", "another engine may take it"
+        desk.ask(2, prompt(40))
+        assert desk.loop.stats()["errors"] == 1
 
 
 def test_a_loop_whose_last_save_has_just_ended_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
