@@ -1,9 +1,9 @@
 """Attention of one step over the paged cache: writes the step's keys and values, then reads whole prefixes.
 
 On a processor with bfloat16 products the compiled attention of engine/paged.py does the reading in that dtype; in all
-other cases torch's operations do. transformers' models arrive here through engine/attention_interface.py, our own fused
-forward directly. Knows nothing about tokens or scheduling: engine/batch.py says which rows belong to which blocks,
-engine/kv_cache.py holds them.
+other cases torch's operations do. Layers whose scores are capped go to engine/capped.py. transformers' models arrive
+here through engine/attention_interface.py, our own fused forward directly. Knows nothing about tokens or scheduling:
+engine/batch.py says which rows belong to which blocks, engine/kv_cache.py holds them.
 
 In fp32 on the CPU the result of a row depends on that row's prefix alone, bit for bit: not on how a prefill was cut, on
 what else is in the batch, or on whether the keys were computed now or long ago. Three things would break this in
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.batch import Batch, Span, consecutive, run_start
+from engine.capped import CappedAttention
 from engine.kv_cache import KVCache
 from engine.masks import KEY_MULTIPLE, TILE_ROWS, MaskTemplates
 from engine.paged import PagedAttention, can_attend
@@ -78,6 +79,7 @@ class StepAttention:
         self._spans = batch.spans
         self._compiled = can_attend(cache)
         self._paged: PagedAttention | None = None
+        self._capped: CappedAttention | None = None
         if not self._compiled:
             self._plan(batch.spans)
 
@@ -93,17 +95,23 @@ class StepAttention:
         other._slots, other._run, other._attend = self._slots, self._run, self._attend
         other._exact, other._split = self._exact, self._split
         other._spans = [Span(row, 1, span.end - 1, span.table) for row, span in enumerate(self._spans)]
-        other._compiled, other._paged = self._compiled, None
+        other._compiled, other._paged, other._capped = self._compiled, None, None
         if not other._compiled:
             other._plan(other._spans)
         return other
 
     def layer(
-        self, layer: int, query: Tensor, key_value: Tensor, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key_value: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Writes the step's keys and values of one layer, then attends. Shapes as in `write` and `attend`."""
         self.write(layer, key_value)
-        return self.attend(layer, query, scale, window)
+        return self.attend(layer, query, scale, window, cap)
 
     def write(self, layer: int, key_value: Tensor) -> None:
         """Stores the step's keys and values of one layer.
@@ -119,13 +127,23 @@ class StepAttention:
         else:
             slots.index_copy_(0, self._slots, key_value)
 
-    def attend(self, layer: int, query: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        cap: float | None = None,
+    ) -> Tensor:
         """Each row over its own prefix, itself included.
 
         query    (rows, num_heads, head_dim), contiguous; rows beyond the step's own are padding
         window   a row attends to its last `window` positions, its own included; None is all of them
+        cap      scores s become cap * tanh(s / cap); None leaves them as they are
         Returns  (rows, num_heads, head_dim), contiguous; padding rows are zero
         """
+        if cap is not None:
+            return self._attend_capped(layer, query, scale, window, cap)
         if self._compiled:
             return self._attend_compiled(layer, query, scale, window)
         if len(query) == 1 and self._lone:
@@ -145,6 +163,13 @@ class StepAttention:
                 key, value = self._read(lone, layer)
                 for positions in self._tiles(lone.span, window):
                     self._attend_tile(lone.span, positions, query, key, value, scale, window, out)
+        return out
+
+    def _attend_capped(self, layer: int, query: Tensor, scale: float | None, window: int | None, cap: float) -> Tensor:
+        if self._capped is None:
+            self._capped = CappedAttention(self._cache, self._spans)
+        out = torch.zeros_like(query)
+        self._capped.attend(layer, query, query.shape[2] ** -0.5 if scale is None else scale, window, cap, out)
         return out
 
     def _attend_compiled(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -41,7 +41,13 @@ class _Observer:
     dtype: torch.dtype = torch.float32
 
     def layer(
-        self, layer: int, query: Tensor, key_value: Tensor, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key_value: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         if layer in self.shapes:
             raise UnsupportedAttentionError(f"layer {layer} attends more than once")

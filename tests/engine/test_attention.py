@@ -14,6 +14,7 @@ from torch import nn
 from engine.attention import StepAttention
 from engine.attention_interface import UnsupportedAttentionError, paged_attention
 from engine.batch import make_batch
+from engine.capped import MAX_CAP
 from engine.kv_cache import CacheShape, KVCache, count_blocks
 from engine.masks import TILE_ROWS, MaskTemplates
 from engine.protocol import Sampling
@@ -29,7 +30,9 @@ class Twin:
     def __init__(self) -> None:
         self.memory: dict[tuple[int, int], torch.Tensor] = {}
 
-    def layer(self, work: list[Work], layer: int, query: Any, key_value: Any, window: int | None) -> torch.Tensor:
+    def layer(
+        self, work: list[Work], layer: int, query: Any, key_value: Any, window: int | None, cap: float | None
+    ) -> torch.Tensor:
         out, row = torch.zeros(query.shape, dtype=torch.float64), 0
         for item in work:
             rows, owner = slice(row, row + item.count), (id(item.sequence), layer)
@@ -37,6 +40,7 @@ class Twin:
             seen = self.memory[owner] = torch.cat((before, key_value[rows].double()))  # (keys, 2, kv_heads, head_dim)
             key, value = (part.repeat_interleave(query.shape[1] // seen.shape[2], 1) for part in seen.unbind(1))
             scores = torch.einsum("rhd,khd->hrk", query[rows].double(), key) * query.shape[2] ** -0.5
+            scores = cap * torch.tanh(scores / cap) if cap else scores
             distance = torch.arange(item.start, item.start + item.count)[:, None] - torch.arange(len(seen))
             hidden = (distance < 0) | (distance >= (window or 10**9))
             out[rows] = torch.einsum("hrk,khd->rhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
@@ -52,6 +56,7 @@ def test_steps_of_any_mixture_equal_the_slow_twin(data: st.DataObject) -> None:
     shapes = [(1, 1, 8), (2, 4, 16), (3, 2, 24), (2, 4, 32), (1, 7, 64), (1, 9, 96)]
     kv_heads, group, head_dim = data.draw(st.sampled_from(shapes))
     window = data.draw(st.sampled_from([None, 1, 5, 40, 300]))
+    cap = data.draw(st.sampled_from([None, None, 0.5, 2.0, MAX_CAP]))
     cache = KVCache(CacheShape(LAYERS, kv_heads, head_dim, dtype), 4096 // size, size, CPU)
     cache.data[:, : cache.zero_slot] = float("nan")
     free = data.draw(st.sampled_from([list, _shuffled]))(range(cache.num_blocks))
@@ -81,12 +86,12 @@ def test_steps_of_any_mixture_equal_the_slow_twin(data: st.DataObject) -> None:
         for layer in range(LAYERS):
             query = torch.randn(batch.num_tokens, kv_heads * group, head_dim, generator=generator).to(dtype)
             key_value = torch.randn(batch.num_tokens, 2, kv_heads, head_dim, generator=generator).to(dtype)
-            got = attention.layer(layer, query, key_value, window=window)
-            want = twin.layer(work, layer, query, key_value, window)
+            got = attention.layer(layer, query, key_value, window=window, cap=cap)
+            want = twin.layer(work, layer, query, key_value, window, cap)
             tolerance = 1e-5 if dtype == torch.float32 else 0.03
             torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
-            last = attention.last_rows().attend(layer, query[batch.last_rows].contiguous(), window=window)
-            if dtype == torch.float32:
+            last = attention.last_rows().attend(layer, query[batch.last_rows].contiguous(), window=window, cap=cap)
+            if dtype == torch.float32 or cap:
                 assert torch.equal(last, got[batch.last_rows])
             else:
                 torch.testing.assert_close(last.double(), want[batch.last_rows], atol=0.03, rtol=0.03)
@@ -148,9 +153,10 @@ def test_the_budget_counts_the_block_that_belongs_to_nobody() -> None:
 class Recorder:
     """In place of a step: what the attention function handed over."""
 
-    def layer(self, layer: int, query: Any, key_value: Any, scale: Any, window: Any) -> torch.Tensor:
-        self.seen = (layer, tuple(query.shape), tuple(key_value.shape), scale, window)
-        return torch.zeros_like(query)
+    def layer(self, layer: int, query: Any, key_value: Any, scale: Any, window: Any, cap: Any) -> torch.Tensor:
+        self.seen = (layer, tuple(query.shape), tuple(key_value.shape), scale, window, cap)
+        self.value = key_value[:, 1]
+        return torch.ones_like(query)
 
 
 def call(**others: Any) -> tuple[Any, Recorder]:
@@ -158,19 +164,28 @@ def call(**others: Any) -> tuple[Any, Recorder]:
     module.layer_idx = 3
     arguments: dict[str, Any] = {"scaling": 0.5, "kvasir": recorder, "attention_mask": None, **others}
     query, key = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
-    return paged_attention(module, query, key, key, **arguments)[0], recorder
+    value = arguments.pop("value", key)
+    return paged_attention(module, query, key, value, **arguments)[0], recorder
 
 
 def test_transformers_calls_arrive_with_rows_first() -> None:
-    out, recorder = call(sliding_window=9, dropout=0.0, position_ids=torch.zeros(1, 6), softcap=None)
-    assert recorder.seen == (3, (6, 4, 8), (6, 2, 2, 8), 0.5, 9)
+    out, recorder = call(sliding_window=9, dropout=0.0, position_ids=torch.zeros(1, 6), softcap=30.0)
+    assert recorder.seen == (3, (6, 4, 8), (6, 2, 2, 8), 0.5, 9, 30.0)
     assert out.shape == (1, 6, 4, 8)
+
+
+def test_values_narrower_than_keys_are_stored_with_zeros_behind_them() -> None:
+    out, recorder = call(value=torch.ones(1, 2, 6, 5))
+    assert recorder.seen[2] == (6, 2, 2, 8)
+    assert recorder.value.sum() == recorder.value[..., :5].sum() == 2 * 6 * 5
+    assert out.shape == (1, 6, 4, 5)
 
 
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        ({"softcap": 50.0}, "softcap"),
+        ({"softcap": 1000.0}, "capped at 1000"),
+        ({"value": torch.zeros(1, 2, 6, 9)}, "values"),
         ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"is_causal": False}, "not causal"),

@@ -39,6 +39,18 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+_UNTIED = {"tie_word_embeddings": False}  # embeddings times a large factor would make a random model repeat itself
+_ALTERNATING = {**_UNTIED, "head_dim": 16, "sliding_window": 60, "query_pre_attn_scalar": 24}
+_EXPERTS = {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _GROUPED),
@@ -59,7 +71,26 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {**_COMMON, "word_embed_proj_dim": 64, "ffn_dim": 96}),
     "phi3": ("Phi3", _GROUPED),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
-    "gemma3": ("Gemma3", {**_GROUPED, "head_dim": 16, "sliding_window": 60}),
+    "phi3 with a window": ("Phi3", {**_GROUPED, "sliding_window": 90}),
+    "phi": ("Phi", _COMMON),
+    "gemma": ("Gemma", {**_GROUPED, **_UNTIED, "head_dim": 16}),
+    "gemma2": ("Gemma2", {**_GROUPED, **_ALTERNATING, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", {**_GROUPED, **_ALTERNATING}),
+    "olmo2": ("Olmo2", _GROUPED),
+    "olmo3": ("Olmo3", {**_GROUPED, "sliding_window": 60}),
+    "starcoder2": ("Starcoder2", {**_GROUPED, "use_bias": True, "sliding_window": 80}),
+    "cohere": ("Cohere", {**_GROUPED, "use_qk_norm": True}),
+    "cohere2": ("Cohere2", {**_GROUPED, "sliding_window": 60}),
+    "granite": ("Granite", {**_GROUPED, "attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    "gpt bigcode": ("GPTBigCode", {**_COMMON, "n_inner": 96}),
+    "glm4": ("Glm4", {**_GROUPED, "head_dim": 16}),
+    "exaone4": ("Exaone4", {**_GROUPED, "sliding_window": 60}),
+    "smollm3": ("SmolLM3", _GROUPED),
+    "qwen2 moe": ("Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3 moe": ("Qwen3Moe", {**_GROUPED, **_EXPERTS, "head_dim": 16}),
+    "olmoe": ("Olmoe", {**_GROUPED, **_EXPERTS}),
+    "deepseek v2": ("DeepseekV2", {**_COMMON, **_EXPERTS, **_LATENT, "q_lora_rank": None}),
+    "deepseek v3": ("DeepseekV3", {**_COMMON, **_EXPERTS, **_LATENT, "n_group": 1, "topk_group": 1}),
 }
 
 
