@@ -7,7 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-TILE_ROWS: Final = 256  # positions of a tile: rows that are computed together where masks or bits matter
+TILE_ROWS: Final = 128  # positions of a tile: rows that are computed together where masks or bits matter. On some
+# processors (AMD EPYC) the library behind torch's kernel splits sums over 208 keys and more in two
 KEY_MULTIPLE: Final = 16  # keys that fill a vector of the processor
 
 
