@@ -67,7 +67,9 @@ class ServerSettings(Section):
     max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(
         3, description="Engines that are tried before the first byte is sent."
     )
-    max_prompts: Annotated[int, Field(ge=1)] = Field(256, description="Prompts of one completion request, at most.")
+    max_prompts: Annotated[int, Field(ge=1)] = Field(
+        256, description="Prompts, and answers to them, of one request, at most."
+    )
     prompts_at_once: Annotated[int, Field(ge=1)] = Field(
         16, description="Prompts of one completion request that are worked on at the same time."
     )

@@ -184,6 +184,19 @@ class Street:
                 )
 
     async def _choose(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> Engine:
+        """For a group the engine that its first request chose, as long as it serves."""
+        group = request.group
+        if group is None:
+            return await self._choose_best(request, prompt, lost)
+        async with group.choosing:
+            for engine in self._registry.serving(request.model):
+                if engine.hello.incarnation == group.incarnation and group.incarnation not in lost:
+                    return engine
+            engine = await self._choose_best(request, prompt, lost)
+            group.incarnation = engine.hello.incarnation
+            return engine
+
+    async def _choose_best(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> Engine:
         engines = self._registry.serving(request.model)
         engines = [engine for engine in engines if engine.hello.incarnation not in lost] or engines
         if len(engines) == 1:

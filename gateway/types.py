@@ -5,6 +5,7 @@ Dialects in api/ make Requests and turn Events back into their wire formats; eve
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -134,6 +135,14 @@ class Trace:
     finish: str | None = None
 
 
+@dataclass(slots=True)
+class Group:
+    """Requests for several answers to one prompt. They go to one engine, which computes their prompt once."""
+
+    incarnation: str | None = None  # of the engine that was chosen for the first of them
+    choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to be generated. `sampling.max_tokens` 0 means up to the context's end."""
@@ -150,6 +159,8 @@ class Request:
     lane: Lane = "online"
     scope: Scope | None = None  # None is the tenant's own
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
+    group: Group | None = None
+    number: int = 0  # among the requests of its group; the prompt is accounted for with the first
     trace: Trace = field(default_factory=Trace)
 
     @property

@@ -137,7 +137,7 @@ def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "decode_tokens_per_s": round(load.decode_tokens_per_s, 1),
         "evictions": stats.get("evictions"),
-        "sharing": {key: stats.get(key) for key in ("shared_tokens", "shared_waits")},
+        "sharing": {key: stats.get(key) for key in ("prefilled_tokens", "shared_tokens", "shared_waits")},
         "leases": stats.get("leases"),
         "tiers": stats.get("tiers"),
     }

@@ -5,7 +5,7 @@ comes in and openai_response.py for what goes out.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import orjson
@@ -23,7 +23,7 @@ from gateway.api.wire import JSON, common_headers, kvasir_headers
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 from gateway.street import Engine, TextDecoder
-from gateway.types import Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt
+from gateway.types import Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt, Usage
 
 
 class Models(Protocol):
@@ -68,9 +68,10 @@ class OpenAI:
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         tenant = self._admit(http)
-        call = parse_chat(await read_json(http, self._server), self._leases)
+        call = parse_chat(await read_json(http, self._server), self._leases, self._server.max_prompts)
         model = self._model(call.model, http[RECORD])
-        return await self._answer(http, tenant, call, model, ChatShape(model, include_usage=call.include_usage))
+        shape = ChatShape(model, call.choices.n, include_usage=call.include_usage)
+        return await self._answer(http, tenant, call, model, shape)
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
@@ -115,33 +116,39 @@ class OpenAI:
         record.stream = call.stream
         prompts = settle(call, model)
         scope = self._namespaces.scope(http, tenant, key=call.cache_key, cache_salt=call.cache_salt)
-        requests = [self._request(record, tenant, scope, call, prompt) for prompt in prompts]
+        requests = [one for prompt in prompts for one in self._requests(record, tenant, scope, call, prompt)]
         record.traces = [request.trace for request in requests]
         echo = self._echo(call, model) if call.echo else _no_echo
         at_once = self._server.prompts_at_once
         if call.stream:
             return await stream(http, self._street, requests, shape, echo, silent=call.silent, at_once=at_once)
         answers = await collect(self._street, requests, echo, silent=call.silent, at_once=at_once)
-        return _json(shape.body(answers), record, **kvasir_headers(record))
+        usage = sum((answer.usage for answer in answers), Usage(0, 0))
+        told = call.choices.told(answers, logprobs=call.sampling.logprobs is not None)
+        return _json(shape.body(told, usage), record, **kvasir_headers(record))
 
-    def _request(self, record: Record, tenant: Tenant, scope: Scope, call: Call, prompt: Prompt) -> Request:
-        return Request(
-            request_id=record.request_id,
-            tenant=tenant,
-            model=call.model,
-            prompt=prompt,
-            sampling=call.sampling,
-            received_s=record.received_s,
-            deadline_s=record.received_s + self._server.request_timeout_s,
-            stop=call.stop,
-            prompt_param=call.prompt_param,
-            scope=scope,
-            use_cache=call.use_cache,
-        )
+    def _requests(self, record: Record, tenant: Tenant, scope: Scope, call: Call, prompt: Prompt) -> Iterator[Request]:
+        """One for each answer to a prompt."""
+        for number, group, sampling in call.choices.samplings(call.sampling):
+            yield Request(
+                request_id=record.request_id,
+                tenant=tenant,
+                model=call.model,
+                prompt=prompt,
+                sampling=sampling,
+                received_s=record.received_s,
+                deadline_s=record.received_s + self._server.request_timeout_s,
+                stop=call.stop,
+                prompt_param=call.prompt_param,
+                scope=scope,
+                use_cache=call.use_cache,
+                group=group,
+                number=number,
+            )
 
     def _echo(self, call: Call, model: Hello) -> Echo:
         def echo(index: int) -> str:
-            prompt = call.prompts[index]
+            prompt = call.prompts[index // call.choices.best_of]
             if isinstance(prompt, TextPrompt):
                 return prompt.text
             if isinstance(prompt, TokenPrompt) and prompt.tokens:

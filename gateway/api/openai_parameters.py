@@ -27,6 +27,7 @@ from gateway.api.openai_messages import parse_messages
 from gateway.errors import BadRequestError
 
 MAX_TOKENS = 2**31 - 1
+MAX_N = 128
 MAX_STOPS = 4
 MAX_STOP_IDS = 64
 REPETITION_MIN, REPETITION_MAX = 0.01, 10.0
@@ -187,7 +188,9 @@ _SHARED = (
         "Extension, as in vLLM: separates in the same way, beside `prompt_cache_key`.",
     ),
     _no_effect("user", _string, "string", "The key decides who asks."),
-    _refused("n", integer(1, 128), "integer; only 1", "Only one choice per prompt (`n` = 1) is generated.", 1),
+    _used(
+        "n", integer(1, MAX_N), "integer 1 to 128, default 1", "Answers to each prompt; the prompt is computed once."
+    ),
 )
 
 CHAT = _table(
@@ -285,6 +288,11 @@ COMPLETION = _table(
         "integer 0 to 5",
         "Log probabilities of the tokens, and of so many likeliest ones; see below. Not together with `echo` yet.",
     ),
-    _refused("best_of", integer(1, 20), "integer; only 1", "Only one choice per prompt is generated.", 1),
+    _used(
+        "best_of",
+        integer(1, 20),
+        "integer 1 to 20, default `n`",
+        "Generates so many answers and tells the `n` likeliest, by the mean log probability of their tokens.",
+    ),
     _refused("suffix", _string, "-", "Filling in before a suffix is not supported."),
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.protocol import Hello, Sampling
+from gateway.api.choices import ONE_CHOICE, Choices
 from gateway.api.fields import array_too_long, empty_array, read, wrong_type
 from gateway.api.openai_caching import read_caching
 from gateway.api.openai_parameters import CHAT, COMPLETION, TOKEN_ID_MAX
@@ -32,6 +33,7 @@ class Call:
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    choices: Choices = ONE_CHOICE
     echo: bool = False
     silent: bool = False
     use_cache: bool = True
@@ -39,7 +41,7 @@ class Call:
     cache_salt: str = ""
 
 
-def parse_chat(body: dict[str, Any], leases: LeaseSettings) -> Call:
+def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int) -> Call:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
     values = read(body, CHAT, required=("model", "messages"))
     if "max_tokens" in values and "max_completion_tokens" in values:
@@ -58,18 +60,20 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings) -> Call:
     max_tokens = values.get("max_completion_tokens", values.get("max_tokens", 0))
     caching = read_caching(body["messages"], values.get("prompt_cache_options"), leases)
     prompt = ChatPrompt(values["messages"], markers=caching.markers)
-    return replace(_call(values, (prompt,), "messages", max_tokens, logprobs), use_cache=caching.use_cache)
+    call = _call(values, (prompt,), "messages", max_tokens, logprobs)
+    return replace(call, use_cache=caching.use_cache, choices=_choices(values, 1, max_answers))
 
 
 def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:
-    """As parse_chat. Prompts keep their order."""
+    """As parse_chat. Prompts keep their order. `max_prompts` also limits the answers to all of them together."""
     values = read(body, COMPLETION, required=("model",))
     prompts = _prompts(values.get("prompt"), max_prompts)
     max_tokens = values.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
     logprobs = values.get("logprobs")
     if logprobs is not None and values.get("echo"):
         raise UnsupportedError("'logprobs' together with 'echo' is not supported yet.", param="logprobs")
-    return _call(values, prompts, "prompt", max_tokens, logprobs)
+    call = _call(values, prompts, "prompt", max_tokens, logprobs)
+    return replace(call, choices=_choices(values, len(prompts), max_prompts))
 
 
 def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:
@@ -142,6 +146,29 @@ def _call(
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
     )
+
+
+def _choices(values: dict[str, Any], num_prompts: int, max_answers: int) -> Choices:
+    n = values.get("n", 1)
+    choices = Choices(n, values.get("best_of", n))
+    if choices.best_of < n:
+        raise BadRequestError(
+            f"Invalid 'best_of': {choices.best_of} answers are fewer than 'n', which is {n}.",
+            param="best_of",
+            code="invalid_value",
+        )
+    if choices.ranked and values.get("stream"):
+        raise BadRequestError(
+            "Invalid 'best_of': more answers than 'n' cannot be streamed.", param="best_of", code="invalid_value"
+        )
+    if num_prompts * choices.best_of > max_answers:
+        raise BadRequestError(
+            f"Invalid 'n': {choices.best_of} answers to {num_prompts} prompts are more than the {max_answers} answers "
+            "that one request may ask for (server.max_prompts).",
+            param="n",
+            code="integer_above_max_value",
+        )
+    return choices
 
 
 def _prompts(value: Any, max_prompts: int) -> tuple[Prompt, ...]:

@@ -57,9 +57,10 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 class ChatShape:
-    """`chat.completion` and its chunks. The choice index is always 0."""
+    """`chat.completion` and its chunks, of `n` choices."""
 
-    def __init__(self, model: Hello, *, include_usage: bool) -> None:
+    def __init__(self, model: Hello, n: int, *, include_usage: bool) -> None:
+        self._n = n
         self._base: dict[str, Any] = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "object": "chat.completion",
@@ -71,44 +72,56 @@ class ChatShape:
         self._include_usage = include_usage
         self._head, self._tail = _frame(self._base, "chat.completion.chunk", include_usage)
 
+    def prelude(self) -> bytes:
+        """What goes out before everything: the role of each choice, in order, for SDKs that keep choices in a list."""
+        role = b'"delta":{"role":"assistant","content":""}'
+        return b"".join(self._chunk(index, role, b"null") for index in range(self._n))
+
     def opening(self, index: int, echo: str) -> bytes:
-        """What goes out before the first text: the role, once."""
-        return self._chunk(b'"delta":{"role":"assistant","content":""}', b"null")
+        """Nothing more before a choice's first text."""
+        return b""
 
     def piece(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the JSON string of a piece of text."""
-        head = b'%b"index":0,"delta":{"content":' % self._head
+        head = b'%b"index":%d,"delta":{"content":' % (self._head, index)
         return head, b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def scored(self, index: int, echoed: int, delta: TextDelta) -> bytes:
         """A piece of text with the log probabilities of its tokens."""
-        return b'%b"index":0,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}]%b' % (
+        return b'%b"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}]%b' % (
             self._head,
+            index,
             json_text(delta.text),
             json_line(chat_logprobs(delta.scored)),
             self._tail,
         )
 
     def closing(self, index: int, reason: str) -> bytes:
-        return self._chunk(b'"delta":{}', b'"%b"' % reason.encode())
+        return self._chunk(index, b'"delta":{}', b'"%b"' % reason.encode())
 
     def ending(self, usage: Usage) -> bytes:
         return _ending(self._base, "chat.completion.chunk", usage if self._include_usage else None)
 
-    def body(self, answers: list[Answer]) -> bytes:
+    def body(self, answers: list[Answer], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
-        (answer,) = answers
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
-        logprobs = None if answer.scored is None else chat_logprobs(answer.scored)
-        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
-        return _body(self._base, "chat.completion", [choice], answer.usage)
+        choices: list[dict[str, Any]] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []},
+                "logprobs": None if answer.scored is None else chat_logprobs(answer.scored),
+                "finish_reason": answer.reason,
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return _body(self._base, "chat.completion", choices, usage)
 
-    def _chunk(self, delta: bytes, reason: bytes) -> bytes:
-        return b'%b"index":0,%b,"logprobs":null,"finish_reason":%b}]%b' % (self._head, delta, reason, self._tail)
+    def _chunk(self, index: int, delta: bytes, reason: bytes) -> bytes:
+        head, tail = self._head, self._tail
+        return b'%b"index":%d,%b,"logprobs":null,"finish_reason":%b}]%b' % (head, index, delta, reason, tail)
 
 
 class CompletionShape:
-    """`text_completion`, whole and in chunks. Choices are numbered by prompt."""
+    """`text_completion`, whole and in chunks. Choices are numbered by prompt, and by answer within each."""
 
     def __init__(self, model: Hello, *, include_usage: bool) -> None:
         self._base: dict[str, Any] = {
@@ -120,6 +133,10 @@ class CompletionShape:
         }
         self._include_usage = include_usage
         self._head, self._tail = _frame(self._base, "text_completion", include_usage)
+
+    def prelude(self) -> bytes:
+        """Nothing goes out before the first choice's own."""
+        return b""
 
     def opening(self, index: int, echo: str) -> bytes:
         """The prompt, when it is echoed; else nothing."""
@@ -148,7 +165,7 @@ class CompletionShape:
     def ending(self, usage: Usage) -> bytes:
         return _ending(self._base, "text_completion", usage if self._include_usage else None)
 
-    def body(self, answers: list[Answer]) -> bytes:
+    def body(self, answers: list[Answer], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
         choices = [
             {
@@ -159,7 +176,7 @@ class CompletionShape:
             }
             for index, answer in enumerate(answers)
         ]
-        return _body(self._base, "text_completion", choices, sum((a.usage for a in answers), Usage(0, 0)))
+        return _body(self._base, "text_completion", choices, usage)
 
 
 def model_json(model: str, created: int) -> dict[str, Any]:

@@ -43,7 +43,9 @@ class Answers(Protocol):
 
 
 class Shape(Protocol):
-    """How a dialect writes the events of a stream. `index` is the prompt's."""
+    """How a dialect writes the events of a stream. `index` is the choice's."""
+
+    def prelude(self) -> bytes: ...
 
     def opening(self, index: int, echo: str) -> bytes: ...
 
@@ -131,11 +133,18 @@ async def stream(
 
 
 def _finish(event: Finished, request: Request, silent: bool) -> tuple[str, Usage]:
-    """Reason and usage to report. A silent request generated one token that nobody gets."""
-    if not silent:
-        return event.reason, event.usage
-    request.trace.completion_tokens = 0
-    return "length", replace(event.usage, completion_tokens=0)
+    """Reason and usage to report. A silent request generated one token that nobody gets, and the prompt of a group is
+    counted with its first request."""
+    trace, reason, usage = request.trace, event.reason, event.usage
+    if silent:
+        trace.completion_tokens = 0
+        reason, usage = "length", replace(usage, completion_tokens=0)
+    if request.number:
+        trace.prompt_tokens = trace.cached_tokens = trace.cache_write_tokens = 0
+        trace.lease_read_tokens = trace.lease_write_tokens = 0
+        trace.lease = None
+        usage = Usage(0, usage.completion_tokens)
+    return reason, usage
 
 
 async def _within(requests: Sequence[Request], work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -191,6 +200,8 @@ class _Sse:
                 response = web.StreamResponse(headers=headers)
                 await response.prepare(self._http)
                 self.response = response
+                if prelude := self._shape.prelude():
+                    await response.write(prelude)
         if opening := self._shape.opening(index, echoed):
             await self.response.write(opening)
         return self.response

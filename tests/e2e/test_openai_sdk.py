@@ -155,6 +155,52 @@ def test_log_probabilities_of_completions_are_parallel_lists(server: Server) -> 
         assert tops[token] == own
 
 
+def test_eight_answers_compute_their_prompt_once(server: Server) -> None:
+    def prefilled() -> int:
+        return int(server.get("/admin/stats")["engines"][0]["sharing"]["prefilled_tokens"])
+
+    before = prefilled()
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 40}
+    many = ask(server, "A question that nobody asked before.", n=8, **asked)
+    assert [choice.index for choice in many.choices] == list(range(8))
+    usage = many.usage
+    assert usage is not None
+    assert usage.completion_tokens <= 8 * 12
+    again = (
+        32  # tokens that each of the other seven computes itself: what is behind the last whole block, four at least
+    )
+    server.wait_until(lambda: prefilled() > before, "newer counters")  # they are fetched once a second
+    assert prefilled() - before <= usage.prompt_tokens + 7 * again
+    assert len({choice.message.content for choice in many.choices}) > 4
+    alone = ask(server, "A question that nobody asked before.", **{**asked, "seed": 43})
+    assert alone.choices[0].message.content == many.choices[3].message.content
+    assert alone.usage is not None
+    assert alone.usage.prompt_tokens == usage.prompt_tokens
+
+
+def test_several_answers_are_streamed_side_by_side(server: Server) -> None:
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 40, "n": 3}
+    whole = ask(server, "Tell me a story.", **asked)
+    messages: Any = [{"role": "system", "content": POLICY}, {"role": "user", "content": "Tell me a story."}]
+    said = dict.fromkeys(range(3), "")
+    for chunk in server.client().chat.completions.create(model="demo", messages=messages, stream=True, **asked):
+        said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(said.values()) == [choice.message.content for choice in whole.choices]
+
+
+def test_the_best_of_several_completions_is_the_likeliest(server: Server) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": "It was a", "max_tokens": 6, "seed": 9, "logprobs": 0}
+    every = server.client().completions.create(n=5, **asked).choices
+    best = server.client().completions.create(best_of=5, **asked).choices
+
+    def mean(choice: openai.types.CompletionChoice) -> float:
+        assert choice.logprobs is not None
+        logprobs = choice.logprobs.token_logprobs or []
+        return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+    assert [choice.text for choice in best] == [max(every, key=mean).text]
+
+
 def test_completions_continue_text_and_token_ids(server: Server) -> None:
     client = server.client()
     text = client.completions.create(model="demo", prompt="It was a dark", max_tokens=4, temperature=0, echo=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.model_bench import make_model_bench
+from tests.fakes.scheduler_bench import SIZE
 from tests.fakes.tiny_models import random_ids
 
 PROMPT = random_ids(45, 1)
@@ -41,6 +42,18 @@ def test_in_a_batch_of_32_whoever_else_is_in_it(sampling: dict[str, Any]) -> Non
     bench.finish()
     assert bench.answer(1) == alone(sampling)
     assert len(set(bench.answer(1))) > 10
+
+
+def test_among_eight_answers_to_one_prompt_which_is_computed_once(sampling: dict[str, Any]) -> None:
+    bench = make_model_bench()
+    for seq in range(8):
+        bench.submit(seq, PROMPT, **{**sampling, "seed": sampling["seed"] - 3 + seq})
+    bench.finish()
+    assert bench.answer(3) == alone(sampling)
+    counters = bench.scheduler.counters
+    behind = len(PROMPT) % SIZE + SIZE  # what each of the others computes again, at most
+    assert counters.prefilled_tokens <= len(PROMPT) + 7 * behind
+    assert counters.shared_tokens >= 7 * (len(PROMPT) - behind)
 
 
 def test_after_preemption(sampling: dict[str, Any]) -> None:

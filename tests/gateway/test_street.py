@@ -27,6 +27,7 @@ from gateway.types import (
     EncodedPrompt,
     Event,
     Finished,
+    Group,
     Lease,
     Marker,
     Request,
@@ -242,6 +243,30 @@ async def test_the_stages_are_asked_in_the_order_of_the_street() -> None:
     stages = Stages(engines, held={"e": 2})
     await walk(stages, request())
     assert stages.calls == ["encode", "find d,e", "choose {'e': 8}", "place e"]
+
+
+async def test_a_group_goes_to_one_engine_as_long_as_that_serves() -> None:
+    scripts: list[Script] = [[SequenceUpdate(1, [0], finish="stop")] for _ in range(3)]
+    engines = [ScriptedEngine(name, list(scripts)) for name in ("d", "e")]
+    stages, group = Stages(engines, held={"e": 2}), Group()
+    await walk(stages, replace(request(), group=group))
+    stages.held = {"d": 2}
+    await walk(stages, replace(request(), group=group, number=1))
+    assert (stages.calls.count("place e"), group.incarnation) == (2, "e")
+    stages.engines = engines[:1]
+    await walk(stages, replace(request(), group=group, number=2))
+    assert (stages.calls[-1], group.incarnation) == ("place d", "d")
+
+
+async def test_a_group_leaves_an_engine_that_was_lost() -> None:
+    engines = [
+        ScriptedEngine("d", [[SequenceUpdate(1, [0], finish="stop")]]),
+        ScriptedEngine("e", [[EngineLostError("gone")]]),
+    ]
+    stages, group = Stages(engines, held={"e": 2}), Group()
+    await walk(stages, replace(request(), group=group))
+    assert stages.calls[-1] == "place d"
+    assert group.incarnation == "d"
 
 
 async def test_with_one_engine_there_is_nothing_to_look_up() -> None:

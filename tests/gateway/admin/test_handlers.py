@@ -40,7 +40,14 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         load = Load(
             running=1, free_blocks=90, cached_blocks=8, live_blocks=2, leased_blocks=3, prefill_tokens_per_s=1234.56
         )
-        stats = {"evictions": 4, "shared_tokens": 5, "shared_waits": 6, "leases": {"kept": 1}, "tiers": {"disk": {}}}
+        stats = {
+            "evictions": 4,
+            "prefilled_tokens": 9,
+            "shared_tokens": 5,
+            "shared_waits": 6,
+            "leases": {"kept": 1},
+            "tiers": {"disk": {}},
+        }
         gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "ready", "demo", "i", 100, 16, load, stats)]
         for _ in range(2):
             await gateway.post("/v1/chat/completions", ASK)
@@ -67,7 +74,7 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "prefill_tokens_per_s": 1234.6,
         "decode_tokens_per_s": 0.0,
         "evictions": 4,
-        "sharing": {"shared_tokens": 5, "shared_waits": 6},
+        "sharing": {"prefilled_tokens": 9, "shared_tokens": 5, "shared_waits": 6},
         "leases": {"kept": 1},
         "tiers": {"disk": {}},
     }

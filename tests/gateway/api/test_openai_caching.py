@@ -26,7 +26,7 @@ def user(*parts: Any) -> dict[str, Any]:
 def asked(*messages: dict[str, Any], leases: LeaseSettings | None = None, **fields: Any) -> tuple[Any, bool]:
     """Markers and use_cache."""
     body = {"model": "demo", "messages": list(messages), **fields}
-    call = parse_chat(body, leases or LeaseSettings())
+    call = parse_chat(body, leases or LeaseSettings(), max_answers=1)
     (prompt,) = call.prompts
     assert isinstance(prompt, ChatPrompt)
     return prompt.markers, call.use_cache

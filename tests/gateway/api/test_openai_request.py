@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api.choices import Choices
 from gateway.api.openai_parameters import CHAT, COMPLETION
 from gateway.api.openai_request import NEW_DOCUMENT, parse_chat, parse_completion, settle
 from gateway.config import LeaseSettings
@@ -17,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def chat(**fields: Any) -> Any:
-    return parse_chat({"model": "demo", "messages": MESSAGES, **fields}, LeaseSettings())
+    return parse_chat({"model": "demo", "messages": MESSAGES, **fields}, LeaseSettings(), max_answers=128)
 
 
 def completion(prompt: Any = "hi", **fields: Any) -> Any:
@@ -76,6 +77,30 @@ def test_log_probabilities_are_asked_for_in_each_routes_own_way() -> None:
     assert [completion(**fields).sampling.logprobs for fields in ({}, {"logprobs": 0}, {"logprobs": 5})] == [None, 0, 5]
     with pytest.raises(BadRequestError):
         completion(logprobs=6)
+
+
+def test_one_answer_is_asked_for_unless_told_otherwise() -> None:
+    assert chat().choices == completion().choices == Choices(1, 1)
+    assert chat(n=3).choices == completion(n=3).choices == Choices(3, 3)
+    assert completion(n=2, best_of=4).choices == Choices(2, 4)
+    assert completion(["a", "b"], n=2, stream=True, best_of=2).choices == Choices(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 21}, "best_of"),
+        ({"prompt": ["a", "b"], "n": 3}, "n"),
+        ({"n": 5}, "n"),
+    ],
+    ids=str,
+)
+def test_answers_that_cannot_be_generated_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        completion(**fields)
+    assert refused.value.param == param
 
 
 def test_null_is_not_given() -> None:
@@ -186,6 +211,8 @@ WRONG = [
     ({"repetition_penalty": 11}, "repetition_penalty", "decimal_above_max_value"),
     ({"min_tokens": -1}, "min_tokens", "integer_below_min_value"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "invalid_value"),
+    ({"n": 0}, "n", "integer_below_min_value"),
+    ({"n": 129}, "n", "integer_above_max_value"),
     ({"foo": 1}, "foo", "unknown_parameter"),
     ({"best_of": 1}, "best_of", "unknown_parameter"),
 ]
@@ -207,7 +234,6 @@ REFUSED = [
     {"function_call": {"name": "f"}},
     {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-    {"n": 2},
     {"modalities": ["text", "audio"]},
     {"audio": {"voice": "alloy"}},
     {"prediction": {"type": "content", "content": "x"}},
@@ -223,7 +249,7 @@ def test_what_is_not_carried_out_is_refused_and_never_ignored(fields: dict[str, 
     assert (refused.value.param, refused.value.code) == (next(iter(fields)), "unsupported_parameter")
 
 
-@pytest.mark.parametrize("fields", [{"best_of": 2}, {"suffix": "x"}, {"logprobs": 0, "echo": True}, {"n": 2}], ids=str)
+@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"logprobs": 0, "echo": True}], ids=str)
 def test_completions_refuse_what_is_not_carried_out(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequestError) as refused:
         completion(**fields)
