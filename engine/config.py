@@ -83,6 +83,9 @@ class EngineSettings(Section):
     prefill_grid_tokens: Annotated[int, Field(ge=16)] = Field(
         256, description="Tokens; a prefill is cut only at multiples of this, so that a warm answer equals a cold one."
     )
+    grammar_cache: Annotated[int, Field(ge=1)] = Field(
+        256, description="Compiled schemas and grammars that are kept for the next request with the same."
+    )
     threads: Annotated[int, Field(ge=0)] = Field(
         0, description="CPU threads of one engine; 0 leaves one core to the gateway and shares the rest."
     )

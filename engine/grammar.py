@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import schema as schemas
-from engine.protocol import Grammar
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar
 from engine.schema import SchemaError
 
 Mask = npt.NDArray[np.bool_]
@@ -131,6 +131,8 @@ class Grammars:
         return Matcher(compiled.deep_copy(), self._vocab_size)
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise GrammarError("", f"it may be {MAX_GRAMMAR_BYTES} bytes long")
         if grammar.kind == "json_schema":
             return self._compile_schema(grammar.text)
         if grammar.kind == "json_object":

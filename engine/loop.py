@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any
 
 from engine.copy_thread import CopyThread
+from engine.grammar import GrammarError, Matcher
+from engine.grammar_queue import GrammarQueue
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
 from engine.scheduler import Scheduler
 from engine.sequence import Runner, Step
@@ -32,6 +34,8 @@ BLOCKED_CHECK_S = 1.0
 
 IDLE_CHECK_S = 1.0
 """The pool is recounted after so many idle seconds, not at once: the next request may be on its way."""
+
+STOPPED = "the engine was stopped"
 
 NOBODY = ""
 """Owner of a frame that has no updates: only the load changed."""
@@ -58,6 +62,7 @@ class Rate:
 class EngineLoop:
     """Runs sequences of all gateways on one thread of its own.
 
+    grammars    where sequences with a grammar wait for it; without one they are refused
     on_blocks   what became findable or ceased to be; called before the frames of the same step
     on_frames   owner -> what a step did for its sequences; also called with NOBODY when only the load changed
     max_pending submits that are posted and not yet looked at; more are refused, like those beyond max_waiting
@@ -73,6 +78,7 @@ class EngineLoop:
         *,
         on_frames: Callable[[dict[str, StepFrame]], None],
         on_blocks: Callable[[BlockEvents], None],
+        grammars: GrammarQueue | None = None,
         max_pending: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         idle_check_s: float = IDLE_CHECK_S,
@@ -82,6 +88,7 @@ class EngineLoop:
         self._runner = runner
         self._on_frames = on_frames
         self._on_blocks = on_blocks
+        self._grammars = grammars
         self._max_pending = max_pending
         self._clock = clock
         self._idle_check_s = idle_check_s
@@ -110,6 +117,8 @@ class EngineLoop:
     def start(self) -> None:
         """Starts the thread, and those of the lower tiers. Once."""
         self._tiers.start(lambda name: CopyThread(name, self._post))
+        if self._grammars is not None:
+            self._grammars.start(self._post)
         self._thread.start()
 
     def submit(self, owner: str, message: Submit) -> None:
@@ -126,11 +135,11 @@ class EngineLoop:
 
     def abort(self, owner: str, seq: int) -> None:
         """Ends a sequence, if it is still there. Answered by nothing."""
-        self._post(partial(self._scheduler.abort, owner, seq))
+        self._post(partial(self._abort, owner, seq))
 
     def abort_owner(self, owner: str) -> None:
         """Ends every sequence of a gateway. Answered by nothing."""
-        self._post(partial(self._scheduler.abort_owner, owner))
+        self._post(partial(self._abort_owner, owner))
 
     def snapshot(self, deliver: Callable[[BlockEvents], None]) -> None:
         """Calls `deliver` on the loop's thread with everything that is findable now, once for each tier; later events
@@ -214,10 +223,14 @@ class EngineLoop:
                     log.exception("an error in the engine's loop: every sequence is ended")
                     self._scheduler.fail_all("the engine had an internal error")
                     self._publish()
-            self._scheduler.fail_all("the engine was stopped")
+            self._scheduler.fail_all(STOPPED)
+            for owner, seq in self._grammars.drop_all() if self._grammars is not None else ():
+                self._scheduler.refuse(owner, seq, STOPPED)
             self._publish()
         finally:
             self._tiers.close()
+            if self._grammars is not None:
+                self._grammars.close()
             with self._changed:
                 self._draining, self._idle, self._restored = True, True, True
                 self._commands.clear()
@@ -249,7 +262,7 @@ class EngineLoop:
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""
         with self._changed:
-            self._idle = not self._scheduler.has_work and self._tiers.saved
+            self._idle = not self._scheduler.has_work and self._tiers.saved and not self._grammars
             self._restored = self._restored or self._tiers.ready
             self._changed.notify_all()
             woken = self._changed.wait_for(lambda: self._commands or self._stopping, timeout_s)
@@ -282,12 +295,44 @@ class EngineLoop:
             log.exception("%s failed", name)
 
     def _take(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
+        """Queues a sequence at once, or when its grammar is compiled."""
         try:
-            self._scheduler.submit(owner, message, arrived_s, refusal=refusal)
+            self._queue(owner, message, arrived_s, refusal)
         except Exception:
             self._errors += 1
             log.exception("a sequence could not be taken")
             self._scheduler.submit(owner, message, arrived_s, refusal="the engine had an internal error")
+
+    def _queue(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
+        scheduler, grammars, matcher = self._scheduler, self._grammars, None
+        if message.grammar is not None and refusal is None:
+            if grammars is None:
+                return scheduler.refuse(owner, message.seq, "this engine has no structured output", grammar_path="")
+            if (owner, message.seq) in grammars:
+                return scheduler.refuse(owner, message.seq, f"sequence number {message.seq} is in use")
+            matcher = grammars.find(message.grammar)
+            if matcher is None:
+                if not grammars.is_full:
+                    deliver = partial(self._compiled, owner, message, arrived_s)
+                    return grammars.put(owner, message.seq, message.grammar, deliver)
+                refusal = "the engine is full: too many sequences wait for their grammars"
+        scheduler.submit(owner, message, arrived_s, refusal=refusal, matcher=matcher)
+        return None
+
+    def _compiled(self, owner: str, message: Submit, arrived_s: float, result: Matcher | GrammarError) -> None:
+        if isinstance(result, GrammarError):
+            self._scheduler.refuse(owner, message.seq, result.reason, grammar_path=result.path)
+        else:
+            self._take(owner, message, arrived_s, None)  # the grammar is found now
+
+    def _abort(self, owner: str, seq: int) -> None:
+        if self._grammars is None or not self._grammars.drop(owner, seq):
+            self._scheduler.abort(owner, seq)
+
+    def _abort_owner(self, owner: str) -> None:
+        if self._grammars is not None:
+            self._grammars.drop_owner(owner)
+        self._scheduler.abort_owner(owner)
 
     def _compute(self, step: Step, began_s: float) -> None:
         try:

@@ -208,6 +208,7 @@ class Submit:
     tenant: str = ""  # whose budget the leases count against
     breakpoints: tuple[Breakpoint, ...] = ()
     use_cache: bool = True  # False: reuses nothing, and nothing of it can be reused
+    grammar: Grammar | None = None  # what the text has to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,7 @@ class SequenceUpdate:
     finish: FinishReason | None = None
     stop_id: int | None = None  # the stop token, when one ended the sequence
     error: str | None = None  # what went wrong, when finish is "error" or "abort"
+    grammar_path: str | None = None  # inside of the grammar, when finish is "error" because it cannot be carried out
     lease_read_tokens: int | None = None  # of the longest lease that the prompt begins with, to the token
     lease_write_tokens: int | None = None  # up to the last breakpoint that is kept from now on, beyond those read
     leases_degraded: int | None = None  # breakpoints that ordinary eviction may take, for want of budget
@@ -371,6 +373,8 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
                 header["breakpoints"] = [[point.tokens, point.ttl_s] for point in message.breakpoints]
             if not message.use_cache:
                 header["use_cache"] = False
+            if message.grammar is not None:
+                header["grammar"] = [message.grammar.kind, message.grammar.text]
             return _join(header, message.tokens, message.digests)
         case Abort():
             return _join({"op": "abort", "seq": message.seq})
@@ -399,11 +403,13 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
                 tokens, digests = payload[:cut], payload[cut:]
                 if len(tokens) != cut or len(digests) % DIGEST_BYTES:
                     raise ProtocolError("the payload of a submit is cut short")
+                grammar = header.pop("grammar", None)
                 return Submit(
                     tokens=tokens,
                     digests=digests,
                     sampling=Sampling.from_json(header.pop("sampling")),
                     breakpoints=tuple(Breakpoint(int(n), float(s)) for n, s in header.pop("breakpoints", ())),
+                    grammar=None if grammar is None else Grammar(*map(str, grammar)),  # type: ignore[arg-type]
                     **header,
                 )
             case "abort":
@@ -436,6 +442,7 @@ _UPDATE_EXTRAS: Final = (
     "finish",
     "stop_id",
     "error",
+    "grammar_path",
     "lease_read_tokens",
     "lease_write_tokens",
     "leases_degraded",

@@ -37,6 +37,8 @@ def find_mistake(message: Submit, tokens: array[int], limits: Limits) -> str | N
     prompt, most = len(tokens), message.sampling.max_tokens
     if not prompt:
         return "the prompt is empty" if not message.tokens else "the prompt's bytes are not whole token ids"
+    if message.grammar is not None and message.sampling.ignore_eos:
+        return "ignore_eos goes on where a grammar's text is complete; only one of them is possible"
     if message.lane not in LANES:
         return f"there is no lane {message.lane!r}; there are {' and '.join(LANES)}"
     if most < 1:

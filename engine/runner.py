@@ -14,6 +14,7 @@ import torch
 from engine.attention import StepAttention
 from engine.batch import Batch, make_batch
 from engine.config import ConfigError, EngineSettings
+from engine.constrain import MaskThread
 from engine.kv_cache import KVCache, count_blocks
 from engine.masks import MaskTemplates
 from engine.model import LoadedModel
@@ -48,6 +49,7 @@ class ModelRunner:
         self._masks = MaskTemplates(model.cache_shape.dtype, model.device)
         self._pads = model.device.type == "cpu" and model.dtype == torch.float32
         self._sampler = Sampler()
+        self._mask_thread = MaskThread(model.vocab_size)
         self._warm_up()
 
     def run(self, step: Step) -> list[int | None]:
@@ -56,6 +58,7 @@ class ModelRunner:
         with torch.inference_mode():
             if step.fresh_blocks:
                 self.cache.zero(step.fresh_blocks)
+            self._mask_thread.begin([work.sequence for work in step.work if work.samples])
             logits = self._forward(make_batch(step, self._block_size))
             return self._sample(step.work, logits)
 
@@ -75,9 +78,10 @@ class ModelRunner:
     def _sample(self, work: list[Work], logits: torch.Tensor) -> list[int | None]:
         samples = [index for index, item in enumerate(work) if item.samples]
         if len(samples) == len(work):
-            return list(self._sampler.choose(logits, [item.sequence for item in work]))
+            return list(self._sampler.choose(logits, [item.sequence for item in work], self._mask_thread.take()))
         finite = highest(logits)[1]
-        chosen = self._sampler.choose(logits[samples], [work[i].sequence for i in samples]) if samples else []
+        sampled = [work[index].sequence for index in samples]
+        chosen = self._sampler.choose(logits[samples], sampled, self._mask_thread.take()) if samples else []
         tokens = dict(zip(samples, chosen, strict=True))
         return [tokens.get(index, None if finite[index] else NOT_FINITE) for index in range(len(work))]
 

@@ -5,8 +5,8 @@ own seed and position (a counter-based generator), so the same seed gives the sa
 and wherever the sequence was preempted. A request without a seed draws from the process's own generator.
 
 Order of operations: logit bias, repetition penalty, penalties over generated tokens, what may not come yet
-(min_tokens), temperature, top-k, top-p, min-p; those that transformers has too are in its order. Knows tensors of
-logits and sequences; its neighbour is engine/runner.py.
+(min_tokens), what a grammar forbids, temperature, top-k, top-p, min-p; those that transformers has too are in its
+order. Knows tensors of logits and sequences; its neighbour is engine/runner.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.constrain import Masks
+from engine.grammar import Mask
 from engine.logprobs import find_logprobs
 from engine.protocol import Sampling
-from engine.sequence import NOT_FINITE, Sequence
+from engine.sequence import NO_TOKEN, NOT_FINITE, Sequence
 
 _SEED_BITS: Final = (1 << 64) - 1
 _STREAM: Final = 0x6B7661736972  # the generator's second key word: our own stream of every seed
@@ -32,24 +34,29 @@ class Sampler:
     def __init__(self) -> None:
         self._unseeded = np.random.default_rng()
 
-    def choose(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """One token id for each row; NOT_FINITE where a row's logits are not finite. Sequences that ask for log
-        probabilities get one more in their `logprobs`.
+    def choose(self, logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> list[int]:
+        """One token id for each row; NOT_FINITE where a row's logits are not finite, NO_TOKEN where its mask failed.
+        Sequences that ask for log probabilities get one more in their `logprobs`.
 
         logits  (num_rows, vocab_size), any floating dtype; left as they are
         """
         tokens, finite = highest(logits)
+        masks = masks or {}
+        _choose_greedily(logits, tokens, sequences, masks)
         for row, sequence in enumerate(sequences):
             if not finite[row]:
                 tokens[row] = NOT_FINITE
+            elif row in masks and masks[row] is None:
+                tokens[row] = NO_TOKEN
             elif not is_plain_greedy(sequence):
-                tokens[row] = self._choose_one(logits[row].float(), sequence)
+                tokens[row] = self._choose_one(logits[row].float(), sequence, masks.get(row))
         _note_logprobs(logits, tokens, sequences)
         return tokens
 
-    def _choose_one(self, logits: Tensor, sequence: Sequence) -> int:
+    def _choose_one(self, logits: Tensor, sequence: Sequence, mask: Mask | None = None) -> int:
         sampling = sequence.sampling
-        logits = adjust(logits, sequence)
+        adjusted = adjust(logits, sequence)
+        logits = adjusted if mask is None else constrain(adjusted, logits, mask)
         if sampling.temperature <= 0:
             return int(logits.argmax())
         weights, ids = weigh(logits, sampling)
@@ -63,13 +70,35 @@ class Sampler:
 
 def _note_logprobs(logits: Tensor, tokens: list[int], sequences: list[Sequence]) -> None:
     asked = {row: s.sampling.logprobs for row, s in enumerate(sequences) if s.sampling.logprobs is not None}
-    asked = {row: count for row, count in asked.items() if tokens[row] != NOT_FINITE}
+    asked = {row: count for row, count in asked.items() if tokens[row] >= 0}
     if not asked:
         return
     rows = list(asked)
     found = find_logprobs(logits[rows], [tokens[row] for row in rows], list(asked.values()))
     for row, one in zip(rows, found, strict=True):
         sequences[row].logprobs.append(one)
+
+
+def _choose_greedily(logits: Tensor, tokens: list[int], sequences: list[Sequence], masks: Masks) -> None:
+    """The highest of the allowed logits, for all plain greedy rows with a mask at once."""
+    bound = {row: mask for row, mask in masks.items() if mask is not None and is_plain_greedy(sequences[row])}
+    if not bound:
+        return
+    allowed = torch.from_numpy(np.stack(list(bound.values()))).to(logits.device)
+    found = highest(logits[list(bound)].where(allowed, -torch.inf))[0]
+    for row, token in zip(bound, found, strict=True):
+        tokens[row] = token
+
+
+def constrain(adjusted: Tensor, logits: Tensor, mask: Mask) -> Tensor:
+    """Logits of the tokens that a mask allows, minus infinity elsewhere. Where nothing is left, because what it allows
+    may not come yet (min_tokens), the grammar wins: its text is complete.
+
+    adjusted  (vocab_size,) float32; `logits` are those before bias and penalties
+    """
+    allowed = torch.from_numpy(mask).to(logits.device)
+    left = adjusted.where(allowed, -torch.inf)
+    return logits.where(allowed, -torch.inf) if left.max() == -torch.inf else left
 
 
 def highest(logits: Tensor) -> tuple[list[int], list[bool]]:

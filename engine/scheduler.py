@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from typing import TYPE_CHECKING
 
 from engine.blocks import BlockPool
 from engine.claims import Claims
@@ -25,9 +26,12 @@ from engine.plan import is_prefill
 from engine.planner import Planner
 from engine.protocol import TOKEN_BYTES, FinishReason, Load, Namespace, SequenceUpdate, Submit, split_digests
 from engine.refusals import Limits, find_mistake
-from engine.sequence import NOT_FINITE, Sequence, Status, Step
+from engine.sequence import NO_TOKEN, NOT_FINITE, Sequence, Status, Step
 from engine.tables import BlockTables, digests_fit
 from engine.tiers import Tier, Tiers
+
+if TYPE_CHECKING:
+    from engine.grammar import Matcher
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +88,18 @@ class Scheduler:
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def submit(self, owner: str, message: Submit, arrived_s: float, *, refusal: str | None = None) -> Sequence | None:
+    def submit(
+        self,
+        owner: str,
+        message: Submit,
+        arrived_s: float,
+        *,
+        refusal: str | None = None,
+        matcher: Matcher | None = None,
+    ) -> Sequence | None:
         """Queues a new sequence, or answers it with its last update and returns None: finish "error" for one that can
-        never run, "abort" for one that there is no room for now, or that comes with a `refusal`."""
+        never run, "abort" for one that there is no room for now, or that comes with a `refusal`. `matcher` is that of
+        the message's grammar."""
         self.counters.submitted += 1
         tokens: array[int] = array("I")
         if len(message.tokens) % TOKEN_BYTES == 0:
@@ -94,7 +107,7 @@ class Scheduler:
         if refusal is None and self.num_waiting >= self._max_waiting:
             refusal = f"the engine is full: {self._max_waiting} sequences wait already"
         mistake = None
-        if refusal is None and message.seq in self._sequences.get(owner, {}):
+        if refusal is None and self.has(owner, message.seq):
             mistake = f"sequence number {message.seq} is in use"
         elif refusal is None:
             mistake = find_mistake(message, tokens, self._limits)
@@ -123,6 +136,7 @@ class Scheduler:
             breakpoints=tuple(sorted(message.breakpoints, key=lambda point: point.tokens)),
             use_cache=message.use_cache,
             end_ids=frozenset(message.sampling.stop_ids).union(() if message.sampling.ignore_eos else self._eos_ids),
+            matcher=matcher,
             arrived_s=arrived_s,
             findable_tokens=self.tiers.count_findable(digests) * self.pool.block_size,
         )
@@ -130,6 +144,16 @@ class Scheduler:
         self._sequences.setdefault(owner, {})[message.seq] = sequence
         self._lanes.add(sequence)
         return sequence
+
+    def refuse(self, owner: str, seq: int, mistake: str, *, grammar_path: str | None = None) -> None:
+        """Answers a sequence that can never run, without queueing it."""
+        self.counters.submitted += 1
+        self.counters.refused += 1
+        self._update(owner, SequenceUpdate(seq, finish="error", error=mistake, grammar_path=grammar_path))
+
+    def has(self, owner: str, seq: int) -> bool:
+        """Whether this sequence is here and not finished."""
+        return seq in self._sequences.get(owner, {})
 
     def abort(self, owner: str, seq: int) -> bool:
         """Ends a sequence at any time, without an update, and frees its blocks. False when there is none."""
@@ -192,7 +216,10 @@ class Scheduler:
                 self.tables.save(sequence)
             if work.samples:
                 assert result is not None, "work that samples has no token"
-                self._append(sequence, result, now)
+                if result == NO_TOKEN:
+                    self._fail(sequence, "the grammar became too complex to go on with")
+                else:
+                    self._append(sequence, result, now)
 
     def fail(self, step: Step, error: str) -> None:
         """The step did not succeed: its sequences end with an error, and nothing that it wrote becomes findable."""

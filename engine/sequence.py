@@ -8,10 +8,13 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.eviction import Origin
 from engine.protocol import Breakpoint, FinishReason, Lane, Sampling, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.grammar import Matcher
 
 
 class Status(enum.Enum):
@@ -45,6 +48,7 @@ class Sequence:
     breakpoints: tuple[Breakpoint, ...] = ()  # by number of tokens
     use_cache: bool = True  # False: has no digests, so nothing is found for it and nothing of it is found
     end_ids: frozenset[int] = frozenset()  # token ids that end it: its stop ids, and the end of text unless ignored
+    matcher: Matcher | None = None  # what it may say; written by the thread that computes masks
     arrived_s: float = 0.0  # monotonic clock
     scheduled_s: float | None = None  # when the first step that served it began
     status: Status = Status.WAITING
@@ -99,11 +103,14 @@ class Runner(Protocol):
 
         Returns one entry for each work of the step, in order: the sampled token id, or None for work that does not
         sample. A work whose hidden state is not finite gets NOT_FINITE, whether it samples or not: the loop fails
-        that sequence and registers nothing that the step wrote for it. Any exception fails the whole step.
-        Log probabilities that a sequence asks for are appended to its `logprobs`.
+        that sequence and registers nothing that the step wrote for it. One whose grammar allows nothing gets NO_TOKEN.
+        Any exception fails the whole step. Log probabilities that a sequence asks for are appended to its `logprobs`.
         """
         ...
 
 
 NOT_FINITE = -1
 """In place of a token id: this sequence's numbers were NaN or infinite."""
+
+NO_TOKEN = -2
+"""In place of a token id: the sequence's grammar allows none, because it became too complex."""

@@ -225,7 +225,9 @@ async def main(settings: EngineSettings, redis_url: str | None, ready: Callable[
     hello = make_hello(settings, model, runner.num_blocks)
 
     # 2. Its loop, and the server around it.
-    server = EngineServer(hello, model.tokenizer, settings, partial(_make_loop, settings, hello, runner))
+    server = EngineServer(
+        hello, model.tokenizer, settings, partial(_make_loop, settings, hello, model.tokenizer, runner)
+    )
     loop = cast("EngineLoop", server.loop)
     stop = _stop_at_signals()
     web_runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
@@ -277,9 +279,16 @@ def _load(settings: EngineSettings) -> tuple[LoadedModel, ModelRunner]:
 
 
 def _make_loop(
-    settings: EngineSettings, hello: Hello, runner: ModelRunner, on_frames: OnFrames, on_blocks: OnBlocks
+    settings: EngineSettings,
+    hello: Hello,
+    tokenizer: TokenizerFiles,
+    runner: ModelRunner,
+    on_frames: OnFrames,
+    on_blocks: OnBlocks,
 ) -> EngineLoop:
     from engine.blocks import BlockPool
+    from engine.grammar import Grammars
+    from engine.grammar_queue import GrammarQueue
     from engine.hit_density import HitDensity
     from engine.loop import EngineLoop
     from engine.scheduler import Scheduler
@@ -297,7 +306,17 @@ def _make_loop(
         eos_ids=hello.eos_ids,
         tiers=build_tiers(settings, hello.namespace, pool, runner.cache),
     )
-    return EngineLoop(scheduler, runner, on_frames=on_frames, on_blocks=on_blocks, max_pending=settings.max_waiting)
+    load = partial(
+        Grammars, tokenizer.tokenizer_json, hello.vocab_size, hello.eos_ids, cache_entries=settings.grammar_cache
+    )
+    return EngineLoop(
+        scheduler,
+        runner,
+        on_frames=on_frames,
+        on_blocks=on_blocks,
+        grammars=GrammarQueue(load, max_waiting=settings.max_waiting),
+        max_pending=settings.max_waiting,
+    )
 
 
 async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:

@@ -16,6 +16,7 @@ from engine.protocol import (
     Abort,
     BlockEvents,
     Breakpoint,
+    Grammar,
     Hello,
     Load,
     Namespace,
@@ -74,6 +75,8 @@ submits = st.builds(
     tenant=texts,
     breakpoints=st.lists(st.builds(Breakpoint, tokens=counts, ttl_s=finite), max_size=3).map(tuple),
     use_cache=st.booleans(),
+    grammar=st.none()
+    | st.builds(Grammar, kind=st.sampled_from(["json_schema", "json_object", "regex", "lark"]), text=texts),
 )
 hellos = st.builds(
     Hello,
@@ -107,6 +110,7 @@ updates = st.builds(
     finish=st.none() | st.sampled_from(["stop", "length", "abort", "error"]),
     stop_id=st.none() | token_ids,
     error=st.none() | texts,
+    grammar_path=st.none() | texts,
     lease_read_tokens=st.none() | counts,
     lease_write_tokens=st.none() | counts,
     leases_degraded=st.none() | counts,

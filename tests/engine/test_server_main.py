@@ -193,5 +193,5 @@ def test_the_setting_chooses_who_is_evicted(name: Any, policy: type) -> None:
     settings = EngineSettings(eviction=name, host_bytes=0, disk_bytes=0)
     runner: Any = CountingRunner()
     hello = server.make_hello(settings, cast("Any", MODEL), runner.num_blocks)
-    loop = server._make_loop(settings, hello, runner, lambda frames: None, lambda events: None)
+    loop = server._make_loop(settings, hello, TOKENIZER, runner, lambda frames: None, lambda events: None)
     assert type(loop._scheduler.pool._policy) is policy
