@@ -30,8 +30,8 @@ class Worker(Protocol):
         """`done` is called with what the job returned, by whoever calls this. A job does not raise."""
         ...
 
-    def close(self) -> None:
-        """Finishes the job that is being done and leaves out the rest."""
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """Finishes the job that is being done and leaves out the rest, but for one that is the last."""
         ...
 
 
@@ -43,6 +43,7 @@ class CopyThread:
         self._post = post
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
+        self._last: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -52,15 +53,21 @@ class CopyThread:
 
         self._jobs.put(work)
 
-    def close(self) -> None:
-        """Waits for the job that is being done, for CLOSE_LIMIT_S at most."""
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """Waits for the job that is being done and the last one, for CLOSE_LIMIT_S at most."""
+        self._last = last
         self._closing = True
         self._jobs.put(None)
         self._thread.join(CLOSE_LIMIT_S)
 
     def _work(self) -> None:
         while (work := self._jobs.get()) is not None and not self._closing:
-            try:
-                work()
-            except Exception:
-                log.exception("a copy thread's job failed in a way that it should not")
+            self._do(work)
+        if self._last is not None:
+            self._do(self._last)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception:
+            log.exception("a copy thread's job failed in a way that it should not")

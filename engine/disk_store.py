@@ -1,6 +1,7 @@
 """Blocks on disk: one file each, which proves by itself what it holds. Survives a restart.
 
     <folder>/<root of the namespace, hex>/<first two digits>/<digest, hex>.kv        folders 0700, files 0600
+                                         /<writer, hex>.leases                       see engine/lease_file.py
 
     file  header | payload | XXH3-128 of both
     header  magic and version, sizes, index of the block in its prefix | identity | salt | parent digest | token ids
@@ -24,7 +25,7 @@ import re
 import secrets
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -32,6 +33,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from engine.lease_file import LEASE_FILE, LeaseFile
 from engine.protocol import DIGEST_BYTES, HASHES, TOKEN_BYTES, Namespace
 from engine.stores import BlockKey, Payload
 
@@ -91,6 +93,12 @@ class DiskStore:
         """What a block takes on disk, for a budget: whole pages, with a salt of usual length."""
         size = _SIZES.size + len(self._identity) + 64 + DIGEST_BYTES + self._block_tokens
         return -(-(size + self._block_bytes + CHECKSUM_BYTES) // PAGE_BYTES) * PAGE_BYTES
+
+    def lease_file(
+        self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> LeaseFile:
+        """A new engine's file beside these blocks. See engine.lease_file.LeaseFile for the clocks."""
+        return LeaseFile(self._own, self._identity, clock=clock, wall=wall)
 
     # -- a store ------------------------------------------------------------------------------------------------------
 
@@ -172,10 +180,13 @@ class DiskStore:
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
-    def scan(self, most: int, budget_bytes: int, max_age_s: float) -> Scan:
+    def scan(self, most: int, budget_bytes: int, max_age_s: float, leased: Collection[bytes] = ()) -> Scan:
         """Reads the headers of all files, and deletes what is of no use: what proves nothing, what hangs from nothing,
         what is beyond `most` blocks, and files of other namespaces that were not used for `max_age_s` seconds or do
-        not fit into the budget beside these. Never fails; an unreadable folder is an empty one."""
+        not fit into the budget beside these. Never fails; an unreadable folder is an empty one.
+
+        leased  digests of blocks that go last, with all that they hang from
+        """
         torn = 0
         found: dict[bytes, tuple[BlockKey, float]] = {}
         for path, digest, used_s in self._own_files():
@@ -186,7 +197,7 @@ class DiskStore:
             else:
                 found[digest] = key, used_s
         whole = _with_parents(found)
-        kept = _newest(whole, most)
+        kept = _newest(whole, most, leased)
         for digest in found.keys() - kept.keys():
             _delete(self._path(digest))
         room = max(0, budget_bytes - len(kept) * self.file_bytes)
@@ -245,8 +256,9 @@ class DiskStore:
         files: list[_File] = []
         for namespace in _entries(str(self._folder)):
             if namespace.path != str(self._own) and _HEX_FOLDER.fullmatch(namespace.name) and _is_folder(namespace):
+                files += _files(namespace.path, LEASE_FILE)
                 for entry in _block_folders(Path(namespace.path)):
-                    files += _block_files(entry.path)
+                    files += _files(entry.path, _BLOCK_FILE, _TEMPORARY)
         files.sort(key=lambda file: file.used_s)
         total, oldest_s, deleted = sum(file.num_bytes for file in files), time.time() - max_age_s, 0
         for file in files:
@@ -255,9 +267,9 @@ class DiskStore:
             _delete(file.path)
             total -= file.num_bytes
             deleted += 1
-            for folder in (Path(file.path).parent, Path(file.path).parent.parent):
+            for folder in Path(file.path).relative_to(self._folder).parents[:-1]:
                 with contextlib.suppress(OSError):  # not empty yet
-                    folder.rmdir()
+                    (self._folder / folder).rmdir()
         return deleted
 
 
@@ -278,9 +290,18 @@ def _with_parents(found: dict[bytes, tuple[BlockKey, float]]) -> dict[bytes, tup
     return whole
 
 
-def _newest(whole: dict[bytes, tuple[BlockKey, float]], most: int) -> dict[bytes, tuple[BlockKey, float]]:
-    """The youngest `most` blocks. Parents are as young as their children and come first, so none is left alone."""
-    in_order = sorted(whole.items(), key=lambda entry: (-entry[1][1], entry[1][0].index))
+def _newest(
+    whole: dict[bytes, tuple[BlockKey, float]], most: int, leased: Collection[bytes]
+) -> dict[bytes, tuple[BlockKey, float]]:
+    """`most` blocks: what is leased, then the youngest. Parents are as young as their children and come first, so none
+    is left alone."""
+    kept: set[bytes] = set()
+    for digest in leased:
+        here: bytes | None = digest
+        while here in whole and here not in kept:
+            kept.add(here)
+            here = whole[here][0].parent
+    in_order = sorted(whole.items(), key=lambda entry: (entry[0] not in kept, -entry[1][1], entry[1][0].index))
     return dict(in_order[:most])
 
 
@@ -315,10 +336,10 @@ def _block_folders(namespace: Path) -> list[os.DirEntry[str]]:
     return [entry for entry in _entries(str(namespace)) if _SUBFOLDER.fullmatch(entry.name) and _is_folder(entry)]
 
 
-def _block_files(folder: str) -> list[_File]:
+def _files(folder: str, *names: re.Pattern[str]) -> list[_File]:
     files = []
     for entry in _entries(folder):
-        if _BLOCK_FILE.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name):
+        if any(name.fullmatch(entry.name) for name in names):
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 pages = -(-status.st_size // PAGE_BYTES) * PAGE_BYTES

@@ -53,6 +53,10 @@ class LeaseBook:
         """A tenant's lease of exactly this prefix, or None."""
         return self._by_digest.get(last_digest(salt, digests), {}).get((salt, tenant, self.tail(tokens, digests)))
 
+    def find_same(self, lease: Lease) -> Lease | None:
+        """The lease that is in the place of this one."""
+        return self._by_digest.get(lease.digest, {}).get((lease.salt, lease.tenant, lease.tail))
+
     def find(self, salt: str, tokens: bytes, digests: Sequence[bytes]) -> list[Lease]:
         """The leases whose tokens a prompt begins with, longest first, as far as digests can be trusted.
 

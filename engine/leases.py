@@ -47,6 +47,7 @@ class LeaseCounters:
     expired: int = 0
     dropped: int = 0  # ended early because there were too many, or another prefix took their digest
     lost: int = 0  # their blocks turned out to hold numbers that are not finite, or could not be read
+    restored: int = 0  # of an earlier run, and kept again at the start
     read_tokens: int = 0  # of the longest lease that each prompt began with
 
 
@@ -67,6 +68,7 @@ class Leases:
             pool.block_size, max_leases=max_leases, tenant_most=max(1, int(max_leases * tenant_share))
         )
         self.last_number = 0  # of a lease, counted from 1
+        self.revision = 0  # changes with what `kept_below` yields
         self._names: list[Tier] = []
         self._pools: list[BlockPool] = []
         self._trees: list[LeaseTree] = []
@@ -97,6 +99,12 @@ class Leases:
         """Whether a prompt under this salt may begin with a lease's tokens."""
         return self._book.has_salt(salt)
 
+    def kept_below(self) -> Iterator[Lease]:
+        """The leases that are pinned in the slowest pool, and those too short for that: what there is to be said to an
+        engine that finds the blocks of that pool. From any thread."""
+        bottom = len(self._pools) - 1
+        return (lease for lease in self._book if lease.state == "kept" and (lease.tier == bottom or not lease.depth))
+
     # -- use ----------------------------------------------------------------------------------------------------------
 
     def find(self, salt: str, tokens: bytes, digests: Sequence[bytes]) -> list[Lease]:
@@ -111,6 +119,7 @@ class Leases:
                 lease.expires_s = max(lease.expires_s, arrived_s + lease.ttl_s)
                 lease.uses += 1
                 self.counters.renewed += 1
+                self.revision += 1
 
     def read(self, found: Sequence[Lease], salt: str, tokens: bytes, digests: Sequence[bytes]) -> int:
         """Tokens of the longest lease among `found` whose blocks are there and hold the very tokens of this prompt; 0
@@ -182,6 +191,7 @@ class Leases:
                 return lease
         lease.ttl_s = max(lease.ttl_s, ttl_s)
         lease.expires_s = max(lease.expires_s, arrived_s + lease.ttl_s)
+        self.revision += 1
         if lease.state != "kept":
             kept = self._keep(lease, tokens, digests, now, displace=True)
             self.counters.degraded += is_new and not kept
@@ -229,6 +239,7 @@ class Leases:
         mine.add(lease, block)
         total.add(lease, block)
         lease.state, lease.tier, lease.block = "kept", tier, block
+        self.revision += 1
         return True
 
     def _unpin(self, lease: Lease) -> None:
@@ -237,6 +248,7 @@ class Leases:
             self._trees[lease.tier].remove(lease, lease.block)
             self._pools[lease.tier].end_lease(lease.block)
             lease.block = None
+            self.revision += 1
 
     def _degrade(self, lease: Lease) -> None:
         self._unpin(lease)
@@ -267,12 +279,14 @@ class Leases:
                 continue
             salt, tokens = pool.prefix_up_to(block)
             for lease in leases:
-                if salt != lease.salt or take_fingerprint(tokens + lease.tail) != lease.fingerprint:
-                    continue  # the digest stands for something else there
-                if lease.block is not None and lease.tier < tier:
-                    self._move(lease, tier, block, now)
-                elif lease.state == "degraded" and lease.expires_s > now:
-                    self.counters.kept_again += self._pin(lease, tier, block, now, displace=True)
+                if salt == lease.salt and take_fingerprint(tokens + lease.tail) == lease.fingerprint:
+                    self._settle(lease, tier, block, now)  # else the digest stands for something else there
+
+    def _settle(self, lease: Lease, tier: int, block: int, now: float) -> None:
+        if lease.block is not None and lease.tier < tier:
+            self._move(lease, tier, block, now)
+        elif lease.state == "degraded" and lease.expires_s > now:
+            self.counters.kept_again += self._pin(lease, tier, block, now, displace=True)
 
     def _move(self, lease: Lease, tier: int, block: int, now: float) -> None:
         above, before = lease.tier, lease.block
@@ -280,6 +294,48 @@ class Leases:
         self._unpin(lease)
         fits = self._pin(lease, tier, block, now, displace=True) or self._pin(lease, above, before, now, displace=False)
         assert fits, "a lease does not fit where it was"
+
+    def restore(self, tier: int, leases: Iterable[Lease], now: float) -> None:
+        """Enters leases of an earlier run, whose blocks that pool has taken over. None makes way for another, so the
+        most valuable come first. What does not fit is degraded, what is not there any more is lost."""
+        for lease in leases:
+            self.revision += 1
+            if lease.expires_s <= now:
+                continue
+            there, block = self._find_leaf(lease, tier)
+            same = self._book.find_same(lease)
+            if not there:
+                self.counters.lost += 1
+            elif same is None:
+                self._enter(lease, tier, block, now)
+            elif same.fingerprint == lease.fingerprint:  # it was asked for again before the start was over
+                same.ttl_s, same.expires_s = max(same.ttl_s, lease.ttl_s), max(same.expires_s, lease.expires_s)
+                if block is not None:
+                    self._settle(same, tier, block, now)
+
+    def _find_leaf(self, lease: Lease, tier: int) -> tuple[bool, int | None]:
+        """Whether the very tokens of a lease are in a pool, and the block that they end in."""
+        pool, tokens, block = self._pools[tier], b"", None
+        if lease.depth:
+            block = pool.find_block(lease.digest)
+            salt, tokens = (None, b"") if block is None else pool.prefix_up_to(block)
+            if salt != lease.salt or len(tokens) != lease.depth * pool.block_size * TOKEN_BYTES:
+                return False, None
+        whole = tokens + lease.tail
+        return take_fingerprint(whole) == lease.fingerprint and len(whole) == lease.tokens * TOKEN_BYTES, block
+
+    def _enter(self, lease: Lease, tier: int, block: int | None, now: float) -> None:
+        if self._book.find_surplus(lease.tenant, now) is not None:
+            self.counters.dropped += 1
+            return
+        self.last_number += 1
+        lease.number = self.last_number
+        self._add(lease)
+        if block is None:
+            lease.state = "kept"
+        fits = block is None or self._pin(lease, tier, block, now, displace=False)
+        self.counters.restored += fits
+        self.counters.degraded += not fits
 
     def drop_lost(self, tier: int = 0) -> int:
         """Degrades the leases whose blocks one pool was made to forget. Call it right after BlockPool.forget. Returns
@@ -290,6 +346,7 @@ class Leases:
             return 0
         for lease in lost:
             lease.state, lease.block = "degraded", None
+        self.revision += 1
         # The way up from a lost block is gone with it, so the trees are made anew.
         self._trees[tier] = LeaseTree(pool)
         for trees in self._tenant_trees.values():
@@ -328,10 +385,13 @@ class Leases:
                 lease.state = "dropped"
                 return False
             self._drop(surplus)
+        self._add(lease)
+        return True
+
+    def _add(self, lease: Lease) -> None:
         self._book.add(lease)
         if lease.tenant not in self._tenant_trees:
             self._tenant_trees[lease.tenant] = [LeaseTree(pool) for pool in self._pools]
-        return True
 
     def _drop(self, lease: Lease) -> None:
         self.counters.dropped += 1

@@ -246,18 +246,19 @@ class EngineLoop:
         elif not self._sleep(self._idle_check_s):
             if self._tiers.idle:
                 self._obey(self._check_invariants, "the check of an idle engine")
-            while not self._sleep(self._until_lease_ends()):
-                self._obey(self._end_leases, "the end of a lease")
+            while not self._sleep(self._until_leases_change()):
+                self._obey(self._tend_leases, "the end of a lease")
         return not self._stopping
 
-    def _end_leases(self) -> None:
+    def _tend_leases(self) -> None:
         self._scheduler.leases.expire(self._clock())
+        self._tiers.pump(self._clock())
         self._publish()  # an idle engine, too, says what it keeps
 
-    def _until_lease_ends(self) -> float | None:
-        """Seconds; None when there is no lease."""
-        end_s = self._scheduler.leases.next_end_s()
-        return None if end_s is None else min(max(0.0, end_s - self._clock()), threading.TIMEOUT_MAX)
+    def _until_leases_change(self) -> float | None:
+        """Seconds until one ends, or they are to be written; None when neither is going to happen."""
+        times = [at_s for at_s in (self._scheduler.leases.next_end_s(), self._tiers.next_s) if at_s is not None]
+        return min(max(0.0, min(times) - self._clock()), threading.TIMEOUT_MAX) if times else None
 
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""

@@ -69,7 +69,7 @@ class Scheduler:
         )
         for tier in self.tiers.lower:
             self.leases.add_tier(tier.name, tier.pool)
-        self.tiers.listen(self.leases.saved, self.leases.drop_lost)
+        self.tiers.listen(self.leases)
         self.counters = Counters()
         self.claims = Claims(self.leases, pool.block_size)
         self._limits = Limits(

@@ -7,7 +7,7 @@ both. Used on the loop's thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -15,6 +15,7 @@ from typing import Final
 from engine.blocks import BlockPool
 from engine.copy_thread import Worker
 from engine.disk_store import Scan
+from engine.lease_file import LeaseFile
 from engine.protocol import TOKEN_BYTES
 from engine.protocol import Tier as TierName
 from engine.residency import Residency
@@ -69,7 +70,8 @@ class Tier:
     """One tier; the first is where the model runs.
 
     store   needed as soon as there are two tiers
-    scan    what the store holds at the start, called on the tier's thread
+    scan    what the store holds at the start, called on the tier's thread with the digests that leases end in
+    leases  on disk, beside the blocks of this tier
     ready   everything that the start found is accounted for; nothing is saved before
     number  place among the tiers, 0 for the first
     """
@@ -78,7 +80,8 @@ class Tier:
     pool: BlockPool
     store: Store | None = None
     block_bytes: int = 0
-    scan: Callable[[], Scan] | None = None
+    scan: Callable[[Collection[bytes]], Scan] | None = None
+    leases: LeaseFile | None = None
     number: int = 0
     worker: Worker | None = None
     ready: bool = True

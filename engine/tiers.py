@@ -25,6 +25,8 @@ from typing import Any
 
 from engine.adopting import adopt
 from engine.copy_thread import Worker
+from engine.lease_saving import LeaseSaving
+from engine.leases import Leases
 from engine.protocol import BlockEvents
 from engine.restoring import Restoring
 from engine.saving import Saving
@@ -59,13 +61,16 @@ class Tiers:
             self.tiers, self._account, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=at_once
         )
         self._restoring = Restoring(self.tiers, self._account, part_blocks=part_blocks, at_once=at_once)
+        self._leases: Leases | None = None
+        self._lease_saving: LeaseSaving | None = None
 
-    def listen(self, on_saved: Callable[[int, list[bytes], float], object], on_lost: Callable[[int], object]) -> None:
-        """
-        on_saved  called with a tier's number, the digests that can be found there from now on, and the time
-        on_lost   called with the number of a lower tier that was made to forget blocks
-        """
-        self._saving.on_saved, self._account.on_lost = on_saved, on_lost
+    def listen(self, leases: Leases) -> None:
+        """These are told what was saved and what was lost, and are kept on disk where a tier has a file for them."""
+        self._leases = leases
+        self._saving.on_saved, self._account.on_lost = leases.saved, leases.drop_lost
+        for tier in self.lower:
+            if tier.leases is not None:
+                self._lease_saving = LeaseSaving(tier, tier.leases, leases, self._account)
 
     # -- for the loop -------------------------------------------------------------------------------------------------
 
@@ -74,13 +79,14 @@ class Tiers:
         for tier in self.lower:
             tier.worker = make_worker(f"copy-{tier.name}")
             if tier.scan is not None:
-                adopt(tier, self._account)
+                adopt(tier, self._account, self._leases)
 
     def close(self) -> None:
-        """Ends the threads after what they are doing."""
+        """Ends the threads after what they are doing; leases that have changed are written."""
         for tier in self.lower:
             if tier.worker is not None:
-                tier.worker.close()
+                saving = None if tier.leases is None else self._lease_saving
+                tier.worker.close(None if saving is None else saving.last())
 
     @property
     def busy(self) -> bool:
@@ -106,13 +112,20 @@ class Tiers:
     def pump_wanted(self) -> bool:
         return self._saving.pump_wanted
 
+    @property
+    def next_s(self) -> float | None:
+        """When `pump` has something to do, though nothing else happens until then; None when it has not."""
+        return None if self._lease_saving is None else self._lease_saving.next_s
+
     def pump(self, now: float, *, steps_run: bool = False) -> None:
-        """Starts what can be saved now. Call it in each turn, and while `pump_wanted`.
+        """Starts what can be saved now. Call it in each turn, while `pump_wanted`, and at `next_s`.
 
         steps_run  there was a step in this turn, and will be one in the next: saving takes its time
         """
         self._account.now = now
         self._saving.pump(steps_run=steps_run)
+        if self._lease_saving is not None:
+            self._lease_saving.pump()
 
     def take_events(self) -> list[BlockEvents]:
         """See engine.residency.Residency.take."""

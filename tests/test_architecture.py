@@ -85,6 +85,8 @@ def test_the_protocol_needs_only_the_standard_library_and_xxhash() -> None:
         "grammar",
         "hit_density",
         "lanes",
+        "lease_file",
+        "lease_saving",
         "leases",
         "lifetimes",
         "planner",

@@ -41,6 +41,7 @@ _COUNTERS: Final = (
     ("leases_kept_again", ("leases", "kept_again"), "Degraded leases that were used again and fitted."),
     ("leases_expired", ("leases", "expired"), "Leases whose time was up."),
     ("leases_lost", ("leases", "lost"), "Leases whose blocks turned out to be unusable."),
+    ("leases_restored", ("leases", "restored"), "Leases of an earlier run that were kept again at the start."),
     ("lease_read_tokens", ("leases", "read_tokens"), "Tokens of the longest lease that each prompt began with."),
 )
 _TIER_GAUGES: Final = (

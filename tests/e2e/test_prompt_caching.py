@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,30 @@ def test_what_is_leased_outlives_a_flood_until_its_time_is_over(tmp_path: Path, 
         if not disk_bytes:
             assert details(create(server, marked("Briefly.", " Well?", "5m"), key="none"))[0] == 0
             assert details(create(server, plain, key="none"))[0] == 0
+
+
+def test_a_lease_outlives_an_engine_that_is_killed_and_a_flood_after_that(tmp_path: Path) -> None:
+    shares = ("--engine-lease-share", "0.8", "--engine-lease-tenant-share", "0.8")
+    sizes = ("--kv-cache-bytes", str(24 << 20), "--engine-disk-bytes", str(24 << 20), "--dtype", "float32")
+    with Server(tmp_path, *shares, *sizes) as server:
+        plain = {"role": "user", "content": f"Plain. {BOOK}"}
+        assert details(create(server, plain, key="none"))[2] is None
+        assert details(create(server, marked("Kept.", " Why?", "5m"), key="none"))[2] == "kept"
+        server.wait_until(lambda: bool(list(tmp_path.rglob("*.leases"))), "the lease is written")
+        (process,) = server.children("engine")
+        os.kill(process, signal.SIGKILL)
+        server.wait_for_line("engine engine-0 joined", after=len(server.lines))
+        server.wait_until(lambda: bool(engine(server)["leases"]["restored"] == 1), "the lease is kept again")
+        assert "leases_restored_total{" in server.get("/metrics")
+
+        blocks = engine(server)["blocks"]
+        flood(server, 2 * blocks["total"] * blocks["tokens_per_block"])
+        assert engine(server)["tiers"]["disk"]["evictions"] > blocks["total"] // 2
+
+        kept = create(server, marked("Kept.", " Well?", "5m"), key="none")
+        assert details(kept)[0] > 100
+        assert int(kept.headers["x-kvasir-cached-tokens"]) > 100
+        assert details(create(server, plain, key="none"))[0] == 0, "what was not leased is gone"
 
 
 def flood(server: Server, num_tokens: int) -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.disk_store import PAGE_BYTES, DiskStore, Scan
+from engine.lease_tree import Lease
 from engine.protocol import Namespace, chain_digests, split_digests
 from engine.stores import BlockKey, Payload
 
@@ -266,6 +267,37 @@ def test_beyond_the_budget_the_oldest_go_and_nobody_loses_its_parent(tmp_path: P
     assert [key.digest for key in chains[1][:2]] == [key.digest for key in found.found if key in chains[1]]
     assert found.collected == 8
     assert len(files(tmp_path)) == 7
+
+
+def test_beyond_the_budget_what_is_leased_goes_last_with_all_that_it_hangs_from(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    chains = [keys_of([chain] * 20) for chain in range(3)]
+    for chain, keys in enumerate(chains):
+        store.write(slots(keys), keys, payload(chain, 5))
+        for key in keys:
+            age(Path(store._path(key.digest)), 1000 * (2 - chain))
+    leased = {chains[0][2].digest, chains[1][0].digest, b"of no block here"}
+    found = make(tmp_path).scan(7, 1 << 30, DAY_S, leased)
+    assert [sum(key in found.found for key in chain) for chain in chains] == [3, 1, 3]
+    found = make(tmp_path).scan(3, 1 << 30, DAY_S, leased)
+    assert [sum(key in found.found for key in chain) for chain in chains] == [2, 1, 0], "the budget is the budget"
+
+
+def test_leases_of_another_namespace_go_with_its_blocks(tmp_path: Path) -> None:
+    other = replace(NAMESPACE, weights="old")
+    store, keys = make(tmp_path, other), keys_of([*range(8)], namespace=other)
+    store.write(slots(keys), keys, payload(1, 2))
+    lease = Lease("t", "", keys[1].digest, b"", bytes(32), tokens=8, depth=2, ttl_s=9e9, expires_s=9e9, number=1)
+    leases = store.lease_file()
+    leases.write([lease])
+    leases.close()
+    assert len(files(tmp_path)) == 3
+    scan(make(tmp_path))
+    assert len(files(tmp_path)) == 3, "it is not too old yet"
+    for path in files(tmp_path):
+        age(path, 2 * DAY_S)
+    scan(make(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reading_a_block_makes_it_young(written: tuple[DiskStore, list[BlockKey], Payload], tmp_path: Path) -> None:

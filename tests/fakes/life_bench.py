@@ -8,7 +8,7 @@ that whatever the engine may do while a thread copies can be done there. A kille
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -149,9 +149,9 @@ class SlowDisk(Slow):
             super().drop([digest])
             self.folder.sound.pop(self.store._path(digest), None)
 
-    def scan(self, most: int, budget_bytes: int, max_age_s: float) -> Scan:
+    def scan(self, most: int, budget_bytes: int, max_age_s: float, leased: Collection[bytes]) -> Scan:
         self.meanwhile()
-        found = self.store.scan(most, budget_bytes, max_age_s)
+        found = self.store.scan(most, budget_bytes, max_age_s, leased)
         taken = sum(-(-path.stat().st_size // 4096) * 4096 for path in self.folder.files())
         assert taken <= budget_bytes, f"{taken} bytes are left on a disk that may have {budget_bytes}"
         self.folder.sound = {path: held for path, held in self.folder.sound.items() if Path(path).exists()}

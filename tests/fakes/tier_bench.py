@@ -7,13 +7,15 @@ wrong block, too early or over somebody else's fails at the next read.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.blocks import BlockPool
 from engine.config import EngineSettings
 from engine.disk_store import Scan
+from engine.lease_file import LeaseFile
 from engine.protocol import split_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Step
@@ -33,9 +35,11 @@ class ManualWorker:
     def run(self, job: Callable[[], Any], done: Callable[[Any], object]) -> None:
         self.jobs.append((job, done))
 
-    def close(self) -> None:
+    def close(self, last: Callable[[], object] | None = None) -> None:
         self.jobs.clear()
         self.done.clear()
+        if last is not None:
+            last()
 
     def work(self) -> bool:
         """Does the next job. False when there is none."""
@@ -137,7 +141,7 @@ class FakeDisk:
         for digest in digests:
             self.files.pop(digest, None)
 
-    def scan(self) -> Scan:
+    def scan(self, leased: Collection[bytes]) -> Scan:
         keys = sorted((key for key, _ in self.files.values()), key=lambda key: key.index)
         whole: dict[bytes, BlockKey] = {}
         for key in keys:
@@ -227,6 +231,12 @@ class TierBench(Bench):
                 if tier.name != "disk" or digest not in self.disk.torn:
                     assert self._contents(tier, block, digest) == tuple(expected), f"{tier.name} {block}"
 
+    def kill(self) -> None:
+        """The system closes its files; nothing else happens."""
+        for tier in self.tiers.lower:
+            if tier.leases is not None:
+                tier.leases.close()
+
     def _contents(self, tier: Tier, block: int, digest: bytes) -> Any:
         if tier.name == "gpu":
             return FakeCache(self.runner).read([block], [])[0]
@@ -243,6 +253,8 @@ def make(
     host: int = 0,
     disk: int = 64,
     files: FakeDisk | None = None,
+    leases: Path | None = None,
+    wall: Callable[[float], float] = lambda now: now,
     prefixes: Prefixes | None = None,
     context_tokens: int = 1000,
     eos_ids: tuple[int, ...] = (),
@@ -251,7 +263,11 @@ def make(
     **changes: Any,
 ) -> TierBench:
     """A bench with so many slots in each tier. `files` and `prefixes` are what an earlier one left; such files have not
-    been looked through yet."""
+    been looked through yet.
+
+    leases  folder of what is leased on disk
+    wall    Unix second at a second of this bench
+    """
     values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
     config = EngineSettings(**(values | changes))
     pool = BlockPool(num_blocks, SIZE)
@@ -261,7 +277,9 @@ def make(
     levels = [Tier("gpu", pool, FakeCache(runner), 1)]
     if rows is not None:
         levels.append(Tier("host", BlockPool(host, SIZE), rows, 1))
-    levels.append(Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan))
+    bench: TierBench
+    file = leases and LeaseFile(leases, b"w", clock=lambda: bench.now, wall=lambda: wall(bench.now))
+    levels.append(Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan, file))
     tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
     runner.tiers = tiers
     scheduler = Scheduler(
