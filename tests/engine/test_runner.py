@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ConfigError, EngineSettings
+from engine.paged import can_attend
 from engine.plan import MIN_TAIL_TOKENS
 from engine.runner import ModelRunner
 from engine.sequence import NOT_FINITE, Work
 from tests.fakes.tiny_models import (
     KINDS,
     Driver,
+    make_family,
     make_loaded,
     make_module,
     make_runner,
@@ -213,3 +215,24 @@ def test_half_precision_runs_close_to_float32(dtype: torch.dtype) -> None:
         halves = driver.prefill(driver.sequence(ids), cuts=[256]).float()
         assert ((whole - halves).norm() / whole.norm()).item() < 0.05
         assert whole.topk(10).indices.tolist().count(exact[0]) == 1
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_in_bfloat16_compiled_attention_gives_a_row_the_same_bits_alone_in_a_batch_and_warm(family: str) -> None:
+    module = make_family(family, {**KINDS["llama"][1], "hidden_size": 256, "head_dim": 32}, torch.bfloat16)
+    driver = Driver(ModelRunner(make_loaded(module), EngineSettings(kv_cache_bytes=32 << 20, threads=1)))
+    if not can_attend(driver.runner.cache):
+        pytest.skip("no compiler, or no bfloat16 products")
+    shared = random_ids(272, 1)
+    holder = driver.sequence(shared)
+    driver.prefill(holder, cuts=[256])
+    prefix = holder.block_table[:16]
+    ids = [shared[:256] + random_ids(5 + 3 * seed, seed) for seed in range(16)]
+    cold = [driver.prefill(driver.sequence(one), cuts=[256]) for one in ids]
+    warm = [driver.prefill(driver.sequence(one, shared=prefix), 256) for one in ids]
+    batch = [driver.sequence(one, shared=prefix) for one in ids]
+    driver.run(*(Work(s, 256, s.num_tokens - 257, samples=False) for s in batch))
+    driver.run(*(Work(s, s.num_tokens - 1, 1, samples=True) for s in batch))
+    for row, (one, other) in enumerate(zip(cold, warm, strict=True)):
+        assert torch.equal(one, other)
+        assert torch.equal(one, driver.logits[row])
