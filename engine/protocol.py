@@ -140,7 +140,7 @@ class Sampling:
     """How one sequence is continued. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch their filters off,
     repetition_penalty 1 and the other penalties 0 change nothing."""
 
-    max_tokens: int
+    max_tokens: int  # 0 computes the prompt and nothing more, so that it can be reused
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

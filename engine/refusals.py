@@ -41,8 +41,8 @@ def find_mistake(message: Submit, tokens: array[int], limits: Limits) -> str | N
         return "ignore_eos goes on where a grammar's text is complete; only one of them is possible"
     if message.lane not in LANES:
         return f"there is no lane {message.lane!r}; there are {' and '.join(LANES)}"
-    if most < 1:
-        return f"max_tokens is {most}; it must be at least 1"
+    if most < 0:
+        return f"max_tokens is {most}; it must be at least 0"
     if prompt + most > limits.context_tokens:
         return (
             f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together; "

@@ -265,6 +265,9 @@ class Scheduler:
         if not sequence.num_generated:
             self._describe_start(sequence, update, now)
         sampling = sequence.sampling
+        if not sampling.max_tokens:  # the prompt is computed, and that is all
+            self._finish(sequence, "length", update)
+            return
         if token in sequence.end_ids:
             update.stop_id = token
             self._finish(sequence, "stop", update)

@@ -248,12 +248,13 @@ def _rest(decoder: TextDecoder, scores: TokenScores | None) -> TextDelta | None:
 
 
 def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:
-    """Checks the prompt against the context and settles max_tokens, where 0 stands for all that is left."""
+    """Checks the prompt against the context and settles max_tokens, where 0 stands for all that is left, unless nothing
+    is to be generated."""
     room = model.context_tokens - prompt.num_tokens
     asked = request.sampling.max_tokens
-    if room < max(asked, 1):
+    if room < (0 if request.prewarm else max(asked, 1)):
         raise ContextLengthError(model.context_tokens, prompt.num_tokens, asked, param=request.prompt_param)
-    return request.sampling if asked else replace(request.sampling, max_tokens=room)
+    return request.sampling if asked or request.prewarm else replace(request.sampling, max_tokens=room)
 
 
 def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update: SequenceUpdate) -> None:

@@ -145,7 +145,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to be generated. `sampling.max_tokens` 0 means up to the context's end."""
+    """One sequence to be generated. `sampling.max_tokens` 0 means up to the context's end, or nothing for `prewarm`."""
 
     request_id: str
     tenant: Tenant
@@ -159,6 +159,7 @@ class Request:
     lane: Lane = "online"
     scope: Scope | None = None  # None is the tenant's own
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
+    prewarm: bool = False  # computes the prompt, so that it is cached, and generates nothing
     group: Group | None = None
     number: int = 0  # among the requests of its group; the prompt is accounted for with the first
     trace: Trace = field(default_factory=Trace)

@@ -121,8 +121,8 @@ class OpenAI:
         echo = self._echo(call, model) if call.echo else _no_echo
         at_once = self._server.prompts_at_once
         if call.stream:
-            return await stream(http, self._street, requests, shape, echo, silent=call.silent, at_once=at_once)
-        answers = await collect(self._street, requests, echo, silent=call.silent, at_once=at_once)
+            return await stream(http, self._street, requests, shape, echo, at_once=at_once)
+        answers = await collect(self._street, requests, echo, at_once=at_once)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         told = call.choices.told(answers, logprobs=call.sampling.logprobs is not None)
         return _json(shape.body(told, usage), record, **kvasir_headers(record))
@@ -142,6 +142,7 @@ class OpenAI:
                 prompt_param=call.prompt_param,
                 scope=scope,
                 use_cache=call.use_cache,
+                prewarm=call.prewarm,
                 group=group,
                 number=number,
             )

@@ -24,7 +24,7 @@ NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and s
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One POST. `silent` computes the prompts and returns no text (max_tokens 0)."""
+    """One POST. `prewarm` computes the prompts and generates nothing (max_tokens 0)."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -35,7 +35,7 @@ class Call:
     include_usage: bool = False
     choices: Choices = ONE_CHOICE
     echo: bool = False
-    silent: bool = False
+    prewarm: bool = False
     use_cache: bool = True
     cache_key: str = ""
     cache_salt: str = ""
@@ -116,9 +116,8 @@ def _call(
             param="min_tokens",
             code="invalid_value",
         )
-    silent = param == "prompt" and max_tokens == 0
     sampling = Sampling(
-        max_tokens=1 if silent else max_tokens,
+        max_tokens=max_tokens,
         temperature=values.get("temperature", 1.0),
         top_p=values.get("top_p", 1.0),
         top_k=max(values.get("top_k", 0), 0),
@@ -142,7 +141,7 @@ def _call(
         stream=stream,
         include_usage=bool(options and options.get("include_usage")),
         echo=values.get("echo", False),
-        silent=silent,
+        prewarm=param == "prompt" and max_tokens == 0,
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
     )

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -58,9 +57,7 @@ class Shape(Protocol):
     def ending(self, usage: Usage) -> bytes: ...
 
 
-async def collect(
-    street: Answers, requests: Sequence[Request], echo: Echo, *, silent: bool, at_once: int
-) -> list[Answer]:
+async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, at_once: int) -> list[Answer]:
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
     async def one(index: int, request: Request) -> Answer:
@@ -69,11 +66,10 @@ async def collect(
         async with aclosing(street.answer(request)) as events:
             async for event in events:
                 if type(event) is TextDelta:
-                    if not silent:
-                        pieces.append(event.text)
-                        scored += event.scored
+                    pieces.append(event.text)
+                    scored += event.scored
                 elif type(event) is Finished:
-                    reason, usage = _finish(event, request, silent)
+                    reason, usage = _finish(event, request)
                     told = None if request.sampling.logprobs is None else tuple(scored)
                     echoed = echo(index)
                     return Answer(echoed + "".join(pieces), reason, usage, told, len(echoed))
@@ -89,7 +85,6 @@ async def stream(
     shape: Shape,
     echo: Echo,
     *,
-    silent: bool,
     at_once: int,
 ) -> web.StreamResponse:
     """Answers over SSE, complete, and ended as it has to be. Raises only while nothing was sent."""
@@ -104,11 +99,10 @@ async def stream(
             write, (before, after) = response.write, shape.piece(index)
             async for event in events:
                 if type(event) is TextDelta:
-                    if not silent:
-                        plain = not event.scored
-                        await write(before + json_text(event.text) + after if plain else scored(event))
+                    plain = not event.scored
+                    await write(before + json_text(event.text) + after if plain else scored(event))
                 elif type(event) is Finished:
-                    reason, usage = _finish(event, request, silent)
+                    reason, usage = _finish(event, request)
                     closing = shape.closing(index, reason)
                     if len(requests) == 1:
                         return closing, usage  # goes out together with the ending
@@ -132,19 +126,15 @@ async def stream(
         return await sse.fail(KvasirError("The server had an error while it answered."))
 
 
-def _finish(event: Finished, request: Request, silent: bool) -> tuple[str, Usage]:
-    """Reason and usage to report. A silent request generated one token that nobody gets, and the prompt of a group is
-    counted with its first request."""
-    trace, reason, usage = request.trace, event.reason, event.usage
-    if silent:
-        trace.completion_tokens = 0
-        reason, usage = "length", replace(usage, completion_tokens=0)
+def _finish(event: Finished, request: Request) -> tuple[str, Usage]:
+    """Reason and usage to report. The prompt of a group is counted with its first request."""
+    trace, usage = request.trace, event.usage
     if request.number:
         trace.prompt_tokens = trace.cached_tokens = trace.cache_write_tokens = 0
         trace.lease_read_tokens = trace.lease_write_tokens = 0
         trace.lease = None
         usage = Usage(0, usage.completion_tokens)
-    return reason, usage
+    return event.reason, usage
 
 
 async def _within(requests: Sequence[Request], work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -155,6 +155,18 @@ def test_log_probabilities_of_completions_are_parallel_lists(server: Server) -> 
         assert tops[token] == own
 
 
+def test_no_tokens_warm_the_prompt_for_the_next_request(server: Server) -> None:
+    create = server.client().completions.create
+    prompt = "The station was built in a year that nobody remembers. " * 4
+    warm = create(model="demo", prompt=prompt, max_tokens=0)
+    assert warm.usage is not None
+    assert (warm.choices[0].text, warm.choices[0].finish_reason, warm.usage.completion_tokens) == ("", "length", 0)
+    after = create(model="demo", prompt=prompt, max_tokens=1)
+    assert after.usage is not None
+    assert after.usage.prompt_tokens_details is not None
+    assert (after.usage.prompt_tokens_details.cached_tokens or 0) >= after.usage.prompt_tokens - 32
+
+
 def test_eight_answers_compute_their_prompt_once(server: Server) -> None:
     def prefilled() -> int:
         return int(server.get("/admin/stats")["engines"][0]["sharing"]["prefilled_tokens"])

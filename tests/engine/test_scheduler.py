@@ -60,6 +60,30 @@ def test_eos_can_be_ignored() -> None:
     assert bench.answer(1) == expected(prompt(10))
 
 
+def test_no_tokens_compute_the_prompt_and_nothing_more() -> None:
+    bench = make()
+    for seq in (1, 2):
+        bench.submit(seq, prompt(30), max_tokens=0)
+        bench.finish()
+    updates = [*bench.of(1), *bench.of(2)]
+    assert [(update.tokens, update.finish, update.cached_tokens) for update in updates] == [
+        ([], "length", 0),
+        ([], "length", 24),  # whole blocks, and four tokens at least are computed again
+    ]
+    assert bench.scheduler.counters.decoded_tokens == 0
+    bench.submit(3, prompt(30))
+    bench.finish()
+    assert bench.answer(3) == expected(prompt(30))
+    assert bench.of(3)[0].cached_tokens == 24
+
+
+def test_a_prompt_that_fills_the_context_can_be_computed() -> None:
+    bench = make(context_tokens=30)
+    bench.submit(1, prompt(30), max_tokens=0)
+    bench.finish()
+    assert [update.finish for update in bench.of(1)] == ["length"]
+
+
 def test_many_sequences_get_the_answers_they_get_alone() -> None:
     bench = make(num_blocks=200)
     for seq in range(20):
@@ -77,7 +101,7 @@ def test_many_sequences_get_the_answers_they_get_alone() -> None:
     ("length", "changes", "reason"),
     [
         (0, {}, "empty"),
-        (10, {"max_tokens": 0}, "max_tokens is 0"),
+        (10, {"max_tokens": -1}, "max_tokens is -1"),
         (
             97,
             {"max_tokens": 4},

@@ -117,7 +117,7 @@ class FakeStreet:
         trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
         trace.overhead_ms = 0.5
         yield Started("engine-1", prompt_tokens, self.cached_tokens)
-        for piece in self.pieces:
+        for piece in () if request.prewarm else self.pieces:
             trace.completion_tokens += 1
             yield TextDelta(piece) if isinstance(piece, str) else piece
             await asyncio.sleep(0)
@@ -125,7 +125,7 @@ class FakeStreet:
         if self.fails_after is not None:
             raise self.fails_after
         yield Finished(
-            "stop" if self.reason == "stop" else "length",
+            "stop" if self.reason == "stop" and not request.prewarm else "length",
             Usage(prompt_tokens, trace.completion_tokens, self.cached_tokens, 0),
         )
 

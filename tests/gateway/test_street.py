@@ -245,6 +245,14 @@ async def test_the_stages_are_asked_in_the_order_of_the_street() -> None:
     assert stages.calls == ["encode", "find d,e", "choose {'e': 8}", "place e"]
 
 
+async def test_a_request_that_prewarms_generates_nothing_and_may_fill_the_context() -> None:
+    engine = ScriptedEngine("e", [[SequenceUpdate(1, [], cached_tokens=0, finish="length")]])
+    stages = Stages([engine], num_tokens=32)
+    asked = replace(request(max_tokens=0), prewarm=True)
+    assert await walk(stages, asked) == [Started("e", 32, 0), Finished("length", Usage(32, 0, 0, 32))]
+    assert engine.asked[0].max_tokens == 0
+
+
 async def test_a_group_goes_to_one_engine_as_long_as_that_serves() -> None:
     scripts: list[Script] = [[SequenceUpdate(1, [0], finish="stop")] for _ in range(3)]
     engines = [ScriptedEngine(name, list(scripts)) for name in ("d", "e")]

@@ -32,7 +32,7 @@ def tokens(*ids: int) -> TokenPrompt:
 def test_a_plain_chat_has_the_defaults_of_the_api() -> None:
     call = chat()
     assert call.prompts == (ChatPrompt(MESSAGES),)
-    assert (call.prompt_param, call.stream, call.include_usage, call.stop, call.silent) == (
+    assert (call.prompt_param, call.stream, call.include_usage, call.stop, call.prewarm) == (
         "messages",
         False,
         False,
@@ -339,9 +339,9 @@ def test_completions_end_after_sixteen_tokens_unless_told_otherwise() -> None:
     assert completion(max_tokens=3).sampling.max_tokens == 3
 
 
-def test_no_tokens_at_all_computes_the_prompt_silently() -> None:
+def test_no_tokens_at_all_computes_the_prompt() -> None:
     call = completion(max_tokens=0)
-    assert (call.silent, call.sampling.max_tokens) == (True, 1)
+    assert (call.prewarm, call.sampling.max_tokens) == (True, 0)
 
 
 def test_the_least_tokens_may_not_be_more_than_the_most() -> None:

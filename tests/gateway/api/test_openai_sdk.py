@@ -112,7 +112,7 @@ async def test_no_tokens_computes_the_prompt_and_returns_none(stream: bool) -> N
         assert ("".join(texts), reasons) == ("", ["length"])
         usage = chunks[-1].usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (40, 0)
-        assert gateway.street.sampling.max_tokens == 1
+        assert (gateway.street.requests[0].prewarm, gateway.street.sampling.max_tokens) == (True, 0)
 
 
 async def test_nothing_is_a_prompt_too() -> None:
