@@ -38,6 +38,7 @@ REACHED = (
     *("whole answers", "restarts", "adopted", "must survive", "interrupted copies", "killed copies"),
     *("leases granted", "leases renewed", "leases degraded", "leases kept_again", "leases expired", "leases dropped"),
     *("leases lost", "leases demoted", "leases read", "leases read again", "leases brought back", "leases promised"),
+    "leases restored",
     *("gpu evicted", "host evicted", "disk evicted", "host saved", "disk saved", "host restored", "disk restored"),
     *(
         "host failed",
@@ -77,6 +78,7 @@ class Fuzz:
         self.depth = 0
         self.quiet = self.computing = False
         self.last = 0
+        self.leased: dict[bytes, list[int]] = {}  # fingerprint -> tokens that some request wanted to be kept
         self.bench = self.begin()
 
     def begin(self) -> LifeBench:
@@ -84,7 +86,6 @@ class Fuzz:
         rng = self.rng
         self.asked: dict[int, Asked] = {}
         self.aborted: set[int] = set()
-        self.leased: dict[bytes, list[int]] = {}  # fingerprint -> tokens that some request wanted to be kept
         self.until: dict[Lease, float] = {}  # when a lease may end at the soonest
         self.kept: set[Lease] = set()
         self.excuses = 0
@@ -127,6 +128,8 @@ class Fuzz:
         except Exception as error:
             error.add_note(f"after {self.seen['commands']} commands; the last one: {self.rule}")
             raise
+        finally:
+            self.bench.kill(self.folder)
         return self.seen
 
     def do(self) -> None:
@@ -339,6 +342,7 @@ class Fuzz:
         """As if the process were killed: what was copied is there, nothing else."""
         self.close()
         self.seen["restarts"] += 1
+        self.bench.kill(self.folder)
         survivors = self.age_files()
         self.bench = self.begin()
         if self.rng.random() < 0.5:
@@ -346,6 +350,7 @@ class Fuzz:
         self.settle()
         disk = self.bench.tiers.tiers[-1].pool
         self.seen["adopted"] += disk.num_registered
+        self.seen["leases restored"] += self.bench.scheduler.leases.counters.restored
         mine = [key for path, (model, key) in self.folder.sound.items() if model == self.bench.runner.model]
         own = Path(self.bench.disk.store._own)
         if len([path for path in survivors if own in path.parents]) <= disk.num_blocks:

@@ -130,6 +130,7 @@ class Folder:
 
     path: Path
     sound: dict[str, tuple[str, BlockKey]] = field(default_factory=dict)
+    wall: float = 1.7e9  # Unix second at which the present engine began
 
     def files(self) -> list[Path]:
         return sorted(self.path.rglob("*.kv"))
@@ -242,6 +243,13 @@ class LifeBench(Bench):
         assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
         assert not len(self.scheduler.claims)
 
+    def kill(self, folder: Folder) -> None:
+        """The system closes its files; nothing else happens."""
+        folder.wall += self.now
+        leases = self.tiers.lower[-1].leases
+        assert leases is not None
+        leases.close()
+
     # -- what must hold -----------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
@@ -344,7 +352,9 @@ def start(
     store = SlowDisk(files, pause, folder=folder, model=model, store=files)
     stores.append(store)
     scan = partial(store.scan, disk, disk * files.file_bytes, max_age_s)
-    levels.append(Tier("disk", BlockPool(disk, SIZE, policy(disk)), store, files.file_bytes, scan))
+    began = folder.wall
+    leases = files.lease_file(clock=lambda: bench.now, wall=lambda: began + bench.now)
+    levels.append(Tier("disk", BlockPool(disk, SIZE, policy(disk)), store, files.file_bytes, scan, leases))
     tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
     scheduler = Scheduler(
         pool, namespace, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
