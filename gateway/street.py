@@ -21,7 +21,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.protocol import Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
-from gateway.errors import ContextLengthError, DeadlineError, EngineFailedError, EngineLostError, OverloadedError
+from gateway.errors import (
+    BadRequestError,
+    ContextLengthError,
+    DeadlineError,
+    EngineFailedError,
+    EngineLostError,
+    KvasirError,
+    OverloadedError,
+)
 from gateway.types import (
     ChatPrompt,
     EncodedPrompt,
@@ -217,7 +225,7 @@ class Street:
         async with aclosing(engine.generate(prompt, sampling, request)) as updates:
             async for update in updates:
                 if update.finish == "error":
-                    raise EngineFailedError(update.error or "The engine failed on this request.")
+                    raise _failure(request, update)
                 if trace.first_token_ms is None:
                     _meter_start(request, prompt, engine, update)
                     yield Started(engine.name, trace.prompt_tokens, trace.cached_tokens)
@@ -245,6 +253,15 @@ def _rest(decoder: TextDecoder, scores: TokenScores | None) -> TextDelta | None:
         scored = scores.release(text)
         scored += () if decoder.stopped else scores.flush()
     return TextDelta(text, scored) if text or scored else None
+
+
+def _failure(request: Request, update: SequenceUpdate) -> KvasirError:
+    """A grammar that cannot be carried out is the client's; everything else is the engine's."""
+    if update.grammar_path is None or request.constraint is None:
+        return EngineFailedError(update.error or "The engine failed on this request.")
+    param = request.constraint.param
+    path = f"{param}.{update.grammar_path}" if update.grammar_path else param
+    return BadRequestError(f"Invalid '{path}': {update.error}.", param=path, code="invalid_grammar")
 
 
 def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:

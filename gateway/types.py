@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from engine.protocol import TOKEN_BYTES, Breakpoint, Lane, Sampling
+from engine.protocol import TOKEN_BYTES, Breakpoint, Grammar, Lane, Sampling
 
 ANONYMOUS = "anonymous"
 """The tenant of a server without configured keys."""
@@ -94,6 +94,14 @@ class TokenPrompt:
     tokens: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a text has to be, and the parameter that asked for it, for error messages."""
+
+    grammar: Grammar
+    param: str
+
+
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 PromptParam = Literal["messages", "prompt", "input"]
 
@@ -160,6 +168,7 @@ class Request:
     scope: Scope | None = None  # None is the tenant's own
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
     prewarm: bool = False  # computes the prompt, so that it is cached, and generates nothing
+    constraint: Constraint | None = None
     group: Group | None = None
     number: int = 0  # among the requests of its group; the prompt is accounted for with the first
     trace: Trace = field(default_factory=Trace)

@@ -143,6 +143,7 @@ class OpenAI:
                 scope=scope,
                 use_cache=call.use_cache,
                 prewarm=call.prewarm,
+                constraint=call.constraint,
                 group=group,
                 number=number,
             )

@@ -22,6 +22,7 @@ from gateway.api.fields import (
     text,
     wrong_type,
 )
+from gateway.api.formats import response_format, structured_outputs
 from gateway.api.openai_caching import check_options
 from gateway.api.openai_messages import parse_messages
 from gateway.errors import BadRequestError
@@ -89,11 +90,6 @@ def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
             )
         pairs.append((int(key), _bias(item, f"{path}.{key}")))
     return tuple(pairs)
-
-
-def _response_format(value: Any, path: str) -> Any:
-    kind = an_object(value, path).get("type")
-    return choice("text", "json_object", "json_schema")(kind, f"{path}.type")
 
 
 def _tool_choice(value: Any, path: str) -> Any:
@@ -176,6 +172,18 @@ _SHARED = (
         "Extension: no end of text and no stop token comes before so many. Stop strings end the answer at any time.",
     ),
     _used(
+        "response_format",
+        response_format,
+        "object: `type` `text`, `json_object` or `json_schema`",
+        "What the answer has to be; see below.",
+    ),
+    _used(
+        "structured_outputs",
+        structured_outputs,
+        "object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+        "Extension, as in vLLM: the same, and regular expressions, choices and Lark grammars.",
+    ),
+    _used(
         "prompt_cache_key",
         text(512),
         "string of up to 512 characters",
@@ -252,13 +260,6 @@ CHAT = _table(
     _refused("functions", an_array, "-", "Functions are not supported yet."),
     _refused(
         "function_call", _tool_choice, "string or object; only `none`", "Functions are not supported yet.", "none"
-    ),
-    _refused(
-        "response_format",
-        _response_format,
-        'object; only `{"type": "text"}`',
-        "Structured outputs are not supported yet, only the type `text`.",
-        "text",
     ),
     _refused("modalities", _text_modalities, 'array; only `["text"]`', "Only text is generated.", ("text",)),
     _refused("audio", anything, "-", "Only text is generated."),

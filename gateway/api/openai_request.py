@@ -16,7 +16,7 @@ from gateway.api.openai_caching import read_caching
 from gateway.api.openai_parameters import CHAT, COMPLETION, TOKEN_ID_MAX
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError, UnsupportedError
-from gateway.types import ChatPrompt, Prompt, PromptParam, TextPrompt, TokenPrompt
+from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt
 
 DEFAULT_COMPLETION_TOKENS = 16
 NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and so its end-of-text token, is known
@@ -36,6 +36,7 @@ class Call:
     choices: Choices = ONE_CHOICE
     echo: bool = False
     prewarm: bool = False
+    constraint: Constraint | None = None
     use_cache: bool = True
     cache_key: str = ""
     cache_salt: str = ""
@@ -142,8 +143,27 @@ def _call(
         include_usage=bool(options and options.get("include_usage")),
         echo=values.get("echo", False),
         prewarm=param == "prompt" and max_tokens == 0,
+        constraint=_constraint(values),
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
+    )
+
+
+def _constraint(values: dict[str, Any]) -> Constraint | None:
+    """What the text has to be. At most one parameter may ask for something, and not for more than that."""
+    asked = [values[name] for name in ("response_format", "structured_outputs") if values.get(name) is not None]
+    if len(asked) > 1:
+        raise _together("response_format", "structured_outputs")
+    if asked and values.get("ignore_eos"):
+        raise _together(asked[0].param.partition(".")[0], "ignore_eos")
+    return asked[0] if asked else None
+
+
+def _together(one: str, other: str) -> BadRequestError:
+    return BadRequestError(
+        f"Setting '{one}' and '{other}' at the same time is not supported.",
+        param=other,
+        code="invalid_parameter_combination",
     )
 
 

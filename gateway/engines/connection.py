@@ -108,6 +108,7 @@ class Connection:
                 request_id=request.request_id,
                 breakpoints=prompt.breakpoints,
                 use_cache=request.use_cache,
+                grammar=request.constraint.grammar if request.constraint else None,
             )
         )
         self.streams[stream.seq] = stream

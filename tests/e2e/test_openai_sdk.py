@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from pathlib import Path
@@ -312,3 +313,51 @@ def test_tenants_share_nothing(tmp_path: Path) -> None:
         assert cached(ask(server, "x", key="south-key-123")) > 0
         assert server.get("/admin/stats", key="admin-key-123")
         assert not [line for line in server.lines if "key-123" in line]
+
+
+STATION = {
+    "type": "object",
+    "properties": {
+        "open": {"type": "boolean"},
+        "tracks": {"type": "integer", "minimum": 1, "maximum": 12},
+        "kind": {"enum": ["small", "größer"]},
+    },
+    "required": ["open", "tracks", "kind"],
+    "additionalProperties": False,
+}
+
+
+def schema_format(schema: object, *, strict: bool = True) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "station", "schema": schema, "strict": strict}}
+
+
+def test_an_answer_under_a_schema_parses_whatever_the_model_wants_to_say(server: Server) -> None:
+    for seed in range(4):
+        answer = ask(
+            server, "Describe it.", max_tokens=100, temperature=1.5, seed=seed, response_format=schema_format(STATION)
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        said = json.loads(answer.choices[0].message.content or "")
+        assert list(said) == ["open", "tracks", "kind"]
+        assert 1 <= said["tracks"] <= 12
+
+
+def test_a_stream_under_a_regular_expression_matches_it(server: Server) -> None:
+    chunks = server.client().chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "When?"}],
+        stream=True,
+        extra_body={"structured_outputs": {"regex": "([01][0-9]|2[0-3]):[0-5][0-9]"}},
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert re.fullmatch("[0-2][0-9]:[0-5][0-9]", text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_carried_out_is_a_400_with_its_path(server: Server, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "integer"}}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(server, "Hello.", stream=stream, response_format=schema_format(schema, strict=False))
+    assert refused.value.param == "response_format.json_schema.schema.properties.a.not"
+    assert refused.value.code == "invalid_grammar"
+    assert "'not'" in refused.value.message

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import Breakpoint, Hello, Load, Namespace, Sampling, SequenceUpdate, TokenLogprobs
+from engine.protocol import Breakpoint, Grammar, Hello, Load, Namespace, Sampling, SequenceUpdate, TokenLogprobs
 from gateway.errors import (
+    BadRequestError,
     ContextLengthError,
     DeadlineError,
     EngineFailedError,
@@ -24,6 +25,7 @@ from gateway.errors import (
 from gateway.street import Street
 from gateway.types import (
     ChatPrompt,
+    Constraint,
     EncodedPrompt,
     Event,
     Finished,
@@ -395,6 +397,17 @@ async def test_a_sequence_that_failed_is_not_tried_again() -> None:
     engine = ScriptedEngine("a", [[SequenceUpdate(1, finish="error", error="not finite")], [FIRST]])
     with pytest.raises(EngineFailedError, match="not finite"):
         await walk(Stages([engine]), request())
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize(("path", "param"), [("properties.a.not", "f.schema.properties.a.not"), ("", "f.schema")])
+async def test_a_grammar_that_cannot_be_carried_out_is_the_clients_mistake(path: str, param: str) -> None:
+    update = SequenceUpdate(1, finish="error", error="'not' is not supported", grammar_path=path)
+    engine = ScriptedEngine("a", [[update], [FIRST]])
+    asked = replace(request(), constraint=Constraint(Grammar("json_schema", "{}"), "f.schema"))
+    with pytest.raises(BadRequestError, match="'not' is not supported") as caught:
+        await walk(Stages([engine]), asked)
+    assert (caught.value.param, caught.value.code) == (param, "invalid_grammar")
     assert len(engine.asked) == 1
 
 

@@ -232,8 +232,6 @@ REFUSED = [
     {"tool_choice": TOOL},
     {"functions": [{"name": "f"}]},
     {"function_call": {"name": "f"}},
-    {"response_format": {"type": "json_object"}},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
     {"modalities": ["text", "audio"]},
     {"audio": {"voice": "alloy"}},
     {"prediction": {"type": "content", "content": "x"}},

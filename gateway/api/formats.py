@@ -1,0 +1,107 @@
+"""What a client wants its text to be: `response_format` of the OpenAI API, and `structured_outputs` as in vLLM.
+
+Pure. The engine compiles the grammar and says what in it cannot be carried out; gateway/street.py makes a 400 of that.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, cast
+
+import orjson
+
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from gateway.api.fields import an_array, an_object, boolean, choice, text, unknown_parameter
+from gateway.api.strict_schema import check_strict
+from gateway.errors import BadRequestError
+from gateway.types import Constraint
+
+MAX_CHOICES: Final = 1000
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FIELDS: Final = {
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+}
+_SCHEMA_FIELDS: Final = {"name", "description", "schema", "strict"}
+_string = text()
+
+
+def response_format(value: Any, path: str) -> Constraint | None:
+    """None for plain text."""
+    kind = choice(*_FIELDS)(an_object(value, path).get("type"), f"{path}.type")
+    _only(value, _FIELDS[kind], path)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint(Grammar("json_object"), path)
+    return _json_schema(value.get("json_schema"), f"{path}.json_schema")
+
+
+def structured_outputs(value: Any, path: str) -> Constraint | None:
+    """One of `json`, `json_object`, `regex`, `choice` and `grammar` (Lark)."""
+    given = {key: item for key, item in an_object(value, path).items() if item is not None}
+    _only(given, {"json", "json_object", "regex", "choice", "grammar"}, path)
+    if len(given) != 1:
+        raise _invalid(path, "exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar' is expected")
+    ((kind, item),) = given.items()
+    where = f"{path}.{kind}"
+    if kind == "json":
+        return _schema(orjson_loads(item, where) if type(item) is str else item, where)
+    if kind == "json_object":
+        return Constraint(Grammar("json_object"), where) if boolean(item, where) else None
+    if kind == "choice":
+        if len(an_array(item, where)) > MAX_CHOICES:
+            raise _invalid(where, f"at most {MAX_CHOICES} choices are possible")
+        choices = [_string(one, f"{where}[{index}]") for index, one in enumerate(item)]
+        return _constraint("regex", "|".join(re.escape(one) for one in choices), where)
+    return _constraint("regex" if kind == "regex" else "lark", _string(item, where), where)
+
+
+def orjson_loads(value: str, path: str) -> Any:
+    """A schema that is written as a string."""
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise _invalid(path, f"the string is not JSON: {error}") from None
+
+
+def _json_schema(value: Any, path: str) -> Constraint:
+    _only(an_object(value, path), _SCHEMA_FIELDS, path)
+    name = _string(value.get("name"), f"{path}.name")
+    if not _NAME.fullmatch(name):
+        raise _invalid(f"{path}.name", "1 to 64 letters, digits, '_' and '-' are expected")
+    if value.get("description") is not None:
+        _string(value["description"], f"{path}.description")
+    schema = value.get("schema")
+    where = f"{path}.schema"
+    if value.get("strict") is not None and boolean(value["strict"], f"{path}.strict"):
+        check_strict(schema, where)
+    return _schema({} if schema is None else an_object(schema, where), where)
+
+
+def _schema(schema: Any, path: str) -> Constraint:
+    if type(schema) not in (dict, bool):
+        an_object(schema, path)
+    return _constraint("json_schema", orjson.dumps(schema).decode(), path)
+
+
+def _constraint(kind: str, source: str, path: str) -> Constraint:
+    if len(source.encode()) > MAX_GRAMMAR_BYTES:
+        raise BadRequestError(
+            f"Invalid '{path}': too long. It may be {MAX_GRAMMAR_BYTES} bytes of UTF-8.",
+            param=path,
+            code="string_above_max_length",
+        )
+    return Constraint(Grammar(cast("GrammarKind", kind), source), path)
+
+
+def _only(value: dict[str, Any], fields: set[str], path: str) -> None:
+    for key, item in value.items():
+        if key not in fields and item is not None:
+            raise unknown_parameter(f"{path}.{key}")
+
+
+def _invalid(path: str, why: str) -> BadRequestError:
+    return BadRequestError(f"Invalid '{path}': {why}.", param=path, code="invalid_value")
