@@ -56,7 +56,7 @@ class Sampler:
     def _choose_one(self, logits: Tensor, sequence: Sequence, mask: Mask | None = None) -> int:
         sampling = sequence.sampling
         adjusted = adjust(logits, sequence)
-        logits = adjusted if mask is None else constrain(adjusted, logits, mask)
+        logits = adjusted if mask is None else constrain(adjusted, logits, mask, may_not_end(sequence))
         if sampling.temperature <= 0:
             return int(logits.argmax())
         weights, ids = weigh(logits, sampling)
@@ -90,15 +90,18 @@ def _choose_greedily(logits: Tensor, tokens: list[int], sequences: list[Sequence
         tokens[row] = token
 
 
-def constrain(adjusted: Tensor, logits: Tensor, mask: Mask) -> Tensor:
+def constrain(adjusted: Tensor, logits: Tensor, mask: Mask, forbids_ends: bool) -> Tensor:
     """Logits of the tokens that a mask allows, minus infinity elsewhere. Where nothing is left, because what it allows
     may not come yet (min_tokens), the grammar wins: its text is complete.
 
-    adjusted  (vocab_size,) float32; `logits` are those before bias and penalties
+    adjusted      (vocab_size,) float32; `logits` are those before bias and penalties
+    forbids_ends  whether `adjusted` has minus infinity for what may not come yet
     """
     allowed = torch.from_numpy(mask).to(logits.device)
     left = adjusted.where(allowed, -torch.inf)
-    return logits.where(allowed, -torch.inf) if left.max() == -torch.inf else left
+    if forbids_ends and left.max() == -torch.inf:
+        return logits.where(allowed, -torch.inf)
+    return left
 
 
 def highest(logits: Tensor) -> tuple[list[int], list[bool]]:
