@@ -77,6 +77,9 @@ class StepAttention:
         self._split = not self._exact and self._device.type == "cpu"
         self._attend: Callable[..., Tensor] = _flash_cpu if self._device.type == "cpu" else _sdpa
         self._spans = batch.spans
+        self.num_scored = len(
+            batch.scored
+        )  # of the rows that a model is asked for, the last so many are not works' last
         self._compiled = can_attend(cache)
         self._paged: PagedAttention | None = None
         self._capped: CappedAttention | None = None

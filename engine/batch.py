@@ -45,6 +45,7 @@ class Batch:
     positions  (num_tokens,)  int64  position of each token in its own sequence
     slots      (num_tokens,)  int64  slot that each token's keys and values go to: block * block_size + offset
     last_rows  (num_work,)    int64  last row of each work
+    scored     (num_scored,)  int64  rows whose next token is a prompt's whose log probability is wanted
     """
 
     tokens: Ints
@@ -52,6 +53,7 @@ class Batch:
     slots: Ints
     last_rows: Ints
     spans: list[Span]
+    scored: Ints
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +77,19 @@ def make_batch(step: Step, block_size: int) -> Batch:
         spans.append(Span(row, count, start, table))
         row += count
         last_rows[index] = row - 1
-    return Batch(tokens, positions, slots, last_rows, spans)
+    scored = [
+        span.row + at - span.start for work, span in zip(step.work, spans, strict=True) for at in scored_positions(work)
+    ]
+    return Batch(tokens, positions, slots, last_rows, spans, np.array(scored, np.int64))
+
+
+def scored_positions(work: Work) -> range:
+    """Positions of a work from which the next token of the prompt is to be scored, and was not before a preemption."""
+    sequence = work.sequence
+    if sequence.sampling.prompt_logprobs is None:
+        return range(0)
+    first = max(work.start, len(sequence.prompt_logprobs))
+    return range(first, max(first, min(work.start + work.count, sequence.num_prompt - 1)))
 
 
 def _sizes(step: Step) -> tuple[int, int, int, int]:

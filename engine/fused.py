@@ -117,12 +117,16 @@ class FusedForward:
         index, last = len(self._layers) - 1, self._layers[-1]
         projected = projected if state is None else state
         residual = torch.cat(hidden) if parts > 1 else hidden[0]
-        if attention.asks_every_row:
+        if attention.asks_every_row and not attention.num_scored:
             answer = self._attend(index, last, projected, attention)
         else:
             attention.write(index, self._key_value(projected))
-            query = self._query(projected).index_select(0, rows)
-            answer = attention.last_rows().attend(index, query, self._scale, last.window).view(len(rows), -1)
+            every, ends = self._query(projected), rows[: len(rows) - attention.num_scored]
+            query = every.index_select(0, ends)
+            answer = attention.last_rows().attend(index, query, self._scale, last.window).view(len(ends), -1)
+            if attention.num_scored:  # beside the others, whose numbers stay what they are without them
+                attended = attention.attend(index, every, self._scale, last.window).view(num_rows, -1)
+                answer = torch.cat((answer, attended.index_select(0, rows[len(ends) :])))
             residual = residual.index_select(0, rows)
         final = self._finish(last, answer, residual)
         return self._head(rms_norm(final, self._final_norm, self._epsilon))

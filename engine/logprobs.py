@@ -11,7 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engine.batch import scored_positions
 from engine.protocol import TokenLogprobs
+from engine.sequence import Step
 
 LEAST: Final = -9999.0
 """In place of minus infinity, which JSON does not have; OpenAI's number for the same."""
@@ -33,6 +35,21 @@ def find_logprobs(logits: Tensor, tokens: list[int], counts: list[int]) -> list[
         TokenLogprobs(_plain(own), tuple(zip(best[:count], map(_plain, highest[:count]), strict=True)))
         for own, count, best, highest in rows
     ]
+
+
+def note_prompt_logprobs(logits: Tensor, step: Step) -> None:
+    """Appends to the sequences' `prompt_logprobs`.
+
+    logits  (num_scored, vocab_size), of the rows of engine/batch.py's `scored`, in that order
+    """
+    row = 0
+    for work in step.work:
+        if positions := scored_positions(work):
+            sequence, count = work.sequence, work.sequence.sampling.prompt_logprobs or 0
+            tokens = list(sequence.tokens[positions.start + 1 : positions.stop + 1])
+            rows = logits[row : row + len(positions)]
+            sequence.prompt_logprobs += find_logprobs(rows, tokens, [count] * len(positions))
+            row += len(positions)
 
 
 def _plain(logprob: float) -> float:

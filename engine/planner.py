@@ -103,7 +103,10 @@ class Planner:
 
     def _plan_chunk(self, sequence: Sequence, plan: Plan) -> bool:
         start, end = sequence.num_computed, sequence.num_tokens
-        cut = choose_cut(start, end, plan.budget, self._grid, forced=not plan.work)
+        budget = plan.budget
+        if sequence.sampling.prompt_logprobs is not None:  # each of its tokens brings a row of the whole vocabulary
+            budget = min(budget, self._grid)
+        cut = choose_cut(start, end, budget, self._grid, forced=not plan.work)
         if cut is None:
             plan.too_small = True
             return False

@@ -153,6 +153,7 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()  # token ids that end the sequence and are not returned as text
     ignore_eos: bool = False
     min_tokens: int = 0  # before so many, no stop id and no end of text
+    prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens; only where the cache is not used
     logprobs: int | None = None  # likeliest tokens that are told of with each token; None tells of none, nor of itself
 
     def to_json(self) -> dict[str, Any]:
@@ -296,6 +297,7 @@ class SequenceUpdate:
     lease_write_tokens: int | None = None  # up to the last breakpoint that is kept from now on, beyond those read
     leases_degraded: int | None = None  # breakpoints that ordinary eviction may take, for want of budget
     logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`, when they were asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # one for each token of the prompt but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +450,8 @@ _UPDATE_EXTRAS: Final = (
     "leases_degraded",
 )
 
+_LOGPROB_EXTRAS: Final = ("logprobs", "prompt_logprobs")  # each token a flat list: own, id, theirs, id, theirs, ...
+
 
 def _encode_step(frame: StepFrame) -> bytes:
     updates, load = frame.updates, frame.load
@@ -457,9 +461,10 @@ def _encode_step(frame: StepFrame) -> bytes:
         numbers += update.tokens
         if extra := {key: value for key in _UPDATE_EXTRAS if (value := getattr(update, key)) is not None}:
             extras[index] = extra
-        if update.logprobs is not None:
-            flat = [[one.logprob, *chain.from_iterable(one.top)] for one in update.logprobs]
-            extras.setdefault(index, {})["logprobs"] = flat
+        for key in _LOGPROB_EXTRAS:
+            if (found := getattr(update, key)) is not None:
+                flat = [[one.logprob, *chain.from_iterable(one.top)] for one in found]
+                extras.setdefault(index, {})[key] = flat
     payload = _LOAD.pack(
         load.waiting,
         load.running,
@@ -487,8 +492,10 @@ def _decode_step(extras: dict[str, dict[str, Any]], payload: bytes | memoryview)
         start += num_tokens
     for index, fields_ in extras.items():
         update = updates[int(index)]
-        if (flat := fields_.pop("logprobs", None)) is not None:
-            update.logprobs = [TokenLogprobs(one[0], tuple(zip(one[1::2], one[2::2], strict=True))) for one in flat]
+        for key in _LOGPROB_EXTRAS:
+            if (flat := fields_.pop(key, None)) is not None:
+                found = [TokenLogprobs(one[0], tuple(zip(one[1::2], one[2::2], strict=True))) for one in flat]
+                setattr(update, key, found)
         for key, value in fields_.items():
             setattr(update, key, value)
     return StepFrame(updates, load)

@@ -55,6 +55,8 @@ def find_mistake(message: Submit, tokens: array[int], limits: Limits) -> str | N
         )
     if not message.sampling.repetition_penalty > 0:
         return f"repetition_penalty is {message.sampling.repetition_penalty}; it must be above 0"
+    if message.sampling.prompt_logprobs is not None and message.use_cache:
+        return "log probabilities of a prompt are those of tokens that are computed: use_cache must be off"
     if max(tokens) >= limits.vocab_size:
         return f"the prompt has token id {max(tokens)}; ids of this model are below {limits.vocab_size}"
     return find_bad_breakpoint(message.breakpoints, prompt, limits.lease_max_s)

@@ -16,6 +16,7 @@ from engine.batch import Batch, make_batch
 from engine.config import ConfigError, EngineSettings
 from engine.constrain import MaskThread
 from engine.kv_cache import KVCache, count_blocks
+from engine.logprobs import note_prompt_logprobs
 from engine.masks import MaskTemplates
 from engine.model import LoadedModel
 from engine.protocol import Sampling
@@ -59,21 +60,26 @@ class ModelRunner:
             if step.fresh_blocks:
                 self.cache.zero(step.fresh_blocks)
             self._mask_thread.begin([work.sequence for work in step.work if work.samples])
-            logits = self._forward(make_batch(step, self._block_size))
-            return self._sample(step.work, logits)
+            logits, num_works = self._forward(make_batch(step, self._block_size)), len(step.work)
+            if len(logits) > num_works:
+                note_prompt_logprobs(logits[num_works:], step)
+            return self._sample(step.work, logits[:num_works])
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """Logits of the last row of each work, (num_work, vocab_size)."""
+        """Logits of the last row of each work, then of those that are scored, (num_work + num_scored, vocab_size)."""
         device = self.model.device
         tokens, positions, rows = (
             torch.from_numpy(values).to(device) for values in (batch.tokens, batch.positions, batch.last_rows)
         )
+        if len(batch.scored):
+            rows = torch.cat((rows, torch.from_numpy(batch.scored).to(device)))
+        wanted = len(rows)
         attention = StepAttention(self.cache, self._masks, batch)
         if self._pads and len(rows) < LEAST_ROWS:  # repeat a row: what it computes is not written and not read
             rows = rows.expand(LEAST_ROWS)
             if len(tokens) < LEAST_ROWS:
                 tokens, positions = tokens.expand(LEAST_ROWS), positions.expand(LEAST_ROWS)
-        return self.model.forward(tokens, positions, attention, rows)[: len(batch.last_rows)]
+        return self.model.forward(tokens, positions, attention, rows)[:wanted]
 
     def _sample(self, work: list[Work], logits: torch.Tensor) -> list[int | None]:
         samples = [index for index, item in enumerate(work) if item.samples]

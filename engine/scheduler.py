@@ -264,6 +264,8 @@ class Scheduler:
         update = SequenceUpdate(sequence.seq)
         if not sequence.num_generated:
             self._describe_start(sequence, update, now)
+            if sequence.sampling.prompt_logprobs is not None:
+                update.prompt_logprobs = sequence.prompt_logprobs
         sampling = sequence.sampling
         if not sampling.max_tokens:  # the prompt is computed, and that is all
             self._finish(sequence, "length", update)

@@ -61,6 +61,7 @@ class Sequence:
     restored: bool = False  # lower tiers were asked for its prefix since it ran last
     num_queued: int = 0  # leading blocks that were handed over to be saved in lower tiers
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # found with the last tokens, and not told yet
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its second token, its third, ...
     finish: FinishReason | None = None
     origin: Origin = field(default_factory=Origin)  # what eviction is told of its blocks
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
@@ -228,7 +229,8 @@ class Street:
                     raise _failure(request, update)
                 if trace.first_token_ms is None:
                     _meter_start(request, prompt, engine, update)
-                    yield Started(engine.name, trace.prompt_tokens, trace.cached_tokens)
+                    scored = self._score_prompt(prompt, engine, update)
+                    yield Started(engine.name, trace.prompt_tokens, trace.cached_tokens, scored)
                 trace.completion_tokens += len(update.tokens) + (update.stop_id is not None)
                 if scores is not None:
                     scores.feed(update.tokens, update.logprobs or ())
@@ -243,6 +245,13 @@ class Street:
                 if time.monotonic() > request.deadline_s:
                     raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
         raise EngineLostError(f"Engine {engine.name} ended the answer without a reason.")
+
+    def _score_prompt(self, prompt: EncodedPrompt, engine: Engine, update: SequenceUpdate) -> tuple[ScoredToken, ...]:
+        if update.prompt_logprobs is None:
+            return ()
+        scores = self._prompts.scores(engine.hello)
+        scores.feed(array("I", prompt.tokens), [TokenLogprobs(0.0, ()), *update.prompt_logprobs])
+        return scores.flush()
 
 
 def _rest(decoder: TextDecoder, scores: TokenScores | None) -> TextDelta | None:

@@ -234,6 +234,7 @@ class Started:
     engine: str
     prompt_tokens: int
     cached_tokens: int
+    scored: tuple[ScoredToken, ...] = ()  # the prompt, when asked for; nothing comes before its first token: 0 there
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,19 @@ def chat_logprobs(scored: Sequence[ScoredToken]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(scored: Sequence[ScoredToken], before: int) -> dict[str, Any]:
+def completion_logprobs(
+    scored: Sequence[ScoredToken], before: int, prompt: Sequence[ScoredToken] = ()
+) -> dict[str, Any]:
     """`choices[].logprobs` of a completion. `before` is how many characters of the choice's text are not the answer's.
 
-    The chosen token is among `top_logprobs`, also where it was not among the likeliest.
+    The chosen token is among `top_logprobs`, also where it was not among the likeliest. Tokens of the prompt come
+    first, and the first of them has null for both: nothing comes before it.
     """
+    if prompt:
+        told = completion_logprobs(prompt, 0)
+        told["token_logprobs"][0] = told["top_logprobs"][0] = None
+        answer = completion_logprobs(scored, before)
+        return {key: values + answer[key] for key, values in told.items()}
     return {
         "tokens": [_name(one.token) for one in scored],
         "token_logprobs": [one.logprob for one in scored],

@@ -287,7 +287,7 @@ COMPLETION = _table(
         "logprobs",
         integer(0, 5),
         "integer 0 to 5",
-        "Log probabilities of the tokens, and of so many likeliest ones; see below. Not together with `echo` yet.",
+        "Log probabilities of the tokens, and of so many likeliest ones; with `echo` of the prompt, too. See below.",
     ),
     _used(
         "best_of",

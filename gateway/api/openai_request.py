@@ -15,7 +15,7 @@ from gateway.api.fields import array_too_long, empty_array, read, wrong_type
 from gateway.api.openai_caching import read_caching
 from gateway.api.openai_parameters import CHAT, COMPLETION, TOKEN_ID_MAX
 from gateway.config import LeaseSettings
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -71,9 +71,9 @@ def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:
     prompts = _prompts(values.get("prompt"), max_prompts)
     max_tokens = values.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
     logprobs = values.get("logprobs")
-    if logprobs is not None and values.get("echo"):
-        raise UnsupportedError("'logprobs' together with 'echo' is not supported yet.", param="logprobs")
     call = _call(values, prompts, "prompt", max_tokens, logprobs)
+    if logprobs is not None and values.get("echo"):  # what is reused from the cache has no logits
+        call = replace(call, sampling=replace(call.sampling, prompt_logprobs=logprobs), use_cache=False)
     return replace(call, choices=_choices(values, len(prompts), max_prompts))
 
 

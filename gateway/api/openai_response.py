@@ -30,6 +30,7 @@ class Answer:
     usage: Usage
     scored: tuple[ScoredToken, ...] | None = None  # when log probabilities were asked for
     echoed: int = 0  # characters of `text` that are the prompt
+    prompt: tuple[ScoredToken, ...] = ()  # scored as well, when it is echoed with log probabilities
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class ChatShape:
         role = b'"delta":{"role":"assistant","content":""}'
         return b"".join(self._chunk(index, role, b"null") for index in range(self._n))
 
-    def opening(self, index: int, echo: str) -> bytes:
+    def opening(self, index: int, echo: str, prompt: tuple[ScoredToken, ...]) -> bytes:
         """Nothing more before a choice's first text."""
         return b""
 
@@ -138,8 +139,17 @@ class CompletionShape:
         """Nothing goes out before the first choice's own."""
         return b""
 
-    def opening(self, index: int, echo: str) -> bytes:
+    def opening(self, index: int, echo: str, prompt: tuple[ScoredToken, ...]) -> bytes:
         """The prompt, when it is echoed; else nothing."""
+        if prompt:
+            told = json_line(completion_logprobs((), 0, prompt))
+            return b'%b"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]%b' % (
+                self._head,
+                index,
+                json_text(echo),
+                told,
+                self._tail,
+            )
         before, after = self.piece(index)
         return before + json_text(echo) + after if echo else b""
 
@@ -171,12 +181,16 @@ class CompletionShape:
             {
                 "index": index,
                 "text": answer.text,
-                "logprobs": None if answer.scored is None else completion_logprobs(answer.scored, answer.echoed),
+                "logprobs": None if answer.scored is None else _logprobs(answer),
                 "finish_reason": answer.reason,
             }
             for index, answer in enumerate(answers)
         ]
         return _body(self._base, "text_completion", choices, usage)
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    return completion_logprobs(answer.scored or (), answer.echoed, answer.prompt)
 
 
 def model_json(model: str, created: int) -> dict[str, Any]:

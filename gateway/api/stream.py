@@ -23,7 +23,7 @@ from gateway.api.openai_response import Answer
 from gateway.api.record import CLIENT_LEFT, RECORD, Record
 from gateway.api.wire import common_headers, error_event, json_text, kvasir_headers
 from gateway.errors import DeadlineError, KvasirError
-from gateway.types import Event, Finished, Request, ScoredToken, TextDelta, Usage
+from gateway.types import Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Shape(Protocol):
 
     def prelude(self) -> bytes: ...
 
-    def opening(self, index: int, echo: str) -> bytes: ...
+    def opening(self, index: int, echo: str, prompt: tuple[ScoredToken, ...]) -> bytes: ...
 
     def piece(self, index: int) -> tuple[bytes, bytes]: ...
 
@@ -63,16 +63,19 @@ async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, a
     async def one(index: int, request: Request) -> Answer:
         pieces: list[str] = []
         scored: list[ScoredToken] = []
+        prompt: tuple[ScoredToken, ...] = ()
         async with aclosing(street.answer(request)) as events:
             async for event in events:
                 if type(event) is TextDelta:
                     pieces.append(event.text)
                     scored += event.scored
+                elif type(event) is Started:
+                    prompt = event.scored
                 elif type(event) is Finished:
                     reason, usage = _finish(event, request)
                     told = None if request.sampling.logprobs is None else tuple(scored)
                     echoed = echo(index)
-                    return Answer(echoed + "".join(pieces), reason, usage, told, len(echoed))
+                    return Answer(echoed + "".join(pieces), reason, usage, told, len(echoed), prompt)
         raise KvasirError("The answer ended without a reason.")
 
     return await _within(requests, _all(one, requests, at_once))
@@ -92,9 +95,9 @@ async def stream(
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(street.answer(request)) as events:
-            await anext(events)  # Started
+            started = await anext(events)
             echoed = echo(index)
-            response = await sse.begin(index, echoed)
+            response = await sse.begin(index, echoed, started.scored if type(started) is Started else ())
             scored = partial(shape.scored, index, len(echoed))
             write, (before, after) = response.write, shape.piece(index)
             async for event in events:
@@ -177,7 +180,7 @@ class _Sse:
         self._http, self._shape, self._final = http, shape, final
         self._opening = asyncio.Lock()
 
-    async def begin(self, index: int, echoed: str) -> web.StreamResponse:
+    async def begin(self, index: int, echoed: str, prompt: tuple[ScoredToken, ...]) -> web.StreamResponse:
         async with self._opening:
             if self.response is None:
                 headers = {
@@ -192,7 +195,7 @@ class _Sse:
                 self.response = response
                 if prelude := self._shape.prelude():
                     await response.write(prelude)
-        if opening := self._shape.opening(index, echoed):
+        if opening := self._shape.opening(index, echoed, prompt):
             await self.response.write(opening)
         return self.response
 

@@ -175,6 +175,7 @@ class Connection:
 def _merge(update: SequenceUpdate, later: SequenceUpdate) -> None:
     """Appends `later` to `update`."""
     update.tokens += later.tokens
+    update.prompt_logprobs = update.prompt_logprobs or later.prompt_logprobs
     if later.logprobs is not None:
         update.logprobs = [*(update.logprobs or ()), *later.logprobs]
     if update.cached_tokens is None:

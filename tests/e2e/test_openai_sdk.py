@@ -168,6 +168,21 @@ def test_no_tokens_warm_the_prompt_for_the_next_request(server: Server) -> None:
     assert (after.usage.prompt_tokens_details.cached_tokens or 0) >= after.usage.prompt_tokens - 32
 
 
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_a_prompt_is_scored_with_echo(server: Server, max_tokens: int) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": "It was a dark and stormy night.", "temperature": 0}
+    for _ in range(2):  # the second time the prompt could be cached
+        choice = server.client().completions.create(max_tokens=max_tokens, echo=True, logprobs=1, **asked).choices[0]
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert "".join(logprobs.tokens or []) == choice.text
+        own: list[float | None] = list(logprobs.token_logprobs or [])
+        assert own[0] is None
+        assert all(one is not None and one <= 0 for one in own[1:])
+        starts = zip(logprobs.tokens or [], logprobs.text_offset or [], strict=True)
+        assert all(choice.text[start:].startswith(token) for token, start in starts)
+
+
 def test_eight_answers_compute_their_prompt_once(server: Server) -> None:
     def prefilled() -> int:
         return int(server.get("/admin/stats")["engines"][0]["sharing"]["prefilled_tokens"])

@@ -104,6 +104,50 @@ def test_a_token_that_ends_the_answer_has_none() -> None:
     assert [len(update.logprobs or ()) for update in bench.of(2)] == [1] * len(answer) + [0]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompt_is_scored_whole_however_it_is_cut_and_whatever_is_cached(max_tokens: int) -> None:
+    prompt = random_ids(150, 4)
+    bench = make_model_bench(step_tokens=64, prefill_grid_tokens=32)
+    bench.submit(1, prompt, max_tokens=1)
+    bench.finish()
+    bench.submit(2, random_ids(40, 5), max_tokens=20)
+    bench.submit(3, prompt, max_tokens=max_tokens, prompt_logprobs=2, use_cache=False)
+    bench.finish()
+    first, *later = bench.of(3)
+    found = first.prompt_logprobs or []
+    with torch.no_grad():
+        logits = make_module("llama")(torch.tensor([prompt])).logits[0].numpy()
+    assert len(found) == len(prompt) - 1
+    for one, token, row in zip(found, prompt[1:], logits, strict=False):
+        assert one.logprob == pytest.approx(reference(row)[token], abs=1e-3)
+        assert [other for other, _ in one.top] == np.argsort(-row)[:2].tolist()
+    assert all(update.prompt_logprobs is None for update in later)
+
+
+def test_a_preempted_prompt_is_scored_once() -> None:
+    prompt = random_ids(60, 6)
+    told = []
+    for disturbed in (False, True):
+        bench = make_model_bench(num_blocks=24, step_tokens=32, prefill_grid_tokens=16)
+        first = bench.submit(1, prompt, lane="batch", max_tokens=8, temperature=0.0, prompt_logprobs=1, use_cache=False)
+        assert first is not None
+        for _ in range(3):
+            bench.step()
+        if disturbed:
+            bench.submit(2, random_ids(50, 2), max_tokens=20)
+        bench.finish()
+        assert bool(first.preemptions) == disturbed
+        told.append([one for update in bench.of(1) for one in update.prompt_logprobs or ()])
+        assert len(told[-1]) == 59
+    assert [one.logprob for one in told[0]] == pytest.approx([one.logprob for one in told[1]], abs=1e-4)
+
+
+def test_a_prompt_that_may_come_from_the_cache_is_not_scored() -> None:
+    bench = make_model_bench()
+    bench.submit(1, random_ids(9, 1), prompt_logprobs=1)
+    assert "use_cache" in (bench.of(1)[0].error or "")
+
+
 def test_preemption_loses_and_doubles_none() -> None:
     bench = make_model_bench(num_blocks=24)
     first = bench.submit(1, random_ids(45, 1), lane="batch", max_tokens=30, seed=1, logprobs=1)

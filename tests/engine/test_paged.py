@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -168,7 +169,9 @@ def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch, tmp_p
         cache = make_cache()
         assert not can_attend(cache)
         query = query_of(SHARING)
-        batch = Batch(*(torch.zeros(len(query), dtype=torch.int64).numpy(),) * 4, spans=SHARING)
+        batch = Batch(
+            *(torch.zeros(len(query), dtype=torch.int64).numpy(),) * 4, spans=SHARING, scored=np.empty(0, np.int64)
+        )
         got = StepAttention(cache, MaskTemplates(torch.bfloat16, CPU), batch).attend(0, query)
         torch.testing.assert_close(got.double(), textbook(cache, SHARING, query), atol=0.05, rtol=0.05)
     finally:

@@ -100,6 +100,9 @@ loads = st.builds(
     prefill_tokens_per_s=finite,
     draining=st.booleans(),
 )
+found_logprobs = st.none() | st.lists(
+    st.builds(TokenLogprobs, finite, st.lists(st.tuples(token_ids, finite), max_size=3).map(tuple)), max_size=3
+)
 updates = st.builds(
     SequenceUpdate,
     seq=counts,
@@ -114,10 +117,8 @@ updates = st.builds(
     lease_read_tokens=st.none() | counts,
     lease_write_tokens=st.none() | counts,
     leases_degraded=st.none() | counts,
-    logprobs=st.none()
-    | st.lists(
-        st.builds(TokenLogprobs, finite, st.lists(st.tuples(token_ids, finite), max_size=3).map(tuple)), max_size=3
-    ),
+    logprobs=found_logprobs,
+    prompt_logprobs=found_logprobs,
 )
 frames = st.builds(StepFrame, updates=st.lists(updates, max_size=6), load=loads)
 events = st.builds(

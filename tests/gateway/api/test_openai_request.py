@@ -77,6 +77,9 @@ def test_log_probabilities_are_asked_for_in_each_routes_own_way() -> None:
     assert [completion(**fields).sampling.logprobs for fields in ({}, {"logprobs": 0}, {"logprobs": 5})] == [None, 0, 5]
     with pytest.raises(BadRequestError):
         completion(logprobs=6)
+    scoring = completion(logprobs=2, echo=True, max_tokens=0)
+    assert (scoring.sampling.prompt_logprobs, scoring.use_cache, scoring.prewarm) == (2, False, True)
+    assert (completion(echo=True).sampling.prompt_logprobs, completion(echo=True).use_cache) == (None, True)
 
 
 def test_one_answer_is_asked_for_unless_told_otherwise() -> None:
@@ -247,7 +250,7 @@ def test_what_is_not_carried_out_is_refused_and_never_ignored(fields: dict[str, 
     assert (refused.value.param, refused.value.code) == (next(iter(fields)), "unsupported_parameter")
 
 
-@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"logprobs": 0, "echo": True}], ids=str)
+@pytest.mark.parametrize("fields", [{"suffix": "x"}], ids=str)
 def test_completions_refuse_what_is_not_carried_out(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequestError) as refused:
         completion(**fields)
