@@ -2,7 +2,7 @@
 
 Everything that touches sequences, blocks or the model happens on this thread, so nothing of it needs a lock. Other
 threads post commands and are answered through two callbacks. A step that fails ends the sequences it served and nothing
-else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/runner.py is the model.
+else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/compute/runner.py is the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from engine.copy_thread import CopyThread
-from engine.grammar import GrammarError, Matcher
-from engine.grammar_queue import GrammarQueue
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
+from engine.sampling.grammar import GrammarError, Matcher
+from engine.sampling.grammar_queue import GrammarQueue
 from engine.scheduler import Scheduler
 from engine.sequence import Runner, Step
+from engine.tiers.copy_thread import CopyThread
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ the queues, engine/tables.py the blocks of the sequences.
 
 from __future__ import annotations
 
-from engine.claims import Claims
 from engine.config import EngineSettings
 from engine.counters import Counters
 from engine.lanes import Lanes
+from engine.leases.claims import Claims
 from engine.plan import Plan, choose_cut
 from engine.protocol import Lane
 from engine.refusals import LANES

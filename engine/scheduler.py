@@ -7,7 +7,7 @@
 
 Pure bookkeeping: no threads, no clock, no model. engine/loop.py calls it from its one thread: schedule, then commit or
 fail, then take_updates. engine/planner.py decides who runs and preempts, engine/tables.py keeps the blocks of the
-sequences, engine/claims.py what their breakpoints became.
+sequences, engine/leases/claims.py what their breakpoints became.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import logging
 from array import array
 from typing import TYPE_CHECKING
 
-from engine.blocks import BlockPool
-from engine.claims import Claims
 from engine.config import EngineSettings
 from engine.counters import Counters
 from engine.lanes import Lanes
-from engine.leases import Leases
+from engine.leases.claims import Claims
+from engine.leases.leases import Leases
 from engine.plan import is_prefill
 from engine.planner import Planner
+from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES, FinishReason, Load, Namespace, SequenceUpdate, Submit, split_digests
 from engine.refusals import Limits, find_mistake
 from engine.sequence import NO_TOKEN, NOT_FINITE, Sequence, Status, Step
 from engine.tables import BlockTables, digests_fit
-from engine.tiers import Tier, Tiers
+from engine.tiers.tiers import Tier, Tiers
 
 if TYPE_CHECKING:
-    from engine.grammar import Matcher
+    from engine.sampling.grammar import Matcher
 
 log = logging.getLogger(__name__)
 

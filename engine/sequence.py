@@ -10,11 +10,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from engine.eviction import Origin
+from engine.pool.eviction import Origin
 from engine.protocol import Breakpoint, FinishReason, Lane, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine.grammar import Matcher
+    from engine.sampling.grammar import Matcher
 
 
 class Status(enum.Enum):

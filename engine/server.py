@@ -51,9 +51,9 @@ from engine.protocol import (
 from engine.publish import Publisher
 
 if TYPE_CHECKING:
+    from engine.compute.model import LoadedModel
+    from engine.compute.runner import ModelRunner
     from engine.loop import EngineLoop
-    from engine.model import LoadedModel
-    from engine.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -269,8 +269,8 @@ def make_hello(settings: EngineSettings, model: LoadedModel, num_blocks: int) ->
 
 
 def _load(settings: EngineSettings) -> tuple[LoadedModel, ModelRunner]:
-    from engine.model import load_model
-    from engine.runner import ModelRunner
+    from engine.compute.model import load_model
+    from engine.compute.runner import ModelRunner
 
     model = load_model(settings)
     for warning in model.warnings:
@@ -286,13 +286,13 @@ def _make_loop(
     on_frames: OnFrames,
     on_blocks: OnBlocks,
 ) -> EngineLoop:
-    from engine.blocks import BlockPool
-    from engine.grammar import Grammars
-    from engine.grammar_queue import GrammarQueue
-    from engine.hit_density import HitDensity
     from engine.loop import EngineLoop
+    from engine.pool.blocks import BlockPool
+    from engine.pool.hit_density import HitDensity
+    from engine.sampling.grammar import Grammars
+    from engine.sampling.grammar_queue import GrammarQueue
     from engine.scheduler import Scheduler
-    from engine.storage import build_tiers
+    from engine.tiers.storage import build_tiers
 
     num_blocks, block_size = hello.num_blocks, hello.namespace.block_size
     policy = HitDensity(num_blocks, block_size) if settings.eviction == "hit-density" else None

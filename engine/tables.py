@@ -1,18 +1,19 @@
 """The block side of a sequence: what it reuses, what it holds, what of it others may reuse, and what outlives it.
 
 Keeps Sequence.block_table, num_computed, num_registered and digests right; a sequence has blocks only between `admit`
-and `release`. engine/scheduler.py decides when; engine/blocks.py owns the blocks, engine/tiers.py what is below them.
+and `release`. engine/scheduler.py decides when; engine/pool/blocks.py owns the blocks, engine/tiers/tiers.py what is
+below them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.blocks import BlockPool
 from engine.plan import MIN_TAIL_TOKENS
+from engine.pool.blocks import BlockPool
 from engine.protocol import DIGEST_BYTES, Namespace, chain_digests, split_digests
 from engine.sequence import Sequence
-from engine.tiers import Chain, Tiers
+from engine.tiers.tiers import Chain, Tiers
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from typing import Any
 from aiohttp import web
 from redis.asyncio import Redis
 
+from engine.compute.threads import choose_threads, usable_cores
 from engine.config import EngineSettings
-from engine.threads import choose_threads, usable_cores
 from gateway.admin.sources import EngineState, EngineStatus, Sources
 from gateway.api.routes import app_runner, build_app
 from gateway.config import Settings

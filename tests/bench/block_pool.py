@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from engine.blocks import BlockPool
 from engine.config import EngineSettings
-from engine.eviction import Origin
-from engine.hit_density import HitDensity
+from engine.pool.blocks import BlockPool
+from engine.pool.eviction import Origin
+from engine.pool.hit_density import HitDensity
 from engine.protocol import Namespace, Sampling, Submit, chain_digests, split_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Step

@@ -22,10 +22,10 @@ import torch
 import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from engine.compute.model import LoadedModel, prepare
+from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
-from engine.model import LoadedModel, prepare
 from engine.protocol import Sampling, TokenizerFiles
-from engine.runner import ModelRunner
 from engine.sequence import Sequence, Step, Work
 
 BLOCK_SIZE, STEP_TOKENS = 16, 1024

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import xxhash
 
-from engine.blocks import BlockPool
-from engine.eviction import EvictionPolicy, LeastRecentlyUsed, Origin
-from engine.hit_density import HitDensity
+from engine.pool.blocks import BlockPool
+from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed, Origin
+from engine.pool.hit_density import HitDensity
 from engine.protocol import TOKEN_BYTES
 from tests.bench.traces import Request, Trace, read_trace
 

@@ -14,11 +14,11 @@ import statistics
 import time
 from array import array
 
+from engine.compute.model import load_model
+from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
-from engine.grammar import Grammars
-from engine.model import load_model
 from engine.protocol import Grammar, Sampling
-from engine.runner import ModelRunner
+from engine.sampling.grammar import Grammars
 from engine.sequence import Sequence, Step, Work
 
 PROMPT_TOKENS = 64

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 import transformers
 
-from engine.blocks import BlockPool
+from engine.compute.huge_pages import collapse
+from engine.compute.model import LoadedModel, prepare
+from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
-from engine.huge_pages import collapse
 from engine.loop import EngineLoop
-from engine.model import LoadedModel, prepare
+from engine.pool.blocks import BlockPool
 from engine.protocol import Sampling, StepFrame, Submit, TokenizerFiles
-from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from tests.bench.vllm_side import Times, serve, start
 

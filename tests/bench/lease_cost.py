@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from engine.blocks import BlockPool
 from engine.config import EngineSettings
-from engine.leases import Leases
+from engine.leases.leases import Leases
+from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES, Namespace, chain_digests, split_digests
 
 SIZE = 16

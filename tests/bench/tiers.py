@@ -30,16 +30,16 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from engine.blocks import BlockPool
+from engine.compute.model import LoadedModel, load_model
+from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
 from engine.loop import EngineLoop
-from engine.model import LoadedModel, load_model
+from engine.pool.blocks import BlockPool
 from engine.protocol import Sampling, StepFrame, Submit, chain_digests, split_digests
-from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import Step
-from engine.storage import build_tiers
-from engine.tiers import Chain
+from engine.tiers.storage import build_tiers
+from engine.tiers.tiers import Chain
 
 LIMIT_S = 300.0
 DECODES = 8

@@ -209,7 +209,7 @@ def test_a_sequence_that_cannot_be_taken_is_told_so(monkeypatch: pytest.MonkeyPa
 def test_a_loop_whose_last_save_has_just_ended_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The save has a rest while steps run, and holds the blocks that the second sequence needs."""
     monkeypatch.setattr("engine.loop.BLOCKED_CHECK_S", 1e6)
-    monkeypatch.setattr("engine.stores.time", SimpleNamespace(monotonic=itertools.count(0, 1000).__next__))
+    monkeypatch.setattr("engine.tiers.stores.time", SimpleNamespace(monotonic=itertools.count(0, 1000).__next__))
     with running(num_blocks=10, host=0) as desk:
         loop, both, steps = desk.loop, threading.Event(), itertools.count(1)
 

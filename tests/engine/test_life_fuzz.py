@@ -19,13 +19,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.disk_store import TEMPORARY_AGE_S
-from engine.eviction import LeastRecentlyUsed
-from engine.hit_density import HitDensity
-from engine.lease_tree import Lease, take_fingerprint
+from engine.leases.tree import Lease, take_fingerprint
 from engine.plan import MIN_TAIL_TOKENS
+from engine.pool.eviction import LeastRecentlyUsed
+from engine.pool.hit_density import HitDensity
 from engine.protocol import DIGEST_BYTES, HASHES, SequenceUpdate, split_digests
-from engine.tier import PAUSE_S
+from engine.tiers.disk_store import TEMPORARY_AGE_S
+from engine.tiers.tier import PAUSE_S
 from tests.fakes.life_bench import Folder, Killed, LifeBench, Whim, start
 from tests.fakes.oracle_runner import Prefixes, choose_answer
 from tests.fakes.scheduler_bench import SIZE, VOCAB, pack
@@ -562,11 +562,11 @@ def run_many(seeds: range, path: Path, *, exact: bool = True, commands: int = CO
 
 @pytest.fixture(autouse=True)
 def small_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.adopting.ADOPT_AT_ONCE", 3)
-    monkeypatch.setattr("engine.adopting.RELEASE_AT_ONCE", 3)
-    monkeypatch.setattr("engine.saving.CHAINS_AT_ONCE", 2)
+    monkeypatch.setattr("engine.tiers.adopting.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.tiers.adopting.RELEASE_AT_ONCE", 3)
+    monkeypatch.setattr("engine.tiers.saving.CHAINS_AT_ONCE", 2)
     # Each look at the clock finds it a little later: a copy takes no other time than what happens meanwhile.
-    monkeypatch.setattr("engine.stores.time", SimpleNamespace(monotonic=itertools.count(0, 1 / 128).__next__))
+    monkeypatch.setattr("engine.tiers.stores.time", SimpleNamespace(monotonic=itertools.count(0, 1 / 128).__next__))
 
 
 def weaken(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.hit_density import HitDensity
-from engine.lease_tree import Lease, take_fingerprint
+from engine.leases.tree import Lease, take_fingerprint
+from engine.pool.hit_density import HitDensity
 from engine.protocol import DIGEST_BYTES, HASHES, split_digests
 from tests.fakes.oracle_runner import choose_answer
 from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of, make, pack

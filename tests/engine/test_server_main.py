@@ -17,10 +17,10 @@ import torch
 from redis.asyncio import Redis
 
 from engine import server
+from engine.compute.kv_cache import CacheShape, KVCache
 from engine.config import ConfigError, EngineSettings
-from engine.eviction import LeastRecentlyUsed
-from engine.hit_density import HitDensity
-from engine.kv_cache import CacheShape, KVCache
+from engine.pool.eviction import LeastRecentlyUsed
+from engine.pool.hit_density import HitDensity
 from engine.protocol import HEALTH_PATH, STREAM_PATH, Hello, Namespace, StepFrame, decode
 from engine.sequence import Step
 from tests.fakes.fake_engine import TOKENIZER

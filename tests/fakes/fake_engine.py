@@ -333,7 +333,7 @@ class FakeEngine:
 async def _serve(options: argparse.Namespace) -> None:
     tokenizer = TOKENIZER
     if options.tokenizer is not None:
-        from engine.model_files import read_tokenizer
+        from engine.compute.model_files import read_tokenizer
 
         tokenizer, _ = read_tokenizer(options.tokenizer)
     hello = make_hello(

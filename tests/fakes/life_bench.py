@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.blocks import BlockPool
 from engine.config import EngineSettings
-from engine.disk_store import DiskStore, Scan
-from engine.eviction import EvictionPolicy, LeastRecentlyUsed
-from engine.host_store import HostStore
+from engine.pool.blocks import BlockPool
+from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed
 from engine.protocol import TOKEN_BYTES, Namespace, chain_digests, split_digests
 from engine.scheduler import Scheduler
-from engine.stores import BlockKey, Payload, Store
-from engine.tiers import Tier, Tiers
+from engine.tiers.disk_store import DiskStore, Scan
+from engine.tiers.host_store import HostStore
+from engine.tiers.stores import BlockKey, Payload, Store
+from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import GARBAGE, OracleRunner, Prefixes
 from tests.fakes.scheduler_bench import SIZE, VOCAB, Bench, pack
 from tests.fakes.tier_bench import ManualWorker

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from engine.blocks import BlockPool
 from engine.config import EngineSettings
+from engine.pool.blocks import BlockPool
 from engine.scheduler import Scheduler
 from tests.fakes.oracle_runner import OracleRunner
 from tests.fakes.scheduler_bench import NAMESPACE, SIZE, Bench

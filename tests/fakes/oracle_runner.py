@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from engine.blocks import BlockPool
+from engine.pool.blocks import BlockPool
 from engine.sequence import NOT_FINITE, Sequence, Step, Work
 
 GARBAGE = (-1, -1)

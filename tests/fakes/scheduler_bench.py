@@ -6,9 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.blocks import BlockPool
 from engine.config import EngineSettings
-from engine.eviction import EvictionPolicy
+from engine.pool.blocks import BlockPool
+from engine.pool.eviction import EvictionPolicy
 from engine.protocol import Breakpoint, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence

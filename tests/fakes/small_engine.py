@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from engine.blocks import BlockPool
 from engine.config import EngineSettings
 from engine.loop import EngineLoop
+from engine.pool.blocks import BlockPool
 from engine.protocol import (
     STREAM_PATH,
     BlockEvents,

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.blocks import BlockPool
 from engine.config import EngineSettings
-from engine.disk_store import Scan
-from engine.lease_file import LeaseFile
+from engine.leases.file import LeaseFile
+from engine.pool.blocks import BlockPool
 from engine.protocol import split_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Step
-from engine.stores import BlockKey
-from engine.tiers import Tier, Tiers
+from engine.tiers.disk_store import Scan
+from engine.tiers.stores import BlockKey
+from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import OracleRunner, Prefixes
 from tests.fakes.scheduler_bench import NAMESPACE, SIZE, VOCAB, Bench
 

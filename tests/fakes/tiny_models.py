@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import transformers
 
+from engine.compute.model import LoadedModel, prepare
+from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
-from engine.model import LoadedModel, prepare
 from engine.protocol import Sampling, TokenizerFiles
-from engine.runner import ModelRunner
 from engine.sequence import Sequence, Step, Work
 
 VOCABULARY = 211

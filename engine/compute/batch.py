@@ -1,0 +1,124 @@
+"""Turns a step of the scheduler into the flat arrays that one pass through the model reads.
+
+All tokens of all works lie in one row, one work after the other: no padding between sequences, so nothing is computed
+for nobody. Knows block tables and positions, nothing about models or attention; engine/compute/runner.py feeds it and
+engine/compute/attention.py reads the spans. Numpy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sequence import Step, Work
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One work's rows of the batch, and where its sequence's keys and values lie.
+
+    row    first row of the batch
+    count  rows
+    start  position of the first row in its sequence; the last row attends to positions 0 .. start + count - 1
+    table  pool block of each logical block; covers start + count tokens
+    """
+
+    row: int
+    count: int
+    start: int
+    table: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The arrays of one step.
+
+    tokens     (num_tokens,)  int64  token ids
+    positions  (num_tokens,)  int64  position of each token in its own sequence
+    slots      (num_tokens,)  int64  slot that each token's keys and values go to: block * block_size + offset
+    last_rows  (num_work,)    int64  last row of each work
+    scored     (num_scored,)  int64  rows whose next token is a prompt's whose log probability is wanted
+    """
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    last_rows: Ints
+    spans: list[Span]
+    scored: Ints
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+def make_batch(step: Step, block_size: int) -> Batch:
+    """The arrays of a step. Copies what it takes from the sequences, which may grow as soon as this returns."""
+    tokens, positions, slots, last_rows = (np.empty(n, np.int64) for n in _sizes(step))
+    spans: list[Span] = []
+    row = 0
+    for index, work in enumerate(step.work):
+        sequence, start, count = work.sequence, work.start, work.count
+        table = sequence.block_table
+        if count == 1:
+            tokens[row] = sequence.tokens[start]
+            positions[row] = start
+            slots[row] = table[start // block_size] * block_size + start % block_size
+        else:
+            _fill_rows(work, block_size, tokens[row : row + count], positions[row : row + count], slots[row:])
+        spans.append(Span(row, count, start, table))
+        row += count
+        last_rows[index] = row - 1
+    scored = [
+        span.row + at - span.start for work, span in zip(step.work, spans, strict=True) for at in scored_positions(work)
+    ]
+    return Batch(tokens, positions, slots, last_rows, spans, np.array(scored, np.int64))
+
+
+def scored_positions(work: Work) -> range:
+    """Positions of a work from which the next token of the prompt is to be scored, and was not before a preemption."""
+    sequence = work.sequence
+    if sequence.sampling.prompt_logprobs is None:
+        return range(0)
+    first = max(work.start, len(sequence.prompt_logprobs))
+    return range(first, max(first, min(work.start + work.count, sequence.num_prompt - 1)))
+
+
+def _sizes(step: Step) -> tuple[int, int, int, int]:
+    total = step.num_tokens
+    return total, total, total, len(step.work)
+
+
+def _fill_rows(work: Work, block_size: int, tokens: Ints, positions: Ints, slots: Ints) -> None:
+    start, end = work.start, work.start + work.count
+    tokens[:] = work.sequence.tokens[start:end]  # slicing an array copies: no view keeps it from growing
+    positions[:] = np.arange(start, end)
+    first = start // block_size
+    blocks = np.array(work.sequence.block_table[first : (end - 1) // block_size + 1], np.int64)
+    slots[: work.count] = blocks[positions // block_size - first] * block_size + positions % block_size
+
+
+def run_start(table: list[int], num_blocks: int) -> int | None:
+    """The first block, when the first `num_blocks` blocks of a table are consecutive in the pool; else None."""
+    first = table[0]
+    if table[num_blocks - 1] - first != num_blocks - 1:
+        return None
+    if table[:num_blocks] == list(range(first, first + num_blocks)):
+        return first
+    return None
+
+
+def consecutive(slots: Ints) -> int | None:
+    """The first slot, when the slots are consecutive and ascending; else None."""
+    first = int(slots[0])
+    if int(slots[-1]) - first == len(slots) - 1 and (np.diff(slots) == 1).all():
+        return first
+    return None

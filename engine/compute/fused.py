@@ -1,0 +1,232 @@
+"""A forward of our own for the commonest shape of model: Llama, Mistral, Qwen2 and Qwen3 on a CPU.
+
+Computes what transformers' modules compute, from the same weights, in fewer and larger pieces: query, key and value in
+one product; the activation, its gate and both residual sums inside the products; positions from one table; rows in
+tiles that stay in the processor's cache; and in the last layer only the rows somebody asked for.
+engine/compute/model.py compares it with transformers' forward before it is used; every other model runs transformers'
+own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from engine.compute.attention import StepAttention
+from engine.compute.linear import PackedWeight, can_pack
+
+TILE_ROWS: Final = 512  # rows of activations that are taken through a layer's products together
+_FAMILY: Final = (
+    transformers.LlamaForCausalLM,
+    transformers.MistralForCausalLM,
+    transformers.Qwen2ForCausalLM,
+    transformers.Qwen3ForCausalLM,
+)
+_STEADY_ROPE: Final = {"default", "linear", "llama3", "yarn"}  # kinds whose table is the same for every batch
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One decoder layer's weights.
+
+    qkv      (num_heads + 2 * num_kv_heads) * head_dim outputs: query heads, key heads, value heads
+    qk_norm  (num_heads + num_kv_heads, head_dim) weights of the norm of each head, where the model has one
+    """
+
+    input_norm: Tensor
+    qkv: PackedWeight
+    qk_norm: Tensor | None
+    output: PackedWeight
+    mlp_norm: Tensor
+    gate: PackedWeight
+    up: PackedWeight
+    down: PackedWeight
+    window: int | None
+
+
+class FusedForward:
+    """See engine.compute.model.Forward. Holds packed copies of the weights, the embedding, and the table of
+    positions."""
+
+    def __init__(self, module: Any, context_tokens: int, windows: list[int | None]) -> None:
+        """Takes the weights out of the module as it packs them, so that there are never two copies of the whole."""
+        model, config = module.model, module.config
+        attention = model.layers[0].self_attn
+        self._head_dim: int = attention.head_dim
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._scale: float = attention.scaling
+        self._epsilon: float = config.rms_norm_eps
+        self._embedding = model.embed_tokens.weight.detach()
+        self._cos, self._sin = _rope_table(model.rotary_emb, context_tokens, self._head_dim, self._embedding.dtype)
+        self._head = PackedWeight(module.lm_head.weight, module.lm_head.bias)
+        self._layers = [self._take(layer, window) for layer, window in zip(model.layers, windows, strict=True)]
+        self._final_norm = _norm_weight(model.norm)
+
+    def _take(self, layer: Any, window: int | None) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weight = torch.cat([projection.weight for projection in projections])
+        biases = [projection.bias for projection in projections]
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            per_head = ((attention.q_norm, self._heads), (attention.k_norm, self._kv_heads))
+            qk_norm = torch.cat([_norm_weight(norm).expand(count, -1) for norm, count in per_head])
+        taken = _Layer(
+            input_norm=_norm_weight(layer.input_layernorm),
+            qkv=PackedWeight(weight, None if biases[0] is None else torch.cat(biases)),
+            qk_norm=qk_norm,
+            output=PackedWeight(attention.o_proj.weight, attention.o_proj.bias),
+            mlp_norm=_norm_weight(layer.post_attention_layernorm),
+            gate=PackedWeight(mlp.gate_proj.weight, mlp.gate_proj.bias),
+            up=PackedWeight(mlp.up_proj.weight, mlp.up_proj.bias),
+            down=PackedWeight(mlp.down_proj.weight, mlp.down_proj.bias),
+            window=window,
+        )
+        for linear in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            linear.weight = None
+        return taken
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: StepAttention, rows: Tensor) -> Tensor:
+        """(num_tokens,) tokens and positions -> (len(rows), vocab_size) logits."""
+        # 1. Embed. The hidden states live in tiles of rows: a tile's numbers stay near while it is worked on.
+        num_rows = len(tokens)
+        parts = -(-num_rows // TILE_ROWS)
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        hidden = list(_split(self._embedding.index_select(0, tokens), parts))
+        tables = list(zip(_split(cos, parts), _split(sin, parts), strict=True))
+
+        # 2. All layers but the last: project each tile, attend as a whole, and finish each tile.
+        shape = (num_rows, self._heads + 2 * self._kv_heads, self._head_dim)
+        state = torch.empty(shape, dtype=self._embedding.dtype) if parts > 1 else None
+        targets = state.tensor_split(parts) if state is not None else (None,)
+        for tile, target, table in zip(hidden, targets, tables, strict=True):
+            projected = self._project(self._layers[0], tile, *table, target)
+        for index, layer in enumerate(self._layers[:-1]):
+            attended = self._attend(index, layer, projected if state is None else state, attention)
+            following = self._layers[index + 1]
+            for part, (answer, target) in enumerate(zip(_split(attended, parts), targets, strict=True)):
+                hidden[part] = self._finish(layer, answer, hidden[part])
+                projected = self._project(following, hidden[part], *tables[part], target)
+
+        # 3. The last layer stores every row's keys and values, and goes on with the asked rows alone.
+        index, last = len(self._layers) - 1, self._layers[-1]
+        projected = projected if state is None else state
+        residual = torch.cat(hidden) if parts > 1 else hidden[0]
+        if attention.asks_every_row and not attention.num_scored:
+            answer = self._attend(index, last, projected, attention)
+        else:
+            attention.write(index, self._key_value(projected))
+            every, ends = self._query(projected), rows[: len(rows) - attention.num_scored]
+            query = every.index_select(0, ends)
+            answer = attention.last_rows().attend(index, query, self._scale, last.window).view(len(ends), -1)
+            if attention.num_scored:  # beside the others, whose numbers stay what they are without them
+                attended = attention.attend(index, every, self._scale, last.window).view(num_rows, -1)
+                answer = torch.cat((answer, attended.index_select(0, rows[len(ends) :])))
+            residual = residual.index_select(0, rows)
+        final = self._finish(last, answer, residual)
+        return self._head(rms_norm(final, self._final_norm, self._epsilon))
+
+    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, target: Tensor | None) -> Tensor:
+        """Queries, keys and values of a tile, (rows, num_heads + 2 * num_kv_heads, head_dim), positions applied.
+
+        They are written to `target`, or to memory of their own without one.
+        """
+        projected = layer.qkv(rms_norm(hidden, layer.input_norm, self._epsilon))
+        projected = projected.view(len(hidden), -1, self._head_dim)
+        turning = self._heads + self._kv_heads
+        source = turned = projected[:, :turning]
+        if layer.qk_norm is not None:
+            source = rms_norm(source, layer.qk_norm, self._epsilon)
+        if target is None:
+            target = projected
+        else:
+            target[:, turning:].copy_(projected[:, turning:])
+            turned = target[:, :turning]
+        swapped = source.roll(self._head_dim // 2, -1)
+        torch.addcmul(source.mul_(cos), swapped, sin, out=turned)
+        return target
+
+    def _attend(self, index: int, layer: _Layer, state: Tensor, attention: StepAttention) -> Tensor:
+        attention.write(index, self._key_value(state))
+        return attention.attend(index, self._query(state), self._scale, layer.window).view(len(state), -1)
+
+    def _query(self, state: Tensor) -> Tensor:
+        return state[:, : self._heads]
+
+    def _key_value(self, state: Tensor) -> Tensor:
+        return state[:, self._heads :].view(len(state), 2, self._kv_heads, self._head_dim)
+
+    def _finish(self, layer: _Layer, answer: Tensor, hidden: Tensor) -> Tensor:
+        """What comes after attention: output projection and MLP, each added to the hidden states."""
+        hidden = layer.output.add(answer, hidden)
+        normed = rms_norm(hidden, layer.mlp_norm, self._epsilon)
+        return layer.down.add(layer.up.multiply(normed, layer.gate.swish(normed)), hidden)
+
+
+def _split(rows: Tensor, parts: int) -> Sequence[Tensor]:
+    return rows.tensor_split(parts) if parts > 1 else (rows,)
+
+
+def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """rows / sqrt(mean(rows ** 2) + epsilon) * weight over the last dimension, in float32 within; returns rows' dtype.
+
+    Source: arXiv 1910.07467. torch's own falls apart into slower pieces on the CPU.
+    """
+    wide = rows.float()
+    size = rows.shape[-1]
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.mul_(norm).add_(epsilon * size).rsqrt_()
+    scaled = torch.mul(wide, inverse) if wide is rows else wide.mul_(inverse)
+    return scaled.mul_(weight).to(rows.dtype)
+
+
+def fuse(module: Any, context_tokens: int, windows: list[int | None]) -> FusedForward | None:
+    """The fused forward of a loaded model; None for one that is not of the family, or not on a CPU that packs.
+
+    windows  for each layer the positions its attention reaches back, None for all (engine/compute/probe.py observed
+    them)
+    """
+    if type(module) not in _FAMILY or not _is_plain(module):
+        return None
+    return FusedForward(module, context_tokens, windows)
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether every part is what FusedForward takes it for."""
+    config, model = module.config, module.model
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    parameter = module.lm_head.weight
+    return (
+        config.hidden_act == "silu"
+        and rope in _STEADY_ROPE
+        and 2 * len(model.rotary_emb.inv_freq) == model.layers[0].self_attn.head_dim  # all of a head is turned
+        and len(model.layers) == config.num_hidden_layers
+        and all(type(linear) is nn.Linear for linear in linears)
+        and len({linear.weight.dtype for linear in linears}) == 1
+        and can_pack(parameter.dtype, parameter.device)
+    )
+
+
+def _norm_weight(norm: Any) -> Tensor:
+    """float32, times sqrt(size): rms_norm divides by the norm of the row instead of its mean square."""
+    weight: Tensor = norm.weight.detach().float()
+    return weight * math.sqrt(weight.shape[-1])
+
+
+def _rope_table(rotary: Any, context_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, (context_tokens, 1, head_dim) each, for x * cos + roll(x, half) * sin.
+
+    The sines of the first half are negated: rotate_half(x) is roll(x, half) with its first half negated.
+    """
+    positions = torch.arange(context_tokens)[None]
+    cos, sin = rotary(torch.empty(0, dtype=torch.float32), positions)
+    sin = torch.cat((-sin[..., : head_dim // 2], sin[..., head_dim // 2 :]), -1)
+    return cos[0].unsqueeze(1).to(dtype), sin[0].unsqueeze(1).to(dtype)

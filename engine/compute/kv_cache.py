@@ -1,0 +1,90 @@
+"""The paged cache: keys and values of all blocks of all layers, and how many blocks fit into a budget.
+
+Knows blocks and slots, nothing of sequences or attention. engine/compute/attention.py writes and reads it,
+engine/compute/runner.py owns it; which block belongs to whom is decided by engine/pool/blocks.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.compute.batch import run_start
+
+_LINE: Final = 64  # bytes of a cache line, at which the data begins
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one token's keys and values take."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of all blocks of all layers.
+
+    data  (num_layers, (num_blocks + 1) * block_size, 2, num_kv_heads, head_dim)  keys at [:, :, 0], values at [:, :, 1]
+
+    The extra block at the end belongs to nobody and stays zero: padding is read from it.
+    """
+
+    def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.shape, self.num_blocks, self.block_size = shape, num_blocks, block_size
+        slots = (num_blocks + 1) * block_size
+        size = (shape.num_layers, slots, 2, shape.num_kv_heads, shape.head_dim)
+        self.data = _zeros(size, shape.dtype, device)
+        self.layers = self.data.unbind(0)  # (slots, 2, num_kv_heads, head_dim) each
+        self.blocks = self.data.view(shape.num_layers, num_blocks + 1, -1).unbind(0)  # (num_blocks + 1, elements) each
+        keys, values = self.data.permute(2, 0, 3, 1, 4).unsqueeze(2).unbind(0)
+        self.keys, self.values = keys.unbind(0), values.unbind(0)  # (1, num_kv_heads, slots, head_dim) each
+        self.zero_slot = num_blocks * block_size
+
+    def zero(self, blocks: list[int]) -> None:
+        """Zeroes whole blocks in all layers, so that what is masked out can never be a NaN somebody else left."""
+        by_block = self.data.view(self.shape.num_layers, self.num_blocks + 1, -1)
+        if run_start(blocks, len(blocks)) is not None:
+            by_block[:, blocks[0] : blocks[-1] + 1].zero_()
+        else:
+            by_block.index_fill_(1, torch.tensor(blocks, device=self.data.device), 0)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of whole blocks, (len(blocks), block bytes) uint8 on the cache's device, in a layout that does not
+        depend on the cache's own: (num_layers, block_size, 2, num_kv_heads, head_dim) of the cache's dtype each."""
+        index = torch.tensor(blocks, device=self.data.device)
+        taken = self.data.view(self.shape.num_layers, self.num_blocks + 1, -1).index_select(1, index)
+        return taken.transpose(0, 1).contiguous().view(torch.uint8).view(len(blocks), -1)
+
+    def write_blocks(self, blocks: Sequence[int], copied: Tensor) -> None:
+        """Overwrites whole blocks with what `read_blocks` returned."""
+        index = torch.tensor(blocks, device=self.data.device)
+        by_layer = copied.view(self.shape.dtype).view(len(blocks), self.shape.num_layers, -1).transpose(0, 1)
+        self.data.view(self.shape.num_layers, self.num_blocks + 1, -1).index_copy_(1, index, by_layer)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU memory that is taken page by page as it is written (numpy's calloc; torch's zeros write)."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    memory = np.zeros(num_bytes + _LINE, np.uint8)
+    skip = -memory.ctypes.data % _LINE
+    return torch.from_numpy(memory[skip : skip + num_bytes]).view(dtype).view(size)
+
+
+def count_blocks(shape: CacheShape, block_size: int, budget_bytes: int) -> int:
+    """Blocks that fit into a budget, besides the one that padding is read from. May be zero or less."""
+    return budget_bytes // (shape.token_bytes * block_size) - 1

@@ -1,0 +1,120 @@
+"""Linear layers in the layout that oneDNN computes fastest with.
+
+With few rows, an ordinary linear layer reads its weights at a third of the memory's speed; packed once at load they are
+read at all of it, which decides how fast a CPU decodes. The original weights are freed, so packing costs no memory,
+except where an embedding is tied to the output layer. On a GPU, or where oneDNN cannot pack, layers stay as they are.
+
+In fp32 a packed layer computes a row the same way, bit for bit, whatever other rows are in the batch, as long as there
+are two or more. engine/compute/fused.py builds a whole forward of these; engine/compute/model.py packs all other
+models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+_ONEDNN: Final = torch.ops.mkldnn
+_QUICK: Final[dict[torch.dtype, Callable[[], bool]]] = {
+    torch.float32: lambda: True,
+    torch.bfloat16: lambda: _ONEDNN._is_mkldnn_bf16_supported(),  # noqa: SLF001 - what torch.compile asks too
+    torch.float16: lambda: _ONEDNN._is_mkldnn_fp16_supported(),  # noqa: SLF001
+}
+_ROWS_HINT: Final = 256  # of the batch; with 1 the fp32 kernel for few rows rounds otherwise than the one for many
+
+
+def has_onednn() -> bool:
+    """Whether this torch computes with oneDNN on the CPU."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def is_quick(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for the dtype. Slow types are better computed in float32."""
+    return dtype in _QUICK and _QUICK[dtype]()
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether PackedWeight works here: tried on a small one, because builds and processors differ."""
+    if device.type != "cpu" or not has_onednn() or not is_quick(dtype):
+        return False
+    try:
+        rows = torch.ones(2, 16, dtype=dtype)
+        packed = PackedWeight(torch.ones(16, 16, dtype=dtype), None)
+        return bool((packed.multiply(packed.swish(rows), rows) > 0).all())
+    except RuntimeError:
+        return False
+
+
+class PackedWeight:
+    """A linear layer's weight and bias, packed; and the products that can be fused with it.
+
+    All take rows (..., in_features) and return (..., out_features) in the same dtype, and never change an argument.
+    """
+
+    __slots__ = ("_apply", "_bias", "_combine", "_weight", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight (out_features, in_features); copied, the caller may free it."""
+        self.out_features, self.in_features = weight.shape
+        self._weight = _ONEDNN._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)  # noqa: SLF001
+        self._bias = None if bias is None else bias.detach().clone()
+        self._apply: Any = _ONEDNN._linear_pointwise.default  # noqa: SLF001
+        self._combine: Any = _ONEDNN._linear_pointwise.binary  # noqa: SLF001
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows @ weight.T + bias"""
+        out: Tensor = self._apply(rows, self._weight, self._bias, "none", [], "")
+        return out
+
+    def swish(self, rows: Tensor) -> Tensor:
+        """silu(rows @ weight.T + bias)"""
+        out: Tensor = self._apply(rows, self._weight, self._bias, "swish", [], "")
+        return out
+
+    def multiply(self, rows: Tensor, factor: Tensor) -> Tensor:
+        """(rows @ weight.T + bias) * factor"""
+        out: Tensor = self._combine(rows, factor, self._weight, self._bias, "mul")
+        return out
+
+    def add(self, rows: Tensor, summand: Tensor) -> Tensor:
+        """rows @ weight.T + bias + summand"""
+        out: Tensor = self._combine(rows, summand, self._weight, self._bias, "add")
+        return out
+
+
+class PackedLinear(nn.Module):
+    """Stands where a linear layer stood in a transformers model."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._packed = PackedWeight(weight, bias)
+        self.in_features, self.out_features = self._packed.in_features, self._packed.out_features
+        self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)  # models ask it for dtype and device
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._packed(rows)
+
+
+def pack(module: nn.Module) -> int:
+    """Replaces every linear layer of a model by a packed one, in place. Returns how many; 0 where nothing can be
+    packed.
+
+    Subclasses (quantised layers, adapters) are left alone.
+    """
+    count = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                weight, bias = child.weight, child.bias
+            elif type(child) is Conv1D:
+                weight, bias = child.weight.t(), child.bias
+            else:
+                continue
+            if can_pack(weight.dtype, weight.device):
+                setattr(parent, name, PackedLinear(weight, bias))
+                count += 1
+    return count

@@ -1,0 +1,240 @@
+"""Loads a model and proves that it computes what transformers computes.
+
+Models are transformers' own implementations of decoder-only causal LMs, with our paged attention plugged in by name.
+What the paged attention cannot express is refused here with the reason, never computed wrongly: the configuration is
+read, and then a few tokens are run through both transformers' attention and ours, cut and mixed as a step may cut and
+mix them, and compared. Its neighbours: engine/compute/model_files.py finds the files, engine/compute/linear.py and
+engine/compute/fused.py make the model quick, engine/compute/runner.py runs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from engine.compute.attention import StepAttention
+from engine.compute.attention_interface import UnsupportedAttentionError
+from engine.compute.fused import fuse
+from engine.compute.huge_pages import collapse
+from engine.compute.kv_cache import CacheShape
+from engine.compute.linear import has_onednn, is_quick, pack
+from engine.compute.model_files import DEMO, ModelError, find_folder, fingerprint_weights, read_tokenizer
+from engine.compute.probe import compare, observe
+from engine.config import EngineSettings
+from engine.protocol import HashName, Namespace, TokenizerFiles
+
+__all__ = ["Forward", "LoadedModel", "ModelError", "load_model"]
+
+log = logging.getLogger(__name__)
+
+Forward = Callable[[Tensor, Tensor, StepAttention, Tensor], Tensor]
+"""(tokens, positions, attention, rows) -> logits (len(rows), vocab_size); the first two are (num_tokens,) int64."""
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MODEL_FAILURES: Final = (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, ValueError)
+_ORDINARY: Final = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to compute, and everything the engine says about it."""
+
+    name: str  # under which it is served
+    forward: Forward
+    device: torch.device
+    dtype: torch.dtype
+    cache_shape: CacheShape
+    fingerprint: str  # of the weights and their configuration
+    context_tokens: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    tokenizer: TokenizerFiles
+    is_fused: bool = False  # by engine/compute/fused.py; else transformers' own forward with packed linear layers
+    warnings: tuple[str, ...] = field(default=())  # what the start-up lines should say
+
+    def namespace(self, block_size: int, hash_name: HashName) -> Namespace:
+        """Identity of the blocks this model writes, with an empty salt."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Namespace(
+            weights=self.fingerprint, dtype=dtype, kv_dtype=dtype, block_size=block_size, hash_name=hash_name
+        )
+
+
+class GenericForward:
+    """transformers' own forward over a flat batch, with our attention."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: Any, rows: Tensor) -> Tensor:
+        output = self._module(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            kvasir=attention,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
+    """Loads what the settings name.
+
+    fast  False keeps transformers' layers as they are (the slow twin in tests)
+    Raises ModelError with the reason when the model cannot be found, read or served.
+    """
+    # 1. Find it, and read what it says about itself.
+    folder = find_folder(settings.model, settings.revision)
+    config = _read_config(folder, settings.model)
+    tokenizer, tokenizer_eos = read_tokenizer(folder)
+    device = _choose_device(settings.device)
+    dtype = _choose_dtype(settings.dtype, config, device)
+    context_tokens, warnings = _context(settings, config)
+
+    # 2. Load the weights and prove the attention.
+    module = _load_module(folder, settings.model, dtype, device)
+    shape, forward, is_fused = prepare(module, settings.model, context_tokens, fast=fast)
+    if device.type == "cpu":
+        collapse()
+
+    return LoadedModel(
+        name=_name(settings, folder),
+        forward=forward,
+        device=device,
+        dtype=dtype,
+        cache_shape=shape,
+        fingerprint=fingerprint_weights(folder),
+        context_tokens=context_tokens,
+        vocab_size=config.get_text_config().vocab_size,
+        eos_ids=_eos_ids(module, config, tokenizer_eos),
+        tokenizer=tokenizer,
+        is_fused=is_fused,
+        warnings=tuple(warnings),
+    )
+
+
+def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -> tuple[CacheShape, Forward, bool]:
+    """Plugs our attention into a loaded transformers model, and makes it quick when it can be proved equal.
+
+    Takes the module over: its linear layers may be replaced and their weights freed.
+    Returns the cache's shape, the forward, and whether it is the fused one.
+    """
+    module.eval().requires_grad_(False)
+    title = f"model {name!r} ({type(module).__name__})"
+    with torch.inference_mode():
+        try:
+            shape, windows, expected = observe(module, context_tokens)
+            forward: Forward = GenericForward(module)
+            compare(forward, shape, module, expected)
+        except UnsupportedAttentionError as error:
+            raise ModelError(f"{title} cannot be served: {error}") from None
+        except _MODEL_FAILURES as error:
+            raise ModelError(f"{title} cannot be run: {type(error).__name__}: {error}") from error
+        if not fast:
+            return shape, forward, False
+        fused = fuse(module, context_tokens, windows)
+        if fused is None:
+            pack(module)
+        else:
+            forward = fused
+        try:
+            compare(forward, shape, module, expected)
+        except (UnsupportedAttentionError, *_MODEL_FAILURES) as error:
+            raise ModelError(f"{title}: its quick form is wrong: {error}") from error
+    return shape, forward, fused is not None
+
+
+def _name(settings: EngineSettings, folder: Path) -> str:
+    if settings.served_name:
+        return settings.served_name
+    if settings.model == DEMO or not Path(settings.model).expanduser().is_dir():
+        return settings.model
+    return folder.resolve().name
+
+
+def _read_config(folder: Any, name: str) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model {name!r}: {str(error).splitlines()[0]}") from None
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise ModelError(f"model {name!r} is an encoder-decoder; only decoder-only causal LMs are served")
+    unusual = {str(kind) for kind in getattr(text, "layer_types", None) or ()} - _ORDINARY
+    if unusual:
+        raise ModelError(f"model {name!r} has layers of kind {', '.join(sorted(unusual))}, which are not implemented")
+    return config
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ModelError(f"device {wanted!r}: should be cpu, cuda, cuda:1, ... or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {wanted!r}: this torch finds no GPU")
+    return device
+
+
+def _choose_dtype(wanted: str, config: Any, device: torch.device) -> torch.dtype:
+    """What the model was saved in, if the device is quick at it; float32 otherwise."""
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    saved = config.dtype or config.get_text_config().dtype
+    name = str(saved).removeprefix("torch.")
+    if device.type == "cpu" and not (has_onednn() and is_quick(_DTYPES.get(name, torch.float32))):
+        return torch.float32
+    return _DTYPES.get(name, torch.float32)
+
+
+def _context(settings: EngineSettings, config: Any) -> tuple[int, list[str]]:
+    """Tokens of context, and what was cut. Rotary positions whose table changes with the longest sequence of a batch
+    (dynamic, longrope) would make one sequence's keys depend on another's, so those stay below the change."""
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    if not isinstance(longest, int):
+        raise ModelError(f"model {settings.model!r} does not say how long its context is")
+    warnings = []
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope" and original and original < longest:
+        warnings.append(f"context cut from {longest} to {original} tokens: longrope's longer table is not implemented")
+        longest = int(original)
+    wanted = settings.max_context_tokens
+    if wanted is not None and wanted > longest:
+        raise ModelError(f"max_context_tokens {wanted}: model {settings.model!r} was made for at most {longest}")
+    return wanted or longest, warnings
+
+
+def _load_module(folder: Any, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        module: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, trust_remote_code=False, low_cpu_mem_usage=True
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelError(f"model {name!r}: {str(error).splitlines()[0]}") from None
+    return module.to(device)
+
+
+def _eos_ids(module: Any, config: Any, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """The ids that end a text: the generation config's if it names any, else the model's and the tokeniser's."""
+    generation = getattr(module, "generation_config", None)
+    named = getattr(generation, "eos_token_id", None)
+    if named is None:
+        named = [config.get_text_config().eos_token_id, tokenizer_eos]
+    flat = named if isinstance(named, list) else [named]
+    ids: list[int] = []
+    for item in flat:
+        ids += item if isinstance(item, list) else [item] if isinstance(item, int) else []
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,107 @@
+"""Runs a step: zero the fresh blocks, one pass through the model, one token for each sequence that samples.
+
+Owns the paged cache. Stateless between steps otherwise: everything it needs to know stands in the step. Called by one
+thread at a time (engine/loop.py); torch's thread count is set for whichever thread that is.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+
+import torch
+
+from engine.compute.attention import StepAttention
+from engine.compute.batch import Batch, make_batch
+from engine.compute.kv_cache import KVCache, count_blocks
+from engine.compute.masks import MaskTemplates
+from engine.compute.model import LoadedModel
+from engine.compute.threads import choose_threads, usable_cores
+from engine.config import ConfigError, EngineSettings
+from engine.protocol import Sampling
+from engine.sampling.constrain import MaskThread
+from engine.sampling.logprobs import note_prompt_logprobs
+from engine.sampling.sampler import Sampler, highest
+from engine.sequence import NOT_FINITE, Sequence, Step, Work
+
+LEAST_ROWS = 2  # oneDNN's fp32 kernel for a single row rounds otherwise than the one for two and more
+
+
+class ModelRunner:
+    """The model, as the loop sees it (engine.sequence.Runner)."""
+
+    def __init__(self, model: LoadedModel, settings: EngineSettings, *, threads: int | None = None) -> None:
+        """Allocates the cache and runs one tiny step, so that the first request finds everything warm.
+
+        threads  CPU threads to compute with; None lets engine/compute/threads.py choose as for the only engine here
+        Raises ConfigError when the budget does not hold two blocks.
+        """
+        self.model = model
+        self._block_size = settings.block_size
+        self._threads = threads or choose_threads(settings.threads, usable_cores())
+        self._thread_set: int | None = None
+        self.num_blocks = count_blocks(model.cache_shape, settings.block_size, settings.kv_cache_bytes)
+        if self.num_blocks < 2:
+            need = model.cache_shape.token_bytes * settings.block_size
+            raise ConfigError(
+                f"engine.kv_cache_bytes: {settings.kv_cache_bytes} bytes hold less than two blocks of {need} bytes"
+            )
+        self.cache = KVCache(model.cache_shape, self.num_blocks, settings.block_size, model.device)
+        self._masks = MaskTemplates(model.cache_shape.dtype, model.device)
+        self._pads = model.device.type == "cpu" and model.dtype == torch.float32
+        self._sampler = Sampler()
+        self._mask_thread = MaskThread(model.vocab_size)
+        self._warm_up()
+
+    def run(self, step: Step) -> list[int | None]:
+        """Computes a step; see engine.sequence.Runner. Raises what torch raises, and nothing is registered then."""
+        self._set_threads()
+        with torch.inference_mode():
+            if step.fresh_blocks:
+                self.cache.zero(step.fresh_blocks)
+            self._mask_thread.begin([work.sequence for work in step.work if work.samples])
+            logits, num_works = self._forward(make_batch(step, self._block_size)), len(step.work)
+            if len(logits) > num_works:
+                note_prompt_logprobs(logits[num_works:], step)
+            return self._sample(step.work, logits[:num_works])
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Logits of the last row of each work, then of those that are scored, (num_work + num_scored, vocab_size)."""
+        device = self.model.device
+        tokens, positions, rows = (
+            torch.from_numpy(values).to(device) for values in (batch.tokens, batch.positions, batch.last_rows)
+        )
+        if len(batch.scored):
+            rows = torch.cat((rows, torch.from_numpy(batch.scored).to(device)))
+        wanted = len(rows)
+        attention = StepAttention(self.cache, self._masks, batch)
+        if self._pads and len(rows) < LEAST_ROWS:  # repeat a row: what it computes is not written and not read
+            rows = rows.expand(LEAST_ROWS)
+            if len(tokens) < LEAST_ROWS:
+                tokens, positions = tokens.expand(LEAST_ROWS), positions.expand(LEAST_ROWS)
+        return self.model.forward(tokens, positions, attention, rows)[:wanted]
+
+    def _sample(self, work: list[Work], logits: torch.Tensor) -> list[int | None]:
+        samples = [index for index, item in enumerate(work) if item.samples]
+        if len(samples) == len(work):
+            return list(self._sampler.choose(logits, [item.sequence for item in work], self._mask_thread.take()))
+        finite = highest(logits)[1]
+        sampled = [work[index].sequence for index in samples]
+        chosen = self._sampler.choose(logits[samples], sampled, self._mask_thread.take()) if samples else []
+        tokens = dict(zip(samples, chosen, strict=True))
+        return [tokens.get(index, None if finite[index] else NOT_FINITE) for index in range(len(work))]
+
+    def _warm_up(self) -> None:
+        """One step of a few tokens, and one of a single token, in blocks that are zeroed before anyone uses them."""
+        count = min(self._block_size + 1, self.model.context_tokens - 1)
+        tokens = array("I", [0] * (count + 1))
+        sequence = Sequence("", 0, tokens, count, [], Sampling(max_tokens=1, temperature=0.0), block_table=[0, 1])
+        self.run(Step([Work(sequence, 0, count, samples=True)], [0, 1]))
+        self.run(Step([Work(sequence, count, 1, samples=True)]))
+        self.cache.zero([0, 1])
+
+    def _set_threads(self) -> None:
+        """OpenMP keeps the number of threads for each calling thread."""
+        if self._thread_set != threading.get_ident():
+            torch.set_num_threads(self._threads)
+            self._thread_set = threading.get_ident()

@@ -1,0 +1,203 @@
+"""Grammars: what a sequence may say next. Compiles a JSON Schema, any JSON object, a regular expression or a Lark
+grammar for the model's tokeniser, and says after each token which ones may follow.
+
+A mask depends on nothing but the tokens that were sampled already, so it can be computed while the model computes the
+step, and the state of a matcher can be made again from the tokens. White space between JSON tokens is at most one blank
+behind `,` and `:`, so that a weak model's output comes to an end.
+
+llguidance does the work. No torch here; masks are numpy's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar
+from engine.sampling import schema as schemas
+from engine.sampling.schema import SchemaError
+
+Mask = npt.NDArray[np.bool_]
+
+MAX_LOCATED: Final = 2_000
+"""Schemas inside of one that is refused, which are looked through for the reason."""
+
+_OUTPUT: Final[Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "json_allowed_escapes": '"\\bfnrt',  # no \\u and no \\/: a key that may not be there cannot be spelled otherwise
+}
+_LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_MESSAGE_CHARS: Final = 300
+_REF_ELSEWHERE: Final = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be carried out. `path` leads to the reason inside of a schema; empty otherwise."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}" if path else reason)
+        self.path = path
+        self.reason = reason
+
+
+class Matcher:
+    """Where one sequence is in its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self.num_consumed = 0
+
+    def consume(self, tokens: Iterable[int]) -> None:
+        """Goes on by tokens that the mask allowed. Others leave a matcher that has failed."""
+        for token in tokens:
+            self._matcher.consume_token(token)
+            self.num_consumed += 1
+
+    def mask(self, out: Mask) -> bool:
+        """Fills in which tokens may come next, (vocab_size,) bool. Tokens that end the text are among them only where
+        the text is complete. False, and nothing is allowed, when the matcher has failed: the grammar was too complex,
+        or a token came that it does not have."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        out[:] = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        if _is_dead(self._matcher):
+            out[:] = False
+            return False
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text may end here."""
+        return bool(self._matcher.is_accepting())
+
+
+class Grammars:
+    """The compiled grammars of one tokeniser. May be used by several threads."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], *, cache_entries: int) -> None:
+        """
+        tokenizer_json  the file of the tokenizers library
+        vocab_size      rows of the model's logits; not below the tokeniser's own
+        cache_entries   compiled grammars that are kept, the last used ones
+        Takes a second for a vocabulary of 128,000 tokens. Raises GrammarError for a tokeniser that cannot be used.
+        """
+        if not eos_ids:
+            raise GrammarError("", "the model has no token that ends a text")
+        try:
+            self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
+        except (ValueError, RuntimeError) as error:
+            raise GrammarError("", f"this model's tokeniser cannot be constrained: {_short(str(error))}") from None
+        self._vocab_size = vocab_size
+        self._cache_entries = cache_entries
+        self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, grammar: Grammar) -> Matcher | None:
+        """A new matcher for a grammar that is compiled already. Quick."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is None:
+                return None
+            self._compiled.move_to_end(grammar)
+        return self._start(compiled)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A new matcher. Milliseconds, for the hardest schemas a second. Raises GrammarError."""
+        found = self.find(grammar)
+        if found is not None:
+            return found
+        compiled = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > self._cache_entries:
+                self._compiled.popitem(last=False)
+        return self._start(compiled)
+
+    def __len__(self) -> int:
+        """Compiled grammars that are kept."""
+        return len(self._compiled)
+
+    def _start(self, compiled: llguidance.LLMatcher) -> Matcher:
+        return Matcher(compiled.deep_copy(), self._vocab_size)
+
+    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise GrammarError("", f"it may be {MAX_GRAMMAR_BYTES} bytes long")
+        if grammar.kind == "json_schema":
+            return self._compile_schema(grammar.text)
+        if grammar.kind == "json_object":
+            return self._compile_schema('{"type": "object"}')
+        if grammar.kind == "regex":
+            source = llguidance.LLMatcher.grammar_from_regex(grammar.text)
+        elif grammar.kind == "lark":
+            source = llguidance.LLMatcher.grammar_from_lark(grammar.text)
+        else:
+            raise GrammarError("", f"there is no grammar of kind {grammar.kind!r}")
+        compiled, error = self._try(source)
+        if compiled is None:
+            raise GrammarError("", error)
+        return compiled
+
+    def _compile_schema(self, text: str) -> llguidance.LLMatcher:
+        try:
+            original = schemas.parse(text)
+            schema = schemas.prepare(original)
+        except SchemaError as mistake:
+            raise GrammarError(mistake.path, mistake.reason) from None
+        compiled, error = self._try(_grammar_of(schema))
+        if compiled is None:
+            raise GrammarError(*self._locate(schema, error))
+        return compiled
+
+    def _try(self, source: str) -> tuple[llguidance.LLMatcher | None, str]:
+        """The matcher at its start, or why there is none."""
+        compiled = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
+        if compiled.is_error():
+            return None, _short(compiled.get_error())
+        probe = compiled.deep_copy()
+        probe.compute_bitmask()
+        if _is_dead(probe):
+            return None, _short(probe.get_error()) or "nothing can satisfy it"
+        return compiled, ""
+
+    def _locate(self, schema: Any, error: str) -> tuple[str, str]:
+        """Path and message of the innermost schema that cannot be compiled by itself, given the root's definitions."""
+        root = schema if isinstance(schema, dict) else {}
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        for count, (path, inner) in enumerate(schemas.subschemas(schema)):
+            if count >= MAX_LOCATED:
+                break
+            if inner is False or _REF_ELSEWHERE.search(json.dumps(inner)):
+                continue  # forbidding something is no mistake; the others mean nothing outside of their root
+            alone = {**definitions, **inner} if isinstance(inner, dict) else inner
+            compiled, inner_error = self._try(_grammar_of(alone))
+            if compiled is None:
+                return path, inner_error
+        return "", error
+
+
+def _is_dead(matcher: llguidance.LLMatcher) -> bool:
+    """Whether no text can come of it any more. It stops where the text is complete, too."""
+    return bool(matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()))
+
+
+def _grammar_of(schema: Any) -> str:
+    if isinstance(schema, bool):
+        schema = {"anyOf": [schema]}
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OUTPUT)
+
+
+def _short(message: str) -> str:
+    """The first lines of a compiler's message."""
+    flat = " ".join(message.split())
+    return flat if len(flat) <= _MESSAGE_CHARS else flat[:_MESSAGE_CHARS] + "..."

@@ -1,0 +1,156 @@
+"""Brings blocks up: before a sequence is admitted whose prefix is below, its blocks are copied to where the model runs.
+
+A restore has all its blocks from the start, and is copied part by part, each from the fastest tier that has it. A part
+can be found as soon as it is there; the first block that does not come back ends the restore. Other sequences that need
+the same blocks wait for the same restore.
+
+Pure bookkeeping on the loop's thread. engine/tiers/tiers.py owns it; the way down is engine/tiers/saving.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from engine.tiers.stores import BlockKey, Copied, copy_blocks
+from engine.tiers.tier import Account, Chain, Tier, store_of, worker_of
+
+RESTORE_LIMIT_S: Final = 30.0
+"""A sequence whose blocks are not there after so long is computed; a disk may hang."""
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """Blocks on their way up. A reference is held on each of `above`, `blocks` and the slots of `segments`.
+
+    index     of the next block that is not there yet
+    parent    the gpu block before it; None at the beginning of the prefix
+    above     `parent` as it was at first, and blocks of others that were found on the way
+    blocks    private gpu blocks, one for each that is brought back; the first `done` of them were
+    segments  where they come from, in order
+    parts     of the first segment that are still being copied
+    over      nothing more is brought back
+    """
+
+    chain: Chain
+    index: int
+    parent: int | None
+    above: list[int]
+    blocks: list[int]
+    segments: deque[tuple[Tier, list[int]]]
+    deadline_s: float
+    done: int = 0
+    parts: int = 0
+    over: bool = False
+
+
+class Restoring:
+    """The way up, from all lower tiers to the first.
+
+    part_blocks  that become findable at a time
+    at_once      blocks that a copy has in memory
+    """
+
+    def __init__(self, tiers: Sequence[Tier], account: Account, *, part_blocks: int, at_once: int) -> None:
+        self.jobs: list[Restore] = []
+        self._gpu, self._lower = tiers[0], tiers[1:]
+        self._account = account
+        self._part_blocks, self._at_once = part_blocks, at_once
+
+    def begin(self, chain: Chain, room: int, now: float) -> list[int]:
+        """See engine.tiers.tiers.Tiers.restore."""
+        pool = self._gpu.pool
+        found = pool.find_prefix(chain.salt, chain.tokens, chain.digests)
+        start = len(found)
+        if start == len(chain.digests) or pool.find_block(chain.digests[start]) is not None:
+            return []
+        if pool.available_beside(found) < room - start:
+            return []
+        segments = self._find_below(chain, start)
+        if not segments:
+            return []
+        for tier, slots in segments:
+            tier.pool.acquire(slots)
+        pool.acquire(found[-1:])
+        parent = found[-1] if found else None
+        blocks = pool.allocate(sum(len(slots) for _, slots in segments), after=parent)
+        assert blocks is not None, "the pool gave fewer blocks than it said it has"
+        job = Restore(chain, start, parent, found[-1:], blocks, segments, now + RESTORE_LIMIT_S)
+        self.jobs.append(job)
+        self._read(job)
+        return blocks
+
+    def _find_below(self, chain: Chain, start: int) -> deque[tuple[Tier, list[int]]]:
+        """Runs of slots that hold blocks from `start` on, each from the fastest tier that has it."""
+        segments: deque[tuple[Tier, list[int]]] = deque()
+        for tier in self._lower:
+            slots = tier.pool.find_prefix(chain.salt, chain.tokens, chain.digests)
+            if len(slots) > start:
+                segments.append((tier, slots[start:]))
+                start = len(slots)
+        return segments
+
+    def _read(self, job: Restore) -> None:
+        """Hands the first segment to its tier's thread, in parts."""
+        tier, slots = job.segments[0]
+        index, block = job.index, job.done
+        for start in range(0, len(slots), self._part_blocks):
+            part = slots[start : start + self._part_blocks]
+            keys = job.chain.keys(index, len(part), self._gpu.pool.block_size)
+            copy = partial(self._copy, job, tier, part, job.blocks[block : block + len(part)], keys)
+            worker_of(tier).run(copy, partial(self._read_back, job, tier, part, keys))
+            index, block = index + len(part), block + len(part)
+            job.parts += 1
+
+    def _copy(self, job: Restore, tier: Tier, slots: list[int], blocks: list[int], keys: list[BlockKey]) -> Copied:
+        """On the tier's thread."""
+        if job.over:
+            return Copied(0)
+        return copy_blocks(store_of(tier), slots, store_of(self._gpu), blocks, keys, self._at_once)
+
+    def _read_back(self, job: Restore, tier: Tier, slots: list[int], keys: list[BlockKey], copied: Copied) -> None:
+        """Makes findable what came back, unless something before it did not."""
+        if not job.over:
+            count = self._register(job, tier, slots[: copied.count], keys)
+            tier.counters.restored += count
+            job.over = count < len(slots)
+            if copied.error is not None:
+                self._account.failed(tier, len(slots) - copied.count, copied.error)
+            elif copied.count < len(slots) and tier.pool.is_registered(slots[copied.count]):
+                tier.counters.torn += 1
+                self._account.forget(tier, [slots[copied.count]])
+        tier.pool.release(slots)
+        self._account.note(tier)
+        job.parts -= 1
+        if not job.parts:
+            job.segments.popleft()
+            if job.segments and not job.over:
+                self._read(job)
+            else:
+                self._end(job)
+
+    def _register(self, job: Restore, tier: Tier, slots: list[int], keys: list[BlockKey]) -> int:
+        pool, count = self._gpu.pool, 0
+        for slot, key in zip(slots, keys, strict=False):
+            trusted = tier.pool.is_registered(slot) and (job.parent is None or pool.is_registered(job.parent))
+            block = job.blocks[job.done]
+            holder = pool.register(block, job.parent, key.salt, key.digest, key.tokens) if trusted else None
+            if holder is None:
+                break
+            if holder != block:  # somebody computed it meanwhile
+                pool.acquire([holder])
+                job.above.append(holder)
+            job.parent = holder
+            job.done += 1
+            job.index += 1
+            count += 1
+        return count
+
+    def _end(self, job: Restore) -> None:
+        for tier, slots in job.segments:
+            tier.pool.release(slots)
+        self._gpu.pool.release(job.above + job.blocks)
+        self.jobs.remove(job)

@@ -1,0 +1,85 @@
+"""What a tier needs of the place where its blocks' bytes are, and the copy from one such place to another.
+
+A store knows slots, identities and bytes; which slot holds what, and whether it may be read or written now, is decided
+by engine/tiers/tiers.py. Every call here is made on a copy thread (engine/tiers/copy_thread.py) and may take long. The
+stores are engine/tiers/host_store.py (where the model runs, and host memory) and engine/tiers/disk_store.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+Payload = npt.NDArray[Any]
+"""(num_blocks, block_bytes) uint8; each row one block as (num_layers, block_size, 2, num_kv_heads, head_dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """The identity of a block's contents: not only its digest, but everything that the digest stands for."""
+
+    digest: bytes
+    parent: bytes | None  # digest of the block before; None for the first block of a prefix
+    index: int  # place in its prefix, 0 first
+    salt: str
+    tokens: bytes  # token ids of this block
+
+
+class Store(Protocol):
+    """Where the bytes of a tier's slots are. `slots` and `keys` run side by side and are never empty."""
+
+    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Payload:
+        """The bytes of the leading blocks that are there and sound: fewer rows than were asked for when one is not,
+        perhaps none. Raises OSError or RuntimeError when the device fails."""
+        ...
+
+    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
+        """Puts whole blocks where the slots are. Raises OSError or RuntimeError; what was written then is unknown."""
+        ...
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        """The tier has given these blocks up: what is kept of them besides the slot may go. Never fails."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """How a copy ended.
+
+    count    leading blocks that are whole where they were to go
+    error    why it was not all of them, when a store failed; without one the next block is not sound in the source
+    seconds  that it took
+    """
+
+    count: int
+    error: Exception | None = None
+    seconds: float = field(default=0.0, compare=False)
+
+
+def copy_blocks(
+    source: Store,
+    source_slots: Sequence[int],
+    target: Store,
+    target_slots: Sequence[int],
+    keys: Sequence[BlockKey],
+    at_once: int,
+) -> Copied:
+    """Copies blocks in order, `at_once` of them in memory at a time. Never raises."""
+    count, began_s = 0, time.monotonic()
+    try:
+        for start in range(0, len(keys), at_once):
+            part = slice(start, start + at_once)
+            payload = source.read(source_slots[part], keys[part])
+            sound = slice(start, start + len(payload))
+            if len(payload):
+                target.write(target_slots[sound], keys[sound], payload)
+            count += len(payload)
+            if len(payload) < len(keys[part]):
+                break
+    except Exception as error:
+        return Copied(count, error, time.monotonic() - began_s)
+    return Copied(count, None, time.monotonic() - began_s)

@@ -1,0 +1,141 @@
+"""What saving and restoring share: a tier, a chain of blocks, and the account of what a lower tier gave up.
+
+Data and small helpers, no policy: engine/tiers/saving.py brings blocks down, engine/tiers/restoring.py up,
+engine/tiers/tiers.py owns both. Used on the loop's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from engine.leases.file import LeaseFile
+from engine.pool.blocks import BlockPool
+from engine.protocol import TOKEN_BYTES
+from engine.protocol import Tier as TierName
+from engine.tiers.copy_thread import Worker
+from engine.tiers.disk_store import Scan
+from engine.tiers.residency import Residency
+from engine.tiers.stores import BlockKey, Store
+
+log = logging.getLogger(__name__)
+
+PAUSE_S: Final = 30.0
+"""Nothing is saved to a tier for so long after its store failed."""
+
+_DIGEST_COST: Final = 64  # bytes that a digest takes in a queue
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The leading full blocks of a prefix.
+
+    tokens   token ids of all of them
+    digests  one for each
+    """
+
+    salt: str
+    tokens: bytes
+    digests: list[bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.tokens) + _DIGEST_COST * len(self.digests)
+
+    def keys(self, start: int, count: int, block_size: int) -> list[BlockKey]:
+        width, digests = block_size * TOKEN_BYTES, self.digests
+        return [
+            BlockKey(digests[i], digests[i - 1] if i else None, i, self.salt, self.tokens[i * width : (i + 1) * width])
+            for i in range(start, start + count)
+        ]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Blocks, since the start."""
+
+    saved: int = 0
+    restored: int = 0
+    dropped: int = 0  # not saved, because the queue was full or the store had just failed
+    failed: int = 0  # not copied, because the store failed
+    torn: int = 0  # lost, because they were not there or not sound any more
+    collected: int = 0  # deleted at the start, for their age or the budget
+
+
+@dataclass(slots=True, eq=False)
+class Tier:
+    """One tier; the first is where the model runs.
+
+    store   needed as soon as there are two tiers
+    scan    what the store holds at the start, called on the tier's thread with the digests that leases end in
+    leases  on disk, beside the blocks of this tier
+    ready   everything that the start found is accounted for; nothing is saved before
+    number  place among the tiers, 0 for the first
+    """
+
+    name: TierName
+    pool: BlockPool
+    store: Store | None = None
+    block_bytes: int = 0
+    scan: Callable[[Collection[bytes]], Scan] | None = None
+    leases: LeaseFile | None = None
+    number: int = 0
+    worker: Worker | None = None
+    ready: bool = True
+    pause_until_s: float = 0.0
+    warned: bool = False
+    counters: Counters = field(default_factory=Counters)
+
+
+def worker_of(tier: Tier) -> Worker:
+    assert tier.worker is not None, f"the {tier.name} tier was not started"
+    return tier.worker
+
+
+def store_of(tier: Tier) -> Store:
+    assert tier.store is not None, f"the {tier.name} tier has no store"
+    return tier.store
+
+
+class Account:
+    """Sees to it that whatever a lower tier's pool does is told to the index, to the store and to the leases.
+
+    on_lost  called with the number of a lower tier that was made to forget blocks
+    now      monotonic second of the loop's present turn
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.residency = Residency([tier.pool for tier in tiers], [tier.name for tier in tiers])
+        self.on_lost: Callable[[int], object] | None = None
+        self.now = 0.0
+
+    def note(self, tier: Tier) -> None:
+        """After each change of a lower pool: what it gave up is dropped before anything else can be written there."""
+        gone = self.residency.note(tier.number)
+        if gone:
+            self.drop(tier, gone)
+
+    def drop(self, tier: Tier, digests: list[bytes]) -> None:
+        """The store need not keep these any longer."""
+        worker_of(tier).run(partial(store_of(tier).drop, digests), _ignore)
+
+    def forget(self, tier: Tier, slots: list[int]) -> None:
+        """These, and what hangs from them, are not to be found any more."""
+        if tier.pool.forget(slots) and self.on_lost is not None:
+            self.on_lost(tier.number)
+        self.note(tier)
+
+    def failed(self, tier: Tier, num_blocks: int, error: Exception) -> None:
+        """The tier's store did not do what it should. One warning, until a save succeeds again."""
+        tier.counters.failed += num_blocks
+        tier.pause_until_s = self.now + PAUSE_S
+        if not tier.warned:
+            log.warning("the %s tier failed, the engine goes on without it: %s", tier.name, error)
+        tier.warned = True
+
+
+def _ignore(done: object) -> None:
+    """Nothing waits for it."""

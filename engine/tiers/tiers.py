@@ -1,0 +1,203 @@
+"""Tiers below the model's own blocks: what is saved to host memory and disk, and what is brought back.
+
+                 save, in the background                       save
+    gpu  ------------------------------->  host  ------------------------------->  disk
+         <-------------------------------        (gpu <- disk without stopping there)
+                 restore, before a sequence that needs it is admitted
+
+Tiers are inclusive: a saved block stays where it was. Each lower tier is a BlockPool that keeps the account of its
+slots (what each holds, what is evicted next, verified when it is found) and a store that has the bytes. Whoever copies
+holds references on both sides meanwhile, so neither side can change, and a block becomes findable when it is whole.
+
+    save     chain queued -> slots allocated, blocks referenced -> copied by the tier's thread -> registered, released
+    restore  blocks allocated, slots referenced -> copied -> registered -> released, cached: admission finds them
+
+Pure bookkeeping on the loop's thread: no torch, no I/O, no threads of its own; engine/tiers/copy_thread.py does the
+copies. Neighbours: engine/tiers/saving.py and engine/tiers/restoring.py are the two ways, engine/tiers/adopting.py the
+start, engine/tables.py asks for restores and hands over chains, engine/tiers/residency.py tells what is where,
+engine/tiers/stores.py is where bytes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from engine.leases.leases import Leases
+from engine.leases.saving import LeaseSaving
+from engine.protocol import BlockEvents
+from engine.tiers.adopting import adopt
+from engine.tiers.copy_thread import Worker
+from engine.tiers.restoring import Restoring
+from engine.tiers.saving import Saving
+from engine.tiers.tier import Account, Chain, Tier
+
+__all__ = ["Chain", "Tier", "Tiers"]
+
+
+class Tiers:
+    """All tiers of one engine, the fastest first.
+
+    pools     of the tiers, in their order
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], *, queue_bytes: int = 0, part_blocks: int = 64, at_once: int = 64
+    ) -> None:
+        """
+        queue_bytes  of chains that wait to be saved, at most
+        part_blocks  that are copied between two turns of the loop
+        at_once      blocks that a copy has in memory
+        """
+        for number, tier in enumerate(tiers):
+            tier.number = number
+            tier.ready = tier.scan is None
+        assert len(tiers) == 1 or all(tier.store is not None for tier in tiers), "a tier has no store"
+        self.tiers = list(tiers)
+        self.lower = self.tiers[1:]
+        self.pools = [tier.pool for tier in tiers]
+        self._account = Account(self.tiers)
+        self._saving = Saving(
+            self.tiers, self._account, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=at_once
+        )
+        self._restoring = Restoring(self.tiers, self._account, part_blocks=part_blocks, at_once=at_once)
+        self._leases: Leases | None = None
+        self._lease_saving: LeaseSaving | None = None
+
+    def listen(self, leases: Leases) -> None:
+        """These are told what was saved and what was lost, and are kept on disk where a tier has a file for them."""
+        self._leases = leases
+        self._saving.on_saved, self._account.on_lost = leases.saved, leases.drop_lost
+        for tier in self.lower:
+            if tier.leases is not None:
+                self._lease_saving = LeaseSaving(tier, tier.leases, leases, self._account)
+
+    # -- for the loop -------------------------------------------------------------------------------------------------
+
+    def start(self, make_worker: Callable[[str], Worker]) -> None:
+        """Gives each lower tier its thread, by name, and looks for what the last run left."""
+        for tier in self.lower:
+            tier.worker = make_worker(f"copy-{tier.name}")
+            if tier.scan is not None:
+                adopt(tier, self._account, self._leases)
+
+    def close(self) -> None:
+        """Ends the threads after what they are doing; leases that have changed are written."""
+        for tier in self.lower:
+            if tier.worker is not None:
+                saving = None if tier.leases is None else self._lease_saving
+                tier.worker.close(None if saving is None else saving.last())
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies hold references, which come back without anybody's doing."""
+        return bool(self._restoring.jobs) or self._saving.busy
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being copied or waits for that."""
+        return self.saved and self.ready
+
+    @property
+    def saved(self) -> bool:
+        """Whether nothing is lost that could be saved, if the engine ends now."""
+        return not self.busy and not self._saving.num_waiting
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything that the last run left can be found."""
+        return all(tier.ready for tier in self.lower)
+
+    @property
+    def pump_wanted(self) -> bool:
+        return self._saving.pump_wanted
+
+    @property
+    def next_s(self) -> float | None:
+        """When `pump` has something to do, though nothing else happens until then; None when it has not."""
+        return None if self._lease_saving is None else self._lease_saving.next_s
+
+    def pump(self, now: float, *, steps_run: bool = False) -> None:
+        """Starts what can be saved now. Call it in each turn, while `pump_wanted`, and at `next_s`.
+
+        steps_run  there was a step in this turn, and will be one in the next: saving takes its time
+        """
+        self._account.now = now
+        self._saving.pump(steps_run=steps_run)
+        if self._lease_saving is not None:
+            self._lease_saving.pump()
+
+    def take_events(self) -> list[BlockEvents]:
+        """See engine.tiers.residency.Residency.take."""
+        return self._account.residency.take()
+
+    def snapshot(self) -> list[BlockEvents]:
+        return self._account.residency.snapshot()
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Blocks, bytes and counters of each tier; values for JSON."""
+        found: dict[str, dict[str, Any]] = {}
+        for tier in self.tiers:
+            blocks = tier.pool.num_registered
+            found[tier.name] = {
+                "blocks": blocks,
+                "bytes": blocks * tier.block_bytes,
+                "capacity_bytes": tier.pool.num_blocks * tier.block_bytes,
+                "evictions": tier.pool.evictions,
+                **(asdict(tier.counters) if tier.number else {}),
+            }
+        return found
+
+    def check_invariants(self) -> list[str]:
+        """What is wrong with the lower tiers while nothing is copied, in words."""
+        wrong = self._saving.check_invariants()
+        for tier in self.lower:
+            wrong += [f"{tier.name}: {line}" for line in tier.pool.check_invariants()]
+            if tier.pool.num_live:
+                wrong.append(f"{tier.name}: {tier.pool.num_live} slots are live and nothing is copied")
+        return wrong
+
+    # -- for the sequences --------------------------------------------------------------------------------------------
+
+    def count_findable(self, digests: Sequence[bytes]) -> int:
+        """Leading blocks that some tier has a digest of. A guess: nothing is compared."""
+        return max(pool.count_findable(digests) for pool in self.pools)
+
+    def save(self, chain: Chain, *, urgent: bool = False) -> None:
+        """Queues a prefix to be saved as far as it can be found then, or to count as used where it is saved already.
+
+        urgent  before everything that waits
+        When too much waits, what has waited longest is left out.
+        """
+        if self.lower and chain.digests:
+            self._saving.add(chain, urgent=urgent)
+
+    @property
+    def num_restoring(self) -> int:
+        return len(self._restoring.jobs)
+
+    def count_restoring(self, now: float) -> int:
+        """Restores that somebody waits for: not those that take longer than anybody does."""
+        return sum(now < job.deadline_s for job in self._restoring.jobs)
+
+    def is_restoring(self, digests: Sequence[bytes], now: float) -> bool:
+        """Whether the next blocks of a prefix are on their way, for whomever."""
+        for job in self._restoring.jobs:
+            if not job.over and job.index < len(digests) and digests[job.index] == job.chain.digests[job.index]:
+                return now < job.deadline_s
+        return False
+
+    def restore(self, chain: Chain, room: int, now: float) -> list[int]:
+        """Begins to bring back what lower tiers hold of a prefix beyond what can be found above.
+
+        room  blocks that the sequence needs in all and those that must be left for others: with less than that
+              nothing is begun, because the sequence could not be admitted either
+        Returns the gpu blocks that are being written; empty when nothing was begun.
+        """
+        return self._restoring.begin(chain, room, now)
+
+    def forget(self, chain: Chain) -> None:
+        """Makes a prefix unfindable in the lower tiers, with everything that hangs from it: it is not trusted."""
+        for tier in self.lower:
+            self._account.forget(tier, tier.pool.find_prefix(chain.salt, chain.tokens, chain.digests))

@@ -1,0 +1,57 @@
+"""The fused forward against transformers' own forward over the same cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from engine.compute.fused import fuse, rms_norm
+from tests.fakes.tiny_models import CONTEXT, KINDS, Driver, make_family, make_module, make_runner, random_ids
+
+FUSED = [kind for kind, (family, _) in KINDS.items() if family in ("Llama", "Mistral", "Qwen2", "Qwen3")]
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_logits_are_those_of_transformers_layers(kind: str) -> None:
+    quick, slow = Driver(make_runner(kind)), Driver(make_runner(kind, fast=False))
+    assert quick.runner.model.is_fused
+    assert not slow.runner.model.is_fused
+    ids = random_ids(600, 1)
+    got, want = (driver.prefill(driver.sequence(ids, 3), cuts=[256, 512]) for driver in (quick, slow))
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(
+        quick.runner.cache.data[..., :600, :, :, :], slow.runner.cache.data[..., :600, :, :, :], atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt neox", "phi3", "mixtral", "gemma3"])
+def test_other_models_keep_their_own_forward(kind: str) -> None:
+    module = make_module(kind)
+    assert fuse(module, CONTEXT, [None] * 3) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    ],
+)
+def test_a_relative_with_unusual_parts_keeps_its_own_forward(change: dict[str, object]) -> None:
+    module = make_family("Llama", {**KINDS["llama"][1], **change})
+    assert fuse(module, CONTEXT, [None] * 3) is None
+
+
+@pytest.mark.parametrize("size", [16, 64, 512])
+def test_the_norm_is_torchs(size: int) -> None:
+    rows, weight = torch.randn(7, 3, size), torch.rand(size)
+    want = functional.rms_norm(rows, (size,), weight, 1e-5)
+    torch.testing.assert_close(rms_norm(rows, weight * size**0.5, 1e-5), want, atol=1e-5, rtol=1e-5)
+
+
+def test_the_norm_does_not_change_its_argument() -> None:
+    rows = torch.randn(4, 32)
+    before = rows.clone()
+    rms_norm(rows, torch.ones(32), 1e-5)
+    assert torch.equal(rows, before)

@@ -1,0 +1,95 @@
+"""Packed linear layers against torch's own, and the row independence that warm answers stand on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from engine.compute.linear import PackedLinear, PackedWeight, can_pack, is_quick, pack
+
+CPU = torch.device("cpu")
+SHAPES = [(64, 48), (211, 64), (96, 1536), (512, 512)]
+
+
+def make(
+    out_features: int, in_features: int, dtype: torch.dtype, bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(out_features)
+    weight = torch.randn(out_features, in_features, generator=generator) * in_features**-0.5
+    return weight.to(dtype), torch.randn(out_features, generator=generator).to(dtype) if bias else None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int], bias: bool) -> None:
+    if not can_pack(dtype, CPU):
+        return
+    weight, offset = make(*shape, dtype, bias)
+    packed = PackedWeight(weight, offset)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    for rows in (1, 2, 7, 64):
+        x, other = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
+        plain = functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        for got, want in (
+            (packed(x), plain),
+            (packed.swish(x), functional.silu(plain)),
+            (packed.multiply(x, other), plain * other.double()),
+            (packed.add(x, other), plain + other.double()),
+        ):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), want, **tolerance)
+
+
+def test_arguments_are_left_as_they_are() -> None:
+    weight, bias = make(48, 32, torch.float32, bias=True)
+    packed, x, other = PackedWeight(weight, bias), torch.randn(3, 32), torch.randn(3, 48)
+    before = x.clone(), other.clone()
+    packed.multiply(x, other)
+    packed.add(x, other)
+    assert torch.equal(x, before[0])
+    assert torch.equal(other, before[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_float32_a_row_does_not_depend_on_the_other_rows(shape: tuple[int, int]) -> None:
+    weight, _ = make(*shape, torch.float32, bias=False)
+    packed = PackedWeight(weight, None)
+    x, other = torch.randn(600, shape[1]), torch.randn(600, shape[0])
+    whole = packed(x), packed.swish(x), packed.multiply(x, other), packed.add(x, other)
+    for rows in (2, 3, 4, 5, 8, 15, 16, 17, 33, 100, 257, 512):
+        for start in (0, 600 - rows):
+            a, b = x[start : start + rows], other[start : start + rows]
+            parts = packed(a), packed.swish(a), packed.multiply(a, b), packed.add(a, b)
+            for part, full in zip(parts, whole, strict=True):
+                assert torch.equal(part, full[start : start + rows]), rows
+
+
+def test_pack_replaces_every_linear_layer_and_frees_its_weight() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ModuleDict({"inner": Conv1D(8, 32)}), nn.LayerNorm(8))
+    x = torch.randn(5, 16)
+    expected = model[1]["inner"](model[0](x))
+    assert pack(model) == 2
+    assert isinstance(model[0], PackedLinear)
+    torch.testing.assert_close(model[1]["inner"](model[0](x)), expected)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 16  # the norm's
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_subclasses_of_linear_are_left_alone() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(Special(4, 4))
+    assert pack(model) == 0
+    assert type(model[0]) is Special
+
+
+def test_what_the_processor_is_slow_at_is_not_packed() -> None:
+    assert is_quick(torch.float32)
+    assert not is_quick(torch.float64)
+    assert not can_pack(torch.float64, CPU)
+    assert not can_pack(torch.float32, torch.device("meta"))

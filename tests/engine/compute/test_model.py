@@ -1,0 +1,183 @@
+"""Loading: what is said about a model, and what is refused with which reason."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from engine.compute.model import LoadedModel, ModelError, load_model, prepare
+from engine.compute.model_files import find_folder, fingerprint_weights
+from engine.config import EngineSettings
+from tests.fakes.tiny_models import CONTEXT, KINDS, make_family, make_module
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the hub has them: weights, configuration, generation configuration, tokeniser."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    module = make_module("llama")
+    module.generation_config.eos_token_id = [7, 9]
+    module.save_pretrained(folder)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **settings: Any) -> LoadedModel:
+    return load_model(EngineSettings(model=str(folder), device="cpu", threads=1, **settings))
+
+
+def test_a_folder_tells_all_that_the_engine_says_about_it(saved: Path) -> None:
+    model = load(saved)
+    assert (model.name, model.dtype, model.context_tokens, model.eos_ids) == (
+        "tiny-llama",
+        torch.float32,
+        CONTEXT,
+        (7, 9),
+    )
+    assert model.vocab_size == 211
+    assert (model.cache_shape.num_layers, model.cache_shape.num_kv_heads, model.cache_shape.head_dim) == (3, 2, 8)
+    assert model.tokenizer.add_bos
+    assert model.tokenizer.chat_template == "{{ messages[0].content }}"
+    assert model.tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    restored = tokenizers.Tokenizer.from_str(model.tokenizer.tokenizer_json)
+    assert restored.encode("a b").ids == [0, 2, 3]
+    assert model.is_fused
+
+
+def test_settings_override_what_the_folder_says(saved: Path) -> None:
+    model = load(saved, served_name="other", dtype="bfloat16", max_context_tokens=128)
+    assert (model.name, model.dtype, model.context_tokens) == ("other", torch.bfloat16, 128)
+
+
+def test_the_demo_model_loads_under_its_own_name() -> None:
+    model = load_model(EngineSettings(device="cpu", threads=1))
+    assert model.name == "demo"
+    assert model.context_tokens >= 8192
+    assert model.is_fused
+    assert model.tokenizer.chat_template
+
+
+def test_the_namespace_changes_with_the_weights_the_dtype_and_the_block_size(saved: Path, tmp_path: Path) -> None:
+    model = load(saved)
+    root = model.namespace(16, "xxh3_128").root()
+    assert root == load(saved).namespace(16, "xxh3_128").root()
+    changed = tmp_path / "changed"
+    shutil.copytree(saved, changed)
+    weights = changed / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    others = (
+        load(changed).namespace(16, "xxh3_128"),
+        load(saved, dtype="bfloat16").namespace(16, "xxh3_128"),
+        model.namespace(32, "xxh3_128"),
+        model.namespace(16, "sha256"),
+    )
+    assert root not in [other.root() for other in others]
+
+
+def test_the_fingerprint_does_not_depend_on_where_the_folder_is(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    assert fingerprint_weights(tmp_path / "copy") == fingerprint_weights(saved)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model": "/nowhere/model"}, "there is no such folder"),
+        ({"model": "not-a-hub-id"}, "not a hub id"),
+        ({"device": "cuda:99"}, "no GPU|invalid"),
+        ({"device": "toaster"}, "should be cpu"),
+        ({"max_context_tokens": CONTEXT + 1}, f"at most {CONTEXT}"),
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused(saved: Path, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        load_model(EngineSettings(**{"model": str(saved), "device": "cpu", "threads": 1, **settings}))
+
+
+@pytest.mark.parametrize(("missing", "reason"), [("model.safetensors", "model"), ("config.json", "config")])
+def test_a_folder_with_a_file_missing_is_refused(saved: Path, tmp_path: Path, missing: str, reason: str) -> None:
+    shutil.copytree(saved, tmp_path / "torn")
+    (tmp_path / "torn" / missing).unlink()
+    with pytest.raises(ModelError, match=reason):
+        load(tmp_path / "torn")
+
+
+def test_a_folder_without_a_tokeniser_is_refused(tmp_path: Path) -> None:
+    make_module("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="tokeniser"):
+        load(tmp_path)
+
+
+def test_an_encoder_decoder_is_refused(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "t5")
+    transformers.T5Config(vocab_size=50).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        load(tmp_path / "t5")
+
+
+def test_recurrent_layers_are_refused(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "next")
+    transformers.Qwen3NextConfig(vocab_size=50).save_pretrained(tmp_path / "next")
+    with pytest.raises(ModelError, match="linear_attention"):
+        load(tmp_path / "next")
+
+
+_GROUPED = KINDS["llama"][1]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("Gemma2", {**_GROUPED, "head_dim": 8, "attn_logit_softcapping": 1000.0}, "capped at 1000"),
+        ("GptOss", {**_GROUPED, "head_dim": 8, "num_local_experts": 4}, "s_aux"),
+        ("Bloom", {"vocab_size": 211, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "foreign attention"),
+        ("Mamba", {"vocab_size": 211, "hidden_size": 64, "num_hidden_layers": 2}, "0 of its 2 layers"),
+    ],
+)
+def test_attention_that_cannot_be_expressed_is_refused(family: str, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        prepare(make_family(family, settings), "tiny", CONTEXT)
+
+
+def test_a_model_that_ignores_its_positions_is_found_out() -> None:
+    module = make_module("gpt2")
+    forward = module.transformer.wpe.forward
+    module.transformer.wpe.forward = lambda ids: forward(torch.arange(ids.shape[-1])[None])
+    with pytest.raises(ModelError, match="off by"):
+        prepare(module, "tiny", CONTEXT)
+
+
+def test_a_model_that_transformers_cannot_run_is_refused_with_its_reason() -> None:
+    module = make_module("llama")
+    module.model.layers[1].mlp.up_proj = torch.nn.Linear(64, 95)
+    with pytest.raises(ModelError, match="cannot be run"):
+        prepare(module, "tiny", CONTEXT)
+
+
+def test_a_window_that_is_declared_and_not_asked_for_is_found_out() -> None:
+    qwen = make_module("qwen2 with windows")
+    for layer in qwen.model.layers:
+        layer.self_attn.sliding_window = None
+    with pytest.raises(ModelError, match="window"):
+        prepare(qwen, "tiny", CONTEXT)
+    prepare(make_module("qwen2 with windows"), "tiny", 64)  # shorter than the window: there is none
+
+
+@pytest.mark.parametrize("name", ["demo", "a folder"])
+def test_folders_and_the_demo_are_found_without_the_hub(name: str, saved: Path) -> None:
+    folder = find_folder("demo" if name == "demo" else str(saved), None)
+    assert (folder / "config.json").is_file()

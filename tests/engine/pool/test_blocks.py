@@ -1,0 +1,467 @@
+"""The block pool: what can be reused, what is evicted, what is told to the index."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.pool.blocks import BlockPool
+from engine.pool.eviction import LeastRecentlyUsed
+from engine.pool.free_runs import FreeRuns
+from engine.protocol import DIGEST_BYTES, BlockEvents, Namespace, chain_digests, split_digests
+
+SIZE = 4
+ROOT = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE).root()
+
+
+def pack(tokens: list[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def chain(tokens: list[int]) -> list[bytes]:
+    return split_digests(chain_digests(ROOT, pack(tokens), SIZE))
+
+
+def store(pool: BlockPool, tokens: list[int], salt: str = "", digests: list[bytes] | None = None) -> list[int]:
+    """Computes and registers a prefix, whose tokens fill whole blocks; returns its blocks, which stay live."""
+    digests = digests or chain(tokens)
+    reused = pool.find_prefix(salt, pack(tokens), digests)
+    pool.acquire(reused)
+    fresh = pool.allocate(len(digests) - len(reused))
+    assert fresh is not None
+    table = reused + fresh
+    for index in range(len(reused), len(table)):
+        content = pack(tokens[index * SIZE : (index + 1) * SIZE])
+        parent = table[index - 1] if index else None
+        assert pool.register(table[index], parent, salt, digests[index], content) == table[index]
+    return table
+
+
+def find(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
+    return pool.find_prefix(salt, pack(tokens), chain(tokens))
+
+
+def counts(pool: BlockPool) -> tuple[int, int, int]:
+    assert pool.check_invariants() == []
+    return pool.num_free, pool.num_cached, pool.num_live
+
+
+def apply(table: dict[bytes, None], events: BlockEvents) -> None:
+    """As a gateway does it."""
+    if events.reset:
+        table.clear()
+    for digest in split_digests(events.removed):
+        del table[digest]
+    for digest in split_digests(events.stored):
+        assert digest not in table
+        table[digest] = None
+
+
+def test_a_stored_prefix_is_found_as_far_as_it_agrees() -> None:
+    pool = BlockPool(8, SIZE)
+    table = store(pool, [*range(12)])
+    assert find(pool, [*range(12)]) == table
+    assert find(pool, [*range(14)]) == table
+    assert find(pool, [*range(8), 99, 9, 10, 11]) == table[:2]
+    assert find(pool, [99, *range(1, 12)]) == []
+
+
+def test_released_blocks_stay_findable_until_their_place_is_needed() -> None:
+    pool = BlockPool(4, SIZE)
+    pool.release(store(pool, [*range(16)]))
+    assert counts(pool) == (0, 4, 0)
+    assert len(find(pool, [*range(16)])) == 4
+    assert pool.allocate(3) is not None
+    assert len(find(pool, [*range(16)])) == 1
+    assert counts(pool) == (0, 1, 3)
+
+
+def test_the_tail_is_evicted_before_the_head() -> None:
+    pool = BlockPool(8, SIZE)
+    table = store(pool, [*range(16)])
+    pool.release(table)
+    for left in (3, 2, 1, 0):
+        pool.allocate(pool.num_free + 1)
+        assert find(pool, [*range(16)]) == table[:left]
+
+
+def test_the_prefix_used_longest_ago_goes_whole_before_the_next_one_loses_its_tail() -> None:
+    pool = BlockPool(8, SIZE)
+    old, new = [*range(16)], [*range(100, 116)]
+    pool.release(store(pool, old))
+    pool.release(store(pool, new))
+    pool.allocate(4)
+    assert (len(find(pool, old)), len(find(pool, new))) == (0, 4)
+
+
+def test_a_hit_makes_a_prefix_the_most_recently_used() -> None:
+    pool = BlockPool(8, SIZE)
+    old, new = [*range(16)], [*range(100, 116)]
+    pool.release(store(pool, old))
+    pool.release(store(pool, new))
+    hit = find(pool, old)
+    pool.acquire(hit)
+    pool.release(hit)
+    pool.allocate(4)
+    assert (len(find(pool, old)), len(find(pool, new))) == (4, 0)
+
+
+def test_a_parent_stays_while_a_child_is_live() -> None:
+    """A sequence may hold a child without its parent: one whose own copy of the parent stayed private."""
+    pool = BlockPool(4, SIZE)
+    first, second = store(pool, [*range(8)])
+    pool.release([first])
+    assert counts(pool) == (2, 1, 1)
+    assert pool.available == 2
+    assert pool.allocate(3) is None
+    pool.release([second])
+    assert pool.available == 4
+
+
+def test_an_allocation_is_all_or_nothing() -> None:
+    pool = BlockPool(4, SIZE)
+    held = store(pool, [*range(8)])
+    before = counts(pool)
+    assert pool.allocate(3) is None
+    assert counts(pool) == before
+    assert pool.allocate(0) == []
+    assert len(pool.allocate(2) or []) == 2
+    assert find(pool, [*range(8)]) == held
+
+
+def test_a_block_of_two_sequences_is_live_until_both_let_go() -> None:
+    pool = BlockPool(4, SIZE)
+    table = store(pool, [*range(8)])
+    pool.acquire(table)
+    pool.release(table)
+    assert counts(pool) == (2, 0, 2)
+    pool.release(table)
+    assert counts(pool) == (2, 2, 0)
+
+
+def test_releasing_too_often_is_caught() -> None:
+    pool = BlockPool(4, SIZE)
+    table = store(pool, [*range(8)])
+    pool.release(table)
+    with pytest.raises(AssertionError, match="more often"):
+        pool.release(table)
+
+
+def test_private_blocks_are_free_after_release() -> None:
+    pool = BlockPool(4, SIZE)
+    pool.release(pool.allocate(3) or [])
+    assert counts(pool) == (4, 0, 0)
+
+
+def test_another_salt_never_finds_a_block_even_with_its_digest() -> None:
+    pool = BlockPool(4, SIZE)
+    tokens = [*range(8)]
+    store(pool, tokens, salt="tenant:a")
+    assert pool.find_prefix("tenant:b", pack(tokens), chain(tokens)) == []
+    assert len(pool.find_prefix("tenant:a", pack(tokens), chain(tokens))) == 2
+
+
+def test_a_forged_digest_finds_nothing_with_other_tokens() -> None:
+    pool = BlockPool(4, SIZE)
+    store(pool, [*range(8)])
+    stolen = chain([*range(8)])
+    assert pool.find_prefix("", pack([9] * 8), stolen) == []
+    assert pool.find_prefix("", pack([0, 1, 2, 3, 9, 9, 9, 9]), stolen) == find(pool, [*range(4)])
+
+
+def test_equal_tokens_behind_another_parent_are_another_prefix() -> None:
+    pool = BlockPool(8, SIZE)
+    store(pool, [1, 1, 1, 1, 5, 5, 5, 5])
+    other = store(pool, [2, 2, 2, 2])
+    second = chain([1, 1, 1, 1, 5, 5, 5, 5])[1]
+    forged = [*chain([2, 2, 2, 2]), second]
+    assert pool.find_prefix("", pack([2, 2, 2, 2, 5, 5, 5, 5]), forged) == other
+
+
+def test_a_root_block_is_not_taken_for_an_inner_one() -> None:
+    pool = BlockPool(8, SIZE)
+    store(pool, [5, 5, 5, 5], digests=[b"x" * 16])
+    other = store(pool, [1, 1, 1, 1])
+    assert pool.find_prefix("", pack([1, 1, 1, 1, 5, 5, 5, 5]), [chain([1] * 4)[0], b"x" * 16]) == other
+
+
+def test_an_inner_block_is_not_taken_for_a_root() -> None:
+    pool = BlockPool(8, SIZE)
+    store(pool, [1, 1, 1, 1, 5, 5, 5, 5])
+    inner = chain([1, 1, 1, 1, 5, 5, 5, 5])[1]
+    assert pool.find_prefix("", pack([5, 5, 5, 5]), [inner]) == []
+
+
+def test_a_colliding_newcomer_is_not_registered() -> None:
+    pool = BlockPool(8, SIZE)
+    table = store(pool, [*range(4)])
+    (newcomer,) = pool.allocate(1) or []
+    assert pool.register(newcomer, None, "", chain([*range(4)])[0], pack([9] * 4)) is None
+    assert pool.register(newcomer, None, "other", chain([*range(4)])[0], pack([*range(4)])) is None
+    assert find(pool, [*range(4)]) == table
+
+
+def test_a_second_copy_stays_private_and_names_the_first() -> None:
+    pool = BlockPool(8, SIZE)
+    (first,) = store(pool, [*range(4)])
+    (second,) = pool.allocate(1) or []
+    assert pool.register(second, None, "", chain([*range(4)])[0], pack([*range(4)])) == first
+    pool.release([second])
+    assert counts(pool) == (7, 0, 1)
+
+
+def test_an_evicted_id_that_is_filled_anew_is_no_parent_of_the_old_child() -> None:
+    pool = BlockPool(2, SIZE)
+    old = [*range(8)]
+    pool.release(store(pool, old))
+    pool.release(store(pool, [9, 9, 9, 9, 8, 8, 8, 8]))
+    assert find(pool, old) == []
+    assert pool.find_prefix("", pack(old), [chain([9] * 4)[0], chain(old)[1]]) == []
+
+
+def test_forgotten_blocks_take_their_descendants_with_them() -> None:
+    pool = BlockPool(8, SIZE)
+    first = store(pool, [*range(12)])
+    branch = store(pool, [*range(4), 9, 9, 9, 9])
+    pool.release(first)
+    assert pool.forget([first[1]]) == 2
+    assert find(pool, [*range(12)]) == first[:1]
+    assert find(pool, [*range(4), 9, 9, 9, 9]) == branch
+    assert pool.forget(first) == 2
+    assert counts(pool) == (6, 0, 2)
+    pool.release(branch)
+    assert counts(pool) == (8, 0, 0)
+
+
+def test_a_forgotten_parent_without_readers_is_freed_under_a_live_child() -> None:
+    pool = BlockPool(4, SIZE)
+    first, second = store(pool, [*range(8)])
+    pool.release([first])
+    assert pool.forget([first]) == 2
+    assert counts(pool) == (3, 0, 1)
+    pool.release([second])
+    assert counts(pool) == (4, 0, 0)
+
+
+def test_events_name_parents_first_when_stored_and_children_first_when_removed() -> None:
+    pool = BlockPool(4, SIZE)
+    tokens = [*range(16)]
+    pool.release(store(pool, tokens))
+    assert split_digests(pool.take_events().stored) == chain(tokens)
+    pool.allocate(4)
+    assert split_digests(pool.take_events().removed) == chain(tokens)[::-1]
+    assert pool.take_events() == BlockEvents()
+
+
+def test_what_came_and_went_between_two_takes_is_not_told() -> None:
+    pool = BlockPool(4, SIZE)
+    tokens = [*range(16)]
+    pool.release(store(pool, tokens))
+    pool.release(pool.allocate(4) or [])
+    assert pool.take_events() == BlockEvents()
+    pool.release(store(pool, tokens))
+    pool.take_events()
+    pool.release(pool.allocate(4) or [])
+    pool.release(store(pool, tokens[:8]))
+    assert split_digests(pool.take_events().removed) == chain(tokens)[:1:-1]
+
+
+def test_a_snapshot_holds_what_can_be_found_parents_first() -> None:
+    pool = BlockPool(8, SIZE)
+    pool.release(store(pool, [*range(16)]))
+    pool.release(store(pool, [*range(100, 116)]))
+    pool.allocate(2)
+    snapshot = pool.snapshot()
+    assert snapshot.reset
+    assert split_digests(snapshot.stored) == [*chain([*range(16)])[:2], *chain([*range(100, 116)])]
+
+
+def test_a_growing_sequence_gets_the_next_id() -> None:
+    pool = BlockPool(64, SIZE)
+    first, second = pool.allocate(3) or [], pool.allocate(3) or []
+    for table in (first, second, first, second, first):
+        table += pool.allocate(1, after=table[-1]) or []
+    assert first == [*range(first[0], first[0] + 6)]
+    assert second == [*range(second[0], second[0] + 5)]
+
+
+def test_an_evicting_allocation_is_consecutive_when_an_old_prefix_was() -> None:
+    pool = BlockPool(1024, SIZE)
+    rng = random.Random(1)
+    while pool.num_free > 64:
+        pool.release(store(pool, [rng.randrange(1 << 30) for _ in range(SIZE * 64)]))
+    consecutive = 0
+    for _ in range(20):
+        table = pool.allocate(48) or []
+        consecutive += table == [*range(table[0], table[0] + 48)]
+        pool.release(table)
+    assert consecutive >= 15
+
+
+@given(st.lists(st.integers(0, 2**16), max_size=200), st.integers(1, 40))
+@settings(deadline=None, max_examples=60)
+def test_free_runs_hand_out_every_id_once(choices: list[int], num_blocks: int) -> None:
+    references = [0] * num_blocks
+    runs, taken = FreeRuns(num_blocks, references), set[int]()
+    for choice in choices:
+        if choice % 2 and taken:
+            block = sorted(taken)[choice % len(taken)]
+            taken.remove(block)
+            references[block] = 0
+            runs.add(block)
+        elif len(runs):
+            count = 1 + choice % len(runs)
+            after = sorted(taken)[choice % len(taken)] if taken and choice % 3 else None
+            fits = runs.fits(count, after)
+            got = runs.take(count, after)
+            assert len(set(got)) == count
+            assert not taken & set(got)
+            assert not fits or got == [*range(got[0], got[0] + count)]
+            taken |= set(got)
+            for block in got:
+                references[block] = choice % 2
+        assert len(runs) == num_blocks - len(taken)
+        assert all((block in runs) == (block not in taken) for block in range(num_blocks))
+
+
+@given(st.lists(st.tuples(st.sampled_from("tadp"), st.integers(0, 9)), max_size=300))
+@settings(deadline=None, max_examples=60)
+def test_the_least_recently_used_leaf_goes_first(calls: list[tuple[str, int]]) -> None:
+    policy, candidates, used = LeastRecentlyUsed(10), set[int](), dict.fromkeys(range(10), 0)
+    for time, (call, block) in enumerate(calls):
+        if call == "t" and block not in candidates:
+            policy.touch(block)
+            used[block] = time + 1
+        elif call == "a" and block not in candidates:
+            policy.add(block)
+            candidates.add(block)
+        elif call == "d" and block in candidates:
+            policy.discard(block)
+            candidates.remove(block)
+        elif call == "p" and candidates:
+            victim = policy.pop()
+            assert victim == min(candidates, key=lambda b: (used[b], b))
+            candidates.remove(victim)
+        assert len(policy) == len(candidates)
+    while candidates:
+        candidates.remove(policy.pop())
+    with pytest.raises(IndexError):
+        policy.pop()
+
+
+def test_a_pool_evicts_what_its_policy_chooses() -> None:
+    class Last(LeastRecentlyUsed):
+        def pop(self) -> int:
+            block = max(block for block, is_leaf in enumerate(self._candidate) if is_leaf)
+            self.discard(block)
+            return block
+
+    pool = BlockPool(2, SIZE, Last(2))
+    pool.release(store(pool, [0, 0, 0, 0]))
+    pool.release(store(pool, [1, 1, 1, 1]))
+    assert pool.allocate(1) == [1], "the least recently used one is 0"
+
+
+def test_a_lease_keeps_a_block_and_what_it_hangs_from_until_it_ends() -> None:
+    pool = BlockPool(8, SIZE)
+    table = store(pool, [*range(16)])
+    pool.lease(table[2])
+    pool.release(table)
+    assert counts(pool) == (4, 4, 0)
+    assert pool.available == 5
+    assert pool.allocate(6) is None
+    others = pool.allocate(5)
+    assert others is not None
+    assert find(pool, [*range(16)]) == table[:3]
+    pool.end_lease(table[2])
+    assert pool.available == 3
+    assert pool.allocate(3) is not None
+    assert find(pool, [*range(16)]) == []
+
+
+def test_leases_of_one_block_add_up_and_nest() -> None:
+    pool = BlockPool(4, SIZE)
+    table = store(pool, [*range(16)])
+    pool.release(table)
+    for block in (table[1], table[3], table[3]):
+        pool.lease(block)
+    assert pool.available == 0
+    pool.end_lease(table[3])
+    assert (pool.available, pool.is_leased(table[3])) == (0, True)
+    pool.end_lease(table[3])
+    assert (pool.available, pool.is_leased(table[3])) == (2, False)
+    pool.acquire(table)
+    pool.end_lease(table[1])
+    assert (pool.available, pool.num_live) == (0, 4)
+    pool.release(table)
+    assert (pool.available, counts(pool)) == (4, (0, 4, 0))
+
+
+def test_the_end_of_a_lease_is_no_use_of_the_block() -> None:
+    """A prefix that nobody asked for again is not to outlive one that was used after it."""
+    pool = BlockPool(8, SIZE)
+    leased, newer = [*range(16)], [*range(100, 116)]
+    table = store(pool, leased)
+    pool.lease(table[3])
+    pool.release(table)
+    pool.release(store(pool, newer))
+    pool.end_lease(table[3])
+    pool.allocate(4)
+    assert (len(find(pool, leased)), len(find(pool, newer))) == (0, 4)
+
+
+def test_blocks_that_are_forgotten_are_not_leased_any_more() -> None:
+    pool = BlockPool(8, SIZE)
+    table = store(pool, [*range(16)])
+    pool.lease(table[0])
+    pool.lease(table[2])
+    pool.release(table[3:])
+    assert pool.forget([table[1]]) == 3
+    assert (pool.is_leased(table[0]), pool.is_leased(table[2])) == (True, False)
+    pool.release(table[:3])
+    assert counts(pool) == (7, 1, 0)
+    assert pool.available == 7
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=40)
+def test_a_busy_pool_stays_sound_and_its_events_add_up(rng: random.Random) -> None:
+    pool, tables, told = BlockPool(rng.randint(4, 24), SIZE), list[list[int]](), dict[bytes, None]()
+    leased: list[tuple[int, list[int]]] = []  # a block, and the tokens up to its end
+    prompts = [[rng.randrange(2) for _ in range(SIZE * rng.randint(1, 6))] for _ in range(12)]
+    for _ in range(120):
+        roll = rng.random()
+        if roll < 0.5:
+            tokens = rng.choice(prompts)
+            missing = len(tokens) // SIZE - len(hit := find(pool, tokens))
+            if pool.available_beside(hit) >= missing:
+                tables.append(store(pool, tokens))
+        elif roll < 0.9 and tables:
+            pool.release(tables.pop(rng.randrange(len(tables))))
+        elif tables and rng.random() < 0.3:
+            pool.forget([rng.choice(rng.choice(tables))])
+            leased = [(block, tokens) for block, tokens in leased if pool.is_leased(block)]
+        if rng.random() < 0.2 and (hit := find(pool, tokens := rng.choice(prompts))):
+            pool.lease(hit[-1])
+            leased.append((hit[-1], tokens[: len(hit) * SIZE]))
+        elif rng.random() < 0.2 and leased:
+            pool.end_lease(leased.pop(rng.randrange(len(leased)))[0])
+        for block, tokens in leased:
+            assert find(pool, tokens)[-1] == block
+        if rng.random() < 0.3:
+            apply(told, pool.take_events())
+            assert set(told) == set(split_digests(pool.snapshot().stored))
+        free, cached, live = counts(pool)
+        assert free + cached + live == pool.num_blocks
+    for table in tables:
+        pool.release(table)
+    for block, _ in leased:
+        pool.end_lease(block)
+    assert pool.available == pool.num_blocks
+    apply(told, pool.take_events())
+    assert len(told) * DIGEST_BYTES == len(pool.snapshot().stored)
+    assert pool.num_live == 0

@@ -1,0 +1,225 @@
+"""Grammars without a model: whatever token a sampler takes among the allowed ones, what ends is what was asked for."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from engine.demo import MODEL_DIR
+from engine.protocol import Grammar
+from engine.sampling.grammar import GrammarError, Grammars, Matcher
+from tests.fakes.schemas import HARD, REFUSED, schemas, validate, wild_schemas
+
+EOS = (2, 0)
+VOCABULARY = 4096
+LIMIT = 3_000  # tokens of one text
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars((MODEL_DIR / "tokenizer.json").read_text(), VOCABULARY, EOS, cache_entries=8)
+
+
+@cache
+def closers() -> np.ndarray[Any, Any]:
+    """Tokens that close something."""
+    texts = [tokenizer().decode([token], skip_special_tokens=False) for token in range(VOCABULARY)]
+    return np.array([bool(re.search(r'["\]}]', text)) for text in texts])
+
+
+def compile_schema(schema: Any) -> Matcher:
+    return grammars().compile(Grammar("json_schema", json.dumps(schema)))
+
+
+def walk(matcher: Matcher, seed: int, limit: int = LIMIT) -> str | None:
+    """A text of random tokens; those that end or close something are often preferred. None when it did not end."""
+    rng, tokens, mask = random.Random(seed), [], np.empty(VOCABULARY, np.bool_)
+    for _ in range(limit):
+        assert matcher.mask(mask), tokenizer().decode(tokens)
+        assert mask[EOS[0]] == mask[EOS[1]] == matcher.is_complete
+        if matcher.is_complete and rng.random() < 0.5:
+            return tokenizer().decode(tokens)
+        mask[list(EOS)] = False
+        if not mask.any():
+            return tokenizer().decode(tokens)
+        closing = mask & closers()
+        choice = np.flatnonzero(closing if closing.any() and rng.random() < 0.3 else mask)
+        tokens.append(int(rng.choice(choice)))
+        matcher.consume(tokens[-1:])
+    return None
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_every_text_under_a_hard_schema_parses_and_validates(name: str) -> None:
+    ended = 0
+    for seed in range(12):
+        text = walk(compile_schema(HARD[name]), seed)
+        if text is not None:
+            validate(text, HARD[name])
+            ended += 1
+    assert ended > 6
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_every_text_under_a_generated_schema_parses_and_validates(schema: Any, seed: int) -> None:
+    text = walk(compile_schema(schema), seed)
+    assert text is not None
+    validate(text, schema)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=wild_schemas(), seed=st.integers(0, 2**32))
+def test_a_wild_schema_is_refused_or_kept(schema: Any, seed: int) -> None:
+    try:
+        matcher = compile_schema(schema)
+    except GrammarError:
+        assume(False)
+    text = walk(matcher, seed, 500)
+    if text is not None:
+        validate(text, schema)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_schema_that_cannot_be_carried_out_is_refused_with_the_path_of_the_reason(name: str) -> None:
+    schema, path = REFUSED[name]
+    with pytest.raises(GrammarError) as caught:
+        compile_schema(schema)
+    assert caught.value.reason
+    if name == "too deep":
+        assert caught.value.path.count("level_") > 20
+    else:
+        assert caught.value.path == path, caught.value
+
+
+def accepts(matcher: Matcher, text: str) -> bool:
+    """Whether the text may be said, token by token, and be the whole of it."""
+    mask = np.empty(VOCABULARY, np.bool_)
+    for token in tokenizer().encode(text, add_special_tokens=False).ids:
+        if not (matcher.mask(mask) and mask[token]):
+            return False
+        matcher.consume([token])
+    return matcher.is_complete
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ('{"a":[1,2],"b":{}}', True),
+        ('{"a": [1, 2], "b": {}}', True),
+        ('{"a":  1}', False),
+        ('{ "a": 1}', False),
+        ('{"a": 1\n}', False),
+        (' {"a": 1}', False),
+        ('{"a": 1} ', False),
+        ('{"a": 1}{"a": 1}', False),
+        ("[1]", False),
+        ('{"\\u0061": 1}', False),
+        ('{"a\tb": 1}', False),
+        ('{"a": <|im_end|>}', False),
+    ],
+)
+def test_a_json_object_has_at_most_one_blank_between_tokens(text: str, allowed: bool) -> None:
+    assert accepts(grammars().compile(Grammar("json_object")), text) is allowed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_json_object_parses(seed: int) -> None:
+    text = walk(grammars().compile(Grammar("json_object")), seed)
+    assert text is None or isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize("pattern", ["[a-c]{2,5}", r"\d{3}-\d{4}", "(yes|no)", "^[^x]{1,4}$", "é+!"])
+def test_a_text_under_a_regular_expression_matches_it_as_a_whole(pattern: str) -> None:
+    for seed in range(10):
+        text = walk(grammars().compile(Grammar("regex", pattern)), seed)
+        assert text is not None
+        assert re.fullmatch(pattern, text)
+
+
+def test_a_text_under_a_lark_grammar_is_one_of_its_sentences() -> None:
+    lark = 'start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]{1,3}/'
+    for seed in range(10):
+        text = walk(grammars().compile(Grammar("lark", lark)), seed)
+        assert text is not None
+        assert all(number.isdecimal() and len(number) <= 3 for number in text.split("+"))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", "(a"),
+        Grammar("regex", "(?=a)b"),
+        Grammar("regex", r"[^\s\S]"),
+        Grammar("lark", "start: nothing"),
+        Grammar("lark", ""),
+        Grammar("json_schema", "{"),
+        Grammar("json_schema", "[" * 100_000),
+        Grammar("yaml"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_grammar_is_refused_with_a_reason(grammar: Grammar) -> None:
+    with pytest.raises(GrammarError, match=r"\w+"):
+        grammars().compile(grammar)
+
+
+def test_a_token_that_the_mask_forbade_leaves_a_matcher_that_allows_nothing() -> None:
+    matcher = compile_schema({"type": "boolean"})
+    mask = np.empty(VOCABULARY, np.bool_)
+    assert matcher.mask(mask)
+    matcher.consume([int(np.flatnonzero(~mask)[0])])
+    assert not matcher.mask(mask)
+    assert not mask.any()
+
+
+def test_a_matcher_made_again_from_the_tokens_allows_the_same() -> None:
+    matcher, again = compile_schema(HARD["recursion"]), compile_schema(HARD["recursion"])
+    tokens = tokenizer().encode('{"value": true, "next": {"value": ', add_special_tokens=False).ids
+    for token in tokens:
+        matcher.consume([token])
+    again.consume(tokens)
+    first, second = np.empty((2, VOCABULARY), np.bool_)
+    assert matcher.mask(first)
+    assert again.mask(second)
+    assert (first == second).all()
+    assert again.num_consumed == len(tokens)
+
+
+def test_the_last_used_grammars_stay_compiled() -> None:
+    small = Grammars((MODEL_DIR / "tokenizer.json").read_text(), VOCABULARY, EOS, cache_entries=2)
+    one, two, three = (Grammar("regex", pattern) for pattern in ("a", "b", "c"))
+    assert small.find(one) is None
+    small.compile(one)
+    small.compile(two)
+    assert small.find(one) is not None
+    small.compile(three)
+    assert len(small) == 2
+    assert small.find(two) is None
+    assert small.find(one) is not None
+
+
+def test_sequences_of_one_grammar_do_not_disturb_each_other() -> None:
+    one, two = compile_schema({"enum": ["ab", "cd"]}), compile_schema({"enum": ["ab", "cd"]})
+    one.consume(tokenizer().encode('"ab"', add_special_tokens=False).ids)
+    assert one.is_complete
+    assert accepts(two, '"cd"')
+
+
+@pytest.mark.parametrize("eos", [(), (2,)])
+def test_a_tokeniser_that_cannot_be_used_is_refused(eos: tuple[int, ...]) -> None:
+    with pytest.raises(GrammarError):
+        Grammars((MODEL_DIR / "tokenizer.json").read_text() if not eos else "{}", VOCABULARY, eos, cache_entries=1)

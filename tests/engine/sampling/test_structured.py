@@ -1,0 +1,322 @@
+"""Structured output of the whole engine: the demo model, its loop, its scheduler, and the grammars in between."""
+
+from __future__ import annotations
+
+import json
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from tokenizers import Tokenizer
+
+from engine.compute.model import LoadedModel, load_model
+from engine.compute.runner import ModelRunner
+from engine.config import EngineSettings
+from engine.loop import EngineLoop
+from engine.protocol import BlockEvents, Grammar, Sampling, SequenceUpdate, StepFrame, Submit
+from engine.sampling.grammar import GrammarError, Grammars
+from engine.sampling.grammar_queue import GrammarQueue
+from engine.sequence import NO_TOKEN, Step
+from engine.server import _make_loop, make_hello
+from tests.fakes.schemas import HARD, REFUSED, closed, schemas, validate
+
+LIMIT_S = 20.0
+PROMPT = "<|im_start|>user\nTell me.<|im_end|>\n<|im_start|>assistant\n"
+BOOLEAN = Grammar("json_schema", '{"type": "boolean"}')
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(EngineSettings(threads=1))
+
+
+class Desk:
+    """An engine without a server, and everything that it said."""
+
+    def __init__(self, model: LoadedModel, **changes: Any) -> None:
+        options = EngineSettings(**{"threads": 1, "kv_cache_bytes": 64 << 20, "disk_bytes": 0, **changes})
+        self.runner = ModelRunner(model, options, threads=1)
+        self.hello = make_hello(options, model, self.runner.num_blocks)
+        self.tokenizer = Tokenizer.from_str(model.tokenizer.tokenizer_json)
+        self.prompt = self.tokenizer.encode(PROMPT, add_special_tokens=False).ids
+        self.said = threading.Condition()
+        self.updates: dict[int, list[SequenceUpdate]] = {}
+        self.loop: EngineLoop = _make_loop(
+            options, self.hello, model.tokenizer, self.runner, self.on_frames, self.on_blocks
+        )
+
+    def on_frames(self, frames: Any) -> None:
+        with self.said:
+            for frame in frames.values():
+                assert isinstance(frame, StepFrame)
+                for update in frame.updates:
+                    self.updates.setdefault(update.seq, []).append(update)
+            self.said.notify_all()
+
+    def on_blocks(self, events: BlockEvents) -> None:
+        pass
+
+    def __enter__(self) -> Desk:
+        self.loop.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self.loop.stop(LIMIT_S)
+        stats = self.loop.stats()
+        assert (stats["errors"], stats["invariant_violations"], stats["failed_steps"]) == (0, 0, 0)
+
+    def submit(self, seq: int, grammar: Grammar | None, prompt: list[int] | None = None, **sampling: Any) -> None:
+        tokens = array("I", prompt or self.prompt).tobytes()
+        sampling = {"max_tokens": 500, "seed": seq, **sampling}
+        self.loop.submit("g", Submit(seq, tokens, b"", Sampling(**sampling), grammar=grammar))
+
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        with self.said:
+            assert self.said.wait_for(holds, 20 * LIMIT_S)
+
+    def end_of(self, seq: int) -> SequenceUpdate:
+        self.wait_for(lambda: any(update.finish for update in self.updates.get(seq, [])))
+        return self.updates[seq][-1]
+
+    def text_of(self, seq: int) -> str:
+        self.end_of(seq)
+        tokens = [token for update in self.updates[seq] for token in update.tokens]
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+
+@pytest.fixture
+def desk(model: LoadedModel) -> Iterator[Desk]:
+    with Desk(model) as desk:
+        yield desk
+
+
+def generated(count: int) -> list[Any]:
+    """So many different schemas, the same in every run."""
+    found: dict[str, Any] = {}
+
+    @settings(
+        max_examples=4 * count,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(schemas())
+    def collect(schema: Any) -> None:
+        found.setdefault(json.dumps(schema), schema)
+
+    collect()
+    assert len(found) >= count
+    return list(found.values())[:count]
+
+
+def check_all(desk: Desk, wanted: list[Any], seeds: int, least: float) -> None:
+    """Every output that ends parses and validates; so many of them do end."""
+    runs = [(schema, seed) for seed in range(seeds) for schema in wanted]
+    for seq, (schema, seed) in enumerate(runs):
+        temperature = (0.0, 0.7, 1.0, 1.6)[seed % 4]
+        desk.submit(seq, Grammar("json_schema", json.dumps(schema)), seed=1000 * seed + seq, temperature=temperature)
+    ended = 0
+    for seq, (schema, _) in enumerate(runs):
+        end = desk.end_of(seq)
+        assert end.finish in ("stop", "length"), (schema, end.error)
+        if end.finish == "stop":
+            validate(desk.text_of(seq), schema)
+            ended += 1
+    assert ended >= least * len(runs)
+
+
+def test_every_output_under_a_schema_parses_and_validates(desk: Desk) -> None:
+    check_all(desk, [*HARD.values(), *generated(20)], seeds=1, least=0.8)
+
+
+@pytest.mark.slow
+def test_every_output_under_two_hundred_schemas_and_any_seed_parses_and_validates(desk: Desk) -> None:
+    check_all(desk, [*HARD.values(), *generated(200 - len(HARD))], seeds=4, least=0.9)
+
+
+@pytest.mark.parametrize("name", ["not", "look-ahead", "a definition that is only itself", "nothing"])
+def test_a_schema_that_cannot_be_carried_out_is_refused_with_its_path(desk: Desk, name: str) -> None:
+    schema, path = REFUSED[name]
+    desk.submit(1, Grammar("json_schema", json.dumps(schema)))
+    end = desk.end_of(1)
+    assert (end.finish, end.grammar_path, end.tokens) == ("error", path, [])
+    assert end.error
+    assert desk.loop.stats()["refused"] == 1
+
+
+def test_constrained_and_free_sequences_share_steps_and_get_what_they_get_alone(model: LoadedModel) -> None:
+    grammar = Grammar("json_schema", json.dumps(HARD["recursion through the root"]))
+    wanted = [grammar if seq % 2 else None for seq in range(12)]
+    alone = []
+    for seq, one in enumerate(wanted):
+        with Desk(model) as desk:
+            desk.submit(seq, one, max_tokens=60)
+            alone.append(desk.text_of(seq))
+    with Desk(model, kv_cache_bytes=1 << 20, max_sequences=12) as desk:  # 400 tokens: some are preempted
+        for seq, one in enumerate(wanted):
+            desk.submit(seq, one, max_tokens=60)
+        assert [desk.text_of(seq) for seq in range(12)] == alone
+        assert desk.loop.stats()["preemptions"] > 0
+
+
+def test_max_tokens_cuts_a_text_before_it_is_complete(desk: Desk) -> None:
+    desk.submit(1, Grammar("json_schema", json.dumps(HARD["wide"])), max_tokens=9)
+    assert desk.end_of(1).finish == "length"
+    assert len(desk.text_of(1)) > 9
+    with pytest.raises(ValueError):
+        json.loads(desk.text_of(1))
+
+
+def test_the_text_ends_where_nothing_can_follow_whatever_min_tokens_wants(desk: Desk) -> None:
+    desk.submit(1, BOOLEAN, min_tokens=50)
+    assert desk.end_of(1).finish == "stop"
+    assert desk.text_of(1) in ("true", "false")
+
+
+def test_bias_and_penalties_choose_among_what_is_allowed(desk: Desk) -> None:
+    true = desk.tokenizer.encode("true", add_special_tokens=False).ids[0]
+    desk.submit(1, BOOLEAN, logit_bias=((true, -100.0),), presence_penalty=2.0, temperature=0.0)
+    desk.submit(2, BOOLEAN, logit_bias=((true, 100.0),), temperature=0.0)
+    assert (desk.text_of(1), desk.text_of(2)) == ("false", "true")
+
+
+def test_a_regular_expression_and_a_json_object_constrain_too(desk: Desk) -> None:
+    desk.submit(1, Grammar("regex", "(left|right) [0-9]{2}"))
+    desk.submit(2, Grammar("json_object"), temperature=0.0)
+    assert desk.text_of(1).split()[0] in ("left", "right")
+    assert desk.end_of(1).finish == "stop"
+    assert desk.text_of(2).startswith("{")
+
+
+def test_ignore_eos_and_a_grammar_are_refused_together(desk: Desk) -> None:
+    desk.submit(1, BOOLEAN, ignore_eos=True)
+    assert desk.end_of(1).finish == "error"
+    assert "ignore_eos" in (desk.end_of(1).error or "")
+
+
+def test_a_sequence_whose_grammar_allows_nothing_fails_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = desk.runner.run
+
+    def fail_first(step: Step) -> list[int | None]:
+        results = run(step)
+        return [
+            NO_TOKEN if work.sequence.seq == 1 and work.samples else one
+            for work, one in zip(step.work, results, strict=True)
+        ]
+
+    monkeypatch.setattr(desk.runner, "run", fail_first)
+    desk.submit(1, BOOLEAN)
+    desk.submit(2, BOOLEAN)
+    assert desk.end_of(1).finish == "error"
+    assert "too complex" in (desk.end_of(1).error or "")
+    assert desk.end_of(2).finish == "stop"
+
+
+class HeldGrammars:
+    """Compiles nothing before it is let go."""
+
+    def __init__(self, grammars: Callable[[], Grammars]) -> None:
+        self._load = grammars
+        self.go = threading.Event()
+
+    def __call__(self) -> Grammars:
+        assert self.go.wait(LIMIT_S)
+        return self._load()
+
+
+def held(desk: Desk, max_waiting: int = 8) -> HeldGrammars:
+    hold = HeldGrammars(desk.loop._grammars._load)  # type: ignore[union-attr]
+    desk.loop._grammars = GrammarQueue(hold, max_waiting=max_waiting)
+    return hold
+
+
+def test_nobody_waits_for_a_grammar_but_those_who_asked_for_it(model: LoadedModel) -> None:
+    desk = Desk(model)
+    hold = held(desk)
+    with desk:
+        desk.submit(1, BOOLEAN)
+        desk.submit(2, None, max_tokens=5)
+        assert desk.end_of(2).finish in ("stop", "length")
+        assert 1 not in desk.updates
+        assert not desk.loop.wait_idle(0)
+        hold.go.set()
+        assert desk.end_of(1).finish == "stop"
+
+
+def test_a_sequence_that_is_aborted_while_its_grammar_is_compiled_never_runs(model: LoadedModel) -> None:
+    desk = Desk(model)
+    hold = held(desk)
+    with desk:
+        desk.submit(1, BOOLEAN)
+        desk.loop.abort("g", 1)
+        desk.submit(2, BOOLEAN)
+        desk.loop.abort_owner("g")
+        desk.submit(3, BOOLEAN)
+        hold.go.set()
+        assert desk.end_of(3).finish == "stop"
+        assert set(desk.updates) == {3}
+        assert desk.loop.stats()["submitted"] == 1
+
+
+def test_no_more_than_max_waiting_wait_for_their_grammars(model: LoadedModel) -> None:
+    desk = Desk(model)
+    hold = held(desk, max_waiting=1)
+    with desk:
+        desk.submit(1, BOOLEAN)
+        desk.submit(1, BOOLEAN)
+        assert desk.end_of(1).error == "sequence number 1 is in use"
+        desk.submit(2, BOOLEAN)
+        assert desk.end_of(2).finish == "abort"
+        hold.go.set()
+        desk.wait_for(lambda: len(desk.updates[1]) > 1)
+
+
+def test_who_waits_for_a_grammar_is_told_when_the_engine_stops(model: LoadedModel) -> None:
+    desk = Desk(model)
+    hold = held(desk)
+    with desk:
+        desk.submit(1, BOOLEAN)
+        desk.submit(2, None, max_tokens=1)
+        desk.end_of(2)
+        assert desk.loop.stop(LIMIT_S)
+        assert desk.end_of(1).finish == "error"
+        hold.go.set()
+
+
+def test_a_tokeniser_that_cannot_be_constrained_refuses_grammars_and_nothing_else(model: LoadedModel) -> None:
+    desk = Desk(replace(model, eos_ids=()))
+    with desk:
+        desk.submit(1, BOOLEAN)
+        assert (desk.end_of(1).finish, desk.end_of(1).grammar_path) == ("error", "")
+        assert "ends a text" in (desk.end_of(1).error or "")
+        desk.submit(2, None, max_tokens=3)
+        assert desk.end_of(2).finish == "length"
+
+
+def test_a_grammar_that_the_compiler_chokes_on_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choke(self: Grammars, grammar: Grammar) -> None:
+        raise MemoryError if grammar.kind == "regex" else GrammarError("a.b", "no")
+
+    monkeypatch.setattr(Grammars, "compile", choke)
+    desk.submit(1, Grammar("regex", "a"))
+    desk.submit(2, BOOLEAN)
+    assert "MemoryError" in (desk.end_of(1).error or "")
+    assert (desk.end_of(2).grammar_path, desk.end_of(2).error) == ("a.b", "no")
+
+
+def test_the_same_schema_is_compiled_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    real = Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, grammar: compiled.append(grammar) or real(self, grammar))
+    for seq in range(5):
+        desk.submit(seq, Grammar("json_schema", json.dumps(closed(a={"type": "boolean"}))))
+    for seq in range(5):
+        assert set(json.loads(desk.text_of(seq))) == {"a"}
+    assert len(compiled) == 1

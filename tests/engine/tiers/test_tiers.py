@@ -1,0 +1,530 @@
+"""Tiers: what is saved, what comes back, what is lost, and that nobody waits for a copy who need not."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+
+import pytest
+
+from engine.planner import COPY_WAIT_S
+from engine.protocol import DIGEST_BYTES, split_digests
+from engine.tiers.restoring import RESTORE_LIMIT_S
+from engine.tiers.tier import PAUSE_S
+from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
+from tests.fakes.tier_bench import TierBench, make
+
+
+def held(bench: TierBench, tier: str, tokens: list[int], salt: str = "") -> int:
+    """Leading blocks of a prompt that a tier can find."""
+    pool = next(level.pool for level in bench.tiers.tiers if level.name == tier)
+    digests = split_digests(digests_of(tokens, salt))
+    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+    return len(pool.find_prefix(salt, packed, digests))
+
+
+def counters(bench: TierBench, tier: str = "disk") -> dict[str, int]:
+    found: dict[str, int] = bench.tiers.stats()[tier]
+    return found
+
+
+def test_a_prompt_is_saved_in_every_tier_and_stays_where_it_was() -> None:
+    bench = make(host=32)
+    bench.ask(1, prompt(40), max_tokens=1)
+    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [10, 10, 10]
+    assert (counters(bench, "host")["saved"], counters(bench)["saved"]) == (10, 10)
+    bench.check_contents()
+
+
+def test_what_was_generated_is_saved_when_the_sequence_ends() -> None:
+    bench = make()
+    bench.ask(1, prompt(8), max_tokens=10)
+    whole = prompt(8) + bench.answer(1)
+    assert held(bench, "disk", whole) == held(bench, "gpu", whole) == 4
+    assert counters(bench)["saved"] == 4
+
+
+def test_a_prefix_that_was_evicted_comes_back_and_the_answer_is_the_same() -> None:
+    for host in (0, 32):
+        bench = make(host=host)
+        bench.ask(1, prompt(40))
+        bench.forget_gpu()
+        assert held(bench, "gpu", prompt(40)) == 0
+        assert bench.ask(2, prompt(40)) == 36
+        assert bench.answer(2) == bench.answer(1) == expected(prompt(40))
+        assert counters(bench, "host" if host else "disk")["restored"] == 9
+        bench.check_contents()
+
+
+def test_after_a_restart_the_first_request_is_warm() -> None:
+    first = make()
+    first.ask(1, prompt(40))
+    second = make(files=first.disk, prefixes=first.runner.prefixes)
+    assert not second.tiers.ready
+    second.settle()
+    assert second.tiers.ready
+    assert held(second, "disk", prompt(40)) == 10
+    assert second.ask(1, prompt(40)) == 36
+    assert second.answer(1) == expected(prompt(40))
+    second.check_contents()
+
+
+def test_a_block_that_turns_out_to_be_torn_while_the_rest_is_still_adopted_takes_its_descendants_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.tiers.adopting.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.tiers.adopting.RELEASE_AT_ONCE", 3)
+    first = make()
+    first.ask(1, prompt(40), max_tokens=1)
+    bench = make(files=first.disk, prefixes=first.runner.prefixes)
+    disk = bench.workers["copy-disk"]
+    assert disk.work()
+    assert disk.deliver()
+    assert held(bench, "disk", prompt(40)) == 3
+    bench.listen()
+    del bench.disk.files[split_digests(digests_of(prompt(40)))[1]]
+    bench.submit(2, prompt(40))
+    bench.finish()
+    assert bench.answer(2) == expected(prompt(40))
+    assert bench.of(2)[0].cached_tokens == 4
+    assert (bench.tiers.ready, held(bench, "disk", prompt(40))) == (True, 10), "saved again"
+    bench.listen()
+
+
+def test_a_longer_prefix_below_is_fetched_behind_what_is_there() -> None:
+    bench = make(host=5)
+    bench.ask(1, prompt(40))
+    assert held(bench, "host", prompt(40)) == 5
+    bench.forget_gpu()
+    bench.ask(2, prompt(12))
+    assert held(bench, "gpu", prompt(40)) == 3
+    assert bench.ask(3, prompt(40)) == 36
+    assert counters(bench, "host")["restored"] == 2 + 2  # two for the second prompt, two for the third
+    assert counters(bench)["restored"] == 4
+    bench.check_contents()
+
+
+def test_another_salt_finds_nothing_below() -> None:
+    bench = make()
+    bench.ask(1, prompt(40), salt="a")
+    bench.forget_gpu()
+    assert bench.ask(2, prompt(40), salt="b") == 0
+    assert bench.ask(3, prompt(40), salt="b", digests=digests_of(prompt(40), "a")) < 40
+    assert bench.answer(3) == expected(prompt(40), salt="b")
+    assert counters(bench)["restored"] == 0
+
+
+def test_the_others_run_while_one_waits_for_its_blocks() -> None:
+    bench = make()
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    bench.submit(2, prompt(40))
+    bench.submit(3, prompt(20, 1))
+    while bench.step():
+        pass
+    assert bench.answer(3) == expected(prompt(20, 1))
+    assert bench.answer(2) == []
+    assert bench.scheduler.num_waiting == 1
+    bench.finish()
+    assert bench.of(2)[0].cached_tokens == 36
+    assert bench.answer(2) == expected(prompt(40))
+
+
+def test_sequences_that_need_the_same_blocks_wait_for_one_restore() -> None:
+    bench = make()
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    for seq in range(2, 6):
+        bench.submit(seq, prompt(40) + [seq] * 5)
+    bench.finish()
+    assert [bench.of(seq)[0].cached_tokens for seq in range(2, 6)] == [40] * 4
+    assert counters(bench)["restored"] == 10
+
+
+def test_a_sequence_is_restored_once_even_when_it_fails() -> None:
+    bench = make()
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    bench.disk.fails = True
+    assert bench.ask(2, prompt(40)) == 0
+    assert bench.answer(2) == expected(prompt(40))
+    assert counters(bench)["failed"] == 9
+    bench.check_contents()
+
+
+@pytest.mark.parametrize("torn", range(9))
+def test_a_torn_block_ends_the_restore_there_and_is_forgotten_with_its_descendants(torn: int) -> None:
+    bench = make()
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    digest = split_digests(digests_of(prompt(40)))[torn]
+    key, row = bench.disk.files[digest]
+    bench.disk.files[digest] = replace(key, tokens=b"torn"), row
+    bench.submit(2, prompt(40), max_tokens=1)
+    bench.step()
+    for worker in bench.workers.values():
+        assert worker.work()
+        assert worker.deliver()
+    assert held(bench, "disk", prompt(40)) == held(bench, "gpu", prompt(40)) == torn
+    bench.finish()
+    assert bench.of(2)[0].cached_tokens == SIZE * torn
+    assert bench.answer(2) == expected(prompt(40), 1)
+    assert counters(bench)["torn"] == 1
+    assert held(bench, "disk", prompt(40)) == 10, "what was computed again is saved again"
+    assert len(bench.disk.files) == 10
+    bench.check_contents()
+
+
+def test_a_restore_that_would_leave_too_little_room_is_not_begun() -> None:
+    bench = make(num_blocks=12)
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    bench.submit(2, prompt(16, 1), max_tokens=20)
+    bench.step()
+    bench.submit(3, prompt(40))
+    for _ in range(5):
+        assert bench.step()
+    assert (bench.tiers.num_restoring, bench.scheduler.num_waiting) == (0, 1)
+    bench.finish()
+    assert bench.of(3)[0].cached_tokens == 36
+    assert bench.answer(2) == expected(prompt(16, 1), 20)
+
+
+def test_an_online_sequence_takes_the_room_for_its_restore_from_the_batch_lane() -> None:
+    bench = make(num_blocks=14)
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    bench.submit(2, prompt(30, 1), lane="batch", max_tokens=12)
+    bench.step()
+    bench.submit(3, prompt(40))
+    bench.finish()
+    assert bench.of(3)[0].cached_tokens == 36
+    assert bench.scheduler.counters.preemptions >= 1
+    assert bench.answer(2) == expected(prompt(30, 1), 12)
+
+
+def test_an_abort_while_blocks_are_on_their_way_leaves_them_cached() -> None:
+    bench = make()
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    bench.submit(2, prompt(40))
+    bench.step()
+    assert bench.tiers.num_restoring == 1
+    assert bench.scheduler.abort("g", 2)
+    bench.settle()
+    assert held(bench, "gpu", prompt(40)) == 9
+    assert bench.pool.num_live == 0
+
+
+def test_a_disk_that_hangs_holds_a_sequence_for_a_limited_time() -> None:
+    bench = make()
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    bench.submit(2, prompt(40))
+    assert not bench.step()
+    bench.now += RESTORE_LIMIT_S
+    while bench.step():
+        pass
+    assert bench.answer(2) == expected(prompt(40))
+    bench.finish()
+    bench.check_contents()
+
+
+def test_a_disk_that_hangs_takes_no_place_of_a_sequence_for_good() -> None:
+    bench = make(max_sequences=1)
+    bench.ask(1, prompt(40))
+    bench.forget_gpu()
+    bench.submit(2, prompt(40))
+    bench.submit(3, prompt(20, 1))
+    assert not bench.step()
+    bench.now += RESTORE_LIMIT_S
+    while bench.step():
+        pass
+    assert bench.answer(2) == expected(prompt(40))
+    assert bench.answer(3) == expected(prompt(20, 1))
+    bench.finish()
+
+
+def test_leases_wait_for_copies_to_make_room_and_not_for_a_disk_that_hangs() -> None:
+    for hangs in (False, True):
+        bench = make(num_blocks=16, lease_share=1.0, lease_tenant_share=1.0)
+        bench.submit(1, prompt(40), max_tokens=1, breakpoints=((40, 600.0),))
+        assert bench.step()
+        bench.submit(2, prompt(36, 1), max_tokens=1)
+        assert not bench.step(), "the copy may end, and the lease with it need not be kept here"
+        if hangs:
+            bench.now += COPY_WAIT_S
+        else:
+            bench.settle()
+            assert bench.scheduler.leases.num_blocks() == 0
+        assert bench.step() is not hangs  # the copy holds the very blocks
+        bench.finish()
+        assert bench.answer(2) == expected(prompt(36, 1), 1)
+        assert bench.scheduler.leases.counters.degraded == hangs
+
+
+def test_a_lease_that_was_saved_is_read_after_a_flood_above() -> None:
+    """The first tier has no room for the lease by itself: its share is five blocks."""
+    bench = make(num_blocks=20, host=40)
+    bench.ask(1, prompt(40), breakpoints=((38, 600.0),), max_tokens=1)
+    leases = bench.scheduler.leases
+    assert bench.of(1)[0].leases_degraded == 1
+    assert leases.stats()["blocks"] == {"gpu": 0, "host": 0, "disk": 9}
+    for seq in range(2, 12):
+        bench.ask(seq, prompt(60, seq), max_tokens=1)
+    assert held(bench, "gpu", prompt(40)) == 0
+    bench.ask(12, prompt(48))
+    assert bench.of(12)[0].lease_read_tokens == 38
+    assert (bench.of(12)[0].cached_tokens or 0) >= 36
+
+
+def test_the_scheduler_waits_while_copies_hold_the_blocks_that_it_needs() -> None:
+    bench = make(num_blocks=10)
+    bench.submit(1, prompt(36), max_tokens=1)
+    assert bench.step()
+    assert bench.pool.num_live == 9, "the copy holds them"
+    bench.submit(2, prompt(36, 1), max_tokens=1)
+    assert not bench.step()
+    assert bench.tiers.busy
+    bench.finish()
+    assert bench.answer(2) == expected(prompt(36, 1), 1)
+
+
+def test_few_blocks_at_a_time_are_saved_and_all_in_the_end() -> None:
+    bench = make(part_blocks=3, host=64)
+    bench.submit(1, prompt(80), max_tokens=1)
+    bench.step()
+    bench.step()
+    assert bench.pool.num_live == 3
+    bench.finish()
+    assert held(bench, "disk", prompt(80)) == held(bench, "host", prompt(80)) == 20
+
+
+def test_while_steps_run_saving_takes_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("engine.tiers.stores.time.monotonic", lambda: next(ticks) * 0.001)  # a copy takes a millisecond
+    bench = make(part_blocks=2)
+    (worker,) = bench.workers.values()
+    bench.submit(1, prompt(40), max_tokens=1)
+    bench.step()
+    copies: list[int] = []
+    for millisecond in range(8):
+        bench.now += 0.001
+        bench.tiers.pump(bench.now, steps_run=True)
+        if worker.work():
+            copies.append(millisecond)
+            worker.deliver()
+    assert copies == [0, 3, 6], "one of work, three of rest; what it was told of began in the turn before"
+    assert bench.tiers.busy
+    bench.tiers.pump(bench.now, steps_run=False)
+    assert worker.work(), "an idle engine need not wait"
+    bench.finish()
+    assert held(bench, "disk", prompt(40)) == 10
+
+
+def test_beyond_its_limit_the_queue_leaves_out_the_oldest() -> None:
+    bench = make(queue_bytes=1000)
+    for seq in range(4):
+        bench.submit(seq, prompt(20, seq), max_tokens=1)
+    while bench.step():  # without a single copy: one save is under way, two wait
+        pass
+    bench.settle()
+    assert [held(bench, "disk", prompt(20, seq)) for seq in range(4)].count(5) == 3
+    assert counters(bench)["dropped"] == 5
+
+
+def test_a_full_tier_gives_up_what_was_used_longest_ago_and_its_files() -> None:
+    bench = make(disk=10)
+    bench.ask(1, prompt(20, 1), max_tokens=1)
+    bench.ask(2, prompt(20, 2), max_tokens=1)
+    bench.ask(3, prompt(20, 1), max_tokens=1)  # a hit above counts as a use below
+    bench.ask(4, prompt(20, 3), max_tokens=1)
+    assert [held(bench, "disk", prompt(20, seq)) for seq in (1, 2, 3)] == [5, 0, 5]
+    assert len(bench.disk.files) == 10
+    bench.check_contents()
+
+
+def test_a_prefix_longer_than_its_tier_is_saved_as_far_as_it_fits() -> None:
+    bench = make(disk=4)
+    bench.ask(1, prompt(40))
+    assert held(bench, "disk", prompt(40)) == 4
+    assert len(bench.disk.files) == 4
+
+
+def test_a_disk_that_is_full_costs_one_warning_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    bench = make(host=32)
+    bench.disk.fails = True
+    for seq in range(4):
+        bench.ask(seq, prompt(20, seq), max_tokens=1)
+        assert bench.answer(seq) == expected(prompt(20, seq), 1)
+    assert (counters(bench)["saved"], counters(bench)["failed"], counters(bench)["dropped"]) == (0, 5, 15)
+    assert counters(bench, "host")["saved"] == 20
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert bench.disk.files == {}
+    bench.disk.fails = False
+    bench.now += PAUSE_S
+    bench.ask(5, prompt(20, 0), max_tokens=1)
+    assert held(bench, "disk", prompt(20, 0)) == 5, "it is tried again after a while"
+
+
+def test_what_is_not_trusted_any_more_is_forgotten_below_too() -> None:
+    bench = make(host=32)
+    bench.ask(1, prompt(40), max_tokens=1)
+    bench.runner.poisoned.add(("g", 2))
+    bench.ask(2, prompt(20) + prompt(10, 3), max_tokens=1)
+    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [0, 0, 0]
+    assert bench.disk.files == {}
+
+
+def test_what_ceased_to_be_trusted_while_it_was_copied_is_not_saved() -> None:
+    bench = make(host=32)
+    bench.submit(1, prompt(40), max_tokens=3)
+    bench.step()
+    bench.runner.poisoned.add(("g", 1))
+    bench.step()
+    bench.finish()
+    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [0, 0, 0]
+    assert bench.disk.files == {}
+    assert counters(bench, "host")["saved"] == 0
+
+
+def test_what_ceases_to_be_trusted_while_saving_has_a_rest_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("engine.tiers.stores.time.monotonic", lambda: next(ticks) * 0.001)
+    bench = make(part_blocks=2)
+    (worker,) = bench.workers.values()
+    bench.submit(1, prompt(40), max_tokens=3)
+    bench.step()
+    bench.tiers.pump(bench.now, steps_run=True)
+    assert worker.work()
+    assert worker.deliver()
+    assert held(bench, "disk", prompt(40)) == 2, "and the rest of it later"
+    bench.runner.poisoned.add(("g", 1))
+    bench.step()
+    bench.finish()
+    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "disk")] == [0, 0]
+    assert bench.disk.files == {}
+
+
+def test_what_ceases_to_be_trusted_while_it_comes_back_is_not_restored() -> None:
+    bench = make(host=32)
+    bench.ask(1, prompt(40), max_tokens=1)
+    bench.forget_gpu()
+    bench.submit(2, prompt(40), max_tokens=1)
+    bench.step()
+    (job,) = bench.tiers._restoring.jobs
+    bench.tiers.forget(job.chain)
+    bench.settle()
+    assert held(bench, "gpu", prompt(40)) == 0
+    bench.finish()
+    assert bench.answer(2) == expected(prompt(40), 1)
+
+
+def test_somebody_who_hears_of_saves_is_told_the_tier_and_the_blocks() -> None:
+    bench = make(host=32, part_blocks=4)
+    said: list[tuple[int, list[bytes]]] = []
+    bench.tiers._saving.on_saved = lambda tier, digests, now: said.append((tier, digests))
+    bench.ask(1, prompt(24), max_tokens=1)
+    digests = split_digests(digests_of(prompt(24)))
+    for number in (1, 2):
+        assert [run for tier, run in said if tier == number] == [digests[:4], digests[4:]]
+
+
+def test_what_is_urgent_is_saved_first() -> None:
+    bench = make(part_blocks=5)
+    said: list[bytes] = []
+    bench.tiers._saving.on_saved = lambda tier, digests, now: said.append(digests[0])
+    for seq in range(3):
+        bench.submit(seq, prompt(20, seq), max_tokens=1)
+    while bench.step():
+        pass
+    last = bench.tiers._saving._queues[1][-1]
+    bench.tiers.save(last, urgent=True)
+    bench.settle()
+    firsts = [split_digests(digests_of(prompt(20, seq)))[0] for seq in range(3)]
+    assert said == [firsts[0], firsts[2], firsts[1]]
+
+
+def test_a_lease_moves_down_with_its_blocks_and_is_there_when_asked_for() -> None:
+    bench = make(num_blocks=24, host=16, disk=40, lease_share=0.5, lease_tenant_share=0.5)
+    leases = bench.scheduler.leases
+    bench.submit(1, prompt(40), max_tokens=1, breakpoints=((24, 600.0),))
+    bench.step()
+    assert [leases.num_blocks(tier) for tier in range(3)] == [6, 0, 0]
+    bench.finish()
+    assert [leases.num_blocks(tier) for tier in range(3)] == [0, 0, 6]
+    for seq in range(2, 12):
+        bench.ask(seq, prompt(40, seq), max_tokens=1)
+    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [0, 0, 6]
+    assert bench.ask(20, prompt(24) + prompt(10, 20), max_tokens=1) == 24
+    assert bench.of(20)[0].lease_read_tokens == 24
+    assert counters(bench)["restored"] == 6
+
+
+def test_a_lease_whose_blocks_were_torn_is_lost_and_ends_nothing_else() -> None:
+    bench = make()
+    bench.ask(1, prompt(40), max_tokens=1, breakpoints=((24, 600.0),))
+    bench.forget_gpu()
+    assert bench.scheduler.leases.num_blocks(1) == 6
+    del bench.disk.files[split_digests(digests_of(prompt(40)))[2]]
+    assert bench.ask(2, prompt(40), max_tokens=1) == 8
+    assert bench.answer(2) == expected(prompt(40), 1)
+    assert bench.scheduler.leases.counters.lost == 1
+
+
+def test_what_is_leased_is_saved_before_what_is_not() -> None:
+    bench = make()
+    said: list[bytes] = []
+    bench.tiers._saving.on_saved = lambda tier, digests, now: said.append(digests[0])
+    for seq in range(3):
+        bench.submit(seq, prompt(20, seq), max_tokens=1, breakpoints=((20, 60.0),) if seq == 2 else ())
+    while bench.step():
+        pass
+    bench.settle()
+    firsts = [split_digests(digests_of(prompt(20, seq)))[0] for seq in range(3)]
+    assert said.index(firsts[2]) < said.index(firsts[1])
+
+
+def test_a_request_that_wants_no_cache_is_neither_saved_nor_restored() -> None:
+    bench = make()
+    bench.ask(1, prompt(40), use_cache=False)
+    assert counters(bench)["saved"] == 0
+    bench.ask(2, prompt(40))
+    bench.forget_gpu()
+    assert bench.ask(3, prompt(40), use_cache=False) == 0
+    assert counters(bench)["restored"] == 0
+
+
+def test_the_index_is_told_the_fastest_tier_and_hears_when_a_block_is_in_none() -> None:
+    bench = make(num_blocks=16, host=8, disk=12)
+    digests = split_digests(digests_of(prompt(40)))
+    bench.ask(1, prompt(40), max_tokens=1)
+    bench.listen()
+    assert {bench.told[digest] for digest in digests} == {"gpu"}
+    bench.forget_gpu()
+    bench.listen()
+    assert [bench.told[digest] for digest in digests] == ["host"] * 8 + ["disk"] * 2
+    bench.ask(2, prompt(20), max_tokens=1)
+    bench.listen()
+    assert [bench.told[digest] for digest in digests] == ["gpu"] * 5 + ["host"] * 3 + ["disk"] * 2
+    for seq in range(3, 8):
+        bench.ask(seq, prompt(48, seq), max_tokens=1)
+        bench.listen()
+    assert not bench.told.keys() & set(digests[5:])
+    copy: dict[bytes, str] = {}
+    for events in bench.tiers.snapshot():
+        copy |= dict.fromkeys(split_digests(events.stored), events.tier)
+    assert copy == bench.told
+
+
+def test_a_colliding_digest_below_is_neither_overwritten_nor_read() -> None:
+    bench = make()
+    bench.ask(1, prompt(20))
+    bench.forget_gpu()
+    before = dict(bench.disk.files)
+    forged = digests_of(prompt(20))[: DIGEST_BYTES * 5]
+    assert bench.ask(2, prompt(20, 7), digests=forged) == 0
+    assert bench.answer(2) == expected(prompt(20, 7))
+    assert {digest: bench.disk.files[digest] for digest in before} == before
+    bench.check_contents()
