@@ -119,7 +119,8 @@ class Planner:
         for sequence in self._lanes.first_waiting(lane, self._max_running):
             if plan.budget < 1 or plan.blocked or (plan.preempted and plan.work):
                 return
-            if any(i < len(sequence.digests) and sequence.digests[i] == digest for i, digest in computing):
+            reusable = min(len(sequence.digests), self._tables.count_reusable(sequence))
+            if any(i < reusable and sequence.digests[i] == digest for i, digest in computing):
                 self._counters.shared_waits += 1
                 continue
             if self._tiers.is_restoring(sequence.digests, plan.now):
@@ -179,8 +180,8 @@ class Planner:
     def _computed_next(self, lane: Lane) -> list[tuple[int, bytes]]:
         """Index and digest of the block that each running prefill computes next.
 
-        A waiting sequence that needs such a block too lets the other compute it. Digests are chained: where they agree
-        the prefixes agree, or somebody forged a collision and waits in vain for some steps. Batch prefills may be
+        A waiting sequence that could reuse such a block lets the other compute it. Digests are chained: where they
+        agree the prefixes agree, or somebody forged a collision and waits in vain for some steps. Batch prefills may be
         starved for long, so the online lane does not wait for them.
         """
         found: list[tuple[int, bytes]] = []

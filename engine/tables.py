@@ -59,7 +59,7 @@ class BlockTables:
         if sequence.restored or not self.tiers.lower:
             return []
         room = self.blocks_for(sequence.num_tokens) + headroom
-        blocks = self.tiers.restore(self._full(sequence, self._reusable(sequence)), room, now)
+        blocks = self.tiers.restore(self._full(sequence, self.count_reusable(sequence)), room, now)
         sequence.restored = bool(blocks)
         return blocks
 
@@ -71,7 +71,7 @@ class BlockTables:
         least MIN_TAIL_TOKENS are left to compute, the last one among them. Returns None, and changes nothing, when
         there are too few blocks.
         """
-        size, reusable = self.pool.block_size, self._reusable(sequence)
+        size, reusable = self.pool.block_size, self.count_reusable(sequence)
         reused = self.pool.find_prefix(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:reusable])
         missing = self.blocks_for(sequence.num_tokens) - len(reused)
         if self.pool.available_beside(reused) < missing + headroom:
@@ -148,7 +148,7 @@ class BlockTables:
             self.tiers.forget(self._full(sequence, len(sequence.digests)))
         return count
 
-    def _reusable(self, sequence: Sequence) -> int:
+    def count_reusable(self, sequence: Sequence) -> int:
         """Leading blocks that need not be computed, if somebody has them."""
         return max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // self.pool.block_size
 

@@ -238,6 +238,16 @@ def test_waiting_sequences_let_one_compute_their_common_prefix() -> None:
     assert bench.scheduler.counters.shared_waits > 0
 
 
+def test_nobody_waits_for_a_block_that_is_computed_in_any_case() -> None:
+    """A prompt's last block is computed when less than a tail is behind it, so equal prompts run side by side."""
+    bench = make(num_blocks=200)
+    for seq in range(6):
+        bench.submit(seq, prompt(49), max_tokens=3)
+    for _ in range(5):
+        bench.step()
+    assert [bench.of(seq)[0].cached_tokens for seq in range(6)] == [0, *[44] * 5]
+
+
 def test_nobody_waits_for_a_prefix_that_was_aborted() -> None:
     bench = make(step_tokens=16)
     bench.submit(1, [*prompt(48), 1, 2, 3, 4])
