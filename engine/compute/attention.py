@@ -78,14 +78,17 @@ class StepAttention:
         self._split = not self._exact and self._device.type == "cpu"
         self._attend: Callable[..., Tensor] = _flash_cpu if self._device.type == "cpu" else _sdpa
         self._spans = batch.spans
-        self.num_scored = len(
-            batch.scored
-        )  # of the rows that a model is asked for, the last so many are not works' last
+        # Of the rows that a model is asked for, the last so many are not the last of a work.
+        self.num_scored = len(batch.scored)
         self._compiled = can_attend(cache)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What depends on the spans."""
         self._paged: PagedAttention | None = None
         self._capped: CappedAttention | None = None
         if not self._compiled:
-            self._plan(batch.spans)
+            self._plan(self._spans)
 
     @property
     def asks_every_row(self) -> bool:
@@ -95,13 +98,9 @@ class StepAttention:
     def last_rows(self) -> StepAttention:
         """The same step, where only the last row of each work asks: what a model's last layer needs."""
         other = object.__new__(StepAttention)
-        other._cache, other._masks, other._device = self._cache, self._masks, self._device
-        other._slots, other._run, other._attend = self._slots, self._run, self._attend
-        other._exact, other._split = self._exact, self._split
+        vars(other).update(vars(self))
         other._spans = [Span(row, 1, span.end - 1, span.table) for row, span in enumerate(self._spans)]
-        other._compiled, other._paged, other._capped = self._compiled, None, None
-        if not other._compiled:
-            other._plan(other._spans)
+        other._prepare()
         return other
 
     def layer(
