@@ -21,7 +21,6 @@ import gzip
 import json
 import random
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ import openai
 from transformers import AutoTokenizer
 
 from engine.demo import MODEL_DIR
+from tests.bench.asking import ask
 
 KINDS = {"tau-airline": "tau_airline_chats.jsonl.gz", "aider": "aider_chats.jsonl.gz"}
 Message = dict[str, Any]
@@ -103,27 +103,6 @@ def _as_templates_want(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def ask(client: openai.OpenAI, model: str, messages: list[Message], max_tokens: int) -> tuple[float, int, int]:
-    """Time to the first token in ms, prompt tokens, cached tokens."""
-    start_s, first_ms, usage = time.perf_counter(), None, None
-    with client.chat.completions.create(
-        model=model,
-        messages=messages,  # type: ignore[arg-type]
-        max_tokens=max_tokens,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    ) as stream:
-        for chunk in stream:
-            if first_ms is None:
-                first_ms = (time.perf_counter() - start_s) * 1e3
-            usage = chunk.usage or usage
-    assert first_ms is not None
-    assert usage is not None
-    details = usage.prompt_tokens_details
-    return first_ms, usage.prompt_tokens, (details.cached_tokens or 0) if details else 0
-
-
 def replay(
     client: openai.OpenAI, model: str, oracle: Oracle, chats: list[list[Message]], arguments: argparse.Namespace
 ) -> Figures:
@@ -138,18 +117,18 @@ def replay(
                 break
             if dice.random() < arguments.cold_share:
                 fresh = {"role": "system", "content": f"Conversation {dice.getrandbits(64):x}."}
-                cold_ms, _, _ = ask(client, model, [fresh, *prompt], arguments.max_tokens)
-                figures.cold_ms.append(cold_ms)
+                cold = ask(client, model, [fresh, *prompt], arguments.max_tokens)
+                figures.cold_ms.append(cold.first_ms)
                 oracle.reusable([fresh, *prompt])
             reusable = oracle.reusable(prompt)
-            warm_ms, prompt_tokens, cached = ask(client, model, prompt, arguments.max_tokens)
+            warm = ask(client, model, prompt, arguments.max_tokens)
             figures.requests += 1
-            figures.prompt += prompt_tokens
-            figures.reused += cached
+            figures.prompt += warm.prompt
+            figures.reused += warm.cached
             figures.reusable += reusable
-            figures.mismatches += prompt_tokens != oracle.count(prompt)
+            figures.mismatches += warm.prompt != oracle.count(prompt)
             if reusable:
-                figures.warm_ms.append(warm_ms)
+                figures.warm_ms.append(warm.first_ms)
     return figures
 
 

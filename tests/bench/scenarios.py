@@ -33,7 +33,6 @@ import random
 import secrets
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ from typing import Any
 
 import openai
 
+from tests.bench.asking import Asked, Prices, ask
 from tests.fakes.server import Server
 
 Message = dict[str, str]
@@ -61,41 +61,12 @@ QUESTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Per token, in units of the same currency; only ratios are printed."""
-
-    input: float
-    cached_read: float
-    cache_write: float
-    output: float
-
-
 # Dollars per million tokens of Claude Sonnet, as published: a write costs 1.25 times the input for five minutes and
 # twice for an hour, a read a tenth. --prices also takes a JSON file with these four names.
 PRICES = {
     "claude-5m": Prices(input=3.0, cached_read=0.3, cache_write=3.75, output=15.0),
     "claude-1h": Prices(input=3.0, cached_read=0.3, cache_write=6.0, output=15.0),
 }
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One answer: its time to the first token, and its usage in tokens."""
-
-    first_ms: float
-    prompt: int
-    cached: int
-    written: int
-    completion: int
-
-    def cost(self, prices: Prices) -> float:
-        computed = self.prompt - self.cached - self.written
-        read, written = self.cached * prices.cached_read, self.written * prices.cache_write
-        return computed * prices.input + read + written + self.completion * prices.output
-
-    def cost_uncached(self, prices: Prices) -> float:
-        return self.prompt * prices.input + self.completion * prices.output
 
 
 @dataclass
@@ -126,25 +97,7 @@ class Chat:
         self._client, self._model, self._max_tokens = client, model, max_tokens
 
     def ask(self, messages: Sequence[Message], max_tokens: int | None = None) -> Asked:
-        start_s, first_ms, usage = time.perf_counter(), None, None
-        with self._client.chat.completions.create(
-            model=self._model,
-            messages=messages,  # type: ignore[arg-type]
-            max_tokens=max_tokens or self._max_tokens,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        ) as stream:
-            for chunk in stream:
-                if first_ms is None:
-                    first_ms = (time.perf_counter() - start_s) * 1e3
-                usage = chunk.usage or usage
-        assert first_ms is not None
-        assert usage is not None
-        details = usage.prompt_tokens_details
-        more = details.model_dump() if details else {}
-        cached, written = more.get("cached_tokens") or 0, more.get("cache_write_tokens") or 0
-        return Asked(first_ms, usage.prompt_tokens, cached, written, usage.completion_tokens)
+        return ask(self._client, self._model, messages, max_tokens or self._max_tokens)
 
     def ask_cold(self, messages: Sequence[Message]) -> Asked:
         asked = self.ask(messages)
