@@ -377,7 +377,7 @@ class Fuzz:
     def settle(self) -> None:
         """All copies are made at once, and no device fails."""
         self.quiet = True
-        self.bench.copy_all()
+        self.bench.settle()
         self.quiet = False
 
     def finish(self) -> None:

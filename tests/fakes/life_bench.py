@@ -8,7 +8,7 @@ that whatever the engine may do while a thread copies can be done there. A kille
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,15 @@ import numpy as np
 from engine.config import EngineSettings
 from engine.pool.blocks import BlockPool
 from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed
-from engine.protocol import TOKEN_BYTES, Namespace, chain_digests, split_digests
+from engine.protocol import TOKEN_BYTES, Namespace, chain_digests
 from engine.scheduler import Scheduler
 from engine.tiers.disk_store import DiskStore, Scan
 from engine.tiers.host_store import HostStore
 from engine.tiers.stores import BlockKey, Payload, Store
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import GARBAGE, OracleRunner, Prefixes
-from tests.fakes.scheduler_bench import SIZE, VOCAB, Bench, pack
-from tests.fakes.tier_bench import ManualWorker
+from tests.fakes.scheduler_bench import SIZE, VOCAB, pack
+from tests.fakes.tier_bench import ManualWorker, TieredBench
 
 BLOCK_BYTES = SIZE * 8
 Row = tuple[int | tuple[int, int] | None, ...]
@@ -184,14 +184,12 @@ class Hands(ManualWorker):
 
 
 @dataclass
-class LifeBench(Bench):
+class LifeBench(TieredBench):
     """One life of an engine. `aside` is called while a step is computed: the copies go on then."""
 
     namespace: Namespace = None  # type: ignore[assignment]
-    tiers: Tiers = None  # type: ignore[assignment]
     stores: list[Slow] = field(default_factory=list)  # of the lower tiers
-    workers: dict[str, Hands] = field(default_factory=dict)
-    told: dict[bytes, str] = field(default_factory=dict)  # what a gateway believes: digest -> tier
+    workers: Mapping[str, Hands] = field(default_factory=dict)
     aside: Callable[[], None] = lambda: None
 
     @property
@@ -222,27 +220,6 @@ class LifeBench(Bench):
         self.collect()
         return step is not None
 
-    def copy_all(self, limit: int = 5000) -> None:
-        """Does and tells all copies, and whatever follows from them; computes nothing."""
-        while any(worker.work() or worker.deliver() for worker in self.workers.values()) or self.tiers.pump_wanted:
-            self.tiers.pump(self.now)
-            limit -= 1
-            assert limit, "the copies never end"
-        assert self.tiers.idle
-        assert self.tiers.check_invariants() == []
-
-    def finish(self, limit: int = 5000) -> None:
-        """Runs everything to its end, copies included."""
-        while self.step() or self.scheduler.has_work or not self.tiers.idle:
-            for worker in self.workers.values():
-                worker.work()
-                worker.deliver()
-            limit -= 1
-            assert limit, "a sequence never ends"
-        self.copy_all()
-        assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
-        assert not len(self.scheduler.claims)
-
     def kill(self, folder: Folder) -> None:
         """The system closes its files; nothing else happens."""
         folder.wall += self.now
@@ -251,21 +228,6 @@ class LifeBench(Bench):
         leases.close()
 
     # -- what must hold -----------------------------------------------------------------------------------------------
-
-    def listen(self) -> None:
-        """Applies events as a gateway does, and compares what it believes with what is there."""
-        for events in self.tiers.take_events():
-            for digest in split_digests(events.removed):
-                del self.told[digest]
-            for digest in split_digests(events.stored):
-                assert self.told.get(digest) != events.tier, "told twice"
-                self.told[digest] = events.tier
-        held: dict[bytes, str] = {}
-        for tier in reversed(self.tiers.tiers):
-            held |= dict.fromkeys(tier.pool._by_digest, tier.name)
-        wrong = {digest.hex()[:8]: (self.told.get(digest), held.get(digest)) for digest in self.told | held}
-        wrong = {digest: pair for digest, pair in wrong.items() if pair[0] != pair[1]}
-        assert not wrong, f"told and held: {wrong}"
 
     def check_counts(self) -> None:
         for tier in self.tiers.tiers:
