@@ -16,12 +16,12 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import Protocol
 
-from engine.protocol import Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
+from engine.protocol import Breakpoint, Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
 from gateway.errors import (
     BadRequestError,
     ContextLengthError,
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 class TextDecoder(Protocol):
     """Tokens of one answer into text. Holds back unfinished characters and what may become a stop string."""
 
-    stopped: bool  # a stop string was met; what follows is not part of the answer
+    met: str | None  # the stop string that was met; what follows is not part of the answer
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that became certain with these tokens, possibly empty."""
@@ -155,6 +155,11 @@ class Street:
         self._queue = queue
         self._max_attempts = max_attempts
 
+    async def count(self, request: Request) -> int:
+        """Tokens of its prompt. Raises what `answer` raises for a prompt that no engine can be given."""
+        model = self._registry.serving(request.model)[0].hello
+        return (await self._prompts.encode(request, model)).num_tokens
+
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Started, any number of TextDeltas, Finished. Raises a KvasirError instead of, or after, any of them."""
         # 2. Render and tokenise. All engines of a model share tokeniser and context.
@@ -230,17 +235,17 @@ class Street:
                 if trace.first_token_ms is None:
                     _meter_start(request, prompt, engine, update)
                     scored = self._score_prompt(prompt, engine, update)
-                    yield Started(engine.name, trace.prompt_tokens, trace.cached_tokens, scored)
+                    yield Started(engine.name, _usage(trace), scored)
                 trace.completion_tokens += len(update.tokens) + (update.stop_id is not None)
                 if scores is not None:
                     scores.feed(update.tokens, update.logprobs or ())
                 if text := decoder.feed(update.tokens):
                     yield TextDelta(text, scores.release(text) if scores else ())
-                if decoder.stopped or update.finish in ("stop", "length"):
-                    if not decoder.stopped and (rest := _rest(decoder, scores)):
+                if decoder.met or update.finish in ("stop", "length"):
+                    if not decoder.met and (rest := _rest(decoder, scores)):
                         yield rest
-                    trace.finish = "stop" if decoder.stopped or update.finish == "stop" else "length"
-                    yield _finished(request)
+                    trace.finish = "stop" if decoder.met or update.finish == "stop" else "length"
+                    yield Finished("length" if trace.finish == "length" else "stop", _usage(trace), decoder.met)
                     return
                 if time.monotonic() > request.deadline_s:
                     raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
@@ -260,7 +265,7 @@ def _rest(decoder: TextDecoder, scores: TokenScores | None) -> TextDelta | None:
     scored: tuple[ScoredToken, ...] = ()
     if scores is not None:
         scored = scores.release(text)
-        scored += () if decoder.stopped else scores.flush()
+        scored += () if decoder.met else scores.flush()
     return TextDelta(text, scored) if text or scored else None
 
 
@@ -295,9 +300,19 @@ def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update
         degraded = len(points) if update.leases_degraded is None else update.leases_degraded
         trace.lease = Lease(degraded, points[-1] if points and not degraded else None)
         end = min(trace.lease_read_tokens + trace.lease_write_tokens, trace.prompt_tokens)
+        trace.lease_writes = tuple(_lease_writes(points, trace.lease_read_tokens, end))
     else:
         end = prompt.num_tokens // block_size * block_size if request.use_cache else 0
     trace.cache_write_tokens = max(0, end - _cached(trace))
+
+
+def _lease_writes(points: Sequence[Breakpoint], read: int, end: int) -> Iterator[tuple[float, int]]:
+    """Time to live and tokens of what each breakpoint adds to the one before it, between what was read and the last
+    that is kept."""
+    for point in points:
+        if read < point.tokens <= end:
+            yield point.ttl_s, point.tokens - read
+            read = point.tokens
 
 
 def _cached(trace: Trace) -> int:
@@ -305,13 +320,13 @@ def _cached(trace: Trace) -> int:
     return min(max(trace.cached_tokens, trace.lease_read_tokens), trace.prompt_tokens)
 
 
-def _finished(request: Request) -> Finished:
-    trace = request.trace
-    usage = Usage(
+def _usage(trace: Trace) -> Usage:
+    return Usage(
         prompt_tokens=trace.prompt_tokens,
         completion_tokens=trace.completion_tokens,
         cached_tokens=_cached(trace),
         cache_write_tokens=trace.cache_write_tokens,
         lease=trace.lease.state if trace.lease else None,
+        lease_read_tokens=min(trace.lease_read_tokens, trace.prompt_tokens),
+        lease_writes=trace.lease_writes,
     )
-    return Finished("stop" if trace.finish == "stop" else "length", usage)

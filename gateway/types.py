@@ -72,12 +72,43 @@ class Marker:
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call.
+
+    parameters  a JSON Schema of type object for its arguments; None takes no arguments
+    strict      its arguments are held to the schema also where the model chooses to call it
+    path        of `parameters` in the client's request, for error messages
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+    path: str = "tools"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What an answer may do with the tools of its prompt.
+
+    callable  the tools that it may call: all of the prompt's, or some of them
+    mode      "auto": text or calls; "required": one call or more, and nothing else
+    parallel  whether there may be more than one call
+    """
+
+    callable: tuple[Tool, ...]
+    mode: Literal["auto", "required"] = "auto"
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages as the chat template wants them: "role" and "content" (a string), "tool_calls", "name", ..."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     markers: tuple[Marker, ...] = ()  # MAX_BREAKPOINTS at most
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +164,7 @@ class Trace:
     cache_write_tokens: int = 0
     lease_read_tokens: int = 0  # of the longest lease that the prompt begins with, to the token
     lease_write_tokens: int = 0  # beyond those, up to the last breakpoint that is kept from now on
+    lease_writes: tuple[tuple[float, int], ...] = ()  # as in Usage
     lease: Lease | None = None
     completion_tokens: int = 0
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
@@ -169,6 +201,7 @@ class Request:
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
     prewarm: bool = False  # computes the prompt, so that it is cached, and generates nothing
     constraint: Constraint | None = None
+    tool_use: ToolUse | None = None  # None: what the model writes is text, whatever it looks like
     group: Group | None = None
     number: int = 0  # among the requests of its group; the prompt is accounted for with the first
     trace: Trace = field(default_factory=Trace)
@@ -205,6 +238,8 @@ class Usage:
     cached_tokens       physically reused, or read from a lease, to the token; whichever is more
     cache_write_tokens  what the breakpoints wrote; without any, what the next request can reuse
     lease               what became of the breakpoints; of several requests, whether any was degraded
+    lease_read_tokens   of the longest lease that the prompt begins with, to the token
+    lease_writes        what the breakpoints wrote behind that: time to live in seconds, tokens; shortest prefix first
     """
 
     prompt_tokens: int
@@ -212,6 +247,8 @@ class Usage:
     cached_tokens: int = 0
     cache_write_tokens: int = 0
     lease: Literal["kept", "degraded"] | None = None
+    lease_read_tokens: int = 0
+    lease_writes: tuple[tuple[float, int], ...] = ()
 
     @property
     def total_tokens(self) -> int:
@@ -224,16 +261,20 @@ class Usage:
             self.cached_tokens + other.cached_tokens,
             self.cache_write_tokens + other.cache_write_tokens,
             "degraded" if "degraded" in (self.lease, other.lease) else self.lease or other.lease,
+            self.lease_read_tokens + other.lease_read_tokens,
+            self.lease_writes + other.lease_writes,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event of every answer: an engine has the request and its first token is there. The trace says more."""
+    """The first event of every answer: an engine has the request and its first token is there. The trace says more.
+
+    usage  of the prompt; the completion has no tokens yet
+    """
 
     engine: str
-    prompt_tokens: int
-    cached_tokens: int
+    usage: Usage
     scored: tuple[ScoredToken, ...] = ()  # the prompt, when asked for; nothing comes before its first token: 0 there
 
 
@@ -274,11 +315,33 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a tool call. Calls come one after another: no piece of an earlier one follows.
+
+    call       0 for the first call of the answer
+    name       with the first piece of a call, and empty ever after
+    arguments  the next characters of its arguments, which are a JSON object when the call is complete
+    """
+
+    call: int
+    name: str = ""
+    arguments: str = ""
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of every answer that did not fail."""
+    """The last event of every answer that did not fail.
 
-    reason: Literal["stop", "length"]
+    reason  "tool_calls": it ended by itself, and calls tools
+    stop    the stop string that ended it
+    """
+
+    reason: FinishReason
     usage: Usage
+    stop: str | None = None
 
 
-Event = Started | TextDelta | Finished
+Event = Started | TextDelta | CallDelta | Finished

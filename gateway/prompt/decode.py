@@ -64,7 +64,7 @@ class Decoder:
     """One answer. See street.TextDecoder."""
 
     def __init__(self, text: _Text, stop: Sequence[str]) -> None:
-        self.stopped = False
+        self.met: str | None = None
         self._text = text
         self._stops = StopStrings(stop) if stop else None
 
@@ -72,20 +72,20 @@ class Decoder:
         """Nothing more comes after a stop string."""
         if self._stops is None:
             return self._text.feed(tokens)
-        return "" if self.stopped else self._watch(self._stops, self._text.feed(tokens))
+        return "" if self.met else self._watch(self._stops, self._text.feed(tokens))
 
     def flush(self) -> str:
         """Bytes that never became a character come as U+FFFD. A stop string may show up here, too."""
         if self._stops is None:
             return self._text.flush()
-        if self.stopped:
+        if self.met:
             return ""
         text = self._watch(self._stops, self._text.flush())
-        return text if self.stopped else text + self._stops.release()
+        return text if self.met else text + self._stops.release()
 
     def _watch(self, stops: StopStrings, text: str) -> str:
         text = stops.feed(text)
-        self.stopped = stops.met
+        self.met = stops.met
         return text
 
 
@@ -96,7 +96,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops` are not empty."""
-        self.met = False
+        self.met: str | None = None
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._firsts = {stop[0] for stop in stops}
         self._matched = [0] * len(stops)  # characters of each that the text ends with
@@ -109,7 +109,7 @@ class StopStrings:
         whole = self._held + text
         for at, char in enumerate(text, len(self._held) + 1):
             if length := self._step(char):
-                self.met = True
+                self.met = whole[at - length : at]
                 return whole[: at - length]
         cut = len(whole) - max(self._matched)
         self._held = whole[cut:]

@@ -116,7 +116,7 @@ class FakeStreet:
         trace.engine, trace.prompt_tokens, trace.cached_tokens = "engine-1", prompt_tokens, self.cached_tokens
         trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
         trace.overhead_ms = 0.5
-        yield Started("engine-1", prompt_tokens, self.cached_tokens)
+        yield Started("engine-1", Usage(prompt_tokens, 0, self.cached_tokens))
         for piece in () if request.prewarm else self.pieces:
             trace.completion_tokens += 1
             yield TextDelta(piece) if isinstance(piece, str) else piece

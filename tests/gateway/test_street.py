@@ -92,7 +92,7 @@ class Letters:
     """A decoder for which token n is the n-th letter; a stop string ends it."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
-        self.stopped = False
+        self.met: str | None = None
         self._stop = stop
         self._held = ""
 
@@ -101,7 +101,7 @@ class Letters:
         self._held = ""
         for stop in self._stop:
             if stop in text:
-                self.stopped = True
+                self.met = stop
                 return text[: text.index(stop)]
             if text and stop.startswith(text[-1]):
                 text, self._held = text[:-1], text[-1]
@@ -206,7 +206,7 @@ async def test_an_answer_is_started_pieces_and_finished_with_its_usage() -> None
     stages = Stages([ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [1, 2]), SequenceUpdate(1, [], finish="length")]])])
     asked = request()
     assert await walk(stages, asked) == [
-        Started("e", 9, 4),
+        Started("e", Usage(9, 0, cached_tokens=4, cache_write_tokens=4)),
         TextDelta("a"),
         TextDelta("bc"),
         Finished("length", Usage(9, 3, cached_tokens=4, cache_write_tokens=4)),
@@ -251,7 +251,7 @@ async def test_a_request_that_prewarms_generates_nothing_and_may_fill_the_contex
     engine = ScriptedEngine("e", [[SequenceUpdate(1, [], cached_tokens=0, finish="length")]])
     stages = Stages([engine], num_tokens=32)
     asked = replace(request(max_tokens=0), prewarm=True)
-    assert await walk(stages, asked) == [Started("e", 32, 0), Finished("length", Usage(32, 0, 0, 32))]
+    assert await walk(stages, asked) == [Started("e", Usage(32, 0, 0, 32)), Finished("length", Usage(32, 0, 0, 32))]
     assert engine.asked[0].max_tokens == 0
 
 
@@ -325,7 +325,8 @@ async def test_a_request_with_breakpoints_is_metered_at_them(
     first.lease_read_tokens, first.lease_write_tokens, first.leases_degraded = read, write, degraded
     asked = replace(request(), prompt=ChatPrompt([{"role": "user", "content": "p"}], markers=(Marker(0, 1, 60.0),)))
     events = await walk(Stages([ScriptedEngine("e", [[first]])], breakpoints=points), asked)
-    assert events[-1] == Finished("stop", usage)
+    assert isinstance(events[-1], Finished)
+    assert replace(events[-1].usage, lease_read_tokens=0, lease_writes=()) == usage
     assert asked.trace.lease == lease
     assert asked.trace.cached_tokens == cached
     assert usage.cached_tokens + usage.cache_write_tokens <= usage.prompt_tokens
@@ -335,7 +336,7 @@ async def test_a_prompt_that_begins_with_anothers_lease_reads_it_without_asking(
     first = SequenceUpdate(1, [0], cached_tokens=4, lease_read_tokens=6, lease_write_tokens=0, finish="stop")
     asked = request()
     events = await walk(Stages([ScriptedEngine("e", [[first]])]), asked)
-    assert events[-1] == Finished("stop", Usage(9, 1, 6, 2))
+    assert events[-1] == Finished("stop", Usage(9, 1, 6, 2, lease_read_tokens=6))
     assert (asked.trace.lease, asked.trace.cached_tokens, asked.trace.lease_read_tokens) == (None, 4, 6)
 
 
@@ -358,7 +359,7 @@ async def test_a_stop_token_counts_as_completion_and_is_no_text() -> None:
 async def test_a_stop_string_ends_the_answer_and_closes_the_engines_stream() -> None:
     engine = ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [1]), SequenceUpdate(1, [2]), SequenceUpdate(1, [3])]])
     events = await walk(Stages([engine]), request(stop=("bc",)))
-    assert events[1:] == [TextDelta("a"), Finished("stop", Usage(9, 3, 4, 4))]
+    assert events[1:] == [TextDelta("a"), Finished("stop", Usage(9, 3, 4, 4), "bc")]
     assert engine.closed == 1
 
 
@@ -373,7 +374,7 @@ async def test_an_engine_lost_before_the_first_token_is_replaced_by_another() ->
     spare = ScriptedEngine("c", [])
     stages, asked = Stages([lost, good, spare], held={"a": 2, "b": 1}), request()
     events = await walk(stages, asked)
-    assert events[0] == Started("b", 9, 4)
+    assert events[0] == Started("b", Usage(9, 0, 4, 4))
     assert "find b,c" in stages.calls
     assert (asked.trace.retries, asked.trace.engine, stages.places) == (1, "b", 0)
 
@@ -455,3 +456,19 @@ async def test_a_client_that_goes_away_frees_place_and_sequence(after: int) -> N
             if len(seen) > after:
                 break
     assert (engine.closed, stages.places) == (1, 0)
+
+
+async def test_what_each_breakpoint_writes_is_told_with_its_time_to_live() -> None:
+    points = (Breakpoint(3, 3600.0), Breakpoint(5, 300.0), Breakpoint(8, 300.0))
+    first = SequenceUpdate(1, [0], cached_tokens=0, lease_read_tokens=2, lease_write_tokens=6, finish="stop")
+    asked = replace(request(), prompt=ChatPrompt([{"role": "user", "content": "p"}], markers=(Marker(0, 1, 60.0),)))
+    events = await walk(Stages([ScriptedEngine("e", [[first]])], breakpoints=points), asked)
+    usage = events[-1].usage if isinstance(events[-1], Finished) else None
+    assert usage is not None
+    assert (usage.lease_read_tokens, usage.lease_writes) == (2, ((3600.0, 1), (300.0, 2), (300.0, 3)))
+
+
+async def test_a_prompt_is_counted_without_an_engine_being_asked() -> None:
+    stages = Stages([ScriptedEngine("e", [])])
+    assert await stages.street().count(request()) == 9
+    assert stages.calls == ["encode"]

@@ -37,7 +37,7 @@ def run(decoder: Decoder, pieces: list[list[int]]) -> str:
     text = ""
     for piece in pieces:
         text += decoder.feed(piece)
-        if decoder.stopped:
+        if decoder.met:
             assert decoder.feed([1, 2, 3]) == ""
             return text + decoder.flush()
     return text + decoder.flush()
@@ -104,13 +104,13 @@ def test_the_space_in_front_of_the_first_word_stays() -> None:
         assert run(model.decoding.decoder(()), [tokens]) == " e", name
 
 
-def slowly(stops: list[str], text: str) -> tuple[str, bool]:
+def slowly(stops: list[str], text: str) -> tuple[str, str | None]:
     """The first place where any stop string is complete; of those that end there, the longest is cut off."""
     for end in range(1, len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:
-            return text[: end - max(lengths)], True
-    return text, False
+            return text[: end - max(lengths)], text[end - max(lengths) : end]
+    return text, None
 
 
 @UNHURRIED
@@ -155,7 +155,7 @@ def test_a_stop_string_may_show_up_in_what_is_flushed() -> None:
     model = Model("llama3")
     decoder = model.decoding.decoder(("\ufffd",))
     assert decoder.feed([model.hf.token_to_id("ð")]) == ""
-    assert (decoder.flush(), decoder.stopped) == ("", True)
+    assert (decoder.flush(), decoder.met) == ("", "\ufffd")
 
 
 def test_empty_stop_strings_are_ignored() -> None:

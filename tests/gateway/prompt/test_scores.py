@@ -49,12 +49,12 @@ def run(model: Model, tokens: list[int], cuts: list[int], stop: tuple[str, ...])
         if text := decoder.feed(piece):
             sent += text
             released += [(one, sent) for one in scores.release(text)]
-        if decoder.stopped:
+        if decoder.met:
             return sent, released
     text = decoder.flush()
     sent += text
     released += [(one, sent) for one in scores.release(text)]
-    if not decoder.stopped:
+    if not decoder.met:
         released += [(one, sent) for one in scores.flush()]
     return sent, released
 
