@@ -9,7 +9,7 @@ import pytest
 
 from gateway import errors
 from gateway.api.fields import Parameter
-from gateway.api.openai_parameters import CHAT, COMPLETION
+from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.routes import routes
 from tests.fakes.gateway import running
 
@@ -52,6 +52,6 @@ def test_every_error_code_is_documented() -> None:
     for kind in kinds:
         assert f"| {kind.status} | `{kind.type}` |" in HTTP_API
         assert kind.code is None or f"`{kind.code}`" in HTTP_API
-    sources = (Path(__file__).parent.parent / "gateway/api").glob("*.py")
+    sources = (Path(__file__).parent.parent / "gateway/api").rglob("*.py")
     codes = {code for path in sources for code in re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8"))}
     assert not {code for code in codes if f"`{code}`" not in HTTP_API}

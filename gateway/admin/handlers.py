@@ -12,7 +12,7 @@ from aiohttp import web
 from gateway.admin.metrics import CONTENT_TYPE, Metrics
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.auth import Auth
-from gateway.api.wire import JSON
+from gateway.api.dialect import JSON
 
 FRONT_PAGE = """Kvasir {version}: a prompt-caching gateway.
 

@@ -1,5 +1,5 @@
-"""Who is asking: bearer tokens to tenants. Keys are kept and compared only as SHA-256 digests, so that the time of a
-look-up says nothing about a key, and no key can reach a log.
+"""Who is asking: keys to tenants, wherever the SDKs of the three APIs put them. Keys are kept and compared only as
+SHA-256 digests, so that the time of a look-up says nothing about a key, and no key can reach a log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Auth:
         """Whose request this is. Raises UnauthorizedError, and ForbiddenError for an admin key."""
         if not self._tenants:
             return self._anonymous
-        key = _bearer(http)
+        key = _key(http)
         if not key:
             raise _no_key("You didn't provide an API key. Send it as `Authorization: Bearer KEY`.")
         digest = _digest(key)
@@ -58,6 +58,14 @@ class Auth:
         if digest in self._tenants:
             raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
         raise UnauthorizedError("Incorrect admin key provided.")
+
+
+def _key(http: web.Request) -> str:
+    """The first that is there: x-api-key (Anthropic, which prefers it to a bearer token), x-goog-api-key, a bearer
+    token, and `key` in the URL, as people write it who try Gemini with curl."""
+    headers = http.headers
+    key = headers.get("x-api-key", "").strip() or headers.get("x-goog-api-key", "").strip() or _bearer(http)
+    return key or http.query.get("key", "").strip()
 
 
 def _bearer(http: web.Request) -> str:

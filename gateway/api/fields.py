@@ -1,7 +1,7 @@
 """Checks of single JSON values, with the messages and codes of the OpenAI API, and tables of parameters made of them.
 
 A check takes a value and its path, and returns what the gateway works with, or raises BadRequestError whose `param` is
-that path. Knows nothing of any particular parameter; those are in openai_parameters.py.
+that path. Knows nothing of any particular parameter; those are in parameters.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Around every handler: request id, errors in the dialect's shape, one access line, observers.
 
-No answer leaves without x-request-id, no error without all four keys of its body, and no request without its line.
+No answer leaves without its request id, no error in another shape than its dialect's, and no request without its line.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 
+import orjson
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.api.record import CLIENT_LEFT, RECORD, Observer, Record, elapsed_ms
-from gateway.api.wire import common_headers, error_response
+from gateway.api.dialect import JSON, Handler, retry_headers
+from gateway.api.dialects import dialect_of
+from gateway.api.record import CLIENT_LEFT, RECORD, Observer, Record, common_headers, elapsed_ms
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvasir.access")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 
@@ -55,22 +55,29 @@ async def _answered(http: web.Request, handler: Handler, record: Record) -> web.
     try:
         return await handler(http)
     except KvasirError as error:
-        return error_response(error)
+        return _refuse(error, record)
     except web.HTTPNotFound:
-        return error_response(_unknown_url(http))
+        return _refuse(_unknown_url(http), record)
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{http.path} cannot be asked with {error.method}; it takes {allowed}."
-        return error_response(MethodNotAllowedError(message), {"Allow": allowed})
+        return _refuse(MethodNotAllowedError(message), record, {"Allow": allowed})
     except web.HTTPException as error:
         refused = BadRequestError(error.reason)
         refused.status = error.status
-        return error_response(refused)
+        return _refuse(refused, record)
     except ConnectionResetError:
         return web.Response(status=CLIENT_LEFT)
     except Exception:
         log.exception("request %s failed", record.request_id)
-        return error_response(KvasirError("The server had an error while processing your request."))
+        return _refuse(KvasirError("The server had an error while processing your request."), record)
+
+
+def _refuse(error: KvasirError, record: Record, headers: Mapping[str, str] | None = None) -> web.Response:
+    dialect = record.dialect
+    body = orjson.dumps(dialect.error_json(error, record.request_id))
+    every = {**retry_headers(error), **(headers or {})}
+    return web.Response(status=dialect.status(error), body=body, content_type=JSON, headers=every)
 
 
 def _record(http: web.Request) -> Record:
@@ -80,6 +87,7 @@ def _record(http: web.Request) -> Record:
         request_id=asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(16)}",
         endpoint=resource.canonical if resource is not None else "unknown",
         received_s=time.monotonic(),
+        dialect=dialect_of(http),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from gateway.api.dialect import Dialect
 from gateway.types import Lease, Trace
 
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
@@ -22,6 +23,7 @@ class Record:
     request_id: str
     endpoint: str  # the route's pattern, "unknown" without one
     received_s: float  # monotonic clock
+    dialect: Dialect
     tenant: str | None = None
     model: str | None = None
     traces: list[Trace] = field(default_factory=list)  # one for each prompt
@@ -85,3 +87,21 @@ class Observer(Protocol):
 def elapsed_ms(record: Record) -> float:
     """Milliseconds since the request arrived."""
     return (time.monotonic() - record.received_s) * 1e3
+
+
+def common_headers(record: Record) -> dict[str, str]:
+    """What every answer carries, in its dialect."""
+    return record.dialect.headers(record.request_id, elapsed_ms(record))
+
+
+def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:
+    """What the gateway did for this answer. `cached` False leaves out the cached tokens, when they are not final."""
+    headers = {"x-kvasir-overhead-ms": f"{record.overhead_ms:.2f}"}
+    if engine := record.engine:
+        headers["x-kvasir-engine"] = engine
+    if cached:
+        headers["x-kvasir-cached-tokens"] = str(record.cached_tokens)
+    if lease := record.lease:
+        kept = lease.kept
+        headers["x-kvasir-lease"] = f"kept; tokens={kept.tokens}; ttl={kept.ttl_s:g}" if kept else "degraded"
+    return headers

@@ -14,12 +14,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gateway.admin.handlers import Admin
 from gateway.admin.metrics import Metrics
 from gateway.admin.sources import Sources
+from gateway.api.answering import Answering, Decoders, Models, Street
 from gateway.api.auth import Auth
 from gateway.api.body import expect_continue
+from gateway.api.dialects import merge
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
-from gateway.api.openai import Decoders, Models, OpenAI
-from gateway.api.stream import Answers
+from gateway.api.openai.handlers import OpenAI
+from gateway.api.openai.wire import OPENAI
 from gateway.config import AuthSettings, LeaseSettings, NamespaceSettings, ServerSettings, TenantSettings
 
 
@@ -30,7 +32,7 @@ def build_app(
     auth: AuthSettings,
     tenants: Sequence[TenantSettings],
     namespaces: Sequence[NamespaceSettings],
-    street: Answers,
+    street: Street,
     models: Models,
     decoders: Decoders,
     sources: Sources,
@@ -42,15 +44,13 @@ def build_app(
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
-    openai = OpenAI(server, leases, keys, Namespaces(namespaces), street, models, decoders)
+    answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders)
+    openai = OpenAI(server, leases, answering)
     admin = Admin(keys, sources, metrics)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(metrics)], client_max_size=0)
     for method, path, handler in (
-        ("POST", "/v1/chat/completions", openai.chat),
-        ("POST", "/v1/completions", openai.completion),
-        ("GET", "/v1/models", openai.list_models),
-        ("GET", "/v1/models/{model:.+}", openai.get_model),
+        *merge({OPENAI.name: openai.routes()}),
         ("GET", "/", admin.front_page),
         ("GET", "/health", admin.health),
         ("GET", "/health/liveness", admin.liveness),

@@ -14,16 +14,15 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from functools import partial
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
-from gateway.api.openai_response import Answer
-from gateway.api.record import CLIENT_LEFT, RECORD, Record
-from gateway.api.wire import common_headers, error_event, json_text, kvasir_headers
+from gateway.api.answers import Answer, join_calls
+from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, kvasir_headers
 from gateway.errors import DeadlineError, KvasirError
-from gateway.types import Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
+from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +41,32 @@ class Answers(Protocol):
 
 
 class Shape(Protocol):
-    """How a dialect writes the events of a stream. `index` is the choice's."""
+    """How a dialect writes one answer as an event stream. It may remember what it wrote: there is one for each answer.
 
-    def prelude(self) -> bytes: ...
+    `index` is the choice's. Any of these may be empty bytes; they go out in this order, choices mixed.
+    """
 
-    def opening(self, index: int, echo: str, prompt: tuple[ScoredToken, ...]) -> bytes: ...
+    def prelude(self) -> bytes:
+        """Before everything, once the first choice has its first token."""
+        ...
 
-    def piece(self, index: int) -> tuple[bytes, bytes]: ...
+    def opening(self, index: int, echo: str, started: Started) -> bytes:
+        """`echo` is the text to put in front of the answer, nearly always empty."""
+        ...
 
-    def scored(self, index: int, echoed: int, delta: TextDelta) -> bytes: ...
+    def text(self, index: int, delta: TextDelta) -> bytes: ...
 
-    def closing(self, index: int, reason: str) -> bytes: ...
+    def call(self, index: int, delta: CallDelta) -> bytes: ...
 
-    def ending(self, usage: Usage) -> bytes: ...
+    def closing(self, index: int, finished: Finished) -> bytes: ...
+
+    def ending(self, usage: Usage) -> bytes:
+        """After the last choice was closed. `usage` is that of all together."""
+        ...
+
+    def failure(self, error: KvasirError) -> bytes:
+        """In place of everything that has not been written."""
+        ...
 
 
 async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, at_once: int) -> list[Answer]:
@@ -62,6 +74,7 @@ async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, a
 
     async def one(index: int, request: Request) -> Answer:
         pieces: list[str] = []
+        calls: list[CallDelta] = []
         scored: list[ScoredToken] = []
         prompt: tuple[ScoredToken, ...] = ()
         async with aclosing(street.answer(request)) as events:
@@ -69,13 +82,23 @@ async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, a
                 if type(event) is TextDelta:
                     pieces.append(event.text)
                     scored += event.scored
+                elif type(event) is CallDelta:
+                    calls.append(event)
                 elif type(event) is Started:
                     prompt = event.scored
                 elif type(event) is Finished:
-                    reason, usage = _finish(event, request)
-                    told = None if request.sampling.logprobs is None else tuple(scored)
+                    end = _told(event, request)
                     echoed = echo(index)
-                    return Answer(echoed + "".join(pieces), reason, usage, told, len(echoed), prompt)
+                    return Answer(
+                        text=echoed + "".join(pieces),
+                        reason=end.reason,
+                        usage=end.usage,
+                        scored=None if request.sampling.logprobs is None else tuple(scored),
+                        echoed=len(echoed),
+                        prompt=prompt,
+                        calls=join_calls(calls),
+                        stop=end.stop,
+                    )
         raise KvasirError("The answer ended without a reason.")
 
     return await _within(requests, _all(one, requests, at_once))
@@ -91,27 +114,11 @@ async def stream(
     at_once: int,
 ) -> web.StreamResponse:
     """Answers over SSE, complete, and ended as it has to be. Raises only while nothing was sent."""
-    sse = _Sse(http, shape, final=len(requests) == 1)
+    sse = _Sse(http, shape, alone=len(requests) == 1)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(street.answer(request)) as events:
-            started = await anext(events)
-            echoed = echo(index)
-            response = await sse.begin(index, echoed, started.scored if type(started) is Started else ())
-            scored = partial(shape.scored, index, len(echoed))
-            write, (before, after) = response.write, shape.piece(index)
-            async for event in events:
-                if type(event) is TextDelta:
-                    plain = not event.scored
-                    await write(before + json_text(event.text) + after if plain else scored(event))
-                elif type(event) is Finished:
-                    reason, usage = _finish(event, request)
-                    closing = shape.closing(index, reason)
-                    if len(requests) == 1:
-                        return closing, usage  # goes out together with the ending
-                    await write(closing)
-                    return b"", usage
-        raise KvasirError("The answer ended without a reason.")
+            return await sse.choice(index, request, events, echo)
 
     try:
         ends = await _within(requests, _all(one, requests, at_once))
@@ -129,15 +136,15 @@ async def stream(
         return await sse.fail(KvasirError("The server had an error while it answered."))
 
 
-def _finish(event: Finished, request: Request) -> tuple[str, Usage]:
-    """Reason and usage to report. The prompt of a group is counted with its first request."""
-    trace, usage = request.trace, event.usage
-    if request.number:
-        trace.prompt_tokens = trace.cached_tokens = trace.cache_write_tokens = 0
-        trace.lease_read_tokens = trace.lease_write_tokens = 0
-        trace.lease = None
-        usage = Usage(0, usage.completion_tokens)
-    return event.reason, usage
+def _told(event: Finished, request: Request) -> Finished:
+    """What is reported of an end. The prompt of a group is counted with its first request."""
+    if not request.number:
+        return event
+    trace = request.trace
+    trace.prompt_tokens = trace.cached_tokens = trace.cache_write_tokens = 0
+    trace.lease_read_tokens = trace.lease_write_tokens = 0
+    trace.lease = None
+    return replace(event, usage=Usage(0, event.usage.completion_tokens))
 
 
 async def _within(requests: Sequence[Request], work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -174,13 +181,37 @@ async def _all(
 class _Sse:
     """The response of one stream. It exists from the first token on."""
 
-    def __init__(self, http: web.Request, shape: Shape, *, final: bool) -> None:
+    def __init__(self, http: web.Request, shape: Shape, *, alone: bool) -> None:
+        """`alone`: there is one choice."""
         self.record: Record = http[RECORD]
         self.response: web.StreamResponse | None = None
-        self._http, self._shape, self._final = http, shape, final
+        self._http, self._shape, self._alone = http, shape, alone
         self._opening = asyncio.Lock()
 
-    async def begin(self, index: int, echoed: str, prompt: tuple[ScoredToken, ...]) -> web.StreamResponse:
+    async def choice(
+        self, index: int, request: Request, events: AsyncGenerator[Event, None], echo: Echo
+    ) -> tuple[bytes, Usage]:
+        """Writes one choice. Returns what is still to be written of it, together with the ending, and its usage."""
+        started = await anext(events)
+        if type(started) is not Started:
+            raise KvasirError("The answer began with something else.")
+        response = await self.begin(index, echo(index), started)
+        write, text, call = response.write, self._shape.text, self._shape.call
+        async for event in events:
+            if type(event) is TextDelta:
+                await write(text(index, event))
+            elif type(event) is CallDelta:
+                await write(call(index, event))
+            elif type(event) is Finished:
+                end = _told(event, request)
+                closing = self._shape.closing(index, end)
+                if self._alone:
+                    return closing, end.usage
+                await write(closing)
+                return b"", end.usage
+        raise KvasirError("The answer ended without a reason.")
+
+    async def begin(self, index: int, echoed: str, started: Started) -> web.StreamResponse:
         async with self._opening:
             if self.response is None:
                 headers = {
@@ -188,14 +219,14 @@ class _Sse:
                     "Cache-Control": "no-cache",
                     "X-Accel-Buffering": "no",
                     **common_headers(self.record),
-                    **kvasir_headers(self.record, cached=self._final),
+                    **kvasir_headers(self.record, cached=self._alone),
                 }
                 response = web.StreamResponse(headers=headers)
                 await response.prepare(self._http)
                 self.response = response
                 if prelude := self._shape.prelude():
                     await response.write(prelude)
-        if opening := self._shape.opening(index, echoed, prompt):
+        if opening := self._shape.opening(index, echoed, started):
             await self.response.write(opening)
         return self.response
 
@@ -210,7 +241,7 @@ class _Sse:
         self.record.status = error.status
         try:
             async with asyncio.timeout(LAST_WRITE_S):
-                return await self.end(error_event(error))
+                return await self.end(self._shape.failure(error))
         except TimeoutError:
             if self._http.transport is not None:
                 self._http.transport.abort()

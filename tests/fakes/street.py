@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.protocol import Hello, Load, Namespace, Sampling
 from gateway.errors import KvasirError, ModelNotFoundError
-from gateway.types import Event, Finished, Request, Started, TextDelta, TokenPrompt, Usage
+from gateway.types import CallDelta, Event, Finished, FinishReason, Request, Started, TextDelta, TokenPrompt, Usage
 
 
 def hello(model: str = "demo", **changes: object) -> Hello:
@@ -77,10 +77,12 @@ class FakeStreet:
     hold_before, hold_after     awaited there
     """
 
-    pieces: Sequence[str | TextDelta] = ("Hello", " world")
+    pieces: Sequence[str | TextDelta | CallDelta] = ("Hello", " world")
     cached_tokens: int = 32
     prompt_tokens: int = 40
-    reason: str = "stop"
+    reason: FinishReason = "stop"
+    stop: str | None = None
+    leased: Usage = Usage(0, 0)  # what the usage says of leases
     fails_before: Exception | None = None
     fails_after: Exception | None = None
     hold_before: asyncio.Event | None = None
@@ -94,6 +96,14 @@ class FakeStreet:
     @property
     def sampling(self) -> Sampling:
         return self.requests[-1].sampling
+
+    @property
+    def usage(self) -> Usage:
+        return replace(self.leased, cached_tokens=self.cached_tokens)
+
+    async def count(self, request: Request) -> int:
+        self.requests.append(request)
+        return self.prompt_tokens
 
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         self.requests.append(request)
@@ -116,7 +126,7 @@ class FakeStreet:
         trace.engine, trace.prompt_tokens, trace.cached_tokens = "engine-1", prompt_tokens, self.cached_tokens
         trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
         trace.overhead_ms = 0.5
-        yield Started("engine-1", Usage(prompt_tokens, 0, self.cached_tokens))
+        yield Started("engine-1", replace(self.usage, prompt_tokens=prompt_tokens))
         for piece in () if request.prewarm else self.pieces:
             trace.completion_tokens += 1
             yield TextDelta(piece) if isinstance(piece, str) else piece
@@ -125,8 +135,9 @@ class FakeStreet:
         if self.fails_after is not None:
             raise self.fails_after
         yield Finished(
-            "stop" if self.reason == "stop" and not request.prewarm else "length",
-            Usage(prompt_tokens, trace.completion_tokens, self.cached_tokens, 0),
+            "length" if request.prewarm else self.reason,
+            replace(self.usage, prompt_tokens=prompt_tokens, completion_tokens=trace.completion_tokens),
+            self.stop,
         )
 
     async def _hold(self, event: asyncio.Event | None) -> None:

@@ -41,6 +41,24 @@ async def test_each_key_belongs_to_its_tenant(header: str, tenant: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("headers", "query", "tenant"),
+    [
+        ({"x-api-key": "north-key-1"}, "", "north"),
+        ({"x-api-key": "south-key-1", "Authorization": "Bearer north-key-1"}, "", "south"),
+        ({"x-goog-api-key": "north-key-1"}, "", "north"),
+        ({}, "?key=south-key-1", "south"),
+    ],
+)
+async def test_a_key_may_be_where_the_sdks_of_other_apis_put_it(
+    headers: dict[str, str], query: str, tenant: str
+) -> None:
+    async with running(tenants=TENANTS) as gateway:
+        status, _, _ = await gateway.post(f"/v1/completions{query}", {"model": "demo", "prompt": "a"}, headers=headers)
+        assert status == 200
+        assert gateway.street.requests[0].tenant.name == tenant
+
+
+@pytest.mark.parametrize(
     ("header", "code"),
     [
         (None, None),

@@ -8,7 +8,7 @@ import pytest
 
 from engine.protocol import Sampling
 from gateway.api.choices import Choices
-from gateway.api.openai_response import Answer
+from gateway.api.openai.response import Answer
 from gateway.types import ScoredToken, Spelled, TextDelta, Usage
 from tests.fakes.gateway import running
 from tests.fakes.street import FakeStreet

@@ -9,8 +9,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.api.openai_parameters import CHAT, COMPLETION
-from gateway.api.openai_request import parse_chat, parse_completion, settle
+from gateway.api.call import settle
+from gateway.api.openai.parameters import CHAT, COMPLETION
+from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from tests.fakes.gateway import running

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.config import ServerSettings
 from gateway.errors import EngineLostError
-from gateway.types import ScoredToken, Spelled, TextDelta
+from gateway.types import CallDelta, ScoredToken, Spelled, TextDelta
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeStreet
 
@@ -37,6 +37,7 @@ def still(text: str) -> str:
     """A transcript without what differs between two runs."""
     text = re.sub(r'"id":"(\w+)-[0-9a-f]{32}"', r'"id":"\1-1"', text)
     text = re.sub(r'"created":\d+', '"created":1', text)
+    text = re.sub(r'"call_[0-9a-f]{24}"', '"call_1"', text)
     return re.sub(r'"system_fingerprint":"fp_[0-9a-f]{10}"', '"system_fingerprint":"fp_1"', text)
 
 
@@ -68,6 +69,39 @@ async def test_a_chat_stream_to_the_letter() -> None:
             + chunk('"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}]')
             + "data: [DONE]\n\n"
         )
+
+
+async def test_a_chat_stream_with_tool_calls_to_the_letter() -> None:
+    calls = [CallDelta(0, "f"), CallDelta(0, "", '{"x":'), CallDelta(0, "", "1}"), CallDelta(1, "g", "{}")]
+    async with running(FakeStreet(pieces=calls, reason="tool_calls")) as gateway:
+        transcript = still(await gateway.transcript("/v1/chat/completions", CHAT))
+    empty = '"logprobs":null,"finish_reason":null}]'
+    told = [
+        '{"index":0,"id":"call_1","type":"function","function":{"name":"f","arguments":""}}',
+        '{"index":0,"function":{"arguments":"{\\"x\\":"}}',
+        '{"index":0,"function":{"arguments":"1}"}}',
+        '{"index":1,"id":"call_1","type":"function","function":{"name":"g","arguments":"{}"}}',
+    ]
+    assert transcript == (
+        chunk(f'"choices":[{{"index":0,"delta":{{"role":"assistant","content":""}},{empty}')
+        + "".join(chunk(f'"choices":[{{"index":0,"delta":{{"tool_calls":[{one}]}},{empty}') for one in told)
+        + chunk('"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"tool_calls"}]')
+        + "data: [DONE]\n\n"
+    )
+
+
+async def test_a_chat_that_calls_tools_has_no_content_and_an_id_for_each_call() -> None:
+    calls = [CallDelta(0, "f"), CallDelta(0, "", "{}"), CallDelta(1, "g", '{"x"'), CallDelta(1, "", ":1}")]
+    async with running(FakeStreet(pieces=calls, reason="tool_calls")) as gateway:
+        _, body, _ = await gateway.post("/v1/chat/completions", {**CHAT, "stream": False})
+    (choice,) = body["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    told = choice["message"]["tool_calls"]
+    assert [one["function"] for one in told] == [
+        {"name": "f", "arguments": "{}"},
+        {"name": "g", "arguments": '{"x":1}'},
+    ]
+    assert len({one["id"] for one in told}) == 2
 
 
 async def test_a_chat_stream_with_usage_to_the_letter() -> None:

@@ -1,6 +1,6 @@
 """Log probabilities as the OpenAI dialect writes them: a list of objects for chats, parallel lists for completions.
 
-Values in, values for JSON out. openai_response.py puts them into bodies and chunks.
+Values in, values for JSON out. response.py puts them into bodies and chunks.
 """
 
 from __future__ import annotations

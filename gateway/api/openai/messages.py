@@ -21,7 +21,7 @@ from gateway.api.fields import (
     wrong_type,
     wrong_value,
 )
-from gateway.api.openai_caching import check_breakpoint
+from gateway.api.openai.caching import check_breakpoint
 from gateway.errors import BadRequestError, UnsupportedError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

@@ -4,7 +4,7 @@
     explicit mode   the latest 4 breakpoints; without any, no cache at all
 
 The implicit breakpoint is there only when the options have a ttl: without one it asks for nothing that ordinary
-eviction does not give. Two breakpoints may be at one place. Pure; openai_messages.py has already checked the messages.
+eviction does not give. Two breakpoints may be at one place. Pure; messages.py has already checked the messages.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from gateway.api.fields import (
     text,
     wrong_type,
 )
-from gateway.api.formats import response_format, structured_outputs
-from gateway.api.openai_caching import check_options
-from gateway.api.openai_messages import parse_messages
+from gateway.api.openai.caching import check_options
+from gateway.api.openai.formats import response_format, structured_outputs
+from gateway.api.openai.messages import parse_messages
 from gateway.errors import BadRequestError
 
 MAX_TOKENS = 2**31 - 1

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from gateway.api.call import NEW_DOCUMENT, settle
 from gateway.api.choices import Choices
-from gateway.api.openai_parameters import CHAT, COMPLETION
-from gateway.api.openai_request import NEW_DOCUMENT, parse_chat, parse_completion, settle
+from gateway.api.openai.parameters import CHAT, COMPLETION
+from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, TextPrompt, TokenPrompt

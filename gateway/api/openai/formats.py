@@ -12,7 +12,7 @@ import orjson
 
 from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from gateway.api.fields import an_array, an_object, boolean, choice, text, unknown_parameter
-from gateway.api.strict_schema import check_strict
+from gateway.api.openai.strict_schema import check_strict
 from gateway.errors import BadRequestError
 from gateway.types import Constraint
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.protocol import MAX_GRAMMAR_BYTES, Grammar
-from gateway.api.openai_request import parse_chat, parse_completion
-from gateway.api.strict_schema import check_strict
+from gateway.api.openai.request import parse_chat, parse_completion
+from gateway.api.openai.strict_schema import check_strict
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import Constraint

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai_messages import parse_messages
+from gateway.api.openai.messages import parse_messages
 from gateway.errors import BadRequestError
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}

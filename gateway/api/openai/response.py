@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,23 +13,14 @@ import orjson
 import xxhash
 
 from engine.protocol import Hello, Namespace
-from gateway.api.openai_logprobs import chat_logprobs, completion_logprobs
-from gateway.api.wire import json_line, json_text
-from gateway.types import ScoredToken, TextDelta, Usage
+from gateway.api.answers import Answer
+from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
+from gateway.api.openai.wire import error_json
+from gateway.api.sse import data, json_line, json_text
+from gateway.errors import KvasirError
+from gateway.types import CallDelta, Finished, Started, TextDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One choice, complete."""
-
-    text: str
-    reason: str
-    usage: Usage
-    scored: tuple[ScoredToken, ...] | None = None  # when log probabilities were asked for
-    echoed: int = 0  # characters of `text` that are the prompt
-    prompt: tuple[ScoredToken, ...] = ()  # scored as well, when it is echoed with log probabilities
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -78,27 +68,33 @@ class ChatShape:
         role = b'"delta":{"role":"assistant","content":""}'
         return b"".join(self._chunk(index, role, b"null") for index in range(self._n))
 
-    def opening(self, index: int, echo: str, prompt: tuple[ScoredToken, ...]) -> bytes:
+    def opening(self, index: int, echo: str, started: Started) -> bytes:
         """Nothing more before a choice's first text."""
         return b""
 
-    def piece(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON string of a piece of text."""
-        head = b'%b"index":%d,"delta":{"content":' % (self._head, index)
-        return head, b'},"logprobs":null,"finish_reason":null}]' + self._tail
-
-    def scored(self, index: int, echoed: int, delta: TextDelta) -> bytes:
-        """A piece of text with the log probabilities of its tokens."""
+    def text(self, index: int, delta: TextDelta) -> bytes:
+        """A piece of text, with the log probabilities of its tokens where they are asked for."""
         return b'%b"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}]%b' % (
             self._head,
             index,
             json_text(delta.text),
-            json_line(chat_logprobs(delta.scored)),
+            json_line(chat_logprobs(delta.scored)) if delta.scored else b"null",
             self._tail,
         )
 
-    def closing(self, index: int, reason: str) -> bytes:
-        return self._chunk(index, b'"delta":{}', b'"%b"' % reason.encode())
+    def call(self, index: int, delta: CallDelta) -> bytes:
+        """Id, type and name once, with the first piece of a call: SDKs join what comes twice."""
+        function = {"name": delta.name, "arguments": delta.arguments} if delta.name else {"arguments": delta.arguments}
+        told = {"index": delta.call, "function": function}
+        if delta.name:
+            told = {"index": delta.call, "id": new_call_id(), "type": "function", "function": function}
+        return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % json_line(told), b"null")
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        return self._chunk(index, b'"delta":{}', b'"%b"' % finished.reason.encode())
+
+    def failure(self, error: KvasirError) -> bytes:
+        return data(error_json(error))
 
     def ending(self, usage: Usage) -> bytes:
         return _ending(self._base, "chat.completion.chunk", usage if self._include_usage else None)
@@ -108,7 +104,7 @@ class ChatShape:
         choices: list[dict[str, Any]] = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []},
+                "message": _message(answer),
                 "logprobs": None if answer.scored is None else chat_logprobs(answer.scored),
                 "finish_reason": answer.reason,
             }
@@ -134,43 +130,49 @@ class CompletionShape:
         }
         self._include_usage = include_usage
         self._head, self._tail = _frame(self._base, "text_completion", include_usage)
+        self._echoed: dict[int, int] = {}  # characters of the prompt in front of a choice
 
     def prelude(self) -> bytes:
         """Nothing goes out before the first choice's own."""
         return b""
 
-    def opening(self, index: int, echo: str, prompt: tuple[ScoredToken, ...]) -> bytes:
+    def opening(self, index: int, echo: str, started: Started) -> bytes:
         """The prompt, when it is echoed; else nothing."""
-        if prompt:
-            told = json_line(completion_logprobs((), 0, prompt))
-            return b'%b"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]%b' % (
-                self._head,
-                index,
-                json_text(echo),
-                told,
-                self._tail,
-            )
-        before, after = self.piece(index)
-        return before + json_text(echo) + after if echo else b""
+        self._echoed[index] = len(echo)
+        if not echo and not started.scored:
+            return b""
+        return self._piece(index, echo, completion_logprobs((), 0, started.scored) if started.scored else None)
 
-    def piece(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON string of a piece of text."""
-        head = b'%b"index":%d,"text":' % (self._head, index)
-        return head, b',"logprobs":null,"finish_reason":null}]' + self._tail
+    def text(self, index: int, delta: TextDelta) -> bytes:
+        """A piece of text, with the log probabilities of its tokens where they are asked for."""
+        told = completion_logprobs(delta.scored, self._echoed[index]) if delta.scored else None
+        return self._piece(index, delta.text, told)
 
-    def scored(self, index: int, echoed: int, delta: TextDelta) -> bytes:
-        """A piece of text with the log probabilities of its tokens, behind `echoed` characters of the prompt."""
-        return b'%b"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]%b' % (
+    def call(self, index: int, delta: CallDelta) -> bytes:
+        """Completions have no tools."""
+        return b""
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        reason = finished.reason.encode()
+        return b'%b"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}]%b' % (
             self._head,
             index,
-            json_text(delta.text),
-            json_line(completion_logprobs(delta.scored, echoed)),
+            reason,
             self._tail,
         )
 
-    def closing(self, index: int, reason: str) -> bytes:
-        head, tail = self._head, self._tail
-        return b'%b"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}]%b' % (head, index, reason.encode(), tail)
+    def failure(self, error: KvasirError) -> bytes:
+        return data(error_json(error))
+
+    def _piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> bytes:
+        told = b"null" if logprobs is None else json_line(logprobs)
+        return b'%b"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]%b' % (
+            self._head,
+            index,
+            json_text(text),
+            told,
+            self._tail,
+        )
 
     def ending(self, usage: Usage) -> bytes:
         return _ending(self._base, "text_completion", usage if self._include_usage else None)
@@ -187,6 +189,25 @@ class CompletionShape:
             for index, answer in enumerate(answers)
         ]
         return _body(self._base, "text_completion", choices, usage)
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {
+                "id": new_call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in answer.calls
+        ]
+    return message
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 def _logprobs(answer: Answer) -> dict[str, Any]:

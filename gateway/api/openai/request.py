@@ -1,45 +1,22 @@
-"""JSON bodies of the OpenAI dialect into a Call: what one POST asks for, checked, before any model is known.
-
-Pure. What depends on the model (vocabulary, context) is checked by `settle` and by the street.
-"""
+"""JSON bodies of chats and completions of the OpenAI API into a Call. Pure."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from engine.protocol import Hello, Sampling
-from gateway.api.choices import ONE_CHOICE, Choices
+from engine.protocol import Sampling
+from gateway.api.call import NEW_DOCUMENT, Call
+from gateway.api.choices import Choices
 from gateway.api.fields import array_too_long, empty_array, read, wrong_type
-from gateway.api.openai_caching import read_caching
-from gateway.api.openai_parameters import CHAT, COMPLETION, TOKEN_ID_MAX
+from gateway.api.openai.caching import read_caching
+from gateway.api.openai.parameters import CHAT, COMPLETION, TOKEN_ID_MAX
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt
 
 DEFAULT_COMPLETION_TOKENS = 16
-NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and so its end-of-text token, is known
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One POST. `prewarm` computes the prompts and generates nothing (max_tokens 0)."""
-
-    model: str
-    prompts: tuple[Prompt, ...]
-    prompt_param: PromptParam
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
-    choices: Choices = ONE_CHOICE
-    echo: bool = False
-    prewarm: bool = False
-    constraint: Constraint | None = None
-    use_cache: bool = True
-    cache_key: str = ""
-    cache_salt: str = ""
 
 
 def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int) -> Call:
@@ -75,28 +52,6 @@ def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:
     if logprobs is not None and values.get("echo"):  # what is reused from the cache has no logits
         call = replace(call, sampling=replace(call.sampling, prompt_logprobs=logprobs), use_cache=False)
     return replace(call, choices=_choices(values, len(prompts), max_prompts))
-
-
-def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:
-    """The prompts for this model. Raises BadRequestError for token ids that are not in its vocabulary."""
-    size = model.vocab_size
-    for token, _ in call.sampling.logit_bias:
-        if token >= size:
-            raise _outside("logit_bias", token, size)
-    for index, token in enumerate(call.sampling.stop_ids):
-        if token >= size:
-            raise _outside(f"stop_token_ids[{index}]", token, size)
-    for prompt in call.prompts:
-        if isinstance(prompt, TokenPrompt) and prompt.tokens:
-            tokens = array("I", prompt.tokens)
-            if (largest := max(tokens)) >= size:
-                raise _outside("prompt", largest, size)
-    return tuple(_begin(model) if prompt is NEW_DOCUMENT else prompt for prompt in call.prompts)
-
-
-def _begin(model: Hello) -> Prompt:
-    """A model that is given nothing begins as after the end of another document."""
-    return TokenPrompt(array("I", model.eos_ids[:1]).tobytes()) if model.eos_ids else TextPrompt("")
 
 
 def _call(
@@ -229,11 +184,3 @@ def _tokens(value: Any, path: str) -> TokenPrompt:
             code="invalid_value",
         )
     return TokenPrompt(array("I", value).tobytes())
-
-
-def _outside(path: str, token: int, vocab_size: int) -> BadRequestError:
-    return BadRequestError(
-        f"Invalid '{path}': token id {token} is not in the model's vocabulary of {vocab_size} tokens.",
-        param=path,
-        code="invalid_value",
-    )

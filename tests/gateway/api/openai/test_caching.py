@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai_request import parse_chat
+from gateway.api.openai.request import parse_chat
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Marker

@@ -1,0 +1,67 @@
+"""A Call: what one POST asks for, whatever its dialect, checked, before any model is known.
+
+Pure. What depends on the model (vocabulary, context) is checked by `settle` and by the street.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from engine.protocol import Hello, Sampling
+from gateway.api.choices import ONE_CHOICE, Choices
+from gateway.errors import BadRequestError
+from gateway.types import Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt, ToolUse
+
+NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and so its end-of-text token, is known
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One POST. `prewarm` computes the prompts and generates nothing."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    prompt_param: PromptParam
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    choices: Choices = ONE_CHOICE
+    echo: bool = False
+    prewarm: bool = False
+    constraint: Constraint | None = None
+    tool_use: ToolUse | None = None
+    use_cache: bool = True
+    cache_key: str = ""
+    cache_salt: str = ""
+
+
+def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:
+    """The prompts for this model. Raises BadRequestError for token ids that are not in its vocabulary."""
+    size = model.vocab_size
+    for token, _ in call.sampling.logit_bias:
+        if token >= size:
+            raise _outside("logit_bias", token, size)
+    for index, token in enumerate(call.sampling.stop_ids):
+        if token >= size:
+            raise _outside(f"stop_token_ids[{index}]", token, size)
+    for prompt in call.prompts:
+        if isinstance(prompt, TokenPrompt) and prompt.tokens:
+            tokens = array("I", prompt.tokens)
+            if (largest := max(tokens)) >= size:
+                raise _outside("prompt", largest, size)
+    return tuple(_begin(model) if prompt is NEW_DOCUMENT else prompt for prompt in call.prompts)
+
+
+def _begin(model: Hello) -> Prompt:
+    """A model that is given nothing begins as after the end of another document."""
+    return TokenPrompt(array("I", model.eos_ids[:1]).tobytes()) if model.eos_ids else TextPrompt("")
+
+
+def _outside(path: str, token: int, vocab_size: int) -> BadRequestError:
+    return BadRequestError(
+        f"Invalid '{path}': token id {token} is not in the model's vocabulary of {vocab_size} tokens.",
+        param=path,
+        code="invalid_value",
+    )

@@ -1,0 +1,57 @@
+"""What a dialect brings besides its handlers: how it writes errors, and the headers of every answer.
+
+A dialect is a value. The middleware finds it by the request alone (dialects.py), also for requests that no route takes,
+so that whoever asks gets an error in the shape that their SDK reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from gateway.errors import DeadlineError, KvasirError
+
+JSON = "application/json"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Route = tuple[str, str, Handler]
+"""Method, path, handler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Pure functions of one API.
+
+    speaks      whether a request is of this dialect, by its path and headers; never by how it carries its key
+    headers     request id, milliseconds since the request arrived -> the headers that every answer carries
+    error_json  error, request id -> the body of an error answer
+    status      of an error; most dialects keep the error's own
+    """
+
+    name: str
+    speaks: Callable[[web.Request], bool]
+    headers: Callable[[str, float], dict[str, str]]
+    error_json: Callable[[KvasirError, str], dict[str, Any]]
+    status: Callable[[KvasirError], int] = lambda error: error.status
+
+
+def retry_headers(error: KvasirError) -> dict[str, str]:
+    """When to retry, as the OpenAI and Anthropic SDKs and proxies read it. Empty where the status says it all."""
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
+    if isinstance(error, DeadlineError) and error.retry_after_s is None:
+        headers["x-should-retry"] = "false"  # the time was spent on the answer itself, and would be again
+    elif error.status in (429, 502, 503):
+        headers["x-should-retry"] = "true"
+    return headers
+
+
+def printable(message: str) -> str:
+    """A URL may have brought bytes into a message that are no text."""
+    return message.encode("utf-8", "replace").decode()

@@ -1,0 +1,64 @@
+"""The routes of the OpenAI dialect: chats, completions, models. request.py reads what comes in, response.py writes what
+goes out, answering.py does what is between.
+"""
+
+from __future__ import annotations
+
+import orjson
+from aiohttp import web
+
+from gateway.api.answering import Answering, reply
+from gateway.api.body import read_json
+from gateway.api.dialect import Route
+from gateway.api.openai.request import parse_chat, parse_completion
+from gateway.api.openai.response import ChatShape, CompletionShape, model_json
+from gateway.api.record import RECORD
+from gateway.config import LeaseSettings, ServerSettings
+from gateway.errors import ModelNotFoundError
+
+
+class OpenAI:
+    """Holds what its handlers need."""
+
+    def __init__(self, server: ServerSettings, leases: LeaseSettings, answering: Answering) -> None:
+        self._server = server
+        self._leases = leases
+        self._answering = answering
+
+    def routes(self) -> list[Route]:
+        return [
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.completion),
+            ("GET", "/v1/models", self.list_models),
+            ("GET", "/v1/models/{model:.+}", self.get_model),
+        ]
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions"""
+        tenant = self._answering.admit(http)
+        call = parse_chat(await read_json(http, self._server), self._leases, self._server.max_prompts)
+        model = self._answering.model(call.model, http[RECORD])
+        shape = ChatShape(model, call.choices.n, include_usage=call.include_usage)
+        return await self._answering.answer(http, tenant, call, model, shape)
+
+    async def completion(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/completions"""
+        tenant = self._answering.admit(http)
+        call = parse_completion(await read_json(http, self._server), self._server.max_prompts)
+        model = self._answering.model(call.model, http[RECORD])
+        shape = CompletionShape(model, include_usage=call.include_usage)
+        return await self._answering.answer(http, tenant, call, model, shape)
+
+    async def list_models(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/models"""
+        self._answering.admit(http)
+        data = [model_json(name, created) for name, created in self._answering.models.models().items()]
+        return reply(orjson.dumps({"object": "list", "data": data}), http[RECORD])
+
+    async def get_model(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/models/{model}"""
+        self._answering.admit(http)
+        name = http.match_info["model"]
+        if (created := self._answering.models.models().get(name)) is None:
+            raise ModelNotFoundError(name)
+        return reply(orjson.dumps(model_json(name, created)), http[RECORD])
