@@ -28,6 +28,9 @@ def hello(model: str = "demo", **changes: object) -> Hello:
     return Hello(**{**values, **changes})  # type: ignore[arg-type]
 
 
+NOTHING = Usage(0, 0)
+
+
 @dataclass
 class FakeEngine:
     hello: Hello
@@ -82,7 +85,7 @@ class FakeStreet:
     prompt_tokens: int = 40
     reason: FinishReason = "stop"
     stop: str | None = None
-    leased: Usage = Usage(0, 0)  # what the usage says of leases
+    leased: Usage = NOTHING  # what the usage says of leases
     fails_before: Exception | None = None
     fails_after: Exception | None = None
     hold_before: asyncio.Event | None = None
