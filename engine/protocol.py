@@ -171,7 +171,7 @@ class Sampling:
 _SAMPLING_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(Sampling))
 
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "lark_schemas"]
 
 MAX_GRAMMAR_BYTES: Final = 256 << 10
 """Of a grammar's text in UTF-8."""
@@ -179,8 +179,11 @@ MAX_GRAMMAR_BYTES: Final = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text has to be. `text` is the JSON Schema, the regular expression or the Lark grammar; empty for
-    json_object."""
+    """What a text has to be.
+
+    text  the JSON Schema, the regular expression or the Lark grammar; empty for json_object. lark_schemas is a Lark
+          grammar that refers to JSON Schemas by name, as @name: {"lark": ..., "schemas": {name: schema}}
+    """
 
     kind: GrammarKind
     text: str = ""

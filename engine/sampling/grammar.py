@@ -1,5 +1,5 @@
 """Grammars: what a sequence may say next. Compiles a JSON Schema, any JSON object, a regular expression or a Lark
-grammar for the model's tokeniser, and says after each token which ones may follow.
+grammar, in which schemas may be nested, for the model's tokeniser, and says after each token which ones may follow.
 
 A mask depends on nothing but the tokens that were sampled already, so it can be computed while the model computes the
 step, and the state of a matcher can be made again from the tokens. White space between JSON tokens is at most one blank
@@ -141,6 +141,8 @@ class Grammars:
             source = llguidance.LLMatcher.grammar_from_regex(grammar.text)
         elif grammar.kind == "lark":
             source = llguidance.LLMatcher.grammar_from_lark(grammar.text)
+        elif grammar.kind == "lark_schemas":
+            return self._compile_nested(grammar.text)
         else:
             raise GrammarError("", f"there is no grammar of kind {grammar.kind!r}")
         compiled, error = self._try(source)
@@ -154,9 +156,31 @@ class Grammars:
             schema = schemas.prepare(original)
         except SchemaError as mistake:
             raise GrammarError(mistake.path, mistake.reason) from None
-        compiled, error = self._try(_grammar_of(schema))
+        return self._compile_prepared(schema)[0]
+
+    def _compile_prepared(self, schema: Any) -> tuple[llguidance.LLMatcher, str]:
+        """The matcher and its source."""
+        source = _grammar_of(schema)
+        compiled, error = self._try(source)
         if compiled is None:
             raise GrammarError(*self._locate(schema, error))
+        return compiled, source
+
+    def _compile_nested(self, text: str) -> llguidance.LLMatcher:
+        """Each schema is compiled by itself first. In the larger grammar it would be one of several ways to go on, and
+        nobody would be told that nothing can satisfy it."""
+        nested = _parse_nested(text)
+        inner: list[dict[str, Any]] = [{"name": "", "lark_grammar": nested["lark"]}]
+        for name, original in nested["schemas"].items():
+            try:
+                _, source = self._compile_prepared(schemas.prepare(original))
+            except (GrammarError, SchemaError) as mistake:
+                path = schemas.join(f"schemas.{name}", mistake.path) if mistake.path else f"schemas.{name}"
+                raise GrammarError(path, mistake.reason) from None
+            inner.append({**json.loads(source)["grammars"][0], "name": name})
+        compiled, error = self._try(json.dumps({"grammars": inner}))
+        if compiled is None:
+            raise GrammarError("lark", error)
         return compiled
 
     def _try(self, source: str) -> tuple[llguidance.LLMatcher | None, str]:
@@ -195,6 +219,16 @@ def _grammar_of(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {"anyOf": [schema]}
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OUTPUT)
+
+
+def _parse_nested(text: str) -> Any:
+    try:
+        nested = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError("", f"it cannot be read: {error}") from None
+    if not (isinstance(nested, dict) and set(nested) == {"lark", "schemas"} and isinstance(nested["schemas"], dict)):
+        raise GrammarError("", "an object of 'lark' and 'schemas' is expected")
+    return nested
 
 
 def _short(message: str) -> str:

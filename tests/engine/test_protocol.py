@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from engine.protocol import (
     BlockEvents,
     Breakpoint,
     Grammar,
+    GrammarKind,
     Hello,
     Load,
     Namespace,
@@ -75,8 +76,7 @@ submits = st.builds(
     tenant=texts,
     breakpoints=st.lists(st.builds(Breakpoint, tokens=counts, ttl_s=finite), max_size=3).map(tuple),
     use_cache=st.booleans(),
-    grammar=st.none()
-    | st.builds(Grammar, kind=st.sampled_from(["json_schema", "json_object", "regex", "lark"]), text=texts),
+    grammar=st.none() | st.builds(Grammar, kind=st.sampled_from(get_args(GrammarKind)), text=texts),
 )
 hellos = st.builds(
     Hello,

@@ -159,9 +159,46 @@ def test_a_text_under_a_lark_grammar_is_one_of_its_sentences() -> None:
         assert all(number.isdecimal() and len(number) <= 3 for number in text.split("+"))
 
 
+def nested(lark: str, **schemas: Any) -> Grammar:
+    return Grammar("lark_schemas", json.dumps({"lark": lark, "schemas": schemas}))
+
+
+def test_each_schema_in_a_lark_grammar_is_a_root_of_its_own_and_keeps_the_rules_of_all_schemas() -> None:
+    tree = {"type": "object", "properties": {"n": {"$ref": "#/$defs/few"}, "next": {"$ref": "#"}}, "required": ["n"]}
+    few = {"$defs": {"few": {"type": "integer", "minimum": 1, "maximum": 3}}, "additionalProperties": False}
+    day = {"type": "string", "format": "date"}
+    grammar = nested('start: call ("; " call){0,2}\ncall: "<" @tree ">" | "[" @day "]"', tree=tree | few, day=day)
+    for seed in range(20):
+        text = walk(grammars().compile(grammar), seed)
+        assert text is not None
+        for call in text.split("; "):
+            validate(call[1:-1], day if call[0] == "[" else tree | few)
+    assert not accepts(grammars().compile(grammar), '<{"n":  1}>')
+
+
+def test_a_special_token_in_a_lark_grammar_is_that_token_and_not_its_characters() -> None:
+    matcher = grammars().compile(nested("start: @yes <[1]> @yes", yes={"const": True}))
+    assert accepts(matcher, "true<|im_start|>true")
+    assert not accepts(
+        grammars().compile(nested('start: @yes "<|im_start|>"', yes={"const": True})), "true<|im_start|>"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "too deep"])
+def test_a_schema_that_is_refused_is_refused_in_a_lark_grammar_with_the_path_through_its_name(name: str) -> None:
+    schema, path = REFUSED[name]
+    with pytest.raises(GrammarError) as caught:
+        grammars().compile(nested("start: @fine | @bad", fine=True, bad=schema))
+    assert caught.value.path == (f"schemas.bad.{path}" if path else "schemas.bad")
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
+        Grammar("lark_schemas", "{"),
+        Grammar("lark_schemas", "[]"),
+        Grammar("lark_schemas", '{"lark": "start: /a/"}'),
+        nested("start: @missing"),
         Grammar("regex", "(a"),
         Grammar("regex", "(?=a)b"),
         Grammar("regex", r"[^\s\S]"),
