@@ -6,11 +6,11 @@ Pure. The engine compiles the grammar and says what in it cannot be carried out;
 from __future__ import annotations
 
 import re
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import orjson
 
-from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from gateway.api.constraints import constraint, json_object, json_schema
 from gateway.api.fields import an_array, an_object, boolean, choice, text, unknown_parameter
 from gateway.api.openai.strict_schema import check_strict
 from gateway.errors import BadRequestError
@@ -35,7 +35,7 @@ def response_format(value: Any, path: str) -> Constraint | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Constraint(Grammar("json_object"), path)
+        return json_object(path)
     return _json_schema(value.get("json_schema"), f"{path}.json_schema")
 
 
@@ -48,15 +48,15 @@ def structured_outputs(value: Any, path: str) -> Constraint | None:
     ((kind, item),) = given.items()
     where = f"{path}.{kind}"
     if kind == "json":
-        return _schema(orjson_loads(item, where) if type(item) is str else item, where)
+        return json_schema(orjson_loads(item, where) if type(item) is str else item, where)
     if kind == "json_object":
-        return Constraint(Grammar("json_object"), where) if boolean(item, where) else None
+        return json_object(where) if boolean(item, where) else None
     if kind == "choice":
         if len(an_array(item, where)) > MAX_CHOICES:
             raise _invalid(where, f"at most {MAX_CHOICES} choices are possible")
         choices = [_string(one, f"{where}[{index}]") for index, one in enumerate(item)]
-        return _constraint("regex", "|".join(re.escape(one) for one in choices), where)
-    return _constraint("regex" if kind == "regex" else "lark", _string(item, where), where)
+        return constraint("regex", "|".join(re.escape(one) for one in choices), where)
+    return constraint("regex" if kind == "regex" else "lark", _string(item, where), where)
 
 
 def orjson_loads(value: str, path: str) -> Any:
@@ -78,23 +78,7 @@ def _json_schema(value: Any, path: str) -> Constraint:
     where = f"{path}.schema"
     if value.get("strict") is not None and boolean(value["strict"], f"{path}.strict"):
         check_strict(schema, where)
-    return _schema({} if schema is None else an_object(schema, where), where)
-
-
-def _schema(schema: Any, path: str) -> Constraint:
-    if type(schema) not in (dict, bool):
-        an_object(schema, path)
-    return _constraint("json_schema", orjson.dumps(schema).decode(), path)
-
-
-def _constraint(kind: str, source: str, path: str) -> Constraint:
-    if len(source.encode()) > MAX_GRAMMAR_BYTES:
-        raise BadRequestError(
-            f"Invalid '{path}': too long. It may be {MAX_GRAMMAR_BYTES} bytes of UTF-8.",
-            param=path,
-            code="string_above_max_length",
-        )
-    return Constraint(Grammar(cast("GrammarKind", kind), source), path)
+    return json_schema({} if schema is None else an_object(schema, where), where)
 
 
 def _only(value: dict[str, Any], fields: set[str], path: str) -> None:

@@ -1,0 +1,38 @@
+"""What a text has to be, as the engine is told. The dialects say it in their own words; this is where they meet.
+
+Pure. The engine compiles the grammar and says what in it cannot be carried out; gateway/street.py makes a 400 of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from gateway.api.fields import an_object
+from gateway.errors import BadRequestError
+from gateway.types import Constraint
+
+
+def json_object(path: str) -> Constraint:
+    """Any JSON object. `path` is what asked for it, for error messages."""
+    return Constraint(Grammar("json_object"), path)
+
+
+def json_schema(schema: Any, path: str) -> Constraint:
+    """JSON that validates. Raises BadRequestError for what is neither an object nor a boolean, and for one too long."""
+    if type(schema) not in (dict, bool):
+        an_object(schema, path)
+    return constraint("json_schema", orjson.dumps(schema).decode(), path)
+
+
+def constraint(kind: GrammarKind, source: str, path: str) -> Constraint:
+    """Raises BadRequestError for a source longer than engines take."""
+    if len(source.encode()) > MAX_GRAMMAR_BYTES:
+        raise BadRequestError(
+            f"Invalid '{path}': too long. It may be {MAX_GRAMMAR_BYTES} bytes of UTF-8.",
+            param=path,
+            code="string_above_max_length",
+        )
+    return Constraint(Grammar(kind, source), path)
