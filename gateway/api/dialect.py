@@ -7,19 +7,34 @@ so that whoever asks gets an error in the shape that their SDK reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from gateway.api.fields import Parameter
 from gateway.errors import DeadlineError, KvasirError
 
 JSON = "application/json"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Route = tuple[str, str, Handler]
-"""Method, path, handler."""
+
+
+class Route(NamedTuple):
+    """What a dialect answers.
+
+    parameters  of the JSON body, by name; None: it takes no body
+    required    names of those that have to be there
+    summary     one sentence
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    parameters: Mapping[str, Parameter] | None = None
+    required: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

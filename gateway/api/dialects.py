@@ -17,16 +17,14 @@ def dialect_of(http: web.Request) -> Dialect:
     return next(dialect for dialect in DIALECTS if dialect.speaks(http))
 
 
-def merge(routes: Mapping[str, Iterable[Route]]) -> list[Route]:
-    """The routes of all dialects, by name, as one list; what several of them have on one path goes to the request's."""
-    handlers: dict[tuple[str, str], dict[str, Handler]] = {}
+def handlers_of(routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:
+    """Method and path -> handler, of the routes of all dialects, by name. What several of them have goes to the one
+    that the request speaks."""
+    found: dict[tuple[str, str], dict[str, Handler]] = {}
     for name, own in routes.items():
-        for method, path, handler in own:
-            handlers.setdefault((method, path), {})[name] = handler
-    return [
-        (method, path, next(iter(found.values())) if len(found) == 1 else _by_dialect(found))
-        for (method, path), found in handlers.items()
-    ]
+        for route in own:
+            found.setdefault((route.method, route.path), {})[name] = route.handler
+    return {key: next(iter(own.values())) if len(own) == 1 else _by_dialect(own) for key, own in found.items()}
 
 
 def _by_dialect(handlers: Mapping[str, Handler]) -> Handler:

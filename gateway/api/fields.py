@@ -1,18 +1,20 @@
 """Checks of single JSON values, with the messages and codes of the OpenAI API, and tables of parameters made of them.
 
 A check takes a value and its path, and returns what the gateway works with, or raises BadRequestError whose `param` is
-that path. Knows nothing of any particular parameter; those are in parameters.py.
+that path. It also says, as a JSON Schema, what it takes: /openapi.json is made of that. Knows nothing of any particular
+parameter; those are in the dialects' tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from gateway.errors import BadRequestError, UnsupportedError
 
-Check = Callable[[Any, str], Any]
+_T = TypeVar("_T", covariant=True)
+JsonSchema = dict[str, Any]
 INT64 = 2**63
 SHOWN_CHARS = 64  # of a client's own string in an error message
 
@@ -28,6 +30,25 @@ _TYPE_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Check(Generic[_T]):
+    """A check, called like the function that it is made of.
+
+    schema  JSON Schema of what it takes; what passes the schema may still be refused, for what no schema says
+    """
+
+    function: Callable[[Any, str], _T]
+    schema: JsonSchema
+
+    def __call__(self, value: Any, path: str) -> _T:
+        return self.function(value, path)
+
+
+def takes(schema: JsonSchema) -> Callable[[Callable[[Any, str], _T]], Check[_T]]:
+    """Makes a check of a function."""
+    return lambda function: Check(function, schema)
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """One top-level parameter of a route: what it may be, and what the gateway does about it.
 
@@ -37,7 +58,7 @@ class Parameter:
     """
 
     name: str
-    check: Check
+    check: Check[Any]
     accepts: str
     does: str
     effect: Literal["used", "none", "refused"] = "used"
@@ -64,6 +85,20 @@ def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tupl
         elif parameter.effect == "refused" and checked not in parameter.harmless:
             raise UnsupportedError(f"Unsupported parameter: '{name}'. {parameter.does}", param=name)
     return values
+
+
+def object_schema(properties: Mapping[str, JsonSchema], *required: str) -> JsonSchema:
+    """Of an object without any other properties, where null is "not given"."""
+    return {
+        "type": "object",
+        "properties": {name: schema if name in required else or_null(schema) for name, schema in properties.items()},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def or_null(schema: JsonSchema) -> JsonSchema:
+    return {"anyOf": [schema, {"type": "null"}]} if schema else {}
 
 
 # -- what was wrong ---------------------------------------------------------------------------------------------------
@@ -115,22 +150,26 @@ def array_too_long(path: str, limit: int, length: int) -> BadRequestError:
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
+@takes({"type": "boolean"})
 def boolean(value: Any, path: str) -> bool:
     if type(value) is not bool:
         raise wrong_type(path, "a boolean", value)
     return value
 
 
+@takes({})
 def anything(value: Any, path: str) -> Any:
     return value
 
 
+@takes({"type": "object"})
 def an_object(value: Any, path: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise wrong_type(path, "an object", value)
     return value
 
 
+@takes({"type": "array", "minItems": 1})
 def an_array(value: Any, path: str) -> list[Any]:
     """A list that is not empty."""
     if type(value) is not list:
@@ -140,7 +179,8 @@ def an_array(value: Any, path: str) -> list[Any]:
     return value
 
 
-def integer(low: int, high: int) -> Check:
+def integer(low: int, high: int) -> Check[int]:
+    @takes({"type": "integer", "minimum": low, "maximum": high})
     def check(value: Any, path: str) -> int:
         if type(value) is float and abs(value) >= INT64:  # JSON integers past 64 bits are read as floats
             value = int(value)
@@ -151,7 +191,8 @@ def integer(low: int, high: int) -> Check:
     return check
 
 
-def number(low: float, high: float) -> Check:
+def number(low: float, high: float) -> Check[float]:
+    @takes({"type": "number", "minimum": low, "maximum": high})
     def check(value: Any, path: str) -> float:
         if type(value) is not float and type(value) is not int:
             raise wrong_type(path, "a decimal", value)
@@ -160,7 +201,8 @@ def number(low: float, high: float) -> Check:
     return check
 
 
-def text(max_chars: int | None = None) -> Check:
+def text(max_chars: int | None = None) -> Check[str]:
+    @takes({"type": "string"} if max_chars is None else {"type": "string", "maxLength": max_chars})
     def check(value: Any, path: str) -> str:
         if type(value) is not str:
             raise wrong_type(path, "a string", value)
@@ -176,7 +218,8 @@ def text(max_chars: int | None = None) -> Check:
     return check
 
 
-def choice(*allowed: str) -> Check:
+def choice(*allowed: str) -> Check[str]:
+    @takes({"type": "string", "enum": list(allowed)})
     def check(value: Any, path: str) -> str:
         if type(value) is not str:
             raise wrong_type(path, "a string", value)
@@ -187,9 +230,10 @@ def choice(*allowed: str) -> Check:
     return check
 
 
-def record(**fields: Check) -> Check:
+def record(**fields: Check[Any]) -> Check[dict[str, Any]]:
     """An object that has these keys and no others, all optional."""
 
+    @takes(object_schema({name: field.schema for name, field in fields.items()}))
     def check(value: Any, path: str) -> dict[str, Any]:
         checked: dict[str, Any] = {}
         for key, item in an_object(value, path).items():
@@ -203,9 +247,17 @@ def record(**fields: Check) -> Check:
     return check
 
 
-def string_map(max_pairs: int, max_key_chars: int, max_value_chars: int) -> Check:
+def string_map(max_pairs: int, max_key_chars: int, max_value_chars: int) -> Check[dict[str, str]]:
     check_value = text(max_value_chars)
 
+    @takes(
+        {
+            "type": "object",
+            "maxProperties": max_pairs,
+            "propertyNames": {"maxLength": max_key_chars},
+            "additionalProperties": check_value.schema,
+        }
+    )
     def check(value: Any, path: str) -> dict[str, str]:
         if len(an_object(value, path)) > max_pairs:
             raise BadRequestError(

@@ -17,7 +17,7 @@ from gateway.admin.sources import Sources
 from gateway.api.answering import Answering, Decoders, Models, Street
 from gateway.api.auth import Auth
 from gateway.api.body import expect_continue
-from gateway.api.dialects import merge
+from gateway.api.dialects import handlers_of
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.handlers import OpenAI
@@ -49,15 +49,16 @@ def build_app(
     admin = Admin(keys, sources, metrics)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(metrics)], client_max_size=0)
-    for method, path, handler in (
-        *merge({OPENAI.name: openai.routes()}),
-        ("GET", "/", admin.front_page),
-        ("GET", "/health", admin.health),
-        ("GET", "/health/liveness", admin.liveness),
-        ("GET", "/health/readiness", admin.readiness),
-        ("GET", "/metrics", admin.prometheus),
-        ("GET", "/admin/stats", admin.stats),
-    ):
+    handlers = handlers_of({OPENAI.name: openai.routes()})
+    handlers |= {
+        ("GET", "/"): admin.front_page,
+        ("GET", "/health"): admin.health,
+        ("GET", "/health/liveness"): admin.liveness,
+        ("GET", "/health/readiness"): admin.readiness,
+        ("GET", "/metrics"): admin.prometheus,
+        ("GET", "/admin/stats"): admin.stats,
+    }
+    for (method, path), handler in handlers.items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
     return app
 

@@ -11,7 +11,16 @@ from typing import Any, Final
 import orjson
 
 from gateway.api.constraints import constraint, json_object, json_schema
-from gateway.api.fields import an_array, an_object, boolean, choice, text, unknown_parameter
+from gateway.api.fields import (
+    an_array,
+    an_object,
+    boolean,
+    choice,
+    object_schema,
+    takes,
+    text,
+    unknown_parameter,
+)
 from gateway.api.openai.strict_schema import check_strict
 from gateway.errors import BadRequestError
 from gateway.types import Constraint
@@ -28,6 +37,29 @@ _SCHEMA_FIELDS: Final = {"name", "description", "schema", "strict"}
 _string = text()
 
 
+@takes(
+    {
+        "anyOf": [
+            object_schema({"type": {"enum": ["text", "json_object"]}}, "type"),
+            object_schema(
+                {
+                    "type": {"const": "json_schema"},
+                    "json_schema": object_schema(
+                        {
+                            "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+                            "description": {"type": "string"},
+                            "schema": {"type": "object"},
+                            "strict": {"type": "boolean"},
+                        },
+                        "name",
+                    ),
+                },
+                "type",
+                "json_schema",
+            ),
+        ]
+    }
+)
 def response_format(value: Any, path: str) -> Constraint | None:
     """None for plain text."""
     kind = choice(*_FIELDS)(an_object(value, path).get("type"), f"{path}.type")
@@ -39,6 +71,21 @@ def response_format(value: Any, path: str) -> Constraint | None:
     return _json_schema(value.get("json_schema"), f"{path}.json_schema")
 
 
+@takes(
+    {
+        "type": "object",
+        "properties": {
+            "json": {"type": ["object", "boolean", "string"]},
+            "json_object": {"const": True},
+            "regex": {"type": "string"},
+            "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
+            "grammar": {"type": "string"},
+        },
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+    }
+)
 def structured_outputs(value: Any, path: str) -> Constraint | None:
     """One of `json`, `json_object`, `regex`, `choice` and `grammar` (Lark)."""
     given = {key: item for key, item in an_object(value, path).items() if item is not None}

@@ -10,6 +10,7 @@ from aiohttp import web
 from gateway.api.answering import Answering, reply
 from gateway.api.body import read_json
 from gateway.api.dialect import Route
+from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.response import ChatShape, CompletionShape, model_json
 from gateway.api.record import RECORD
@@ -27,10 +28,24 @@ class OpenAI:
 
     def routes(self) -> list[Route]:
         return [
-            ("POST", "/v1/chat/completions", self.chat),
-            ("POST", "/v1/completions", self.completion),
-            ("GET", "/v1/models", self.list_models),
-            ("GET", "/v1/models/{model:.+}", self.get_model),
+            Route(
+                "POST",
+                "/v1/chat/completions",
+                self.chat,
+                "The next message of a conversation.",
+                CHAT,
+                ("model", "messages"),
+            ),
+            Route(
+                "POST",
+                "/v1/completions",
+                self.completion,
+                "The continuation of one or several texts.",
+                COMPLETION,
+                ("model",),
+            ),
+            Route("GET", "/v1/models", self.list_models, "The models that are served."),
+            Route("GET", "/v1/models/{model:.+}", self.get_model, "One of them."),
         ]
 
     async def chat(self, http: web.Request) -> web.StreamResponse:

@@ -7,15 +7,18 @@ deprecated `function` forms become their `tool` forms, because chat templates kn
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from gateway.api.body import deeper_than
 from gateway.api.fields import (
+    JsonSchema,
     an_array,
     an_object,
     empty_array,
+    object_schema,
+    takes,
     text,
     unknown_parameter,
     wrong_type,
@@ -35,7 +38,57 @@ _string = text()
 _media = {"image_url": "Images", "input_audio": "Audio", "file": "Files"}
 
 
-def parse_messages(value: Any, path: str = "messages") -> list[Message]:
+def _text_content(*kinds: str) -> JsonSchema:
+    """A string, or parts of these kinds."""
+    parts = [
+        object_schema(
+            {"type": {"const": kind}, kind: {"type": "string"}, "prompt_cache_breakpoint": check_breakpoint.schema},
+            "type",
+            kind,
+        )
+        for kind in kinds
+    ]
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": parts}, "minItems": 1}]}
+
+
+_text: JsonSchema = {"type": "string"}
+_called_schema = object_schema({"name": _text, "arguments": _text}, "name", "arguments")
+_call_schema = object_schema(
+    {"id": _text, "type": {"const": "function"}, "function": _called_schema}, "id", "type", "function"
+)
+MESSAGE: Final[JsonSchema] = {
+    "anyOf": [
+        object_schema(
+            {"role": {"enum": ["system", "developer", "user"]}, "content": _text_content("text"), "name": _text},
+            "role",
+            "content",
+        ),
+        object_schema(
+            {
+                "role": {"const": "assistant"},
+                "content": _text_content("text", "refusal"),
+                "name": _text,
+                "refusal": _text,
+                "tool_calls": {"type": "array", "items": _call_schema, "minItems": 1},
+                "function_call": _called_schema,
+                "reasoning_content": _text,
+                "annotations": {"type": "array"},
+            },
+            "role",
+        ),
+        object_schema(
+            {"role": {"const": "tool"}, "content": _text_content("text"), "tool_call_id": _text, "name": _text},
+            "role",
+            "content",
+            "tool_call_id",
+        ),
+        object_schema({"role": {"const": "function"}, "content": _text_content("text"), "name": _text}, "role", "name"),
+    ]
+}
+
+
+@takes({"type": "array", "items": MESSAGE, "minItems": 1})
+def parse_messages(value: Any, path: str) -> list[Message]:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for images, audio and files."""
     if type(value) is not list:
         raise wrong_type(path, "an array of objects", value)

@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.api.fields import (
     INT64,
+    Check,
     Parameter,
     an_array,
     an_object,
@@ -19,6 +20,7 @@ from gateway.api.fields import (
     number,
     record,
     string_map,
+    takes,
     text,
     wrong_type,
 )
@@ -40,6 +42,14 @@ _string = text()
 _salt = text(128)
 
 
+@takes(
+    {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS},
+        ]
+    }
+)
 def stop(value: Any, path: str) -> tuple[str, ...]:
     """One string or up to four, none of them empty."""
     if type(value) is str:
@@ -56,6 +66,7 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+@takes({"type": "array", "items": _token_id.schema, "minItems": 1, "maxItems": MAX_STOP_IDS})
 def stop_token_ids(value: Any, path: str) -> tuple[int, ...]:
     """Token ids; those outside of the vocabulary are found when the model is known."""
     if len(an_array(value, path)) > MAX_STOP_IDS:
@@ -63,6 +74,7 @@ def stop_token_ids(value: Any, path: str) -> tuple[int, ...]:
     return tuple(_token_id(item, f"{path}[{index}]") for index, item in enumerate(value))
 
 
+@takes({**_salt.schema, "minLength": 1})
 def cache_salt(value: Any, path: str) -> str:
     """vLLM refuses an empty one, which looks like a secret that was forgotten."""
     return _not_empty(_salt(value, path), path)
@@ -78,6 +90,7 @@ def _not_empty(value: str, path: str) -> str:
     return value
 
 
+@takes({"type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}, "additionalProperties": _bias.schema})
 def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
     """Token id, as a string, to -100..100."""
     pairs = []
@@ -92,30 +105,50 @@ def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
+@takes({"anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, {"type": "object"}]})
 def _tool_choice(value: Any, path: str) -> Any:
     if type(value) is dict:
         return value
     return choice("none", "auto", "required")(value, path)
 
 
+@takes({"type": "array", "items": {"enum": ["text", "audio"]}, "minItems": 1})
 def _text_modalities(value: Any, path: str) -> tuple[str, ...]:
     kinds = an_array(value, path)
     return tuple(choice("text", "audio")(item, f"{path}[{index}]") for index, item in enumerate(kinds))
+
+
+_ids = {"type": "array", "items": _token_id.schema, "minItems": 1}
+
+
+@takes(
+    {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            _ids,
+            {"type": "array", "items": _ids, "minItems": 1},
+        ]
+    }
+)
+def _prompt(value: Any, path: str) -> Any:
+    """Looked at where it becomes prompts, request.py."""
+    return value
 
 
 def _table(*parameters: Parameter) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in parameters}
 
 
-def _used(name: str, check: Any, accepts: str, does: str) -> Parameter:
+def _used(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
     return Parameter(name, check, accepts, does)
 
 
-def _no_effect(name: str, check: Any, accepts: str, does: str) -> Parameter:
+def _no_effect(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
     return Parameter(name, check, accepts, does, "none")
 
 
-def _refused(name: str, check: Any, accepts: str, does: str, *harmless: Any) -> Parameter:
+def _refused(name: str, check: Check[Any], accepts: str, does: str, *harmless: Any) -> Parameter:
     return Parameter(name, check, accepts, does, "refused", harmless)
 
 
@@ -272,7 +305,7 @@ COMPLETION = _table(
     *_SHARED,
     _used(
         "prompt",
-        anything,
+        _prompt,
         "string, array of strings, array of token ids, or array of arrays of token ids",
         "What is continued; not given, the beginning of a new document. Several prompts run side by side.",
     ),

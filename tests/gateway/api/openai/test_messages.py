@@ -12,7 +12,7 @@ PARSED_CALL = {"id": "call_1", "type": "function", "function": {"name": "look", 
 
 
 def one(**message: Any) -> Any:
-    return parse_messages([message])[0]
+    return parse_messages([message], "messages")[0]
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
@@ -127,7 +127,7 @@ MISSING, TYPE, VALUE = "missing_required_parameter", "invalid_type", "invalid_va
 )
 def test_what_is_wrong_is_named_by_its_path(message: Any, path: str, code: str) -> None:
     with pytest.raises(BadRequestError) as refused:
-        parse_messages([{"role": "user", "content": "x"}, message])
+        parse_messages([{"role": "user", "content": "x"}, message], "messages")
     assert (refused.value.param, refused.value.code) == (f"messages[1]{path}", code)
 
 
@@ -144,11 +144,11 @@ def test_what_is_wrong_is_named_by_its_path(message: Any, path: str, code: str) 
 )
 def test_images_audio_and_files_are_refused(message: Any, path: str) -> None:
     with pytest.raises(BadRequestError) as refused:
-        parse_messages([message])
+        parse_messages([message], "messages")
     assert (refused.value.param, refused.value.code) == (f"messages[0]{path}", "unsupported_parameter")
 
 
 def test_a_long_unknown_name_is_not_repeated_in_full() -> None:
     with pytest.raises(BadRequestError) as refused:
-        parse_messages([{"role": "user", "content": "x", "y" * 10_000: 1}])
+        parse_messages([{"role": "user", "content": "x", "y" * 10_000: 1}], "messages")
     assert len(refused.value.message) < 200
