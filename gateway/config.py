@@ -172,6 +172,47 @@ class QueueSettings(Section):
     )
 
 
+class EmbeddingSettings(Section):
+    """[embeddings]: texts as vectors, computed by the gateway itself."""
+
+    names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
+        ("all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"),
+        description="Names that clients ask for the model with.",
+    )
+    folder: Path | None = Field(
+        None,
+        description="Folder of a BERT encoder that sentence-transformers saved; that of the extra when not set.",
+    )
+    threads: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="Threads that compute vectors, each on one core, a batch at a time."
+    )
+    batch_tokens: Annotated[int, Field(ge=1)] = Field(
+        512, description="Tokens that are computed together, of any requests; a longer text is a batch of its own."
+    )
+    thread_chars: Annotated[int, Field(ge=0)] = Field(
+        2000, description="Characters of one request from which on tokenising leaves the event loop for a thread."
+    )
+    max_inputs: Annotated[int, Field(ge=1)] = Field(2048, description="Texts of one request.")
+    max_input_chars: Annotated[int, Field(ge=1)] = Field(
+        100_000, description="Characters of one text; a longer one is refused before it is tokenised."
+    )
+    max_request_tokens: Annotated[int, Field(ge=1)] = Field(300_000, description="Tokens of one request.")
+    max_waiting_tokens: Annotated[int, Field(ge=1)] = Field(
+        1_000_000, description="Tokens of all requests that wait to be embedded; a request with more gets 429."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_names(cls, data: object) -> object:
+        return _split(data, "names")
+
+    @model_validator(mode="after")
+    def _a_request_fits_the_queue(self) -> EmbeddingSettings:
+        if self.max_request_tokens > self.max_waiting_tokens:
+            raise ValueError(f"max_waiting_tokens is less than max_request_tokens, {self.max_request_tokens}")
+        return self
+
+
 class EnginesSettings(Section):
     """[engines]: the bundled engines behind this gateway."""
 
@@ -263,6 +304,7 @@ class Settings(BaseModel):
     leases: LeaseSettings = LeaseSettings()
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()
+    embeddings: EmbeddingSettings = EmbeddingSettings()
 
     @model_validator(mode="after")
     def _keys_belong_to_one(self) -> Settings:

@@ -17,6 +17,7 @@ api/ writes these in its own shape.
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
     +-- EngineLostError            502                          after the first byte; before it the street tries again
     +-- EngineFailedError          500                          the engine refused or failed this sequence
+    +-- EmbedderError              500                          the embedding model failed these texts
 """
 
 from __future__ import annotations
@@ -142,3 +143,7 @@ class EngineLostError(KvasirError):
 
 class EngineFailedError(KvasirError):
     """The engine is alive and cannot do this one."""
+
+
+class EmbedderError(KvasirError):
+    """The embedding model cannot be loaded, or failed a batch. Who embeds for a cache goes on without it."""

@@ -1,0 +1,246 @@
+"""A sentence encoder of the BERT family, computed in numpy: token ids in, one vector of length 1 for each text out.
+
+Knows nothing of texts, requests or threads; embedder.py loads it when the first text comes, and calls it in a thread.
+numpy and safetensors come with the extra `semantic`: nothing else in the gateway imports this file, or them.
+
+Texts of a batch stand one behind the other, without padding. Whatever works on single tokens is one product for all of
+them; attention is computed for each run of texts of equal length. So nothing is spent on padding, and who else is in
+a batch changes a vector by rounding alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+
+Floats = npt.NDArray[np.float32]
+
+GELU_ROWS = 64
+"""Rows of the feed-forward layer that are activated at a time: they stay in a core's cache over all passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x @ weight + bias.
+
+    weight  (inputs, outputs)
+    bias    (outputs,)
+    """
+
+    weight: Floats
+    bias: Floats
+
+    def __call__(self, x: Floats) -> Floats:
+        y: Floats = x @ self.weight
+        y += self.bias
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Layer normalisation over the last axis."""
+
+    weight: Floats
+    bias: Floats
+    epsilon: float
+
+    def __call__(self, x: Floats) -> Floats:
+        x -= x.mean(axis=-1, keepdims=True)
+        variance = np.einsum("ij,ij->i", x, x)[:, None] / np.float32(x.shape[-1])
+        x /= np.sqrt(variance + np.float32(self.epsilon))
+        x *= self.weight
+        x += self.bias
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer; query, key and value are one product."""
+
+    qkv: Linear
+    attended: Linear
+    attention_norm: Norm
+    up: Linear
+    down: Linear
+    output_norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` texts of `length` tokens each, from row `start` of the batch on."""
+
+    start: int
+    count: int
+    length: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.count * self.length)
+
+
+class Bert:
+    """The model of one folder. Safe to be called from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads config.json and model.safetensors. Raises OSError, and ValueError for another kind of model."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        _check(config, _pooling(folder))
+        with safe_open(folder / "model.safetensors", "np") as file:  # load_file holds the interpreter twice as long
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        self.dimensions: int = config["hidden_size"]
+        self.vocabulary: int = config["vocab_size"]
+        self.max_tokens: int = config["max_position_embeddings"]
+        self._heads: int = config["num_attention_heads"]
+        epsilon: float = config["layer_norm_eps"]
+        self._words = _tensor(tensors, "embeddings.word_embeddings.weight")
+        self._positions = (  # every token is of type 0: a text has no second part
+            _tensor(tensors, "embeddings.position_embeddings.weight")
+            + _tensor(tensors, "embeddings.token_type_embeddings.weight")[0]
+        )
+        self._norm = _norm(tensors, "embeddings.LayerNorm", epsilon)
+        self._layers = [
+            _layer(tensors, f"encoder.layer.{number}", epsilon) for number in range(config["num_hidden_layers"])
+        ]
+
+    def vectors(self, texts: Sequence[Sequence[int]]) -> Floats:
+        """Mean of the last layer over a text's tokens, divided by its length.
+
+        texts  token ids below `vocabulary`, special ones included; 1 to `max_tokens` each
+        Returns (texts, dimensions), in the order of `texts`.
+        """
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        lengths = np.array([len(texts[index]) for index in order])
+        starts = np.cumsum(lengths) - lengths
+        ids = np.concatenate([np.asarray(texts[index], dtype=np.int64) for index in order])
+        x = self._words[ids]
+        x += self._positions[np.arange(len(ids)) - np.repeat(starts, lengths)]
+        x = self._norm(x)
+        runs = _runs(lengths.tolist())
+        for layer in self._layers:
+            x = self._through(layer, x, runs)
+        pooled: Floats = np.add.reduceat(x, starts, axis=0)
+        pooled /= lengths[:, None].astype(np.float32)
+        pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), np.float32(1e-12))
+        found = np.empty_like(pooled)
+        found[order] = pooled
+        return found
+
+    def _through(self, layer: Layer, x: Floats, runs: Sequence[Run]) -> Floats:
+        """x  (tokens, dimensions)"""
+        attended = layer.attended(self._attend(layer.qkv(x), runs))
+        attended += x
+        x = layer.attention_norm(attended)
+        output = layer.down(gelu(layer.up(x)))
+        output += x
+        return layer.output_norm(output)
+
+    def _attend(self, qkv: Floats, runs: Sequence[Run]) -> Floats:
+        """qkv  (tokens, 3 * dimensions)  ->  (tokens, dimensions)"""
+        size = self.dimensions // self._heads
+        mixed = np.empty((len(qkv), self.dimensions), dtype=np.float32)
+        for run in runs:
+            parts = qkv[run.rows].reshape(run.count, run.length, 3, self._heads, size)
+            query, key, value = parts.transpose(2, 0, 3, 1, 4)  # each (texts, heads, tokens, size)
+            weights = query @ key.swapaxes(-1, -2)
+            weights *= np.float32(size**-0.5)
+            weights -= weights.max(axis=-1, keepdims=True)
+            np.exp(weights, out=weights)
+            weights /= weights.sum(axis=-1, keepdims=True)
+            mixed[run.rows] = (weights @ value).swapaxes(1, 2).reshape(-1, self.dimensions)
+        return mixed
+
+
+def gelu(x: Floats) -> Floats:
+    """x * (1 + erf(x / sqrt 2)) / 2, in place. erf is that of Abramowitz and Stegun, 7.1.26: off by 1.5e-7 at most."""
+    for start in range(0, len(x), GELU_ROWS):
+        part = x[start : start + GELU_ROWS]
+        z = np.abs(part)
+        z *= np.float32(2**-0.5)
+        t = np.float32(1) / (np.float32(1) + np.float32(0.3275911) * z)
+        series = np.full_like(t, 1.061405429)
+        for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+            series *= t
+            series += np.float32(factor)
+        series *= t
+        z *= z
+        np.negative(z, out=z)
+        np.exp(z, out=z)
+        series *= z  # 1 - erf of the magnitude
+        np.subtract(np.float32(1), series, out=series)
+        np.copysign(series, part, out=series)
+        series += np.float32(1)
+        series *= np.float32(0.5)
+        part *= series
+    return x
+
+
+def _runs(lengths: Sequence[int]) -> list[Run]:
+    """Of texts that are sorted by length."""
+    runs: list[Run] = []
+    start = 0
+    for length, equal in groupby(lengths):
+        run = Run(start, len(list(equal)), length)
+        runs.append(run)
+        start = run.rows.stop
+    return runs
+
+
+def _pooling(folder: Path) -> Mapping[str, Any]:
+    """How the sentence-transformers model of this folder makes one vector of many; empty when it does not say."""
+    try:
+        found: Mapping[str, Any] = json.loads((folder / "1_Pooling/config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _check(config: Mapping[str, Any], pooling: Mapping[str, Any]) -> None:
+    """Raises ValueError for a model that would be computed wrongly."""
+    for name, value, expected in (
+        ("model_type", config.get("model_type"), "bert"),
+        ("hidden_act", config.get("hidden_act"), "gelu"),
+        ("position_embedding_type", config.get("position_embedding_type", "absolute"), "absolute"),
+        ("pooling_mode_mean_tokens", pooling.get("pooling_mode_mean_tokens", True), True),
+        ("pooling_mode_cls_token", pooling.get("pooling_mode_cls_token", False), False),
+        ("pooling_mode_max_tokens", pooling.get("pooling_mode_max_tokens", False), False),
+    ):
+        if value != expected:
+            raise ValueError(f"{name} is {value!r}; only {expected!r} is computed")
+
+
+def _tensor(tensors: Mapping[str, Any], name: str) -> Floats:
+    found = tensors.get(name, tensors.get(f"bert.{name}"))
+    if found is None:
+        raise ValueError(f"model.safetensors has no {name}")
+    return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def _linear(tensors: Mapping[str, Any], *names: str) -> Linear:
+    """Of several layers with equal inputs, one whose outputs stand side by side. Saved are (outputs, inputs)."""
+    weight = np.concatenate([_tensor(tensors, f"{name}.weight") for name in names])
+    bias = np.concatenate([_tensor(tensors, f"{name}.bias") for name in names])
+    return Linear(np.ascontiguousarray(weight.T), bias)
+
+
+def _norm(tensors: Mapping[str, Any], name: str, epsilon: float) -> Norm:
+    return Norm(_tensor(tensors, f"{name}.weight"), _tensor(tensors, f"{name}.bias"), epsilon)
+
+
+def _layer(tensors: Mapping[str, Any], name: str, epsilon: float) -> Layer:
+    attention = f"{name}.attention"
+    return Layer(
+        qkv=_linear(tensors, *(f"{attention}.self.{part}" for part in ("query", "key", "value"))),
+        attended=_linear(tensors, f"{attention}.output.dense"),
+        attention_norm=_norm(tensors, f"{attention}.output.LayerNorm", epsilon),
+        up=_linear(tensors, f"{name}.intermediate.dense"),
+        down=_linear(tensors, f"{name}.output.dense"),
+        output_norm=_norm(tensors, f"{name}.output.LayerNorm", epsilon),
+    )

@@ -1,0 +1,224 @@
+"""Many requests' texts, embedded together: a queue with a limit, batches by tokens, threads that compute them.
+
+The model is loaded when the first text comes, so that a gateway which embeds nothing pays nothing. Runs on the event
+loop; what takes longer than a moment is done in threads. text_model.py is what they compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from gateway.config import EmbeddingSettings
+from gateway.errors import DeadlineError, EmbedderError, QueueFullError
+from gateway.responses.text_model import TextModel, Wanted, find_folder, load
+from gateway.tasks import spawn
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """The texts of one request.
+
+    waiting  indices of those that no batch has taken, shortest first
+    missing  texts without a vector
+    """
+
+    texts: Sequence[Wanted]
+    done: asyncio.Future[None]
+    waiting: deque[int]
+    vectors: list[bytes]
+    missing: int
+
+    @property
+    def next_tokens(self) -> int:
+        return len(self.texts[self.waiting[0]].tokens)
+
+
+@dataclass(slots=True)
+class EmbedderStats:
+    """Since the start, and now; for the operator.
+
+    refused  requests that found the queue full
+    failed   batches that ended with an error
+    busy_s   seconds that the threads computed, together
+    """
+
+    batches: int = 0
+    texts: int = 0
+    tokens: int = 0
+    refused: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+    waiting_tokens: int = 0
+    loaded: bool = False
+
+
+@dataclass(eq=False)
+class Embedder:
+    """Embeds texts under one or several names. `close` it in the end."""
+
+    settings: EmbeddingSettings
+    load: Callable[[Path], TextModel] = load
+    find_folder: Callable[[Path | None], Path | None] = find_folder
+    stats: EmbedderStats = field(default_factory=EmbedderStats)
+
+    def __post_init__(self) -> None:
+        self._folder = self.find_folder(self.settings.folder)
+        self._loading: asyncio.Task[TextModel] | None = None
+        self._jobs: deque[_Job] = deque()  # those with texts that wait, in the order of their turns
+        self._running = 0  # batches
+        self._computing = ThreadPoolExecutor(self.settings.threads, thread_name_prefix="embed")
+        self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="embed-tokens")
+
+    @property
+    def installed(self) -> bool:
+        """Whether there is a model; if not, the extra is missing."""
+        return self._folder is not None
+
+    async def model(self) -> TextModel:
+        """The model, loaded by the first who asks. Raises EmbedderError when it cannot be; the next one tries again."""
+        if self._loading is None:
+            self._loading = spawn(self._load(), "load the embedding model")
+        loading = self._loading
+        try:
+            return await asyncio.shield(loading)
+        except Exception as error:  # whatever the libraries raise for a broken folder; it has been logged
+            if self._loading is loading:
+                self._loading = None
+            raise EmbedderError(f"The embedding model cannot be loaded: {type(error).__name__}.") from error
+
+    async def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text with its special tokens, however many; in a thread when that takes a while."""
+        model = await self.model()
+        if sum(map(len, texts)) <= self.settings.thread_chars:
+            return [model.tokens(text) for text in texts]
+        return await self._in(self._tokenising, lambda: [model.tokens(text) for text in texts])
+
+    async def embed(self, texts: Sequence[Wanted], deadline_s: float) -> list[bytes]:
+        """The vectors in the order of the texts, little-endian float32 of length 1.
+
+        Requests take turns text by text, so that a short one does not wait for a long one. Raises QueueFullError,
+        DeadlineError at `deadline_s` (monotonic clock), and EmbedderError when a batch with a text of these failed.
+        """
+        model = await self.model()
+        job = self._admit(texts)
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                self._start_batches(model)
+                await job.done
+        except TimeoutError:
+            raise DeadlineError("The embedding took longer than a request may (server.request_timeout_s).") from None
+        finally:
+            self._forget(job)
+        return job.vectors
+
+    def close(self) -> None:
+        """Ends the threads; what they are at is finished and thrown away."""
+        for pool in (self._computing, self._tokenising):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _load(self) -> TextModel:
+        if self._folder is None:
+            raise ImportError("the extra is not installed")
+        started_s = time.monotonic()
+        model = await self._in(self._tokenising, functools.partial(self.load, self._folder))
+        log.info("embedding model of %s loaded in %.1f s", self._folder, time.monotonic() - started_s)
+        self.stats.loaded = True
+        return model
+
+    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, texts: Sequence[Wanted]) -> _Job:
+        tokens = sum(len(one.tokens) for one in texts)
+        if self.stats.waiting_tokens + tokens > self.settings.max_waiting_tokens:
+            self.stats.refused += 1
+            raise QueueFullError(
+                f"{self.stats.waiting_tokens} tokens wait to be embedded, and this request has {tokens} more; at most "
+                f"{self.settings.max_waiting_tokens} may wait (embeddings.max_waiting_tokens).",
+                retry_after_s=self._wait_s(),
+            )
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
+        job = _Job(
+            texts, asyncio.get_running_loop().create_future(), deque(order), [b""] * len(texts), missing=len(texts)
+        )
+        self.stats.waiting_tokens += tokens
+        self._jobs.append(job)
+        return job
+
+    def _wait_s(self) -> float:
+        """How long what waits now will take, by what was computed up to now."""
+        per_token_s = self.stats.busy_s / self.stats.tokens if self.stats.tokens else 1e-3
+        return self.stats.waiting_tokens * per_token_s / self.settings.threads
+
+    def _forget(self, job: _Job) -> None:
+        """Nobody waits for it any more: nothing of it is begun."""
+        if job.waiting:
+            self.stats.waiting_tokens -= sum(len(job.texts[index].tokens) for index in job.waiting)
+            job.waiting.clear()
+            self._jobs.remove(job)
+
+    def _start_batches(self, model: TextModel) -> None:
+        while self._jobs and self._running < self.settings.threads:
+            self._running += 1
+            spawn(self._run(model, self._next_batch()), "embed a batch")
+
+    def _next_batch(self) -> list[tuple[_Job, int]]:
+        """One text of each request in turn, up to batch_tokens; a longer text is a batch of its own."""
+        batch: list[tuple[_Job, int]] = []
+        room = self.settings.batch_tokens
+        while self._jobs and (not batch or self._jobs[0].next_tokens <= room):
+            job = self._jobs.popleft()
+            tokens, index = job.next_tokens, job.waiting.popleft()
+            self.stats.waiting_tokens -= tokens
+            room -= tokens
+            batch.append((job, index))
+            if job.waiting:
+                self._jobs.append(job)
+        return batch
+
+    async def _run(self, model: TextModel, batch: Sequence[tuple[_Job, int]]) -> None:
+        wanted = [job.texts[index] for job, index in batch]
+        started_s = time.monotonic()
+        try:
+            vectors = await self._in(self._computing, lambda: model.vectors(wanted))
+        except Exception as error:  # whatever it is, it is these requests' alone
+            log.exception("a batch of %d texts failed", len(batch))
+            self.stats.failed += 1
+            self._fail({job for job, _ in batch}, error)
+        else:
+            self.stats.batches += 1
+            self.stats.texts += len(batch)
+            self.stats.tokens += sum(len(one.tokens) for one in wanted)
+            self._deliver(batch, vectors)
+        finally:
+            self.stats.busy_s += time.monotonic() - started_s
+            self._running -= 1
+            self._start_batches(model)
+
+    def _deliver(self, batch: Sequence[tuple[_Job, int]], vectors: Sequence[bytes]) -> None:
+        for (job, index), vector in zip(batch, vectors, strict=True):
+            job.vectors[index] = vector
+            job.missing -= 1
+            if not job.missing and not job.done.done():
+                job.done.set_result(None)
+
+    def _fail(self, jobs: set[_Job], error: Exception) -> None:
+        for job in jobs:
+            self._forget(job)
+            if not job.done.done():
+                job.done.set_exception(EmbedderError(f"The texts could not be embedded: {type(error).__name__}."))

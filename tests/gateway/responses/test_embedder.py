@@ -1,0 +1,200 @@
+"""The queue in front of the model: turns, batches, limits, failures, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gateway.config import EmbeddingSettings
+from gateway.errors import DeadlineError, EmbedderError, QueueFullError
+from gateway.responses.embedder import Embedder
+from gateway.responses.text_model import Wanted
+from tests.fakes.embedding import LIMIT_S, FakeTextModel, fake_embedder
+from tests.fakes.waiting import until
+
+
+@pytest.fixture
+def model() -> Iterator[FakeTextModel]:
+    fake = FakeTextModel()
+    yield fake
+    fake.go_on()
+
+
+def texts(*tokens: tuple[int, ...]) -> list[Wanted]:
+    return [Wanted(one, FakeTextModel.dimensions) for one in tokens]
+
+
+def soon() -> float:
+    return time.monotonic() + LIMIT_S
+
+
+async def begun(model: FakeTextModel) -> None:
+    assert await asyncio.to_thread(model.begun.acquire, timeout=LIMIT_S)
+
+
+async def queued(embedder: Embedder, tokens: int) -> None:
+    await until(lambda: embedder.stats.waiting_tokens == tokens)
+
+
+def floats(vectors: list[bytes]) -> list[list[float]]:
+    return [array("f", vector).tolist() for vector in vectors]
+
+
+async def test_vectors_come_in_the_order_of_their_texts(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=4)
+    vectors = await embedder.embed(texts((9, 8, 7), (5,), (6, 6), (4, 4, 4, 4, 4)), soon())
+    assert floats(vectors) == [[9, 8, 7], [5], [6, 6], [4, 4, 4, 4]]
+    assert embedder.stats.texts == 4
+    assert embedder.stats.waiting_tokens == 0
+
+
+async def test_requests_that_wait_are_computed_together_and_take_turns(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=6)
+    model.hold()
+    first = asyncio.create_task(embedder.embed(texts((1,)), soon()))
+    await begun(model)
+    long = asyncio.create_task(embedder.embed(texts((2, 2), (3, 3), (4, 4), (5, 5)), soon()))
+    await queued(embedder, 8)
+    short = asyncio.create_task(embedder.embed(texts((6, 6)), soon()))
+    await queued(embedder, 10)
+    model.go_on()
+    assert floats(await short) == [[6, 6]]
+    assert floats(await long) == [[2, 2], [3, 3], [4, 4], [5, 5]]
+    await first
+    assert model.batches == [[(1,)], [(2, 2), (6, 6), (3, 3)], [(4, 4), (5, 5)]]
+
+
+async def test_a_text_longer_than_a_batch_is_one_of_its_own(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=2)
+    await embedder.embed(texts((1, 1, 1), (2,), (3,)), soon())
+    assert model.batches == [[(2,), (3,)], [(1, 1, 1)]]
+
+
+async def test_as_many_batches_run_as_there_are_threads(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=1, threads=2)
+    model.hold()
+    task = asyncio.create_task(embedder.embed(texts((1,), (2,), (3,)), soon()))
+    await begun(model)
+    await begun(model)
+    assert len(model.batches) == 2
+    model.go_on()
+    await task
+    assert len(model.batches) == 3
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_again(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=1, max_request_tokens=3, max_waiting_tokens=3)
+    model.hold()
+    running = asyncio.create_task(embedder.embed(texts((1,)), soon()))
+    await begun(model)
+    waiting = asyncio.create_task(embedder.embed(texts((2,), (3,)), soon()))
+    await queued(embedder, 2)
+    with pytest.raises(QueueFullError, match=r"2 tokens wait.* 2 more.*max_waiting_tokens") as refused:
+        await embedder.embed(texts((4, 4)), soon())
+    assert refused.value.retry_after_s == pytest.approx(2e-3)
+    model.go_on()
+    await asyncio.gather(running, waiting)
+    assert embedder.stats.refused == 1
+
+
+async def test_a_batch_that_fails_fails_its_requests_and_no_other(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=2)
+    model.broken = {13}
+    model.hold()
+    good = asyncio.create_task(embedder.embed(texts((1, 1)), soon()))
+    await begun(model)
+    bad = asyncio.create_task(embedder.embed(texts((13, 13), (14, 14, 14)), soon()))
+    await queued(embedder, 5)
+    later = asyncio.create_task(embedder.embed(texts((2, 2)), soon()))
+    await queued(embedder, 7)
+    model.go_on()
+    with pytest.raises(EmbedderError, match="RuntimeError"):
+        await bad
+    assert floats(await good) == [[1, 1]]
+    assert floats(await later) == [[2, 2]]
+    assert model.batches == [[(1, 1)], [(13, 13)], [(2, 2)]], "the rest of a failed request is not computed"
+    assert (embedder.stats.failed, embedder.stats.waiting_tokens) == (1, 0)
+
+
+async def test_nothing_is_begun_for_a_client_that_left(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=1)
+    model.hold()
+    left = asyncio.create_task(embedder.embed(texts((1,), (2,), (3,)), soon()))
+    await begun(model)
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert embedder.stats.waiting_tokens == 0
+    model.go_on()
+    assert floats(await embedder.embed(texts((4,)), soon())) == [[4]]
+    assert model.batches == [[(1,)], [(4,)]]
+
+
+async def test_a_deadline_ends_the_waiting(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=1)
+    model.hold()
+    with pytest.raises(DeadlineError, match="request_timeout_s"):
+        await embedder.embed(texts((1,), (2,)), time.monotonic() + 0.05)
+    assert embedder.stats.waiting_tokens == 0
+
+
+async def test_the_model_is_loaded_once_and_in_a_thread() -> None:
+    threads: list[str] = []
+
+    def load(folder: Path) -> Any:
+        threads.append(threading.current_thread().name)
+        return FakeTextModel()
+
+    embedder = Embedder(EmbeddingSettings(), load=load, find_folder=lambda configured: Path("fake"))
+    assert threads == []
+    await asyncio.gather(*(embedder.embed(texts((number,)), soon()) for number in range(5)))
+    assert len(threads) == 1
+    assert threads[0].startswith("embed")
+
+
+async def test_a_model_that_cannot_be_loaded_is_an_error_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[Path] = []
+
+    def load(folder: Path) -> Any:
+        tries.append(folder)
+        if len(tries) == 1:
+            raise ValueError("half a file")
+        return FakeTextModel()
+
+    embedder = Embedder(EmbeddingSettings(), load=load, find_folder=lambda configured: Path("fake"))
+    answers = await asyncio.gather(*(embedder.model() for _ in range(3)), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [EmbedderError] * 3
+    assert "half a file" in caplog.text
+    assert await embedder.tokens(["a"]) == [[1, ord("a"), 2]]
+    assert len(tries) == 2
+
+
+async def test_long_texts_are_tokenised_in_a_thread(model: FakeTextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    monkeypatch.setattr(model, "tokens", lambda text: threads.append(threading.current_thread().name) or [1])
+    embedder = fake_embedder(model, thread_chars=10)
+    await embedder.tokens(["12345", "12345"])
+    assert threads == [threading.current_thread().name] * 2
+    await embedder.tokens(["12345", "123456"])
+    assert all(name.startswith("embed") for name in threads[2:])
+
+
+async def test_fifty_requests_at_once_get_the_vectors_that_each_gets_alone() -> None:
+    sentences = [f"Request {number} asks about {'prefixes and blocks ' * (number % 7)}." for number in range(50)]
+    async with asyncio.timeout(60):
+        embedder = Embedder(EmbeddingSettings())
+        wanted = [Wanted(tokens, 384) for tokens in await embedder.tokens(sentences)]
+        alone = [await embedder.embed([one], soon()) for one in wanted]
+        assert embedder.stats.batches == 50
+        together = await asyncio.gather(*(embedder.embed([one], soon() + 60) for one in wanted))
+    assert embedder.stats.batches < 70
+    for one, other in zip(alone, together, strict=True):
+        assert np.abs(np.frombuffer(one[0], "<f4") - np.frombuffer(other[0], "<f4")).max() < 1e-6
