@@ -121,7 +121,8 @@ def check_all(desk: Desk, wanted: list[Any], seeds: int, least: float) -> None:
     runs = [(schema, seed) for seed in range(seeds) for schema in wanted]
     for seq, (schema, seed) in enumerate(runs):
         temperature = (0.0, 0.7, 1.0, 1.6)[seed % 4]
-        desk.submit(seq, Grammar("json_schema", json.dumps(schema)), seed=1000 * seed + seq, temperature=temperature)
+        sampling = {"seed": 1000 * seed + seq, "temperature": temperature, "max_tokens": 1000}
+        desk.submit(seq, Grammar("json_schema", json.dumps(schema)), **sampling)
     ended = 0
     for seq, (schema, _) in enumerate(runs):
         end = desk.end_of(seq)
@@ -138,7 +139,7 @@ def test_every_output_under_a_schema_parses_and_validates(desk: Desk) -> None:
 
 @pytest.mark.slow
 def test_every_output_under_two_hundred_schemas_and_any_seed_parses_and_validates(desk: Desk) -> None:
-    check_all(desk, [*HARD.values(), *generated(200 - len(HARD))], seeds=4, least=0.8)
+    check_all(desk, [*HARD.values(), *generated(200 - len(HARD))], seeds=4, least=0.9)
 
 
 @pytest.mark.parametrize("name", ["not", "look-ahead", "a definition that is only itself", "nothing"])
@@ -151,7 +152,8 @@ def test_a_schema_that_cannot_be_carried_out_is_refused_with_its_path(desk: Desk
     assert desk.loop.stats()["refused"] == 1
 
 
-def test_constrained_and_free_sequences_share_steps_and_get_what_they_get_alone(model: LoadedModel) -> None:
+def test_constrained_and_free_sequences_share_steps_and_get_what_they_get_alone() -> None:
+    model = load_model(EngineSettings(threads=1, dtype="float32"))  # in bfloat16 some processors round by batch size
     grammar = Grammar("json_schema", json.dumps(HARD["recursion through the root"]))
     wanted = [grammar if seq % 2 else None for seq in range(12)]
     alone = []
