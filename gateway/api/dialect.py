@@ -1,7 +1,8 @@
-"""What a dialect brings besides its handlers: how it writes errors, and the headers of every answer.
+"""What a dialect brings besides its handlers: its routes, how it writes errors, and the headers of every answer.
 
 A dialect is a value. The middleware finds it by the request alone (dialects.py), also for requests that no route takes,
-so that whoever asks gets an error in the shape that their SDK reads.
+so that whoever asks gets an error in the shape that their SDK reads. Routes say what they take and answer, and
+openapi.py tells it to clients.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from aiohttp import web
 
-from gateway.api.fields import Parameter
+from gateway.api.fields import JsonSchema, Parameter
 from gateway.errors import DeadlineError, KvasirError
 
 JSON = "application/json"
+SSE = "text/event-stream"
+EXAMPLE_MODEL = "demo"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -24,9 +28,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Route(NamedTuple):
     """What a dialect answers.
 
+    path        as the router takes it: `{name}` is one part of a path, `{name:.+}` any number of them
+    summary     one sentence
     parameters  of the JSON body, by name; None: it takes no body
     required    names of those that have to be there
-    summary     one sentence
+    query       parameters of the URL, by name; their values are strings (fields.read_query)
+    media       content types of its answers, the ordinary one first
+    example     a body that is answered, whose model is `EXAMPLE_MODEL`
+    key         whose key it wants, where the server has any
     """
 
     method: str
@@ -35,22 +44,32 @@ class Route(NamedTuple):
     summary: str
     parameters: Mapping[str, Parameter] | None = None
     required: tuple[str, ...] = ()
+    query: Mapping[str, Parameter] = MappingProxyType({})
+    media: tuple[str, ...] = (JSON,)
+    example: Mapping[str, Any] | None = None
+    key: Literal["tenant", "admin", "none"] = "tenant"
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """Pure functions of one API.
 
-    speaks      whether a request is of this dialect, by its path and headers; never by how it carries its key
-    headers     request id, milliseconds since the request arrived -> the headers that every answer carries
-    error_json  error, request id -> the body of an error answer
-    status      of an error; most dialects keep the error's own
+    title           as people know it, for the docs
+    speaks          whether a request is of this dialect, by its path and headers; never by how it carries its key
+    headers         request id, milliseconds since the request arrived -> the headers that every answer carries
+    error_json      error, request id -> the body of an error answer
+    error_schema    of that body, closed: what every refusal is held to
+    asking_headers  of a request, as the docs show them, with KEY for the key
+    status          of an error; most dialects keep the error's own
     """
 
     name: str
+    title: str
     speaks: Callable[[web.Request], bool]
     headers: Callable[[str, float], dict[str, str]]
     error_json: Callable[[KvasirError, str], dict[str, Any]]
+    error_schema: JsonSchema
+    asking_headers: Mapping[str, str]
     status: Callable[[KvasirError], int] = lambda error: error.status
 
 

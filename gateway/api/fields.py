@@ -7,9 +7,12 @@ parameter; those are in the dialects' tables.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
+
+import orjson
 
 from gateway.errors import BadRequestError, UnsupportedError
 
@@ -17,6 +20,7 @@ _T = TypeVar("_T", covariant=True)
 JsonSchema = dict[str, Any]
 INT64 = 2**63
 SHOWN_CHARS = 64  # of a client's own string in an error message
+_LITERAL = re.compile(r"true|false|-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?")
 
 _TYPE_NAMES = {
     type(None): "null",
@@ -87,6 +91,12 @@ def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tupl
     return values
 
 
+def read_query(given: Mapping[str, str], table: Mapping[str, Parameter]) -> dict[str, Any]:
+    """The checked parameters of a URL; those that are no strings have `in_url` checks. Others are not looked at: SDKs
+    and proxies add their own."""
+    return read({name: given[name] for name in table if name in given}, table, ())
+
+
 def object_schema(properties: Mapping[str, JsonSchema], *required: str) -> JsonSchema:
     """Of an object without any other properties, where null is "not given"."""
     return {
@@ -95,6 +105,11 @@ def object_schema(properties: Mapping[str, JsonSchema], *required: str) -> JsonS
         "required": list(required),
         "additionalProperties": False,
     }
+
+
+def closed_object(properties: Mapping[str, JsonSchema]) -> JsonSchema:
+    """Of an object with all of these properties and no others."""
+    return object_schema(properties, *properties)
 
 
 def or_null(schema: JsonSchema) -> JsonSchema:
@@ -228,6 +243,16 @@ def choice(*allowed: str) -> Check[str]:
         return value
 
     return check
+
+
+def in_url(check: Check[_T]) -> Check[_T]:
+    """The same check of an integer, a number or a boolean that is written in a URL."""
+
+    @takes(check.schema)
+    def parsed(value: Any, path: str) -> _T:
+        return check(orjson.loads(value) if _LITERAL.fullmatch(value) else value, path)
+
+    return parsed
 
 
 def record(**fields: Check[Any]) -> Check[dict[str, Any]]:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.api.answering import Answering, reply
 from gateway.api.body import read_json
-from gateway.api.dialect import Route
+from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.response import ChatShape, CompletionShape, model_json
@@ -35,6 +35,8 @@ class OpenAI:
                 "The next message of a conversation.",
                 CHAT,
                 ("model", "messages"),
+                media=(JSON, SSE),
+                example={"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]},
             ),
             Route(
                 "POST",
@@ -43,6 +45,8 @@ class OpenAI:
                 "The continuation of one or several texts.",
                 COMPLETION,
                 ("model",),
+                media=(JSON, SSE),
+                example={"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 32},
             ),
             Route("GET", "/v1/models", self.list_models, "The models that are served."),
             Route("GET", "/v1/models/{model:.+}", self.get_model, "One of them."),

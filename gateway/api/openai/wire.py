@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.api.dialect import Dialect, printable
+from gateway.api.fields import closed_object
 from gateway.errors import KvasirError
 
 OPENAI_VERSION = "2020-10-01"
@@ -25,4 +26,17 @@ def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:
     }
 
 
-OPENAI = Dialect("openai", lambda http: True, _headers, error_json)
+_nullable = {"type": ["string", "null"]}
+_ERROR = closed_object(
+    {"message": {"type": "string"}, "type": {"type": "string"}, "param": _nullable, "code": _nullable}
+)
+
+OPENAI = Dialect(
+    name="openai",
+    title="OpenAI",
+    speaks=lambda http: True,
+    headers=_headers,
+    error_json=error_json,
+    error_schema=closed_object({"error": _ERROR}),
+    asking_headers={"Authorization": "Bearer KEY"},
+)
