@@ -4,40 +4,71 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway import errors
+from gateway.api.dialect import Route
 from gateway.api.fields import Parameter
-from gateway.api.openai.parameters import CHAT, COMPLETION
-from gateway.api.routes import routes
-from tests.fakes.gateway import running
+from gateway.api.openapi import template
+from gateway.api.routes import ROUTES, routes
+from tests.fakes.gateway import make_app, running
 
 HTTP_API = (Path(__file__).parent.parent / "docs/http-api.md").read_text(encoding="utf-8")
 SECTIONS = {"used": "### Parameters", "none": "### Accepted without effect", "refused": "### Refused"}
+ROUTES_OF = make_app()[ROUTES]
+EVERY = [route for own in ROUTES_OF.values() for route in own]
 
 
-def section(route: str, heading: str) -> str:
-    """The text below a heading of a route, up to the next one."""
-    chapter = HTTP_API.split(f"\n## {route}\n", 1)[1].split("\n## ", 1)[0]
-    return chapter.split(f"\n{heading}\n", 1)[1].split("\n### ", 1)[0]
+def title(route: Route) -> str:
+    return f"{route.method} {template(route.path)}"
 
 
-async def test_every_route_is_documented() -> None:
-    async with running() as gateway:
-        for method, path in routes(gateway.app):
-            assert f"| `{method} {path}` |" in HTTP_API
+def chapter(route: Route) -> str:
+    """The text below a route's heading, up to the next one. Routes with the very same table may share a chapter."""
+    same = [one for one in EVERY if one is route or one.parameters is route.parameters is not None]
+    headings = [f"\n## {title(one)}\n" for one in (route, *same)]
+    heading = next((one for one in headings if one in HTTP_API), headings[0])
+    return HTTP_API.split(heading, 1)[1].split("\n## ", 1)[0]
 
 
-@pytest.mark.parametrize(
-    ("route", "parameter"),
-    [("POST /v1/chat/completions", parameter) for parameter in CHAT.values()]
-    + [("POST /v1/completions", parameter) for parameter in COMPLETION.values()],
-    ids=lambda value: value.name if isinstance(value, Parameter) else value,
-)
-def test_every_parameter_is_documented_as_what_becomes_of_it(route: str, parameter: Parameter) -> None:
+def documented() -> list[Any]:
+    """Every parameter of every route, with its route."""
+    return [
+        pytest.param(route, parameter, id=f"{title(route)} {parameter.name}")
+        for route in EVERY
+        for parameter in (route.parameters or {}).values()
+    ]
+
+
+def test_every_route_is_documented_with_the_key_it_wants() -> None:
+    for route in EVERY:
+        key = "-" if route.key == "none" else route.key
+        assert re.search(rf"^\| `{re.escape(title(route))}` \|.*\| {key} \|$", HTTP_API, re.MULTILINE), title(route)
+
+
+def test_no_route_is_documented_that_is_not_there() -> None:
+    rows = re.findall(r"^\| `((?:GET|POST|PUT|PATCH|DELETE) /[^`]*)` \|", HTTP_API, re.MULTILINE)
+    assert sorted(set(rows)) == sorted({title(route) for route in EVERY})
+
+
+def test_the_application_answers_nothing_else() -> None:
+    assert sorted(routes(make_app())) == sorted({(route.method, template(route.path)) for route in EVERY})
+
+
+@pytest.mark.parametrize(("route", "parameter"), documented())
+def test_every_parameter_is_documented_as_what_becomes_of_it(route: Route, parameter: Parameter) -> None:
     row = f"| `{parameter.name}` | {parameter.accepts} | {parameter.does} |"
-    assert row in section(route, SECTIONS[parameter.effect])
+    _, found, rest = chapter(route).partition(f"\n{SECTIONS[parameter.effect]}\n")
+    assert found
+    assert row in rest.split("\n### ", 1)[0]
+
+
+@pytest.mark.parametrize("route", [one for one in EVERY if one.query], ids=title)
+def test_every_parameter_of_a_url_is_documented(route: Route) -> None:
+    for parameter in route.query.values():
+        assert f"| `{parameter.name}` | {parameter.accepts} | {parameter.does} |" in chapter(route)
 
 
 async def test_every_metric_is_documented_and_no_other() -> None:

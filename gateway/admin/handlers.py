@@ -1,4 +1,4 @@
-"""/health, /metrics, /admin/stats and the front page. Reads the sources; changes nothing."""
+"""The gateway's own routes: /health, /metrics, /admin/stats and the front page. Reads the sources; changes nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from aiohttp import web
 from gateway.admin.metrics import CONTENT_TYPE, Metrics
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.auth import Auth
-from gateway.api.dialect import JSON
+from gateway.api.dialect import JSON, Route
+from gateway.api.docs import base_url
 
 FRONT_PAGE = """Kvasir {version}: a prompt-caching gateway.
 
 Point the OpenAI SDK at this server: base_url = "{base}/v1"
+What it takes and answers: {base}/docs, and {base}/openapi.json for programs.
 
 """
+PLAIN = "text/plain"
 
 
 class Admin:
@@ -30,6 +33,25 @@ class Admin:
         self._metrics = metrics
         self._started_s = time.monotonic()
 
+    def routes(self) -> list[Route]:
+        exposition = CONTENT_TYPE.partition(";")[0]
+        return [
+            Route("GET", "/", self.front_page, "A page of plain text with these routes.", media=(PLAIN,), key="none"),
+            Route("GET", "/health", self.health, "Readiness with a few details.", key="none"),
+            Route("GET", "/health/liveness", self.liveness, "200 while the process runs.", key="none"),
+            Route(
+                "GET", "/health/readiness", self.readiness, "200 while requests can be answered, else 503.", key="none"
+            ),
+            Route("GET", "/metrics", self.prometheus, "Prometheus metrics.", media=(exposition,), key="none"),
+            Route(
+                "GET",
+                "/admin/stats",
+                self.stats,
+                "Cache, engines, queues, prompts, Redis and tenants as JSON.",
+                key="admin",
+            ),
+        ]
+
     async def front_page(self, http: web.Request) -> web.Response:
         """GET /"""
         lines = [
@@ -37,7 +59,7 @@ class Admin:
             for route in http.app.router.routes()
             if route.resource is not None and route.method != "HEAD"
         ]
-        page = FRONT_PAGE.format(version=self._sources.version, base=f"{http.scheme}://{http.host}")
+        page = FRONT_PAGE.format(version=self._sources.version, base=base_url(http))
         return web.Response(text=page + "\n".join(lines) + "\n")
 
     async def liveness(self, http: web.Request) -> web.Response:

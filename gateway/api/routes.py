@@ -6,7 +6,7 @@ app.py brings the stages; this file puts handlers on paths.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -17,12 +17,18 @@ from gateway.admin.sources import Sources
 from gateway.api.answering import Answering, Decoders, Models, Street
 from gateway.api.auth import Auth
 from gateway.api.body import expect_continue
-from gateway.api.dialects import handlers_of
+from gateway.api.dialect import Route
+from gateway.api.dialects import DIALECTS, handlers_of
+from gateway.api.docs import Docs
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.handlers import OpenAI
 from gateway.api.openai.wire import OPENAI
+from gateway.api.openapi import OWN
 from gateway.config import AuthSettings, LeaseSettings, NamespaceSettings, ServerSettings, TenantSettings
+
+ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
+"""What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
 
 
 def build_app(
@@ -45,20 +51,15 @@ def build_app(
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
     answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders)
-    openai = OpenAI(server, leases, answering)
-    admin = Admin(keys, sources, metrics)
+    by_dialect = {
+        OPENAI.name: OpenAI(server, leases, answering).routes(),
+        OWN: Admin(keys, sources, metrics).routes(),
+    }
+    docs = Docs(by_dialect, DIALECTS, sources.version)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(metrics)], client_max_size=0)
-    handlers = handlers_of({OPENAI.name: openai.routes()})
-    handlers |= {
-        ("GET", "/"): admin.front_page,
-        ("GET", "/health"): admin.health,
-        ("GET", "/health/liveness"): admin.liveness,
-        ("GET", "/health/readiness"): admin.readiness,
-        ("GET", "/metrics"): admin.prometheus,
-        ("GET", "/admin/stats"): admin.stats,
-    }
-    for (method, path), handler in handlers.items():
+    app[ROUTES] = docs.routes
+    for (method, path), handler in handlers_of(docs.routes).items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
     return app
 

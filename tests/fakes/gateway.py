@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -75,33 +76,43 @@ async def _nothing_to_fetch() -> None:
     """The state is the test's own."""
 
 
-@asynccontextmanager
-async def running(
-    street: FakeStreet | None = None, models: FakeModels | None = None, **options: Any
-) -> AsyncIterator[Gateway]:
-    """A server until the block is left. `options` are those of Options."""
-    street, models, given = street or FakeStreet(), models or FakeModels(), Options(**options)
-    queue = OnlineQueue(QueueSettings())
-    state: dict[str, Any] = {"engines": [ENGINE], "redis": {"up": True}, "draining": False}
-    app = build_app(
+def make_app(
+    street: FakeStreet | None = None,
+    models: FakeModels | None = None,
+    state: Mapping[str, Any] = MappingProxyType({}),
+    given: Options | None = None,
+) -> web.Application:
+    """The application over fakes, not running. `state` is what its pages show."""
+    given = given or Options()
+    return build_app(
         server=given.server,
         leases=given.leases,
         auth=given.auth,
         tenants=given.tenants,
         namespaces=given.namespaces,
-        street=street,
-        models=models,
+        street=street or FakeStreet(),
+        models=models or FakeModels(),
         decoders=FakeDecoders(),
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
-            queue=queue.status,
+            queue=OnlineQueue(QueueSettings()).status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
             redis=lambda: state["redis"],
             draining=lambda: state["draining"],
             version="0.0.test",
         ),
     )
+
+
+@asynccontextmanager
+async def running(
+    street: FakeStreet | None = None, models: FakeModels | None = None, **options: Any
+) -> AsyncIterator[Gateway]:
+    """A server until the block is left. `options` are those of Options."""
+    street, models, given = street or FakeStreet(), models or FakeModels(), Options(**options)
+    state: dict[str, Any] = {"engines": [ENGINE], "redis": {"up": True}, "draining": False}
+    app = make_app(street, models, state, given)
     runner = app_runner(app, given.server)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

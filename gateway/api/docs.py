@@ -1,0 +1,115 @@
+"""GET /openapi.json and GET /docs: what this server takes and answers, made of the routes once, at the start.
+
+Neither needs a key: both tell what the software is, and nothing of its tenants, models or settings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import orjson
+from aiohttp import web
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from gateway.api.dialect import EXAMPLE_MODEL, JSON, Dialect, Route
+from gateway.api.openapi import OWN, document, template
+
+HTML = "text/html"
+SAFE = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "X-Content-Type-Options": "nosniff"}
+
+_BASE = "http://kvasir.invalid"  # stands in the page where the server's own address goes
+_HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
+_CODE = re.compile(r"`([^`]+)`")
+
+
+class Docs:
+    """Holds the two pages."""
+
+    def __init__(self, routes: Mapping[str, Sequence[Route]], dialects: Sequence[Dialect], version: str) -> None:
+        """`routes` are those of all dialects, and the gateway's own without these two."""
+        own = [*routes.get(OWN, ()), *self._own()]
+        self.routes: dict[str, Sequence[Route]] = {**routes, OWN: own}
+        """With these two."""
+        self._openapi = orjson.dumps(document(self.routes, dialects, version))
+        self._page = _page(self.routes, dialects, version)
+
+    def _own(self) -> list[Route]:
+        return [
+            Route("GET", "/openapi.json", self.openapi, "All routes as an OpenAPI 3.1 document.", key="none"),
+            Route("GET", "/docs", self.page, "All routes as a page to read.", media=(HTML,), key="none"),
+        ]
+
+    async def openapi(self, http: web.Request) -> web.Response:
+        """GET /openapi.json"""
+        return web.Response(body=self._openapi, content_type=JSON)
+
+    async def page(self, http: web.Request) -> web.Response:
+        """GET /docs"""
+        page = self._page.replace(_BASE, str(escape(base_url(http))))
+        return web.Response(text=page, content_type=HTML, headers=SAFE)
+
+
+def base_url(http: web.Request) -> str:
+    """Where the client reached this server, if it said so in letters that no page or shell takes for something else."""
+    host = http.host if _HOST.fullmatch(http.host) else "localhost"
+    return f"{http.scheme}://{host}"
+
+
+def curl(route: Route, headers: Mapping[str, str], base: str) -> str:
+    """A command that asks this route."""
+    path = template(route.path).replace("{model}", EXAMPLE_MODEL)
+    path = re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), path)
+    words = ["curl", *(() if route.method == "GET" else ("-X", route.method)), shlex.quote(base + path)]
+    lines = [" ".join(words)]
+    if route.key != "none":
+        lines += [f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items()]
+    if route.example is not None:
+        lines.append(f"-d {shlex.quote(json.dumps(route.example, ensure_ascii=False))}")
+    return " \\\n  ".join(lines)
+
+
+def _page(routes: Mapping[str, Sequence[Route]], dialects: Sequence[Dialect], version: str) -> str:
+    by_name = {dialect.name: dialect for dialect in dialects}
+    chapters = [
+        {
+            "name": name,
+            "title": by_name[name].title if name in by_name else "The gateway itself",
+            "routes": [_shown(name, route, by_name.get(name, dialects[-1])) for route in own],
+        }
+        for name, own in routes.items()
+    ]
+    source = files(__package__).joinpath("docs.html").read_text(encoding="utf-8")
+    pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pages.filters["code"] = _code
+    return pages.from_string(source).render(chapters=chapters, version=version, base=_BASE)
+
+
+def _shown(name: str, route: Route, dialect: Dialect) -> dict[str, Any]:
+    table = list((route.parameters or {}).values())
+    effects = [
+        ("Parameters", [one for one in table if one.effect == "used"]),
+        ("Accepted without effect", [one for one in table if one.effect == "none"]),
+        ("Refused", [one for one in table if one.effect == "refused"]),
+        ("In the URL", list(route.query.values())),
+    ]
+    path = template(route.path)
+    return {
+        "id": "-".join([name, route.method.lower(), *re.findall(r"\w+", path)]),
+        "method": route.method,
+        "path": path,
+        "summary": route.summary,
+        "key": route.key,
+        "tables": [(heading, rows) for heading, rows in effects if rows],
+        "curl": curl(route, dialect.asking_headers, _BASE),
+    }
+
+
+def _code(text: str) -> Markup:
+    """Text with `code` in it."""
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))  # noqa: S704 -- escaped
