@@ -23,6 +23,7 @@ from gateway.api.docs import Docs
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.handlers import OpenAI
+from gateway.api.openai.responses.handlers import Responses
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
 from gateway.config import AuthSettings, LeaseSettings, NamespaceSettings, ServerSettings, TenantSettings
@@ -52,7 +53,10 @@ def build_app(
     metrics = Metrics(sources)
     answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders)
     by_dialect = {
-        OPENAI.name: OpenAI(server, leases, answering).routes(),
+        OPENAI.name: [
+            *OpenAI(server, leases, answering).routes(),
+            *Responses(server, leases, answering).routes(),
+        ],
         OWN: Admin(keys, sources, metrics).routes(),
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)

@@ -21,6 +21,16 @@ check_options = record(mode=choice("implicit", "explicit"), ttl=_string)
 check_breakpoint = record(mode=choice("explicit"), ttl=_string)
 
 
+class Point(NamedTuple):
+    """A breakpoint on a part: right after the first `chars` characters of a message. Without a ttl it takes the
+    request's. `path` is that of the ttl."""
+
+    message: int
+    chars: int
+    ttl: str | None
+    path: str
+
+
 class Caching(NamedTuple):
     """What a chat asks of the cache."""
 
@@ -32,11 +42,20 @@ def read_caching(messages: Sequence[Any], options: dict[str, Any] | None, leases
     """`messages` and `options` as they came. Raises BadRequestError for a ttl that the operator does not allow."""
     if not options and not any(type(message.get("content")) is list for message in messages):
         return Caching()  # as nearly all are
-    options = options or {}
+    return place_markers(messages, list(_points(messages)), options or {}, leases)
+
+
+def place_markers(
+    messages: Sequence[Any], points: Sequence[Point], options: dict[str, Any], leases: LeaseSettings
+) -> Caching:
+    """`points` in their order. Raises BadRequestError for a ttl that the operator does not allow."""
     asked = options.get("ttl")
     written = leases.default_ttl if asked is None else asked
     ttl_s = _ttl_s(written, "prompt_cache_options.ttl", leases, given=asked is not None)
-    explicit = list(_marked_parts(messages, ttl_s, leases))
+    explicit = [
+        Marker(point.message, point.chars, ttl_s if point.ttl is None else _ttl_s(point.ttl, point.path, leases))
+        for point in points
+    ]
     if options.get("mode") == "explicit":
         return Caching(tuple(explicit[-MAX_BREAKPOINTS:]), use_cache=bool(explicit))
     markers = explicit[1 - MAX_BREAKPOINTS :]
@@ -45,8 +64,8 @@ def read_caching(messages: Sequence[Any], options: dict[str, Any] | None, leases
     return Caching(tuple(markers))
 
 
-def _marked_parts(messages: Sequence[Any], ttl_s: float, leases: LeaseSettings) -> Iterator[Marker]:
-    """In their order. A part without a ttl of its own takes the request's."""
+def _points(messages: Sequence[Any]) -> Iterator[Point]:
+    """In their order."""
     for index, message in enumerate(messages):
         content = message.get("content")
         if type(content) is not list:
@@ -55,9 +74,8 @@ def _marked_parts(messages: Sequence[Any], ttl_s: float, leases: LeaseSettings) 
         for number, part in enumerate(content):
             chars += len(part[part["type"]])
             if (point := part.get("prompt_cache_breakpoint")) is not None:
-                own = point.get("ttl")
                 path = f"messages[{index}].content[{number}].prompt_cache_breakpoint.ttl"
-                yield Marker(index, chars, ttl_s if own is None else _ttl_s(own, path, leases))
+                yield Point(index, chars, point.get("ttl"), path)
 
 
 def _latest_eligible(messages: Sequence[Any]) -> tuple[int, int] | None:

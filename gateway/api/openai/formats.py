@@ -12,6 +12,7 @@ import orjson
 
 from gateway.api.constraints import constraint, json_object, json_schema
 from gateway.api.fields import (
+    JsonSchema,
     an_array,
     an_object,
     boolean,
@@ -37,25 +38,21 @@ _SCHEMA_FIELDS: Final = {"name", "description", "schema", "strict"}
 _string = text()
 
 
+_NAMED: Final[JsonSchema] = {
+    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+    "description": {"type": "string"},
+    "schema": {"type": "object"},
+    "strict": {"type": "boolean"},
+}
+_WITHOUT_SCHEMA: Final = object_schema({"type": {"enum": ["text", "json_object"]}}, "type")
+
+
 @takes(
     {
         "anyOf": [
-            object_schema({"type": {"enum": ["text", "json_object"]}}, "type"),
+            _WITHOUT_SCHEMA,
             object_schema(
-                {
-                    "type": {"const": "json_schema"},
-                    "json_schema": object_schema(
-                        {
-                            "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
-                            "description": {"type": "string"},
-                            "schema": {"type": "object"},
-                            "strict": {"type": "boolean"},
-                        },
-                        "name",
-                    ),
-                },
-                "type",
-                "json_schema",
+                {"type": {"const": "json_schema"}, "json_schema": object_schema(_NAMED, "name")}, "type", "json_schema"
             ),
         ]
     }
@@ -69,6 +66,16 @@ def response_format(value: Any, path: str) -> Constraint | None:
     if kind == "json_object":
         return json_object(path)
     return _json_schema(value.get("json_schema"), f"{path}.json_schema")
+
+
+@takes({"anyOf": [_WITHOUT_SCHEMA, object_schema({"type": {"const": "json_schema"}, **_NAMED}, "type", "name")]})
+def text_format(value: Any, path: str) -> Constraint | None:
+    """`text.format` of the Responses API, which is flat. None for plain text."""
+    kind = choice(*_FIELDS)(an_object(value, path).get("type"), f"{path}.type")
+    if kind == "json_schema":
+        return _json_schema({key: item for key, item in value.items() if key != "type"}, path)
+    _only(value, _FIELDS[kind], path)
+    return json_object(path) if kind == "json_object" else None
 
 
 @takes(

@@ -247,10 +247,11 @@ def _called(function: Any, path: str) -> Message:
         if function.get(key) is None:
             raise _missing(f"{path}.{key}")
         _string(function[key], f"{path}.{key}")
-    return {"name": function["name"], "arguments": _arguments(function["arguments"])}
+    return {"name": function["name"], "arguments": call_arguments(function["arguments"])}
 
 
-def _arguments(written: str) -> Any:
+def call_arguments(written: str) -> Any:
+    """The object where they are one that is not too deep, else the text."""
     try:
         parsed = orjson.loads(written)
     except orjson.JSONDecodeError:

@@ -65,29 +65,8 @@ def _call(
             param="stream_options",
             code="invalid_value",
         )
-    min_tokens = values.get("min_tokens", 0)
-    if (max_tokens or param == "prompt") and min_tokens > max_tokens:
-        raise BadRequestError(
-            f"Invalid 'min_tokens': {min_tokens} is more than the {max_tokens} tokens that are generated at most.",
-            param="min_tokens",
-            code="invalid_value",
-        )
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=values.get("temperature", 1.0),
-        top_p=values.get("top_p", 1.0),
-        top_k=max(values.get("top_k", 0), 0),
-        min_p=values.get("min_p", 0.0),
-        seed=values.get("seed"),
-        presence_penalty=values.get("presence_penalty", 0.0),
-        frequency_penalty=values.get("frequency_penalty", 0.0),
-        repetition_penalty=values.get("repetition_penalty", 1.0),
-        logit_bias=values.get("logit_bias", ()),
-        stop_ids=values.get("stop_token_ids", ()),
-        ignore_eos=values.get("ignore_eos", False),
-        min_tokens=min_tokens,
-        logprobs=logprobs,
-    )
+    check_min_tokens(values, max_tokens, unlimited=param != "prompt")
+    sampling = read_sampling(values, max_tokens, logprobs)
     return Call(
         model=values["model"],
         prompts=prompts,
@@ -102,6 +81,37 @@ def _call(
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
     )
+
+
+def read_sampling(values: dict[str, Any], max_tokens: int, logprobs: int | None) -> Sampling:
+    """`values` as parameters.py has checked them."""
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=values.get("temperature", 1.0),
+        top_p=values.get("top_p", 1.0),
+        top_k=max(values.get("top_k", 0), 0),
+        min_p=values.get("min_p", 0.0),
+        seed=values.get("seed"),
+        presence_penalty=values.get("presence_penalty", 0.0),
+        frequency_penalty=values.get("frequency_penalty", 0.0),
+        repetition_penalty=values.get("repetition_penalty", 1.0),
+        logit_bias=values.get("logit_bias", ()),
+        stop_ids=values.get("stop_token_ids", ()),
+        ignore_eos=values.get("ignore_eos", False),
+        min_tokens=values.get("min_tokens", 0),
+        logprobs=logprobs,
+    )
+
+
+def check_min_tokens(values: dict[str, Any], max_tokens: int, *, unlimited: bool) -> None:
+    """Raises BadRequestError. `unlimited`: no max_tokens is no limit."""
+    min_tokens = values.get("min_tokens", 0)
+    if (max_tokens or not unlimited) and min_tokens > max_tokens:
+        raise BadRequestError(
+            f"Invalid 'min_tokens': {min_tokens} is more than the {max_tokens} tokens that are generated at most.",
+            param="min_tokens",
+            code="invalid_value",
+        )
 
 
 def _constraint(values: dict[str, Any]) -> Constraint | None:

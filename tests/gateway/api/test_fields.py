@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.api.fields import Check, boolean, choice, integer, number, record, string_map, text
 from gateway.api.openai.parameters import CHAT, COMPLETION
+from gateway.api.openai.responses.parameters import RESPONSE
 from gateway.errors import BadRequestError
 
 CHECKS: list[Check[Any]] = [
@@ -25,6 +26,7 @@ CHECKS: list[Check[Any]] = [
     CHAT["stop_token_ids"].check,
     CHAT["logit_bias"].check,
     CHAT["cache_salt"].check,
+    RESPONSE["prompt_cache_options"].check,
 ]
 LEAVES = st.none() | st.booleans() | st.integers(-5, 10) | st.floats(-2, 2) | st.text("ab01", max_size=5)
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text("ab01"), inner))
@@ -77,6 +79,8 @@ def test_messages_that_are_taken_are_in_the_schema(message: Any) -> None:
     jsonschema.Draft202012Validator(check.schema).validate([message])
 
 
-@pytest.mark.parametrize("parameter", [*CHAT.values(), *COMPLETION.values()], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "parameter", [*CHAT.values(), *COMPLETION.values(), *RESPONSE.values()], ids=lambda one: one.name
+)
 def test_every_parameters_schema_is_one(parameter: Any) -> None:
     jsonschema.Draft202012Validator.check_schema(parameter.check.schema)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from gateway.api.call import settle
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
+from gateway.api.openai.responses.parameters import RESPONSE
+from gateway.api.openai.responses.request import parse, to_call
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from tests.fakes.gateway import running
@@ -19,6 +21,16 @@ from tests.fakes.street import FakeStreet, hello
 
 WORDS = ["user", "assistant", "tool", "text", "type", "role", "content", "function", "name", "arguments", "id", "json"]
 WORDS += ["prompt_cache_breakpoint", "mode", "ttl", "explicit", "30m"]
+WORDS += [
+    "input_text",
+    "output_text",
+    "function_call",
+    "function_call_output",
+    "call_id",
+    "output",
+    "summary",
+    "json_schema",
+]
 SCALARS = (
     st.none()
     | st.booleans()
@@ -52,6 +64,15 @@ def bodies(table: Any, prompt: st.SearchStrategy[Any], name: str) -> st.SearchSt
     return st.builds(lambda rest, value: {**rest, "model": "demo", name: value}, others, prompt)
 
 
+ITEMS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"]) | SCALARS},
+        optional={"role": st.sampled_from(["user", "assistant", "developer"])}
+        | dict.fromkeys(("content", "call_id", "name", "arguments", "output", "id", "status", "summary"), VALUES),
+    ),
+    max_size=3,
+)
+RESPONSES = bodies(RESPONSE, ITEMS | VALUES, "input")
 CHATS = bodies(CHAT, MESSAGES | VALUES, "messages")
 COMPLETIONS = bodies(COMPLETION, VALUES | st.lists(st.integers(0, 2000), max_size=5), "prompt")
 
@@ -68,6 +89,16 @@ def test_any_completion_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None
     check(lambda: settle(parse_completion(body, 3), hello()))
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(body=RESPONSES)
+def test_any_response_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
+    def response() -> None:
+        asked = parse(body)
+        settle(to_call(asked, asked.items, LeaseSettings()), hello())
+
+    check(response)
+
+
 def check(parse: Any) -> None:
     refused = None
     try:
@@ -78,12 +109,12 @@ def check(parse: Any) -> None:
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(batch=st.lists(VALUES | CHATS | COMPLETIONS, min_size=10, max_size=30))
+@given(batch=st.lists(VALUES | CHATS | COMPLETIONS | RESPONSES, min_size=10, max_size=30))
 def test_over_http_any_json_gets_an_answer_in_the_shape_of_the_api(batch: list[Any]) -> None:
     async def work() -> None:
         async with running(FakeStreet(pieces=["x"])) as gateway:
             for body in batch:
-                for path in ("/v1/chat/completions", "/v1/completions"):
+                for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
                     async with gateway.session.post(gateway.url + path, data=json.dumps(body)) as answer:
                         text = await answer.text()
                         assert answer.status in (200, 400, 404), text

@@ -1,0 +1,273 @@
+"""Items of the Responses API: what a conversation is made of there. Checked here, and brought into the one form in
+which they are kept, told and rendered: every message has a list of parts, every item an id.
+
+An item's id begins with that of its response, so that it can be found again. Pure; prompt.py makes a prompt of items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from gateway.api.fields import (
+    JsonSchema,
+    an_array,
+    an_object,
+    choice,
+    object_schema,
+    takes,
+    text,
+    unknown_parameter,
+    wrong_type,
+    wrong_value,
+)
+from gateway.api.openai.caching import check_breakpoint
+from gateway.errors import BadRequestError, UnsupportedError
+
+Item = dict[str, Any]
+
+ROLES: Final = ("user", "assistant", "system", "developer")
+MEDIA: Final = {"input_image": "Images", "input_file": "Files", "input_audio": "Audio"}
+
+_string = text()
+_status = choice("in_progress", "completed", "incomplete")
+_phase = choice("commentary", "final_answer")
+_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _parts(*schemas: JsonSchema) -> JsonSchema:
+    """A string, or parts of these kinds."""
+    parts = {"type": "array", "items": {"anyOf": list(schemas)}}
+    return {"anyOf": [{"type": "string"}, parts]}
+
+
+_text: Final[JsonSchema] = {"type": "string"}
+_input_text: Final = object_schema(
+    {"type": {"const": "input_text"}, "text": _text, "prompt_cache_breakpoint": check_breakpoint.schema}, "type", "text"
+)
+_said: Final = (
+    object_schema(
+        {
+            "type": {"const": "output_text"},
+            "text": _text,
+            "annotations": {"type": "array"},
+            "logprobs": {"type": "array"},
+            "parsed": {},
+        },
+        "type",
+        "text",
+    ),
+    object_schema({"type": {"const": "refusal"}, "refusal": _text}, "type", "refusal"),
+)
+_every: Final[JsonSchema] = {"id": {"type": "string", "maxLength": 128}, "status": _status.schema}
+
+
+def _item_schema(kind: str, fields: JsonSchema, *required: str) -> JsonSchema:
+    return object_schema({**_every, "type": {"const": kind}, **fields}, *required)
+
+
+ITEM: Final[JsonSchema] = {
+    "anyOf": [
+        _item_schema(
+            "message",
+            {
+                "role": {"enum": ["user", "system", "developer"]},
+                "content": _parts(_input_text),
+                "phase": _phase.schema,
+            },
+            "role",
+            "content",
+        ),
+        _item_schema(
+            "message",
+            {"role": {"const": "assistant"}, "content": _parts(*_said), "phase": _phase.schema},
+            "role",
+            "content",
+        ),
+        _item_schema(
+            "function_call",
+            {"call_id": _text, "name": _text, "arguments": _text},
+            "type",
+            "call_id",
+            "name",
+            "arguments",
+        ),
+        _item_schema(
+            "function_call_output",
+            {"call_id": _text, "name": _text, "output": _parts(_input_text)},
+            "type",
+            "call_id",
+            "output",
+        ),
+        _item_schema(
+            "reasoning",
+            {
+                "summary": {"type": "array", "items": {"type": "object"}},
+                "content": {"type": "array", "items": {"type": "object"}},
+                "encrypted_content": _text,
+            },
+            "type",
+        ),
+    ]
+}
+
+
+@takes({"anyOf": [{"type": "string"}, {"type": "array", "items": ITEM}]})
+def parse_input(value: Any, path: str) -> list[Item]:
+    """Raises BadRequestError with the path of what is wrong, UnsupportedError for items that Kvasir has no use for."""
+    if type(value) is str:
+        return [_message({"role": "user", "content": value}, path)]
+    if type(value) is not list:
+        raise wrong_type(path, "a string or an array of items", value)
+    return [_item(item, f"{path}[{index}]") for index, item in enumerate(value)]
+
+
+def with_ids(items: Sequence[Item], token: str) -> list[Item]:
+    """Each with an id, its own where it has one. `token` is that of the response's id."""
+    return [
+        item if item.get("id") else {"id": item_id(item["type"], token, f"i{index:04x}"), **item}
+        for index, item in enumerate(items)
+    ]
+
+
+def item_id(kind: str, token: str, number: str) -> str:
+    return f"{_PREFIXES[kind]}_{token}{number}"
+
+
+def _item(item: Any, path: str) -> Item:
+    kind = an_object(item, path).get("type")
+    if kind is None:
+        kind = "message"
+    if type(kind) is not str:
+        raise wrong_type(f"{path}.type", "a string", kind)
+    if (parse := _BY_TYPE.get(kind)) is None:
+        raise UnsupportedError(
+            f"Unsupported item '{kind[:64]}' at '{path}': an input may have items of the types {', '.join(_BY_TYPE)}.",
+            param=f"{path}.type",
+        )
+    return parse(item, path)
+
+
+def _message(item: Item, path: str) -> Item:
+    _only(item, path, ("type", "id", "role", "content", "status", "phase"))
+    role = _given(item, path, "role")
+    if role not in ROLES:
+        raise wrong_value(f"{path}.role", role, ROLES)
+    if item.get("content") is None:
+        raise _missing(f"{path}.content")
+    parts = _assistant_part if role == "assistant" else _input_part
+    content = item["content"]
+    if type(content) is str:
+        content = [_told(content) if role == "assistant" else {"type": "input_text", "text": content}]
+    elif type(content) is list:
+        content = [
+            parts(part, f"{path}.content[{index}]") for index, part in enumerate(an_array(content, f"{path}.content"))
+        ]
+    else:
+        raise wrong_type(f"{path}.content", "a string or an array of parts", content)
+    message: Item = _common(item, path, "message") | {"role": role, "content": content}
+    if item.get("phase") is not None:
+        message["phase"] = _phase(item["phase"], f"{path}.phase")
+    return message
+
+
+def _function_call(item: Item, path: str) -> Item:
+    _only(item, path, ("type", "id", "call_id", "name", "arguments", "status"))
+    fields = {key: _given(item, path, key) for key in ("call_id", "name", "arguments")}
+    return _common(item, path, "function_call") | fields
+
+
+def _function_call_output(item: Item, path: str) -> Item:
+    _only(item, path, ("type", "id", "call_id", "name", "output", "status"))
+    output = item.get("output")
+    if output is None:
+        raise _missing(f"{path}.output")
+    if type(output) is list:
+        output = [_input_part(part, f"{path}.output[{index}]") for index, part in enumerate(output)]
+    elif type(output) is not str:
+        raise wrong_type(f"{path}.output", "a string or an array of parts", output)
+    return _common(item, path, "function_call_output") | {"call_id": _given(item, path, "call_id"), "output": output}
+
+
+def _reasoning(item: Item, path: str) -> Item:
+    """Kept as it is: what another model thought is no part of a prompt here."""
+    _only(item, path, ("type", "id", "summary", "content", "encrypted_content", "status"))
+    kept: Item = {"summary": []}
+    for key in ("summary", "content"):
+        if item.get(key) is not None:
+            if type(item[key]) is not list:
+                raise wrong_type(f"{path}.{key}", "an array of objects", item[key])
+            kept[key] = [an_object(part, f"{path}.{key}[{index}]") for index, part in enumerate(item[key])]
+    if item.get("encrypted_content") is not None:
+        kept["encrypted_content"] = _string(item["encrypted_content"], f"{path}.encrypted_content")
+    return _common(item, path, "reasoning") | kept
+
+
+_BY_TYPE: Final[dict[str, Callable[[Item, str], Item]]] = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _function_call_output,
+    "reasoning": _reasoning,
+}
+
+
+def _input_part(part: Any, path: str) -> Item:
+    kind = _kind(part, path)
+    if kind in MEDIA:
+        raise UnsupportedError(f"{MEDIA[kind]} are not supported by this model.", param=f"{path}.type")
+    if kind != "input_text":
+        raise wrong_value(f"{path}.type", kind, ("input_text",))
+    _only(part, path, ("type", "text", "prompt_cache_breakpoint"))
+    checked: Item = {"type": kind, "text": _given(part, path, "text")}
+    if part.get("prompt_cache_breakpoint") is not None:
+        where = f"{path}.prompt_cache_breakpoint"
+        checked["prompt_cache_breakpoint"] = check_breakpoint(part["prompt_cache_breakpoint"], where)
+    return checked
+
+
+def _assistant_part(part: Any, path: str) -> Item:
+    kind = _kind(part, path)
+    if kind == "refusal":
+        _only(part, path, ("type", "refusal"))
+        return {"type": kind, "refusal": _given(part, path, "refusal")}
+    if kind != "output_text":
+        raise wrong_value(f"{path}.type", kind, ("output_text", "refusal"))
+    _only(part, path, ("type", "text", "annotations", "logprobs", "parsed"))
+    return _told(_given(part, path, "text"))
+
+
+def _told(said: str) -> Item:
+    return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+
+
+def _kind(part: Any, path: str) -> str:
+    kind = an_object(part, path).get("type")
+    if kind is None:
+        raise _missing(f"{path}.type")
+    checked: str = _string(kind, f"{path}.type")
+    return checked
+
+
+def _common(item: Item, path: str, kind: str) -> Item:
+    """What all items have, in the order in which they are told."""
+    status = "completed" if item.get("status") is None else _status(item["status"], f"{path}.status")
+    if item.get("id") is None:
+        return {"type": kind, "status": status}
+    return {"id": text(128)(item["id"], f"{path}.id"), "type": kind, "status": status}
+
+
+def _given(item: Item, path: str, key: str) -> str:
+    if item.get(key) is None:
+        raise _missing(f"{path}.{key}")
+    value: str = _string(item[key], f"{path}.{key}")
+    return value
+
+
+def _only(item: Item, path: str, known: tuple[str, ...]) -> None:
+    for key, value in item.items():
+        if value is not None and key not in known:
+            raise unknown_parameter(f"{path}.{key}")
+
+
+def _missing(path: str) -> BadRequestError:
+    return BadRequestError(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")

@@ -1,0 +1,199 @@
+"""The parameters of /v1/responses as a table, as in openai/parameters.py; docs/http-api.md is held to it by a test.
+
+What the Responses API calls as chats do is taken from their table, the extensions among it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from gateway.api.fields import (
+    Parameter,
+    an_array,
+    an_object,
+    anything,
+    boolean,
+    choice,
+    integer,
+    object_schema,
+    record,
+    string_map,
+    takes,
+    text,
+    unknown_parameter,
+    wrong_type,
+)
+from gateway.api.openai.formats import text_format
+from gateway.api.openai.parameters import CHAT, MAX_TOKENS
+from gateway.api.openai.responses.items import parse_input
+from gateway.types import Constraint
+
+MIN_OUTPUT_TOKENS: Final = 16
+LOGPROBS: Final = "message.output_text.logprobs"
+INCLUDABLE: Final = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+
+_string = text()
+_includable = choice(*INCLUDABLE)
+_tiers = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+
+
+@takes({"type": "array", "items": _includable.schema})
+def include(value: Any, path: str) -> frozenset[str]:
+    """May be empty."""
+    if type(value) is not list:
+        raise wrong_type(path, "an array of strings", value)
+    return frozenset(_includable(item, f"{path}[{index}]") for index, item in enumerate(value))
+
+
+_verbosity = choice("low", "medium", "high")
+
+
+@takes(object_schema({"format": text_format.schema, "verbosity": _verbosity.schema}))
+def text_options(value: Any, path: str) -> Constraint | None:
+    """What `text.format` asks for. The verbosity is checked, and has no effect."""
+    constraint = None
+    for key, item in an_object(value, path).items():
+        if item is None:
+            continue
+        if key == "format":
+            constraint = text_format(item, f"{path}.format")
+        elif key == "verbosity":
+            _verbosity(item, f"{path}.verbosity")
+        else:
+            raise unknown_parameter(f"{path}.{key}")
+    return constraint
+
+
+check_options = record(mode=choice("implicit", "explicit"), ttl=_string, prewarm=boolean)
+check_reasoning = record(
+    effort=choice("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+    summary=choice("auto", "concise", "detailed"),
+    generate_summary=choice("auto", "concise", "detailed"),
+    context=choice("auto", "current_turn", "all_turns"),
+    mode=_string,
+)
+
+
+def _as_chat(*names: str) -> tuple[Parameter, ...]:
+    return tuple(CHAT[name] for name in names)
+
+
+def _used(name: str, check: Any, accepts: str, does: str) -> Parameter:
+    return Parameter(name, check, accepts, does)
+
+
+def _no_effect(name: str, check: Any, accepts: str, does: str) -> Parameter:
+    return Parameter(name, check, accepts, does, "none")
+
+
+def _refused(name: str, check: Any, accepts: str, does: str, *harmless: Any) -> Parameter:
+    return Parameter(name, check, accepts, does, "refused", harmless)
+
+
+_INPUT = (
+    *_as_chat("model"),
+    _used("input", parse_input, "string, or array of items", "What is answered; see below."),
+    _used("instructions", _string, "string", "A system message before all; not kept for the next response."),
+    _used("text", text_options, "object: `format`, `verbosity`", "What the answer has to be; see below."),
+    _refused("conversation", anything, "-", "Conversations are not supported; use `previous_response_id`."),
+    _no_effect(
+        "reasoning",
+        check_reasoning,
+        "object: `effort`, `summary`, `generate_summary`, `context`, `mode`",
+        "The model reasons as it was made to.",
+    ),
+)
+
+_TABLE = (
+    *_INPUT,
+    *_as_chat("stream"),
+    _used(
+        "stream_options",
+        record(include_obfuscation=boolean),
+        "object, only with `stream`",
+        "`include_obfuscation` has no effect: nothing is padded.",
+    ),
+    _used(
+        "max_output_tokens",
+        integer(MIN_OUTPUT_TOKENS, MAX_TOKENS),
+        "integer from 16, default: up to the context's end",
+        "Tokens to generate at most; with fewer than the answer needs it is `incomplete`.",
+    ),
+    *_as_chat("temperature", "top_p"),
+    _used(
+        "top_logprobs",
+        integer(0, 20),
+        "integer 0 to 20, default 0",
+        "Log probabilities of the answer's tokens, and of so many of the likeliest in the place of each; 0 tells none "
+        "unless `include` asks for them.",
+    ),
+    _used(
+        "include",
+        include,
+        "array of names",
+        "`message.output_text.logprobs`: log probabilities of the answer's tokens. The other names of the API are of "
+        "things that no answer has here, and have no effect.",
+    ),
+    _used(
+        "metadata",
+        string_map(16, 64, 512),
+        "up to 16 pairs, key up to 64, value up to 512 characters",
+        "Told again with the response.",
+    ),
+    _used(
+        "prompt_cache_options",
+        check_options,
+        "object: `mode` `implicit` or `explicit`, `ttl` one of `leases.ttls`, `prewarm` boolean",
+        "Which prefixes are kept, and for how long at least, as for chats. `prewarm`: the prompt is computed, and "
+        "nothing generated.",
+    ),
+    *_as_chat(
+        "prompt_cache_key",
+        "cache_salt",
+        "stop",
+        "seed",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "stop_token_ids",
+        "ignore_eos",
+        "min_tokens",
+    ),
+    *_as_chat("user", "safety_identifier", "prompt_cache_retention"),
+    _no_effect(
+        "service_tier",
+        choice(*_tiers),
+        "`auto`, `default`, `flex`, `scale`, `priority`, `fast` or `ultrafast`",
+        "The answer always reports `default`.",
+    ),
+    _no_effect("max_tool_calls", integer(1, MAX_TOKENS), "integer from 1", "It limits built-in tools; there are none."),
+    _no_effect("store", boolean, "boolean", "Responses are not kept yet; `store` is told as `false`."),
+    _refused("previous_response_id", _string, "-", "Responses are not kept yet."),
+    _refused(
+        "truncation", choice("auto", "disabled"), "only `disabled`", "An input that is too long is refused.", "disabled"
+    ),
+    _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
+    _refused("tools", an_array, "-", "Tools are not supported yet."),
+    _refused("tool_choice", anything, "only `none` and `auto`", "Tools are not supported yet.", "none", "auto"),
+    _refused("background", boolean, "boolean; only `false`", "Background responses are not supported.", False),
+    _refused("background_options", anything, "-", "Background responses are not supported."),
+    _refused("context_management", anything, "-", "Conversations are not compacted."),
+    _refused("prompt", anything, "-", "Prompt templates are not kept here; send `instructions` and `input`."),
+    _refused("moderation", anything, "-", "Moderation is not supported."),
+    _refused("image", anything, "-", "Images are not supported."),
+    _refused("access_programs", anything, "-", "There are no access programs."),
+)
+
+RESPONSE: Final = {parameter.name: parameter for parameter in _TABLE}

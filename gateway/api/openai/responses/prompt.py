@@ -1,0 +1,90 @@
+"""Items of the Responses API into the messages that a chat template takes, with the places of their breakpoints.
+
+What a model says in one turn is several items there (a message and the calls behind it), and one message to a template:
+they are put together again, so that a history renders to what the model wrote. Reasoning is left out. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gateway.api.openai.caching import Point
+from gateway.api.openai.messages import Message, call_arguments
+from gateway.api.openai.responses.items import Item
+from gateway.errors import BadRequestError
+
+
+class Conversation(NamedTuple):
+    """`points` are the breakpoints on parts, in their order."""
+
+    messages: list[Message]
+    points: list[Point]
+
+
+def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0) -> Conversation:
+    """Items from `new` on are the request's own, and are named by their path in it.
+
+    Raises BadRequestError for the output of a call that is not there.
+    """
+    conversation = Conversation([], [])
+    if instructions is not None:
+        conversation.messages.append({"role": "system", "content": instructions})
+    called: dict[str, str] = {}  # call id -> name of the function
+    turn: Message | None = None  # of the assistant, to which calls are added
+    for number, item in enumerate(items):
+        path = f"input[{number - new}]" if number >= new else "previous_response_id"
+        kind = item["type"]
+        if kind == "message":
+            turn = _add_message(conversation, item, path)
+        elif kind == "function_call":
+            if turn is None:
+                turn = {"role": "assistant", "content": ""}
+                conversation.messages.append(turn)
+            called[item["call_id"]] = item["name"]
+            turn.setdefault("tool_calls", []).append(_call(item))
+        elif kind == "function_call_output":
+            turn = None
+            _add_output(conversation, item, called, path)
+    return conversation
+
+
+def _add_message(conversation: Conversation, item: Item, path: str) -> Message | None:
+    """Returns it if it is the assistant's."""
+    role = "system" if item["role"] == "developer" else item["role"]
+    message = {"role": role, "content": _joined(conversation, item["content"], f"{path}.content")}
+    conversation.messages.append(message)
+    return message if role == "assistant" else None
+
+
+def _call(item: Item) -> dict[str, Any]:
+    function = {"name": item["name"], "arguments": call_arguments(item["arguments"])}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _add_output(conversation: Conversation, item: Item, called: dict[str, str], path: str) -> None:
+    call_id = item["call_id"]
+    if call_id not in called:
+        raise BadRequestError(
+            f"No tool call found for function call output with call_id {call_id[:64]!r}.",
+            param=f"{path}.call_id",
+            code="invalid_value",
+        )
+    output = item["output"]
+    content = output if type(output) is str else _joined(conversation, output, f"{path}.output")
+    message = {"role": "tool", "content": content, "tool_call_id": call_id, "name": called[call_id]}
+    conversation.messages.append(message)
+
+
+def _joined(conversation: Conversation, parts: Sequence[Item], path: str) -> str:
+    """The texts of a message's parts as one, whose breakpoints become points of the message that comes next."""
+    pieces: list[str] = []
+    chars, message = 0, len(conversation.messages)
+    for number, part in enumerate(parts):
+        said = part["refusal"] if part["type"] == "refusal" else part["text"]
+        pieces.append(said)
+        chars += len(said)
+        if (point := part.get("prompt_cache_breakpoint")) is not None:
+            where = f"{path}[{number}].prompt_cache_breakpoint.ttl"
+            conversation.points.append(Point(message, chars, point.get("ttl"), where))
+    return "".join(pieces)

@@ -1,0 +1,82 @@
+"""Bodies of the Responses API, checked, into a Call. Pure: handlers.py brings what is kept of earlier responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.api.call import Call
+from gateway.api.fields import read
+from gateway.api.openai.caching import place_markers
+from gateway.api.openai.request import check_min_tokens, read_sampling
+from gateway.api.openai.responses.items import Item
+from gateway.api.openai.responses.parameters import LOGPROBS, RESPONSE
+from gateway.api.openai.responses.prompt import to_messages
+from gateway.config import LeaseSettings
+from gateway.errors import BadRequestError
+from gateway.types import ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One POST to /v1/responses, checked.
+
+    body    as it came, for what is only told again
+    values  checked, by parameter
+    """
+
+    body: dict[str, Any]
+    values: dict[str, Any]
+
+    @property
+    def items(self) -> list[Item]:
+        """Of this request alone, without ids."""
+        items: list[Item] = self.values["input"]
+        return items
+
+
+def parse(body: dict[str, Any]) -> Asked:
+    """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
+    values = read(body, RESPONSE, required=("model", "input"))
+    if values.get("stream_options") is not None and not values.get("stream"):
+        raise BadRequestError(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            param="stream_options",
+            code="invalid_value",
+        )
+    if values.get("text") is not None and values.get("ignore_eos"):
+        raise BadRequestError(
+            "Setting 'text.format' and 'ignore_eos' at the same time is not supported.",
+            param="ignore_eos",
+            code="invalid_parameter_combination",
+        )
+    check_min_tokens(values, values.get("max_output_tokens", 0), unlimited=True)
+    return Asked(body, values)
+
+
+def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
+    """`items` are those of earlier responses and the request's own, at the end."""
+    values = asked.values
+    conversation = to_messages(values.get("instructions"), items, new=len(items) - len(asked.items))
+    options = values.get("prompt_cache_options", {})
+    caching = place_markers(conversation.messages, conversation.points, options, leases)
+    prewarm = options.get("prewarm", False)
+    return Call(
+        model=values["model"],
+        prompts=(ChatPrompt(conversation.messages, markers=caching.markers),),
+        prompt_param="input",
+        sampling=read_sampling(values, 0 if prewarm else values.get("max_output_tokens", 0), _logprobs(values)),
+        stop=values.get("stop", ()),
+        stream=values.get("stream", False),
+        prewarm=prewarm,
+        constraint=None if prewarm else values.get("text"),
+        use_cache=caching.use_cache,
+        cache_key=values.get("prompt_cache_key", ""),
+        cache_salt=values.get("cache_salt", ""),
+    )
+
+
+def _logprobs(values: dict[str, Any]) -> int | None:
+    top: int = values.get("top_logprobs", 0)
+    return top if top or LOGPROBS in values.get("include", ()) else None
