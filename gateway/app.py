@@ -31,6 +31,7 @@ from gateway.index.redis_index import RedisIndex, connect
 from gateway.prompt.stage import PromptStage
 from gateway.queues.online import OnlineQueue
 from gateway.redis_server import RedisServer, RedisStartError
+from gateway.responses.embedder import Embedder
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
 from gateway.street import Street
@@ -56,6 +57,7 @@ class Gateway:
         settings = self.settings
         self.prompts = PromptStage(settings.prompt)
         self.queue = OnlineQueue(settings.queue)
+        self.embedder = Embedder(settings.embeddings)
         redis_index = RedisIndex(self.redis, timeout_s=settings.redis.timeout_s) if self.redis is not None else None
         self.index = FallbackIndex(redis_index, self.memory, retry_s=settings.redis.retry_s)
         self.registry = Registry(
@@ -83,14 +85,17 @@ class Gateway:
             auth=settings.auth,
             tenants=settings.tenants,
             namespaces=settings.namespaces,
+            embeddings=settings.embeddings,
             street=self.street,
             models=self.registry,
             decoders=self.prompts,
+            embedder=self.embedder,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
                 queue=self.queue.status,
                 prompts=self.prompts.stats,
+                embeddings=self.embedder.figures,
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
                 draining=lambda: self.draining,
                 version=installed_version(),
@@ -162,6 +167,7 @@ async def serve(
         # 2. The stages, and the port: whoever asks now is told that the server is starting.
         gateway = Gateway(settings, redis, redis_url)
         stack.callback(gateway.prompts.close)
+        stack.callback(gateway.embedder.close)
         stack.push_async_callback(gateway.index.close)
         stack.push_async_callback(gateway.figures.close)
         runner = app_runner(gateway.web_app(), settings.server)

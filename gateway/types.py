@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -210,6 +211,18 @@ class Request:
     def salt(self) -> str:
         """Under which its blocks are kept and found."""
         return self.tenant.salt if self.scope is None else self.scope.salt
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingInput:
+    """A text and how many numbers its vector is to have.
+
+    tokens      ids of the embedding model, its special tokens included
+    dimensions  the model's own, or fewer
+    """
+
+    tokens: Sequence[int]
+    dimensions: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,7 @@ class Admin:
                 }
             },
             "prompts": sources.prompts(),
+            "embeddings": sources.embeddings(),
             "redis": sources.redis(),
             "tenants": {
                 tenant: {**asdict(totals), "cached_ratio": _ratio(totals.cached_tokens, totals.prompt_tokens)}

@@ -46,6 +46,7 @@ class Totals:
     lease_write_tokens: int = 0
     completion_tokens: int = 0
     tokenized_tokens: int = 0
+    embedded_tokens: int = 0
 
 
 class Metrics:
@@ -75,6 +76,9 @@ class Metrics:
                 ("tokenized", "Tokens of prompts that had to be tokenised, because their segments were new."),
             )
         }
+        self._embedded = Counter(
+            "kvasir_embedded_tokens", "Tokens of texts that were embedded.", tenant_model, registry=self.registry
+        )
         self._breakpoints = Counter(
             "kvasir_breakpoint_requests",
             "Answered requests with breakpoints: all of them kept, or any degraded.",
@@ -109,6 +113,9 @@ class Metrics:
             self._count(record, tenant)
         if record.traces:
             self._meter(record, model, tenant)
+        if record.embedded_tokens:
+            self._embedded.labels(model, tenant).inc(record.embedded_tokens)
+            self._duration.labels(model).observe(record.total_ms / 1e3)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -118,6 +125,7 @@ class Metrics:
         totals.requests += 1
         totals.clients_left += record.status == CLIENT_LEFT
         totals.errors += record.status >= 400 and record.status != CLIENT_LEFT
+        totals.embedded_tokens += record.embedded_tokens
         for trace in record.traces:
             totals.prompt_tokens += trace.prompt_tokens
             totals.cached_tokens += trace.cached_tokens
@@ -188,6 +196,7 @@ class _Scraped(Collector):
         yield from engine_metrics(self._sources.engines())
         yield from self._queue()
         yield from self._prompts()
+        yield self._embeddings()
         yield GaugeMetricFamily(
             "kvasir_redis_up",
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
@@ -205,6 +214,12 @@ class _Scraped(Collector):
         for outcome in ("admitted", "refused", "expired", "abandoned"):
             outcomes.add_metric([outcome], getattr(queue, outcome))
         yield outcomes
+
+    def _embeddings(self) -> Metric:
+        embeddings = GaugeMetricFamily("kvasir_embeddings", "Figures of the embedder.", labels=("figure",))
+        for figure, value in self._sources.embeddings().items():
+            embeddings.add_metric([figure], float(value))
+        return embeddings
 
     def _prompts(self) -> Iterator[Metric]:
         prompts = GaugeMetricFamily(

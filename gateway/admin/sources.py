@@ -60,6 +60,7 @@ class Sources:
     engines   every engine, whatever its state
     queue     the online lane
     prompts   model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
+    embeddings  figures of the embedder, numbers; empty without the extra
     redis     at least {"up": bool}; the index answers from memory while it is False
     draining  whether the server is ending and wants no new requests
     """
@@ -68,6 +69,7 @@ class Sources:
     engines: Callable[[], Sequence[EngineStatus]]
     queue: Callable[[], QueueStatus]
     prompts: Callable[[], Mapping[str, Mapping[str, Any]]]
+    embeddings: Callable[[], Mapping[str, Any]]
     redis: Callable[[], Mapping[str, Any]]
     draining: Callable[[], bool]
     version: str

@@ -19,7 +19,7 @@ from gateway.api.namespaces import Namespaces
 from gateway.api.record import RECORD, Record, common_headers, kvasir_headers
 from gateway.api.stream import Answers, Echo, Shape, collect, stream
 from gateway.config import ServerSettings
-from gateway.errors import NoEngineError
+from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.street import Engine, TextDecoder
 from gateway.types import Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt, Usage
 
@@ -59,7 +59,7 @@ class AnswerShape(Shape, Protocol):
 
 
 class Answering:
-    """Holds what answering a Call needs, for all dialects."""
+    """Holds what answering a Call needs, for all dialects. `embedding_models` are those that only embed."""
 
     def __init__(
         self,
@@ -69,8 +69,10 @@ class Answering:
         street: Street,
         models: Models,
         decoders: Decoders,
+        embedding_models: Mapping[str, int],
     ) -> None:
         self.models = models
+        self.embedding_models = embedding_models
         self._server = server
         self._auth = auth
         self._namespaces = namespaces
@@ -84,9 +86,17 @@ class Answering:
         return tenant
 
     def model(self, name: str, record: Record) -> Hello:
-        """Raises ModelNotFoundError, and NoEngineError when the model's engines are away."""
+        """Raises ModelNotFoundError, BadRequestError for a model that only embeds, and NoEngineError when the model's
+        engines are away."""
         try:
             model = self.models.serving(name)[0].hello
+        except ModelNotFoundError:
+            if name in self.embedding_models:
+                raise BadRequestError(
+                    f"The model `{name}` embeds texts and generates none; its route is POST /v1/embeddings.",
+                    param="model",
+                ) from None
+            raise
         except NoEngineError:
             if name in self.models.models():  # else it may be anything, and no label of a metric
                 record.model = name

@@ -34,7 +34,7 @@ class Route(NamedTuple):
     required    names of those that have to be there
     query       parameters of the URL, by name; their values are strings (fields.read_query)
     media       content types of its answers, the ordinary one first
-    example     a body that is answered, whose model is `EXAMPLE_MODEL`
+    example     a body that is answered, whose model is `EXAMPLE_MODEL`, or one that embeds
     key         whose key it wants, where the server has any
     """
 

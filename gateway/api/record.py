@@ -27,6 +27,7 @@ class Record:
     tenant: str | None = None
     model: str | None = None
     traces: list[Trace] = field(default_factory=list)  # one for each prompt
+    embedded_tokens: int = 0  # of texts whose vectors were computed
     stream: bool = False
     status: int = 0  # what the client got, or would have got had the first byte not been sent
     total_ms: float = 0.0

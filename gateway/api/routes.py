@@ -22,11 +22,19 @@ from gateway.api.dialects import DIALECTS, handlers_of
 from gateway.api.docs import Docs
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
+from gateway.api.openai.embeddings import Embedder, Embeddings
 from gateway.api.openai.handlers import OpenAI
 from gateway.api.openai.responses.handlers import Responses
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
-from gateway.config import AuthSettings, LeaseSettings, NamespaceSettings, ServerSettings, TenantSettings
+from gateway.config import (
+    AuthSettings,
+    EmbeddingSettings,
+    LeaseSettings,
+    NamespaceSettings,
+    ServerSettings,
+    TenantSettings,
+)
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
@@ -39,23 +47,27 @@ def build_app(
     auth: AuthSettings,
     tenants: Sequence[TenantSettings],
     namespaces: Sequence[NamespaceSettings],
+    embeddings: EmbeddingSettings,
     street: Street,
     models: Models,
     decoders: Decoders,
+    embedder: Embedder,
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
 
     street, models, decoders   the street, the registry and the prompt stage
+    embedder                   for /v1/embeddings
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
-    answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders)
+    answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders, embedder.models())
     by_dialect = {
         OPENAI.name: [
             *OpenAI(server, leases, answering).routes(),
             *Responses(server, leases, answering).routes(),
+            *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
         OWN: Admin(keys, sources, metrics).routes(),
     }

@@ -11,16 +11,17 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gateway.config import EmbeddingSettings
 from gateway.errors import DeadlineError, EmbedderError, QueueFullError
-from gateway.responses.text_model import TextModel, Wanted, find_folder, load
+from gateway.responses.text_model import TextModel, find_folder, load
 from gateway.tasks import spawn
+from gateway.types import EmbeddingInput
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class _Job:
     missing  texts without a vector
     """
 
-    texts: Sequence[Wanted]
+    texts: Sequence[EmbeddingInput]
     done: asyncio.Future[None]
     waiting: deque[int]
     vectors: list[bytes]
@@ -76,16 +77,20 @@ class Embedder:
 
     def __post_init__(self) -> None:
         self._folder = self.find_folder(self.settings.folder)
+        self._created = int(time.time())
         self._loading: asyncio.Task[TextModel] | None = None
         self._jobs: deque[_Job] = deque()  # those with texts that wait, in the order of their turns
         self._running = 0  # batches
         self._computing = ThreadPoolExecutor(self.settings.threads, thread_name_prefix="embed")
         self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="embed-tokens")
 
-    @property
-    def installed(self) -> bool:
-        """Whether there is a model; if not, the extra is missing."""
-        return self._folder is not None
+    def models(self) -> Mapping[str, int]:
+        """Names that it embeds under -> Unix second of its start; empty while the extra is missing."""
+        return dict.fromkeys(self.settings.names, self._created) if self._folder is not None else {}
+
+    def figures(self) -> Mapping[str, Any]:
+        """For the operator; empty while the extra is missing."""
+        return asdict(self.stats) if self._folder is not None else {}
 
     async def model(self) -> TextModel:
         """The model, loaded by the first who asks. Raises EmbedderError when it cannot be; the next one tries again."""
@@ -106,7 +111,7 @@ class Embedder:
             return [model.tokens(text) for text in texts]
         return await self._in(self._tokenising, lambda: [model.tokens(text) for text in texts])
 
-    async def embed(self, texts: Sequence[Wanted], deadline_s: float) -> list[bytes]:
+    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float) -> list[bytes]:
         """The vectors in the order of the texts, little-endian float32 of length 1.
 
         Requests take turns text by text, so that a short one does not wait for a long one. Raises QueueFullError,
@@ -143,7 +148,7 @@ class Embedder:
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, texts: Sequence[Wanted]) -> _Job:
+    def _admit(self, texts: Sequence[EmbeddingInput]) -> _Job:
         tokens = sum(len(one.tokens) for one in texts)
         if self.stats.waiting_tokens + tokens > self.settings.max_waiting_tokens:
             self.stats.refused += 1

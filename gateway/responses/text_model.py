@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from gateway.types import EmbeddingInput
+
 if TYPE_CHECKING:
     from gateway.responses.bert import Bert
 
@@ -31,18 +33,6 @@ def find_folder(configured: Path | None) -> Path | None:
         return configured
     package = find_spec(_PACKAGE)
     return Path(package.origin).parent / "model" if package is not None and package.origin else None
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A text and how many numbers its vector is to have.
-
-    tokens      ids below the model's `vocabulary`, special ones included; 1 to `max_tokens`
-    dimensions  the model's own, or fewer
-    """
-
-    tokens: Sequence[int]
-    dimensions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +69,10 @@ class TextModel:
             return ids
         return [*self.opening, *ids, *self.closing]
 
-    def vectors(self, wanted: Sequence[Wanted]) -> list[bytes]:
-        """The vector of each text, little-endian float32. One that is cut to fewer dimensions has length 1 again.
+    def vectors(self, wanted: Sequence[EmbeddingInput]) -> list[bytes]:
+        """The vector of each text of 1 to `max_tokens` ids, little-endian float32.
 
+        One that is cut to fewer dimensions has length 1 again.
         Raises FloatingPointError when one is not finite.
         """
         import numpy as np

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gateway.config import EmbeddingSettings
 from gateway.responses.embedder import Embedder
-from gateway.responses.text_model import Wanted
+from gateway.types import EmbeddingInput
 
 LIMIT_S = 10.0
 
@@ -18,10 +18,10 @@ class FakeTextModel:
     """Its vector of a text is the text's own tokens. Notes every batch, and holds each back while it is `held`."""
 
     dimensions = 4
-    max_tokens = 16
     vocabulary = 1000
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int = 16) -> None:
+        self.max_tokens = max_tokens
         self.batches: list[list[tuple[int, ...]]] = []
         self.broken: set[int] = set()  # a batch with one of these tokens fails
         self.begun = threading.Semaphore(0)
@@ -40,13 +40,18 @@ class FakeTextModel:
     def completed(self, ids: Sequence[int]) -> Sequence[int]:
         return [1, *ids, 2]
 
-    def vectors(self, wanted: Sequence[Wanted]) -> list[bytes]:
+    def vectors(self, wanted: Sequence[EmbeddingInput]) -> list[bytes]:
         self.batches.append([tuple(one.tokens) for one in wanted])
         self.begun.release()
         assert self._go.wait(LIMIT_S)
         if self.broken.intersection(token for one in wanted for token in one.tokens):
             raise RuntimeError("this text cannot be computed")
         return [array("f", one.tokens[: one.dimensions]).tobytes() for one in wanted]
+
+
+def no_embedder() -> Embedder:
+    """That of a gateway without the extra."""
+    return Embedder(EmbeddingSettings(), find_folder=lambda configured: None)
 
 
 def fake_embedder(model: FakeTextModel, **settings: object) -> Embedder:

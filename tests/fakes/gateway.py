@@ -15,8 +15,17 @@ from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.routes import app_runner, build_app
-from gateway.config import AuthSettings, LeaseSettings, NamespaceSettings, QueueSettings, ServerSettings, TenantSettings
+from gateway.config import (
+    AuthSettings,
+    LeaseSettings,
+    NamespaceSettings,
+    QueueSettings,
+    ServerSettings,
+    TenantSettings,
+)
 from gateway.queues.online import OnlineQueue
+from gateway.responses.embedder import Embedder
+from tests.fakes.embedding import no_embedder
 from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
 
 LIMIT_S = 10.0
@@ -70,6 +79,7 @@ class Options:
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
+    embedder: Embedder = field(default_factory=no_embedder)
 
 
 async def _nothing_to_fetch() -> None:
@@ -90,14 +100,17 @@ def make_app(
         auth=given.auth,
         tenants=given.tenants,
         namespaces=given.namespaces,
+        embeddings=given.embedder.settings,
         street=street or FakeStreet(),
         models=models or FakeModels(),
         decoders=FakeDecoders(),
+        embedder=given.embedder,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
             queue=OnlineQueue(QueueSettings()).status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
+            embeddings=given.embedder.figures,
             redis=lambda: state["redis"],
             draining=lambda: state["draining"],
             version="0.0.test",
@@ -124,3 +137,4 @@ async def running(
     finally:
         async with asyncio.timeout(LIMIT_S):
             await runner.cleanup()
+        given.embedder.close()

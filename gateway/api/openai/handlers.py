@@ -4,6 +4,8 @@ goes out, answering.py does what is between.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import orjson
 from aiohttp import web
 
@@ -71,13 +73,18 @@ class OpenAI:
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
         self._answering.admit(http)
-        data = [model_json(name, created) for name, created in self._answering.models.models().items()]
+        data = [model_json(name, created) for name, created in self._models().items()]
         return reply(orjson.dumps({"object": "list", "data": data}), http[RECORD])
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
         self._answering.admit(http)
         name = http.match_info["model"]
-        if (created := self._answering.models.models().get(name)) is None:
+        if (created := self._models().get(name)) is None:
             raise ModelNotFoundError(name)
         return reply(orjson.dumps(model_json(name, created)), http[RECORD])
+
+    def _models(self) -> Mapping[str, int]:
+        """Those that embed come last: what takes the first wants one that answers."""
+        models = self._answering.models.models()
+        return {**models, **{name: at for name, at in self._answering.embedding_models.items() if name not in models}}

@@ -99,6 +99,7 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "lease_write_tokens": 0,
         "completion_tokens": 4,
         "tokenized_tokens": 0,
+        "embedded_tokens": 0,
         "cached_ratio": 0.8,
     }
 

@@ -10,12 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.call import settle
+from gateway.api.openai.embeddings import EMBEDDINGS
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.responses.parameters import RESPONSE
 from gateway.api.openai.responses.request import parse, to_call
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
+from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import running
 from tests.fakes.street import FakeStreet, hello
 
@@ -75,6 +77,9 @@ ITEMS = st.lists(
 RESPONSES = bodies(RESPONSE, ITEMS | VALUES, "input")
 CHATS = bodies(CHAT, MESSAGES | VALUES, "messages")
 COMPLETIONS = bodies(COMPLETION, VALUES | st.lists(st.integers(0, 2000), max_size=5), "prompt")
+EMBEDS = bodies(EMBEDDINGS, VALUES | st.lists(st.integers(0, 2000), max_size=5), "input").map(
+    lambda body: {**body, "model": "all-MiniLM-L6-v2"}
+)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -109,12 +114,12 @@ def check(parse: Any) -> None:
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(batch=st.lists(VALUES | CHATS | COMPLETIONS | RESPONSES, min_size=10, max_size=30))
+@given(batch=st.lists(VALUES | CHATS | COMPLETIONS | RESPONSES | EMBEDS, min_size=10, max_size=30))
 def test_over_http_any_json_gets_an_answer_in_the_shape_of_the_api(batch: list[Any]) -> None:
     async def work() -> None:
-        async with running(FakeStreet(pieces=["x"])) as gateway:
+        async with running(FakeStreet(pieces=["x"]), embedder=fake_embedder(FakeTextModel())) as gateway:
             for body in batch:
-                for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+                for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"):
                     async with gateway.session.post(gateway.url + path, data=json.dumps(body)) as answer:
                         text = await answer.text()
                         assert answer.status in (200, 400, 404), text

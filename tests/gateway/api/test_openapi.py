@@ -14,6 +14,7 @@ from gateway.api.fields import Parameter, anything, boolean, choice, in_url, int
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN, document, template
 from gateway.api.routes import ROUTES
+from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import make_app, running
 
 ROUTES_OF = make_app()[ROUTES]
@@ -84,7 +85,7 @@ async def test_an_example_is_answered(name: str, route: Route) -> None:
     path = template(route.path).replace("{model}", "demo")
     if "{" in path:
         pytest.skip("asks for something that has to be made before")
-    async with running() as gateway:
+    async with running(embedder=fake_embedder(FakeTextModel(max_tokens=64))) as gateway:
         url = gateway.url + path
         async with gateway.session.request(route.method, url, json=route.example, headers=headers) as answer:
             assert answer.status == 200, await answer.text()

