@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
@@ -32,10 +31,13 @@ from gateway.errors import (
     OverloadedError,
 )
 from gateway.types import (
+    CallDelta,
     ChatPrompt,
+    Constraint,
     EncodedPrompt,
     Event,
     Finished,
+    FinishReason,
     Lease,
     Request,
     ScoredToken,
@@ -49,31 +51,31 @@ from gateway.types import (
 log = logging.getLogger(__name__)
 
 
-class TextDecoder(Protocol):
-    """Tokens of one answer into text. Holds back unfinished characters and what may become a stop string."""
+class Reader(Protocol):
+    """Tokens of one answer into its events. Holds back unfinished characters, and what may become a stop string or a
+    tool call."""
 
-    met: str | None  # the stop string that was met; what follows is not part of the answer
-
-    def feed(self, tokens: Sequence[int]) -> str:
-        """The text that became certain with these tokens, possibly empty."""
+    @property
+    def met(self) -> str | None:
+        """The stop string that was met; what follows is not part of the answer."""
         ...
 
-    def flush(self) -> str:
-        """What was held back, at the end of the answer."""
+    @property
+    def ended(self) -> bool:
+        """Whether the answer ends here: by a stop string, or with the only call that it may have."""
         ...
 
-
-class TokenScores(Protocol):
-    """Log probabilities of one answer, held back for as long as the text that they belong to."""
-
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None: ...
-
-    def release(self, text: str) -> tuple[ScoredToken, ...]:
-        """Those of tokens that are complete with this piece of the answer; the pieces come in order."""
+    @property
+    def called(self) -> bool:
+        """Whether there is a tool call in it, so far."""
         ...
 
-    def flush(self) -> tuple[ScoredToken, ...]:
-        """All that are left, at the end of an answer that no stop string ended."""
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Sequence[TextDelta | CallDelta]:
+        """What became certain with these tokens. `logprobs` has one for each, when they are asked for."""
+        ...
+
+    def flush(self) -> Sequence[TextDelta | CallDelta]:
+        """What was held back, at the end of an answer that did not end before. It may end here."""
         ...
 
 
@@ -81,12 +83,21 @@ class Prompts(Protocol):
     """Step 2. One tokeniser and template per model, loaded when its first engine joined."""
 
     async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
-        """Raises BadRequestError for what the template refuses."""
+        """Raises BadRequestError for what the template refuses, and for tools that this model cannot call."""
         ...
 
-    def decoder(self, model: Hello, stop: tuple[str, ...]) -> TextDecoder: ...
+    def forced(self, request: Request, model: Hello) -> Constraint | None:
+        """What an answer has to be that must call a tool, behind the prompt that `encode` returned. None for others.
+        Raises BadRequestError for schemas that are too long."""
+        ...
 
-    def scores(self, model: Hello) -> TokenScores: ...
+    def reader(self, request: Request, model: Hello) -> Reader:
+        """For an answer to an encoded request."""
+        ...
+
+    def score(self, prompt: EncodedPrompt, logprobs: Sequence[TokenLogprobs], model: Hello) -> tuple[ScoredToken, ...]:
+        """A prompt with the log probabilities of its tokens; the first has none, which is told as 0."""
+        ...
 
 
 class Index(Protocol):
@@ -161,11 +172,14 @@ class Street:
         return (await self._prompts.encode(request, model)).num_tokens
 
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Started, any number of TextDeltas, Finished. Raises a KvasirError instead of, or after, any of them."""
+        """Started, any number of TextDeltas and CallDeltas, Finished. Raises a KvasirError instead of, or after, any of
+        them."""
         # 2. Render and tokenise. All engines of a model share tokeniser and context.
         model = self._registry.serving(request.model)[0].hello
         prompt = await self._prompts.encode(request, model)
         sampling = _fit(request, prompt, model)
+        if (forced := self._prompts.forced(request, model)) is not None:
+            request = replace(request, constraint=forced)
         request.trace.prompt_tokens = prompt.num_tokens
         request.trace.tokenized_tokens = prompt.new_tokens
 
@@ -225,8 +239,7 @@ class Street:
     async def _generate(
         self, request: Request, prompt: EncodedPrompt, sampling: Sampling, engine: Engine
     ) -> AsyncGenerator[Event, None]:
-        trace, decoder = request.trace, self._prompts.decoder(engine.hello, request.stop)
-        scores = None if sampling.logprobs is None else self._prompts.scores(engine.hello)
+        trace, reader = request.trace, self._prompts.reader(request, engine.hello)
         trace.engine = engine.name
         async with aclosing(engine.generate(prompt, sampling, request)) as updates:
             async for update in updates:
@@ -234,39 +247,29 @@ class Street:
                     raise _failure(request, update)
                 if trace.first_token_ms is None:
                     _meter_start(request, prompt, engine, update)
-                    scored = self._score_prompt(prompt, engine, update)
+                    told = update.prompt_logprobs
+                    scored = () if told is None else self._prompts.score(prompt, told, engine.hello)
                     yield Started(engine.name, _usage(trace), scored)
                 trace.completion_tokens += len(update.tokens) + (update.stop_id is not None)
-                if scores is not None:
-                    scores.feed(update.tokens, update.logprobs or ())
-                if text := decoder.feed(update.tokens):
-                    yield TextDelta(text, scores.release(text) if scores else ())
-                if decoder.met or update.finish in ("stop", "length"):
-                    if not decoder.met and (rest := _rest(decoder, scores)):
-                        yield rest
-                    trace.finish = "stop" if decoder.met or update.finish == "stop" else "length"
-                    yield Finished("length" if trace.finish == "length" else "stop", _usage(trace), decoder.met)
+                for event in reader.feed(update.tokens, update.logprobs or ()):
+                    yield event
+                if not reader.ended and update.finish in ("stop", "length"):
+                    for event in reader.flush():
+                        yield event
+                if reader.ended or update.finish in ("stop", "length"):
+                    reason = _reason(reader, update)
+                    trace.finish = reason
+                    yield Finished(reason, _usage(trace), reader.met)
                     return
                 if time.monotonic() > request.deadline_s:
                     raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
         raise EngineLostError(f"Engine {engine.name} ended the answer without a reason.")
 
-    def _score_prompt(self, prompt: EncodedPrompt, engine: Engine, update: SequenceUpdate) -> tuple[ScoredToken, ...]:
-        if update.prompt_logprobs is None:
-            return ()
-        scores = self._prompts.scores(engine.hello)
-        scores.feed(array("I", prompt.tokens), [TokenLogprobs(0.0, ()), *update.prompt_logprobs])
-        return scores.flush()
 
-
-def _rest(decoder: TextDecoder, scores: TokenScores | None) -> TextDelta | None:
-    """What was held back, at the end of an answer. A stop string may show up here, too."""
-    text = decoder.flush()
-    scored: tuple[ScoredToken, ...] = ()
-    if scores is not None:
-        scored = scores.release(text)
-        scored += () if decoder.met else scores.flush()
-    return TextDelta(text, scored) if text or scored else None
+def _reason(reader: Reader, update: SequenceUpdate) -> FinishReason:
+    if update.finish == "length" and not reader.ended:
+        return "length"
+    return "tool_calls" if reader.called else "stop"
 
 
 def _failure(request: Request, update: SequenceUpdate) -> KvasirError:
@@ -275,6 +278,9 @@ def _failure(request: Request, update: SequenceUpdate) -> KvasirError:
         return EngineFailedError(update.error or "The engine failed on this request.")
     param = request.constraint.param
     path = f"{param}.{update.grammar_path}" if update.grammar_path else param
+    for inside, place in request.constraint.places:
+        if update.grammar_path == inside or update.grammar_path.startswith(f"{inside}."):
+            path = place + update.grammar_path[len(inside) :]
     return BadRequestError(f"Invalid '{path}': {update.error}.", param=path, code="invalid_grammar")
 
 

@@ -128,10 +128,15 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a text has to be, and the parameter that asked for it, for error messages."""
+    """What a text has to be, and what asked for it, for error messages.
+
+    param   the parameter
+    places  paths inside of the grammar, and those in the client's request that they stand for
+    """
 
     grammar: Grammar
     param: str
+    places: tuple[tuple[str, str], ...] = ()
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt

@@ -4,7 +4,6 @@ a stream. The dialects parse and write; nothing here knows a wire format.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from gateway.api.record import RECORD, Record, common_headers, kvasir_headers
 from gateway.api.stream import Answers, Echo, Shape, collect, stream
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
-from gateway.street import Engine, TextDecoder
+from gateway.street import Engine
 from gateway.types import Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt, Usage
 
 
@@ -39,7 +38,9 @@ class Models(Protocol):
 class Decoders(Protocol):
     """The prompt stage, for echoing prompts that came as token ids."""
 
-    def decoder(self, model: Hello, stop: tuple[str, ...]) -> TextDecoder: ...
+    def spell(self, prompt: TokenPrompt, model: Hello) -> str:
+        """The text of its tokens."""
+        ...
 
 
 class Street(Answers, Protocol):
@@ -162,8 +163,7 @@ class Answering:
             if isinstance(prompt, TextPrompt):
                 return prompt.text
             if isinstance(prompt, TokenPrompt) and prompt.tokens:
-                decoder = self._decoders.decoder(model, ())
-                return decoder.feed(array("I", prompt.tokens)) + decoder.flush()
+                return self._decoders.spell(prompt, model)
             return ""
 
         return echo

@@ -9,8 +9,8 @@ for each token. Implements street.TextDecoder.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -38,19 +38,20 @@ class Decoding:
         specials = {token["id"]: token["content"] for token in spec["added_tokens"] if token["special"]}
         table = _byte_table(spec, frozenset(specials))
         self._specials: dict[int, str] = specials
-        self._make_text: Callable[[], _Text]
+        self._make_text: Callable[[frozenset[str]], _Text]
         self._spell: Callable[[int], bytes]
         if table is not None:
-            self._make_text = partial(_TableText, table)
+            tables = lru_cache(4)(partial(_with_specials, table, specials))
+            self._make_text = lambda keep: _TableText(tables(keep))
             self._spell = partial(_look_up, table)
         else:
             seed = hf.encode("a", add_special_tokens=False).ids
-            self._make_text = partial(_WindowText, hf, seed, frozenset(specials))
+            self._make_text = partial(_make_window, hf, seed, specials)
             self._spell = partial(_spell_alone, hf, seed)
 
-    def decoder(self, stop: tuple[str, ...]) -> Decoder:
-        """For one answer; empty stop strings stop nothing."""
-        return Decoder(self._make_text(), [string for string in stop if string])
+    def decoder(self, stop: tuple[str, ...], keep: frozenset[str] = frozenset()) -> Decoder:
+        """For one answer; empty stop strings stop nothing. The special strings in `keep` are text, too."""
+        return Decoder(self._make_text(keep), [string for string in stop if string])
 
     def spell(self, token: int) -> Spelled:
         """A token by itself. Where tokens do not stand for certain bytes, as it is written behind another one."""
@@ -186,7 +187,25 @@ class _WindowText:
     def _pending(self) -> str:
         if not self._new:
             return ""
-        return self._hf.decode(self._base + self._new)[len(self._hf.decode(self._base)) :]
+        whole = self._hf.decode(self._base + self._new, skip_special_tokens=False)
+        return whole[len(self._hf.decode(self._base, skip_special_tokens=False)) :]
+
+
+def _make_window(
+    hf: HfTokenizer, seed: Sequence[int], specials: Mapping[int, str], keep: frozenset[str]
+) -> _WindowText:
+    return _WindowText(hf, seed, frozenset(token for token, text in specials.items() if text not in keep))
+
+
+def _with_specials(table: list[bytes], specials: Mapping[int, str], keep: frozenset[str]) -> list[bytes]:
+    """The table with the special tokens in `keep` spelled out."""
+    if not keep:
+        return table
+    kept = list(table)
+    for token, text in specials.items():
+        if text in keep:
+            kept[token] = text.encode()
+    return kept
 
 
 def _look_up(table: Sequence[bytes], token: int) -> bytes:

@@ -4,8 +4,8 @@ SegmentMemo  (salt, link) -> token ids. The same document in another conversatio
 ChainMemo    a tree. A node stands for a prompt up to a cut; its children are the links that went on from there. It
              keeps what its link added: ids, digests of the blocks that became full, and the loose tail behind them. A
              turn added to a long conversation walks down the tree, compares text, and hashes nothing but the turn.
-PromptMemo   messages -> the whole encoded prompt. The same question asked again, with another seed or temperature or
-             by a client that tries again, is not even rendered.
+PromptMemo   messages and tools -> the whole encoded prompt. The same question asked again, with another seed or
+             temperature or by a client that tries again, is not even rendered.
 
 All are exact (text is compared, not only its hash), bounded in bytes, and least recently used goes first. Every key
 begins with the request's salt: nobody can find out by timing what was sent under another one. Used by the event loop's
@@ -100,45 +100,48 @@ class SegmentMemo:
 
 
 class PromptMemo:
-    """Encoded prompts by the messages they were made of. The messages must not be changed afterwards."""
+    """Encoded prompts by the messages and tools they were made of, which must not be changed afterwards."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
         self.counts = Counts()
-        self._prompts: OrderedDict[Hashable, tuple[list[dict[str, Any]], EncodedPrompt, int]] = OrderedDict()
+        self._prompts: OrderedDict[Hashable, tuple[ChatPrompt, EncodedPrompt, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     @staticmethod
-    def key(namespace: Namespace, prompt: ChatPrompt, num_chars: int) -> Hashable:
-        """What is quickly said of a prompt; `find` compares the rest. One prompt is kept for each key."""
+    def key(namespace: Namespace, prompt: ChatPrompt, num_chars: int, ending: str = "") -> Hashable:
+        """What is quickly said of a prompt; `find` compares the rest. One prompt is kept for each key.
+
+        ending  what is put behind the rendered text
+        """
         last = prompt.messages[-1].get("content") if prompt.messages else None
         last = last if type(last) is str else None
-        return namespace, prompt.add_generation_prompt, prompt.markers, len(prompt.messages), num_chars, last
+        sizes = len(prompt.messages), len(prompt.tools), num_chars
+        return namespace, prompt.add_generation_prompt, prompt.markers, sizes, last, ending
 
-    def find(self, key: Hashable, messages: list[dict[str, Any]]) -> EncodedPrompt | None:
-        """What equal messages were encoded to, with `new_tokens` 0."""
+    def find(self, key: Hashable, prompt: ChatPrompt) -> EncodedPrompt | None:
+        """What a prompt of equal messages and tools was encoded to, with `new_tokens` 0."""
         kept = self._prompts.get(key)
-        if kept is None or kept[0] != messages:
+        if kept is None or kept[0].messages != prompt.messages or kept[0].tools != prompt.tools:
             return None
         self._prompts.move_to_end(key)
         self.counts.hit(1, len(kept[1].tokens))
         return kept[1]
 
-    def put(self, key: Hashable, messages: list[dict[str, Any]], encoded: EncodedPrompt, num_chars: int) -> None:
+    def put(self, key: Hashable, prompt: ChatPrompt, encoded: EncodedPrompt, num_chars: int) -> None:
         """Keeps a prompt, unless it is larger than the whole memo."""
         self.counts.miss(1, len(encoded.tokens))
         # Characters beyond ASCII take more; a mean of two bytes is counted for all of them.
-        size = (
-            2 * num_chars + _MESSAGE_BYTES * len(messages) + len(encoded.tokens) + len(encoded.digests) + _ENTRY_BYTES
-        )
+        num_values = len(prompt.messages) + len(prompt.tools)
+        size = 2 * num_chars + _MESSAGE_BYTES * num_values + len(encoded.tokens) + len(encoded.digests) + _ENTRY_BYTES
         if size > self.limit_bytes:
             return
         if (old := self._prompts.pop(key, None)) is not None:
             self.num_bytes -= old[2]
-        self._prompts[key] = messages, replace(encoded, new_tokens=0), size
+        self._prompts[key] = prompt, replace(encoded, new_tokens=0), size
         self.num_bytes += size
         while self.num_bytes > self.limit_bytes:
             _, (_, _, old_size) = self._prompts.popitem(last=False)

@@ -16,17 +16,33 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from engine.protocol import TOKEN_BYTES, Breakpoint, Hello, Namespace, TokenizerFiles
+import orjson
+
+from engine.protocol import TOKEN_BYTES, Breakpoint, Hello, Namespace, TokenizerFiles, TokenLogprobs
 from gateway.config import PromptSettings
 from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
-from gateway.prompt.decode import Decoder
 from gateway.prompt.markers import find_markers
+from gateway.prompt.reader import AnswerReader
 from gateway.prompt.samples import conversations
 from gateway.prompt.scores import Scores
 from gateway.prompt.segments import ChainMemo, ChainState, Node, Path, PromptMemo, SegmentMemo
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import Link, Tokenizer
-from gateway.types import ChatPrompt, EncodedPrompt, Marker, Request, TextPrompt, TokenPrompt
+from gateway.prompt.tool_calls import CallParser
+from gateway.prompt.tool_grammar import calls_only
+from gateway.prompt.tool_styles import PROBE, ToolStyle, find_style
+from gateway.types import (
+    ChatPrompt,
+    Constraint,
+    EncodedPrompt,
+    Marker,
+    Request,
+    ScoredToken,
+    TextPrompt,
+    TokenPrompt,
+    Tool,
+    ToolUse,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +55,8 @@ _HASHED: Final = 10
 """Characters, or their tokens, are hashed about as quickly as a tenth as many are tokenised."""
 _RENDERED: Final = 100
 """Characters are masked and rendered about as quickly as a hundredth as many are tokenised."""
+_THINK, _THOUGHT = "<think>", "</think>"
+"""What some templates begin every answer with, and its end. A call that has to be made is made without thinking."""
 _IDS_PER_LINK: Final = 4096
 """Prompts of token ids are cut everywhere after this many, for want of special tokens to cut at."""
 
@@ -50,6 +68,7 @@ class _Model:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     no_template: str  # why there is none
+    tool_style: ToolStyle | str  # or why no tools can be called
     prefix: bytes  # what a text prompt starts with, after TokenizerFiles.add_bos
     segments: SegmentMemo
     chains: ChainMemo
@@ -102,7 +121,7 @@ class PromptStage:
         try:
             match request.prompt:
                 case ChatPrompt() as prompt:
-                    encoded = await self._encode_chat(loaded, namespace, prompt)
+                    encoded = await self._encode_chat(loaded, namespace, prompt, request.tool_use)
                 case TextPrompt(text):
                     masked = loaded.tokenizer.masking.mask(text)
                     encoded = (await self._walk_text(loaded, namespace, masked, prefix=loaded.prefix)).joined()
@@ -127,11 +146,30 @@ class PromptStage:
             raise BadRequestError(f"`{request.prompt_param}` is empty.", param=request.prompt_param)
         return encoded
 
-    def decoder(self, model: Hello, stop: tuple[str, ...]) -> Decoder:
-        return self._get(model).tokenizer.decoding.decoder(stop)
+    def forced(self, request: Request, model: Hello) -> Constraint | None:
+        use = request.tool_use
+        if use is None or use.mode != "required":
+            return None
+        loaded = self._get(model)
+        return calls_only(_style_of(loaded), use, loaded.tokenizer.added)
 
-    def scores(self, model: Hello) -> Scores:
-        return Scores(self._get(model).tokenizer.decoding)
+    def reader(self, request: Request, model: Hello) -> AnswerReader:
+        loaded, use = self._get(model), request.tool_use
+        decoding, kept = loaded.tokenizer.decoding, _kept(loaded, use)
+        scores = None if request.sampling.logprobs is None else Scores(decoding, kept)
+        if use is None:
+            return AnswerReader(decoding.decoder(request.stop), scores)
+        return AnswerReader(decoding.decoder((), kept), scores, CallParser(_style_of(loaded), use, request.stop))
+
+    def spell(self, prompt: TokenPrompt, model: Hello) -> str:
+        """The text of its tokens, special ones left out."""
+        decoder = self._get(model).tokenizer.decoding.decoder(())
+        return decoder.feed(array("I", prompt.tokens)) + decoder.flush()
+
+    def score(self, prompt: EncodedPrompt, logprobs: Sequence[TokenLogprobs], model: Hello) -> tuple[ScoredToken, ...]:
+        scores = Scores(self._get(model).tokenizer.decoding)
+        scores.feed(array("I", prompt.tokens), [TokenLogprobs(0.0, ()), *logprobs])
+        return scores.flush()
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Model -> its tokeniser and memos. Numbers are bytes, tokens, segments or nodes; texts say why."""
@@ -146,13 +184,20 @@ class PromptStage:
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _encode_chat(self, model: _Model, namespace: Namespace, prompt: ChatPrompt) -> EncodedPrompt:
+    async def _encode_chat(
+        self, model: _Model, namespace: Namespace, prompt: ChatPrompt, use: ToolUse | None
+    ) -> EncodedPrompt:
         if model.template is None:
             raise BadRequestError(f"This model cannot chat: {model.no_template}. Use /v1/completions.", param="model")
-        render = partial(model.template.render, prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
+        if prompt.tools and not model.template.takes_tools:
+            raise BadRequestError(f"Tools cannot be used with this model: {model.tool_style}.", param="tools")
+        style = None if use is None else _style_of(model)
+        opener = style.forced_opener if style is not None and use is not None and use.mode == "required" else ""
+        render = partial(_render, model.template, prompt, opener if prompt.add_generation_prompt else "")
         num_chars = sum([len(content) for message in prompt.messages if type(content := message.get("content")) is str])
-        key = model.prompts.key(namespace, prompt, num_chars) if model.template.is_timeless else None
-        if key is not None and (encoded := model.prompts.find(key, prompt.messages)) is not None:
+        num_chars += sum(map(_num_chars, prompt.tools))
+        key = model.prompts.key(namespace, prompt, num_chars, opener) if model.template.is_timeless else None
+        if key is not None and (encoded := model.prompts.find(key, prompt)) is not None:
             return encoded
         long = num_chars > _RENDERED * self._settings.thread_chars
         text = await self._in_thread(render) if long else render()
@@ -163,7 +208,7 @@ class PromptStage:
             places = await self._in_thread(find) if long else find()
             encoded = replace(encoded, breakpoints=await self._breakpoints(model, path, prompt.markers, places))
         if key is not None:
-            model.prompts.put(key, prompt.messages, encoded, num_chars)
+            model.prompts.put(key, prompt, encoded, num_chars)
         return encoded
 
     async def _walk_text(self, model: _Model, namespace: Namespace, text: str, *, prefix: bytes = b"") -> Path:
@@ -237,6 +282,34 @@ class PromptStage:
         return Path(root, path, 0).joined()
 
 
+def _render(template: ChatTemplate, prompt: ChatPrompt, opener: str, markers: Sequence[Marker] = ()) -> str:
+    """Masked text, with what stands before a call that has to be made."""
+    text = template.render(
+        prompt.messages, markers, tools=prompt.tools, add_generation_prompt=prompt.add_generation_prompt
+    )
+    if opener and text.rstrip().endswith(_THINK):
+        text = text.rstrip() + f"\n{_THOUGHT}\n\n"
+    return text + opener
+
+
+def _num_chars(tool: Tool) -> int:
+    schema = len(orjson.dumps(tool.parameters)) if tool.parameters else 0
+    return len(tool.name) + len(tool.description or "") + schema
+
+
+def _style_of(model: _Model) -> ToolStyle:
+    if isinstance(model.tool_style, str):
+        raise BadRequestError(f"Tools cannot be called with this model: {model.tool_style}.", param="tools")
+    return model.tool_style
+
+
+def _kept(model: _Model, use: ToolUse | None) -> frozenset[str]:
+    """Special strings that are text in an answer that may call tools: those around calls."""
+    if use is None or isinstance(model.tool_style, str):
+        return frozenset()
+    return model.tool_style.marks
+
+
 def _go_on(
     tokenizer: Tokenizer,
     namespace: Namespace,
@@ -292,6 +365,7 @@ def _load(files: TokenizerFiles, settings: PromptSettings) -> _Model:
         tokenizer=tokenizer,
         template=template,
         no_template=no_template,
+        tool_style=no_template if template is None else find_style(template),
         prefix=tokenizer.prefix if files.add_bos else b"",
         segments=SegmentMemo(settings.segment_memo_bytes),
         chains=ChainMemo(settings.chain_memo_bytes),
@@ -302,8 +376,9 @@ def _load(files: TokenizerFiles, settings: PromptSettings) -> _Model:
 def _renderings(template: ChatTemplate) -> Iterator[str]:
     for messages in conversations():
         for add_generation_prompt in (True, False):
+            tools = (PROBE,) if template.takes_tools and not add_generation_prompt else ()
             try:
-                yield template.render(messages, add_generation_prompt=add_generation_prompt)
+                yield template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
             except BadRequestError:  # templates may refuse system turns, tools, or turns in this order
                 continue
 
@@ -327,6 +402,7 @@ def _stats(model: _Model) -> dict[str, Any]:
         "whole_prompts": bool(tokenizer.fallback),  # no cuts, hence no reuse of segments
         "fallback": tokenizer.fallback,
         "chat": model.template is not None,
+        "tools": model.tool_style.name if isinstance(model.tool_style, ToolStyle) else None,
         **{f"segment_memo_{key}": value for key, value in model.segments.stats().items()},
         **{f"chain_memo_{key}": value for key, value in model.chains.stats().items()},
         **{f"prompt_memo_{key}": value for key, value in model.prompts.stats().items()},

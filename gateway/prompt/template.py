@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -24,7 +24,7 @@ from jinja2.utils import Namespace
 
 from gateway.errors import BadRequestError
 from gateway.prompt.masking import Masking
-from gateway.types import Marker
+from gateway.types import Marker, Tool
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _PLAIN_ATTRIBUTES: dict[type, frozenset[str]] = {
@@ -56,17 +56,24 @@ class ChatTemplate:
         }
         try:
             self._template = environment.from_string(source)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno} of the chat template: {error.message}") from None
         self.is_timeless = "strftime_now" not in source  # the same messages always render to the same text
         self._variables = {"tools": None, "documents": None, **special_tokens}
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], markers: Sequence[Marker] = (), *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        markers: Sequence[Marker] = (),
+        *,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool,
     ) -> str:
         """Masked text, with masking.markers where the messages are marked, in their order.
 
-        Raises BadRequestError with the template's own words, or with what it missed in the messages.
+        Tools are left out by a template that does not take them (`takes_tools`). Raises BadRequestError with the
+        template's own words, or with what it missed in the messages.
         """
         masked = self._masking.mask_data(messages)
         # From the end of each message, so that places further left stay valid.
@@ -74,14 +81,26 @@ class ChatTemplate:
         for marker, sequence in sorted(zip(markers, sequences, strict=True), key=_place, reverse=True):
             message = masked[marker.message]
             message["content"] = self._masking.insert(message["content"], marker.chars, sequence)
+        given = {"tools": self._masking.mask_data([_described(tool) for tool in tools])} if tools else {}
         try:
-            return self._template.render(self._variables, messages=masked, add_generation_prompt=add_generation_prompt)
+            return self._template.render(
+                self._variables, messages=masked, add_generation_prompt=add_generation_prompt, **given
+            )
         except Exception as error:
             # A template is a program that we did not write: what it trips over is something in the messages.
             message = self._masking.unmask(str(error)) or type(error).__name__
             raise BadRequestError(
                 f"The chat template of this model cannot render these messages: {message}", param="messages"
             ) from None
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    """As the OpenAI API writes it, which is what templates are made for."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
+    return {"type": "function", "function": function}
 
 
 def _place(marked: tuple[Marker, str]) -> tuple[int, int]:

@@ -52,6 +52,7 @@ class Tokenizer:
     library   what tokenises segments
     slow      why it is not tiktoken, or None
     fallback  why there are no cuts, or None
+    specials  special strings -> ids; `added` has the other added tokens, too
     prefix    ids that the tokeniser puts in front of a plain text, as bytes
     decoding  the way back
     """
@@ -73,6 +74,7 @@ class Tokenizer:
         self.masking: Final = Masking(self.specials, avoid=template + "".join(token["content"] for token in added))
         self.prefix: Final = _prefix(original)
         self.decoding: Final = Decoding(original, spec)
+        self.added: Final = {token["content"]: token["id"] for token in added}
         self._special_bytes = {special: array("I", [index]).tobytes() for special, index in self.specials.items()}
         self._special = re.compile(alternatives(self.specials) if self.specials else _NO_TEXT)
         guarded = guard(spec)

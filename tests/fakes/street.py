@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -57,19 +58,9 @@ class FakeModels:
         return {item.model: item.created for item in self.hellos}
 
 
-class FakeDecoder:
-    stopped = False
-
-    def feed(self, tokens: Sequence[int]) -> str:
-        return "".join(f"<{token}>" for token in tokens)
-
-    def flush(self) -> str:
-        return ""
-
-
 class FakeDecoders:
-    def decoder(self, model: Hello, stop: tuple[str, ...]) -> FakeDecoder:
-        return FakeDecoder()
+    def spell(self, prompt: TokenPrompt, model: Hello) -> str:
+        return "".join(f"<{token}>" for token in array("I", prompt.tokens))
 
 
 @dataclass

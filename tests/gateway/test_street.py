@@ -22,8 +22,12 @@ from gateway.errors import (
     NoEngineError,
     OverloadedError,
 )
+from gateway.prompt.reader import AnswerReader
+from gateway.prompt.tool_calls import CallParser
+from gateway.prompt.tool_styles import JSON
 from gateway.street import Street
 from gateway.types import (
+    CallDelta,
     ChatPrompt,
     Constraint,
     EncodedPrompt,
@@ -39,10 +43,13 @@ from gateway.types import (
     Tenant,
     TextDelta,
     TextPrompt,
+    Tool,
+    ToolUse,
     Usage,
 )
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LETTERS = 'abcdefghijklmnopqrstuvwxyz{}":, \n'
+FORCED = Constraint(Grammar("lark_schemas", "{}"), "tools", (("schemas.arguments_0", "tools[3].function.parameters"),))
 Script = list[SequenceUpdate | KvasirError]
 
 
@@ -69,6 +76,7 @@ class ScriptedEngine:
     scripts: list[Script]
     load: Load = field(default_factory=Load)
     asked: list[Sampling] = field(default_factory=list)
+    constraints: list[Constraint | None] = field(default_factory=list)
     closed: int = 0
 
     @property
@@ -79,6 +87,7 @@ class ScriptedEngine:
         self, prompt: EncodedPrompt, sampling: Sampling, request: Request
     ) -> AsyncGenerator[SequenceUpdate, None]:
         self.asked.append(sampling)
+        self.constraints.append(request.constraint)
         try:
             for item in self.scripts.pop(0):
                 if isinstance(item, KvasirError):
@@ -145,11 +154,20 @@ class Stages:
         tokens = array("I", range(self.num_tokens)).tobytes()
         return EncodedPrompt(tokens, b"x" * 32, new_tokens=3, breakpoints=self.breakpoints)
 
-    def decoder(self, model: Hello, stop: tuple[str, ...]) -> Letters:
-        return Letters(stop)
+    def forced(self, request: Request, model: Hello) -> Constraint | None:
+        use = request.tool_use
+        return FORCED if use is not None and use.mode == "required" else None
 
-    def scores(self, model: Hello) -> LetterScores:
-        return LetterScores()
+    def reader(self, request: Request, model: Hello) -> AnswerReader:
+        scores = None if request.sampling.logprobs is None else LetterScores()
+        if request.tool_use is None:
+            return AnswerReader(Letters(request.stop), scores)
+        return AnswerReader(Letters(()), scores, CallParser(JSON, request.tool_use, request.stop))
+
+    def score(self, prompt: EncodedPrompt, logprobs: Sequence[TokenLogprobs], model: Hello) -> tuple[ScoredToken, ...]:
+        scores = LetterScores()
+        scores.feed(array("I", prompt.tokens), [TokenLogprobs(0.0, ()), *logprobs])
+        return scores.flush()
 
     async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
         self.calls.append("find " + ",".join(incarnations))
@@ -410,6 +428,63 @@ async def test_a_grammar_that_cannot_be_carried_out_is_the_clients_mistake(path:
         await walk(Stages([engine]), asked)
     assert (caught.value.param, caught.value.code) == (param, "invalid_grammar")
     assert len(engine.asked) == 1
+
+
+USE = ToolUse((Tool("f"),))
+CALL = '{"name": "f", "arguments": {"a": "b"}}'
+
+
+def letters(text: str, **fields: Any) -> SequenceUpdate:
+    return SequenceUpdate(1, [LETTERS.index(char) for char in text], **fields)
+
+
+@pytest.mark.parametrize(("finish", "reason"), [("stop", "tool_calls"), ("length", "length")])
+async def test_a_tool_call_is_told_in_pieces_and_is_the_reason_unless_the_tokens_ran_out(
+    finish: Any, reason: str
+) -> None:
+    script: Script = [letters("well"), letters("\n" + CALL[:30]), letters(CALL[30:], finish=finish)]
+    events = await walk(Stages([ScriptedEngine("e", [script])]), replace(request(), tool_use=USE))
+    assert events[1:-1] == [
+        TextDelta("well"),
+        CallDelta(0, "f"),
+        CallDelta(0, "", CALL[27:30]),
+        CallDelta(0, "", CALL[30:-1]),
+    ]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason == reason
+
+
+async def test_without_tools_to_use_the_same_is_text() -> None:
+    events = await walk(Stages([ScriptedEngine("e", [[letters(CALL, finish="stop")]])]), request())
+    assert events[1] == TextDelta(CALL)
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason == "stop"
+
+
+async def test_text_that_only_began_like_a_call_comes_with_the_end() -> None:
+    script: Script = [letters("ab" + CALL[:5]), letters("", finish="stop")]
+    events = await walk(Stages([ScriptedEngine("e", [script])]), replace(request(), tool_use=USE))
+    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "ab" + CALL[:5]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason == "stop"
+
+
+async def test_the_only_call_that_is_wanted_ends_the_answer_and_aborts_the_sequence() -> None:
+    engine = ScriptedEngine("e", [[letters(CALL + "\n"), letters(CALL, finish="length")]])
+    events = await walk(Stages([engine]), replace(request(), tool_use=replace(USE, parallel=False)))
+    assert {event.call for event in events if isinstance(event, CallDelta)} == {0}
+    assert isinstance(events[-1], Finished)
+    assert (events[-1].reason, engine.closed) == ("tool_calls", 1)
+
+
+async def test_a_forced_call_constrains_the_engine_and_a_refusal_has_the_path_of_the_tool() -> None:
+    path = "schemas.arguments_0.properties.a.not"
+    update = SequenceUpdate(1, finish="error", error="'not' is not supported", grammar_path=path)
+    engine = ScriptedEngine("e", [[update]])
+    with pytest.raises(BadRequestError) as caught:
+        await walk(Stages([engine]), replace(request(), tool_use=replace(USE, mode="required")))
+    assert caught.value.param == "tools[3].function.parameters.properties.a.not"
+    assert engine.constraints == [FORCED]
 
 
 async def test_a_stream_that_ends_without_a_reason_is_an_error() -> None:

@@ -12,8 +12,8 @@ from engine.protocol import Namespace, Sampling
 from gateway.config import PromptSettings
 from gateway.prompt.segments import PromptMemo
 from gateway.prompt.stage import PromptStage
-from gateway.types import ChatPrompt, EncodedPrompt, Request, Tenant
-from tests.fakes import tokenisers
+from gateway.types import ChatPrompt, EncodedPrompt, Request, Tenant, Tool
+from tests.fakes import tokenisers, tool_templates
 
 NAMESPACE = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=4)
 
@@ -24,12 +24,12 @@ def chat(*contents: Any, **more: Any) -> ChatPrompt:
 
 def remember(memo: PromptMemo, prompt: ChatPrompt, tokens: bytes, namespace: Namespace = NAMESPACE) -> None:
     num_chars = sum(len(message["content"]) for message in prompt.messages)
-    memo.put(memo.key(namespace, prompt, num_chars), prompt.messages, EncodedPrompt(tokens, b""), num_chars)
+    memo.put(memo.key(namespace, prompt, num_chars), prompt, EncodedPrompt(tokens, b""), num_chars)
 
 
 def look_up(memo: PromptMemo, prompt: ChatPrompt, namespace: Namespace = NAMESPACE) -> bytes | None:
     num_chars = sum(len(message["content"]) for message in prompt.messages)
-    found = memo.find(memo.key(namespace, prompt, num_chars), prompt.messages)
+    found = memo.find(memo.key(namespace, prompt, num_chars), prompt)
     return None if found is None else found.tokens
 
 
@@ -89,4 +89,30 @@ async def test_the_stage_renders_the_same_messages_once_unless_the_template_look
     assert (first.tokens, first.digests) == (second.tokens, second.digests)
     assert first.new_tokens > second.new_tokens == 0
     assert stage.stats()["model"]["prompt_memo_hit_segments"] == remembered
+    stage.close()
+
+
+def test_prompts_with_other_tools_or_another_ending_are_others() -> None:
+    memo = PromptMemo(100_000)
+    tools = (Tool("f", None, {"type": "object", "properties": {"a": {"type": "string"}}}),)
+    others = (Tool("f", None, {"type": "object", "properties": {"b": {"type": "string"}}}),)
+    remember(memo, chat("x", tools=tools), b"1234")
+    assert look_up(memo, copy.deepcopy(chat("x", tools=tools))) == b"1234"
+    assert look_up(memo, chat("x", tools=others)) is None
+    assert look_up(memo, chat("x")) is None
+    prompt = chat("x", tools=tools)
+    assert memo.find(memo.key(NAMESPACE, prompt, 1, "<tool_call>"), prompt) is None
+
+
+async def test_tools_count_in_the_size_of_a_remembered_prompt() -> None:
+    files = tool_templates.qwen()
+    stage = PromptStage(PromptSettings(thread_chars=10, prompt_memo_bytes=100_000))
+    hello = tokenisers.hello(files)
+    await stage.load(hello, files)
+    tools = (Tool("f", "x" * 60_000),)
+    values: dict[str, Any] = {"received_s": 0, "deadline_s": 0}
+    request = Request("r", Tenant("t"), "model", chat("Hello.", tools=tools), Sampling(max_tokens=1), **values)
+    await stage.encode(request, hello)
+    assert stage.stats()["model"]["prompt_memo_entries"] == 0  # larger than the memo
+    assert stage.stats()["model"]["tools"] == "hermes"
     stage.close()

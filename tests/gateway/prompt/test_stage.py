@@ -13,14 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
-from engine.protocol import Hello, Sampling, TokenizerFiles, chain_digests
+from engine.protocol import Hello, Sampling, TokenizerFiles, TokenLogprobs, chain_digests
 from gateway.config import PromptSettings
 from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
 from gateway.prompt.masking import Masking
 from gateway.prompt.stage import PromptStage
 from gateway.prompt.template import ChatTemplate
-from gateway.types import ChatPrompt, EncodedPrompt, Prompt, Request, Tenant, TextPrompt, TokenPrompt
-from tests.fakes import tokenisers
+from gateway.types import (
+    ChatPrompt,
+    EncodedPrompt,
+    Prompt,
+    Request,
+    Tenant,
+    TextDelta,
+    TextPrompt,
+    TokenPrompt,
+    Tool,
+    ToolUse,
+)
+from tests.fakes import tokenisers, tool_templates
 
 ONE, TWO = Tenant("one"), Tenant("two")
 QUICK = settings(max_examples=40, deadline=None)  # each example runs an event loop, some with threads
@@ -329,7 +340,7 @@ async def test_a_model_that_was_not_loaded_has_no_engine_yet() -> None:
     await stage.load(model, tokenisers.qwen())
     stage.unload(model.tokenizer)
     with pytest.raises(NoEngineError):
-        stage.decoder(model, ())
+        stage.spell(TokenPrompt(b""), model)
 
 
 async def test_much_new_text_is_tokenised_in_a_thread_and_what_is_warm_is_not() -> None:
@@ -371,3 +382,50 @@ async def test_stats_say_what_is_used_and_why() -> None:
     await stage.encode(request(chat("hello")), tokenisers.hello(tokenisers.llama2()))
     assert stage.stats()["model"]["segment_memo_miss_segments"] == 1
     assert stage.stats()["model"]["chain_memo_miss_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (tokenisers.CHATML, "its chat template takes no tools"),
+        (tool_templates.unknown("python"), "in a form that is not known here"),
+    ],
+)
+async def test_tools_are_refused_where_the_template_does_not_take_them_or_writes_calls_in_its_own_way(
+    template: str, reason: str
+) -> None:
+    files = replace(tokenisers.qwen(), chat_template=template)
+    stage = await stage_for(files)
+    tools = (Tool("f"),)
+    asked = request(replace(chat("Hello"), tools=tools))
+    with pytest.raises(BadRequestError, match=reason) as caught:
+        await stage.encode(replace(asked, tool_use=ToolUse(tools)), tokenisers.hello(files))
+    assert caught.value.param == "tools"
+    if template == tokenisers.CHATML:
+        with pytest.raises(BadRequestError, match=reason):
+            await stage.encode(asked, tokenisers.hello(files))
+    else:  # they may be there when none may be called
+        await stage.encode(asked, tokenisers.hello(files))
+    stage.close()
+
+
+async def test_log_probabilities_are_told_of_the_text_around_a_call_and_not_of_the_call() -> None:
+    files = tool_templates.qwen()
+    stage = await stage_for(files)
+    hf = HfTokenizer.from_str(files.tokenizer_json)
+    written = 'I look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call> Done, well.'
+    tokens = hf.encode(written, add_special_tokens=False).ids
+    asked = request(replace(chat("Hello"), tools=(Tool("f"),)))
+    asked = replace(asked, tool_use=ToolUse((Tool("f"),)), sampling=Sampling(max_tokens=5, logprobs=0))
+    for size in (1, 3, len(tokens)):
+        reader = stage.reader(asked, tokenisers.hello(files))
+        events: list[Any] = []
+        for start in range(0, len(tokens), size):
+            some = tokens[start : start + size]
+            events += reader.feed(some, [TokenLogprobs(-1.0, ()) for _ in some])
+        events += reader.flush()
+        texts = [event for event in events if isinstance(event, TextDelta)]
+        assert "".join(event.text for event in texts) == "I look. Done, well."
+        scored = b"".join(one.token.bytes or b"" for event in texts for one in event.scored)
+        assert scored in (b"I look. Done, well.", b"I look Done, well.")  # the last token may reach into the call
+    stage.close()

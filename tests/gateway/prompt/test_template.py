@@ -10,6 +10,7 @@ import pytest
 from gateway.errors import BadRequestError
 from gateway.prompt.masking import Masking
 from gateway.prompt.template import ChatTemplate
+from gateway.types import Tool
 
 MASKING = Masking(["<|im_end|>", "<s>"])
 
@@ -103,3 +104,29 @@ def test_attributes_of_messages_are_found_before_methods_of_dictionaries_are_hid
     assert render("{{ messages[0].role }} {{ messages[0]['items'] }} {{ messages[0].items() | length }}", messages) == (
         "user mine 3"
     )
+
+
+TOOL = Tool("look", "Looks for <|im_end|>.", {"type": "object", "properties": {"<|im_end|>": {"type": "string"}}})
+
+
+def test_tools_are_given_as_the_openai_api_writes_them_and_special_strings_in_them_are_text() -> None:
+    masking = Masking(["<|im_end|>"])
+    template = ChatTemplate("{% for tool in tools %}{{ tool | tojson }}|{% endfor %}", {}, masking)
+    assert template.takes_tools
+    text = template.render([], tools=(TOOL, Tool("now")), add_generation_prompt=False)
+    assert "<|im_end|>" not in text
+    written = [json.loads(item + "}") for item in masking.unmask(text).split("}|")[:2]]
+    assert written == [
+        {
+            "type": "function",
+            "function": {"name": "look", "description": TOOL.description, "parameters": TOOL.parameters},
+        },
+        {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+    ]
+
+
+def test_without_tools_a_template_has_none_and_one_that_makes_its_own_takes_none() -> None:
+    template = ChatTemplate("{{ tools is none }}", {}, MASKING)
+    assert template.takes_tools
+    assert template.render([], add_generation_prompt=False) == "True"
+    assert not ChatTemplate("{% set tools = [] %}{{ messages }}", {}, MASKING).takes_tools

@@ -1,0 +1,69 @@
+"""Makes a model call a tool: the text that its prompt ends with, and the grammar of what comes behind.
+
+The opener of the style goes into the prompt, as the template would write it. Behind it the engine allows nothing but
+calls in the model's own style, with the arguments that each tool's schema allows. Every schema is a grammar of its own,
+so references in it stay what they are; what the engine finds wrong in one is told with the tool's own path.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar
+from gateway.errors import BadRequestError
+from gateway.prompt.tool_styles import STYLES, ToolStyle
+from gateway.types import Constraint, Tool, ToolUse
+
+MAX_CALLS: Final = 32
+"""Calls that one answer may be made to have, so that it comes to an end."""
+
+_MARK: Final = re.compile("(" + "|".join(re.escape(mark) for style in STYLES for mark in style.marks) + ")")
+_NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def calls_only(style: ToolStyle, use: ToolUse, added: Mapping[str, int]) -> Constraint:
+    """What an answer has to be that begins behind the opener: a call, or several where the style and the client allow
+    it. Raises BadRequestError for schemas that are too long.
+
+    added  the model's added tokens, special or not, with their ids
+    """
+    several = use.parallel and not style.single
+    between = f" (between call){{0,{MAX_CALLS - 1}}}" if several else ""
+    start, end = ('"[" ', ' "]"') if style.listed else ("", "")
+    if style.closer:
+        end = " closer?"
+    rules = [
+        f"start: {_said(style.before, added)} {start}call{between}{end}",
+        "call: " + " | ".join(f"call_{number}" for number in range(len(use.callable))),
+    ]
+    if several:
+        rules.append(f"between: {_said(style.between, added)}")
+    if style.closer:
+        rules.append(f"closer: {_said(style.before + style.closer, added)}")
+    for number, tool in enumerate(use.callable):
+        head = f'{{"name": {json.dumps(tool.name)}, "{style.key}": '
+        rules.append(f'call_{number}: {json.dumps(head)} @arguments_{number} "}}"')
+    arguments = {f"arguments_{number}": _arguments(tool) for number, tool in enumerate(use.callable)}
+    source = json.dumps({"lark": "\n".join(rules), "schemas": arguments}, ensure_ascii=False)
+    if len(source.encode()) > MAX_GRAMMAR_BYTES:
+        raise BadRequestError(
+            f"The schemas of the tools are too long for a call that has to be made: {MAX_GRAMMAR_BYTES} bytes of UTF-8 "
+            "are possible.",
+            param="tools",
+        )
+    places = tuple((f"schemas.arguments_{number}", tool.path) for number, tool in enumerate(use.callable))
+    return Constraint(Grammar("lark_schemas", source), "tools", places)
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    return _NO_ARGUMENTS if tool.parameters is None else {"type": "object", **tool.parameters}
+
+
+def _said(text: str, added: Mapping[str, int]) -> str:
+    """Literal text as Lark writes it, the marks of tool calls as their tokens, where they have some."""
+    cut = _MARK.split(text)
+    parts = [f"<[{added[part]}]>" if part in added else json.dumps(part) for part in cut if part]
+    return " ".join(parts)

@@ -1,0 +1,186 @@
+"""Calls that have to be made: how the prompt ends, and that whatever the grammar allows is read as valid calls.
+
+The grammar is compiled as the engine compiles it, and walked at random, token by token, over each tokeniser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, Sampling
+from engine.sampling.grammar import GrammarError, Grammars
+from gateway.config import PromptSettings
+from gateway.errors import BadRequestError
+from gateway.prompt.stage import PromptStage
+from gateway.prompt.tool_grammar import MAX_CALLS
+from gateway.types import CallDelta, ChatPrompt, Event, Request, Tenant, TextDelta, Tool, ToolUse
+from tests.fakes import tokenisers, tool_templates
+
+TREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/few"}, "next": {"$ref": "#"}},
+    "required": ["n"],
+    "additionalProperties": False,
+    "$defs": {"few": {"enum": [1, "é\n", None]}},
+}
+TOOLS = (
+    Tool("tree-of_1", "A tree.", TREE, path="tools[0].function.parameters"),
+    Tool("now", path="tools[1].function.parameters"),
+    Tool("ping", None, {"properties": {"to": {"type": "boolean"}}, "additionalProperties": False}),
+)
+ENDS = {
+    "qwen": "<|im_start|>assistant\n<tool_call>",
+    "thinking": "<|im_start|>assistant\n<think>\n</think>\n\n<tool_call>",
+    "hermes": "<|im_start|>assistant\n<tool_call>",
+    "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": "[/INST] [TOOL_CALLS]",
+    "tekken": "[/INST][TOOL_CALLS]",
+    "demo": "<|im_start|>assistant\n",
+}
+
+
+class Loaded:
+    """A stage with one model, and the model's grammars."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        files = tool_templates.ALL[name]()
+        self.hf = Tokenizer.from_str(files.tokenizer_json)
+        self.eos = self.hf.token_to_id({"mistral": "</s>"}.get(name, "<|im_end|>")) or self.hf.token_to_id("<|eot_id|>")
+        self.hello = tokenisers.hello(files, eos_ids=(self.eos,))
+        self.stage = PromptStage(PromptSettings())
+        asyncio.run(self.stage.load(self.hello, files))
+        size = self.hello.vocab_size
+        self.grammars = Grammars(files.tokenizer_json, size, (self.eos,), cache_entries=4)
+
+    def request(self, use: ToolUse | None, **changes: Any) -> Request:
+        prompt = ChatPrompt([{"role": "user", "content": "Hello."}], tools=TOOLS)
+        values = {"received_s": 0.0, "deadline_s": 0.0, "tool_use": use} | changes
+        return Request("r", Tenant("t"), "model", prompt, Sampling(max_tokens=5), **values)
+
+    def walk(self, grammar: Grammar, seed: int) -> list[int]:
+        rng, tokens, mask = random.Random(seed), list[int](), np.empty(self.hello.vocab_size, np.bool_)
+        matcher = self.grammars.compile(grammar)
+        while True:
+            assert matcher.mask(mask), self.hf.decode(tokens, skip_special_tokens=False)
+            if mask[self.eos] and rng.random() < 0.6:
+                return tokens
+            mask[self.eos] = False
+            if not mask.any():
+                return tokens
+            tokens.append(int(rng.choice(np.flatnonzero(mask))))
+            matcher.consume(tokens[-1:])
+
+    def read(self, request: Request, tokens: list[int]) -> list[Event]:
+        reader = self.stage.reader(request, self.hello)
+        events: list[Event] = []
+        for token in tokens:
+            events += reader.feed([token], ())
+        return events + list(reader.flush())
+
+
+@pytest.fixture(scope="module", params=tool_templates.ALL)
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    return Loaded(request.param)
+
+
+def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        assert isinstance(event, CallDelta)
+        if event.name:
+            calls.append((event.name, ""))
+        calls[-1] = (calls[-1][0], calls[-1][1] + event.arguments)
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_what_the_grammar_allows_is_read_as_calls_whose_arguments_validate(loaded: Loaded, parallel: bool) -> None:
+    request = loaded.request(ToolUse(TOOLS, mode="required", parallel=parallel))
+    forced = loaded.stage.forced(request, loaded.hello)
+    assert forced is not None
+    counts = set()
+    for seed in range(12):
+        calls = calls_in(loaded.read(request, loaded.walk(forced.grammar, seed)))
+        counts.add(len(calls))
+        for name, arguments in calls:
+            schema = {"tree-of_1": TREE, "ping": TOOLS[2].parameters, "now": {"maxProperties": 0}}[name]
+            jsonschema.validate(arguments, schema)
+    assert 0 not in counts
+    assert max(counts) <= MAX_CALLS
+    assert (max(counts) > 1) is (parallel and loaded.name != "llama3")
+
+
+async def test_the_prompt_ends_with_the_opener_as_its_token(loaded: Loaded) -> None:
+    use = ToolUse(TOOLS, mode="required")
+    forced = await loaded.stage.encode(loaded.request(use), loaded.hello)
+    free = await loaded.stage.encode(loaded.request(replace(use, mode="auto")), loaded.hello)
+    ids = array("I", forced.tokens).tolist()
+    end = ENDS[loaded.name]
+    assert loaded.hf.decode(ids, skip_special_tokens=False).replace(" ", "").endswith(end.replace(" ", ""))
+    for opener in ("<tool_call>", "[TOOL_CALLS]"):
+        if end.endswith(opener):
+            assert ids[-1] == loaded.hf.token_to_id(opener)
+    assert (len(forced.tokens) > len(free.tokens)) is end.endswith(("<tool_call>", "[TOOL_CALLS]"))
+    again = await loaded.stage.encode(loaded.request(use), loaded.hello)
+    assert (again.tokens, again.new_tokens) == (forced.tokens, 0)
+
+
+def test_openers_of_calls_that_nobody_forced_are_read_although_they_are_special_tokens(loaded: Loaded) -> None:
+    style = {"mistral": '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'}
+    style |= {"llama3": '<|python_tag|>{"name": "now", "parameters": {}}', "demo": '{"name": "now", "arguments": {}}'}
+    name = {"tekken": "mistral"}.get(loaded.name, loaded.name)
+    written = style.get(name, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    tokens = loaded.hf.encode(written, add_special_tokens=False).ids
+    assert calls_in(loaded.read(loaded.request(ToolUse(TOOLS)), tokens)) == [("now", {})]
+    # Without tools to use it is text, and special tokens are not.
+    text = "".join(event.text for event in loaded.read(loaded.request(None), tokens) if isinstance(event, TextDelta))
+    assert '{"name": "now"' in text
+    assert "[TOOL_CALLS]" not in text
+    assert "<|python_tag|>" not in text
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Loaded:
+    return Loaded("qwen")
+
+
+def test_only_the_tools_that_may_be_called_can_be(qwen: Loaded) -> None:
+    request = qwen.request(ToolUse(TOOLS[1:2], mode="required"))
+    forced = qwen.stage.forced(request, qwen.hello)
+    assert forced is not None
+    for seed in range(8):
+        for name, arguments in calls_in(qwen.read(request, qwen.walk(forced.grammar, seed))):
+            assert (name, arguments) == ("now", {})
+
+
+def test_nothing_is_forced_where_the_model_may_choose(qwen: Loaded) -> None:
+    assert qwen.stage.forced(qwen.request(ToolUse(TOOLS)), qwen.hello) is None
+
+
+def test_the_places_of_a_refusal_lead_to_the_tool(qwen: Loaded) -> None:
+    bad = replace(TOOLS[1], parameters={"type": "object", "properties": {"a": {"not": {}}}})
+    forced = qwen.stage.forced(qwen.request(ToolUse((TOOLS[0], bad), mode="required")), qwen.hello)
+    assert forced is not None
+    with pytest.raises(GrammarError) as caught:
+        qwen.grammars.compile(forced.grammar)
+    inside, place = forced.places[1]
+    assert caught.value.path == f"{inside}.properties.a.not"
+    assert place == "tools[1].function.parameters"
+
+
+def test_schemas_beyond_the_limit_of_a_grammar_are_refused(qwen: Loaded) -> None:
+    long = Tool("f", None, {"enum": ["x" * MAX_GRAMMAR_BYTES]})
+    with pytest.raises(BadRequestError, match="too long") as caught:
+        qwen.stage.forced(qwen.request(ToolUse((long,), mode="required")), qwen.hello)
+    assert caught.value.param == "tools"
