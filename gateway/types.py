@@ -140,7 +140,7 @@ class Constraint:
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
-PromptParam = Literal["messages", "prompt", "input"]
+PromptParam = Literal["messages", "prompt", "input", "contents"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,16 @@ import pytest
 from gateway import errors
 from gateway.api.dialect import Route
 from gateway.api.fields import Parameter
+from gateway.api.gemini.contents import PART
+from gateway.api.gemini.parameters import GENERATION
+from gateway.api.gemini.tools import TOOL
 from gateway.api.openapi import template
 from gateway.api.routes import ROUTES, routes
 from tests.fakes.gateway import make_app, running
 
 HTTP_API = (Path(__file__).parent.parent / "docs/http-api.md").read_text(encoding="utf-8")
+NESTED = {"generationConfig": GENERATION, "parts": PART, "tools": TOOL}
+"""Tables of the Gemini API below those of its routes, by what their chapter is called."""
 SECTIONS = {"used": "### Parameters", "none": "### Accepted without effect", "refused": "### Refused"}
 ROUTES_OF = make_app()[ROUTES]
 EVERY = [route for own in ROUTES_OF.values() for route in own]
@@ -63,6 +68,16 @@ def test_every_parameter_is_documented_as_what_becomes_of_it(route: Route, param
     _, found, rest = chapter(route).partition(f"\n{SECTIONS[parameter.effect]}\n")
     assert found
     assert row in rest.split("\n### ", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [(name, parameter) for name, table in NESTED.items() for parameter in table.values()]
+)
+def test_every_field_inside_of_a_field_is_documented(name: str, parameter: Parameter) -> None:
+    _, found, rest = HTTP_API.partition(f"\n## Gemini: {name}\n")
+    assert found
+    inside = rest.split("\n## ", 1)[0].partition(f"\n{SECTIONS[parameter.effect]}\n")[2].split("\n### ", 1)[0]
+    assert f"| `{parameter.name}` | {parameter.accepts} | {parameter.does} |" in inside
 
 
 @pytest.mark.parametrize("route", [one for one in EVERY if one.query], ids=title)

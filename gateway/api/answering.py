@@ -13,7 +13,7 @@ from engine.protocol import Hello
 from gateway.api.answers import Answer
 from gateway.api.auth import Auth
 from gateway.api.call import Call, settle
-from gateway.api.dialect import JSON
+from gateway.api.dialect import JSON, SSE
 from gateway.api.namespaces import Namespaces
 from gateway.api.record import RECORD, Record, common_headers, kvasir_headers
 from gateway.api.stream import Answers, Echo, Shape, collect, stream
@@ -106,16 +106,26 @@ class Answering:
         return model
 
     async def answer(
-        self, http: web.Request, tenant: Tenant, call: Call, model: Hello, shape: AnswerShape
+        self,
+        http: web.Request,
+        tenant: Tenant,
+        call: Call,
+        model: Hello,
+        shape: AnswerShape,
+        *,
+        media_type: str = SSE,
     ) -> web.StreamResponse:
-        """Whole, or as a stream that is complete when this returns. Raises only while nothing was sent."""
+        """Whole, or as a stream that is complete when this returns. Raises only while nothing was sent.
+
+        media_type  of a stream
+        """
         record = http[RECORD]
         record.stream = call.stream
         requests = self.requests(http, tenant, call, model)
         echo = self._echo(call, model) if call.echo else _no_echo
         at_once = self._server.prompts_at_once
         if call.stream:
-            return await stream(http, self._street, requests, shape, echo, at_once=at_once)
+            return await stream(http, self._street, requests, shape, echo, at_once=at_once, media_type=media_type)
         answers = await collect(self._street, requests, echo, at_once=at_once)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         told = call.choices.told(answers, logprobs=call.sampling.logprobs is not None)

@@ -20,6 +20,8 @@ from gateway.api.body import expect_continue
 from gateway.api.dialect import Route
 from gateway.api.dialects import DIALECTS, handlers_of
 from gateway.api.docs import Docs
+from gateway.api.gemini.handlers import Gemini
+from gateway.api.gemini.wire import GEMINI
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.embeddings import Embedder, Embeddings
@@ -69,6 +71,7 @@ def build_app(
             *Responses(server, leases, answering).routes(),
             *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
+        GEMINI.name: Gemini(server, answering).routes(),
         OWN: Admin(keys, sources, metrics).routes(),
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)

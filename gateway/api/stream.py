@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from aiohttp import web
 
 from gateway.api.answers import Answer, join_calls
+from gateway.api.dialect import SSE
 from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, kvasir_headers
 from gateway.errors import DeadlineError, KvasirError
 from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
@@ -112,9 +113,11 @@ async def stream(
     echo: Echo,
     *,
     at_once: int,
+    media_type: str = SSE,
 ) -> web.StreamResponse:
-    """Answers over SSE, complete, and ended as it has to be. Raises only while nothing was sent."""
-    sse = _Sse(http, shape, alone=len(requests) == 1)
+    """Answers over SSE, or what else the shape writes, complete, and ended as it has to be. Raises only while nothing
+    was sent."""
+    sse = _Sse(http, shape, media_type, alone=len(requests) == 1)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(street.answer(request)) as events:
@@ -181,11 +184,11 @@ async def _all(
 class _Sse:
     """The response of one stream. It exists from the first token on."""
 
-    def __init__(self, http: web.Request, shape: Shape, *, alone: bool) -> None:
+    def __init__(self, http: web.Request, shape: Shape, media_type: str, *, alone: bool) -> None:
         """`alone`: there is one choice."""
         self.record: Record = http[RECORD]
         self.response: web.StreamResponse | None = None
-        self._http, self._shape, self._alone = http, shape, alone
+        self._http, self._shape, self._media_type, self._alone = http, shape, media_type, alone
         self._opening = asyncio.Lock()
 
     async def choice(
@@ -215,7 +218,7 @@ class _Sse:
         async with self._opening:
             if self.response is None:
                 headers = {
-                    "Content-Type": "text/event-stream; charset=utf-8",
+                    "Content-Type": f"{self._media_type}; charset=utf-8",
                     "Cache-Control": "no-cache",
                     "X-Accel-Buffering": "no",
                     **common_headers(self.record),

@@ -1,0 +1,224 @@
+"""Contents of the Gemini API into what a chat template takes: "role", "content" as a string, "tool_calls", ...
+
+    user      its texts, joined, and a `tool` message for each of its function responses, in their order
+    model     `assistant`: its texts, joined, and its function calls. Several in a row are one: the SDK's chats keep
+              each piece of a streamed answer as a turn of its own
+    function  an older name for a user that brings function responses
+
+Touches no character of a text. Calls and responses have ids in chat templates, which this API leaves out mostly: then
+they are numbered, and a response belongs to the first call of its name that has none. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from gateway.api.fields import an_object, anything, boolean, takes, text, wrong_value
+from gateway.api.gemini.proto import (
+    message,
+    message_schema,
+    no_effect,
+    read,
+    refused,
+    repeated,
+    table,
+    used,
+)
+from gateway.errors import BadRequestError
+
+Message = dict[str, Any]
+ROLES: Final = ("user", "model", "function")
+
+_string = text()
+_NO_MEDIA: Final = "Only text is understood by this model."
+_NO_CODE: Final = "Code is not executed here."
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    name: str
+    args: dict[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionResponse:
+    name: str
+    response: dict[str, Any]
+    id: str | None = None
+
+
+Part = str | FunctionCall | FunctionResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One turn."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+CALL: Final = table(
+    used("name", _string, "string, required", "Of the function."),
+    used("args", an_object, "object", "Its arguments."),
+    used("id", _string, "string", "Names the call; the response with the same one belongs to it."),
+)
+RESPONSE: Final = table(
+    used("name", _string, "string, required", "Of the function."),
+    used("response", an_object, "object", "What it returned; the model reads it as JSON."),
+    used("id", _string, "string", "Of the call."),
+    no_effect("willContinue", boolean, "boolean", "Every response is complete."),
+    no_effect("scheduling", _string, "string", "Nothing is asked while a function runs."),
+    refused("parts", repeated(anything), "-", _NO_MEDIA, []),
+)
+PART: Final = table(
+    used("text", _string, "string", "Text."),
+    used("functionCall", message(CALL), "object; of `model`", "A call that the model made: `name`, `args`, `id`."),
+    used(
+        "functionResponse",
+        message(RESPONSE),
+        "object; of `user` or `function`",
+        "What a call returned: `name`, `response`, `id`.",
+    ),
+    used("thought", boolean, "boolean", "Such a part of an earlier answer is left out of the prompt."),
+    no_effect("thoughtSignature", _string, "string", "Answers carry none."),
+    no_effect("partMetadata", an_object, "object", "Not kept."),
+    no_effect("mediaResolution", anything, "object", "There are no media."),
+    refused("inlineData", anything, "-", _NO_MEDIA),
+    refused("fileData", anything, "-", _NO_MEDIA),
+    refused("videoMetadata", anything, "-", _NO_MEDIA),
+    refused("audioTranscription", anything, "-", _NO_MEDIA),
+    refused("executableCode", anything, "-", _NO_CODE),
+    refused("codeExecutionResult", anything, "-", _NO_CODE),
+    refused("toolCall", anything, "-", "There are no tools of the server."),
+    refused("toolResponse", anything, "-", "There are no tools of the server."),
+)
+_DATA: Final = ("text", "functionCall", "functionResponse")
+
+
+@takes(message_schema(PART))
+def _part(value: Any, path: str) -> Part | None:
+    """None for a thought."""
+    fields = read(value, PART, path)
+    data = [name for name in _DATA if name in fields]
+    if len(data) != 1:
+        raise BadRequestError(f"'{path}' has to have exactly one of {', '.join(_DATA)}.", param=path)
+    if fields.get("thought"):
+        return None
+    if data == ["text"]:
+        said: str = fields["text"]
+        return said
+    inner = fields[data[0]]
+    if not inner.get("name"):
+        raise BadRequestError(f"'{path}.{data[0]}.name' is missing or empty.", param=f"{path}.{data[0]}.name")
+    if data == ["functionCall"]:
+        return FunctionCall(inner["name"], inner.get("args", {}), inner.get("id") or None)
+    return FunctionResponse(inner["name"], inner.get("response", {}), inner.get("id") or None)
+
+
+CONTENT: Final = table(
+    used("role", _string, "`user`, `model` or `function`; default `user`", "Whose turn it is."),
+    used("parts", repeated(_part), "array of 1 or more parts", "What is said."),
+)
+
+
+@takes(message_schema(CONTENT))
+def content(value: Any, path: str) -> Content:
+    """A turn. Raises BadRequestError for a part that its role does not have."""
+    fields = read(value, CONTENT, path)
+    role = fields.get("role") or "user"
+    if role not in ROLES:
+        raise wrong_value(f"{path}.role", role, ROLES)
+    if not fields.get("parts"):
+        raise BadRequestError(f"'{path}.parts' has to have one part or more.", param=f"{path}.parts")
+    for index, part in enumerate(fields["parts"]):
+        if isinstance(part, FunctionResponse) if role == "model" else isinstance(part, FunctionCall):
+            where = f"{path}.parts[{index}]"
+            raise BadRequestError(f"'{where}' is nothing that '{role}' says.", param=where)
+    return Content(role, tuple(part for part in fields["parts"] if part is not None))
+
+
+@takes({"anyOf": [content.schema, {"type": "string"}]})
+def instruction(value: Any, path: str) -> str:
+    """A system instruction: a content of text, whose role says nothing."""
+    if type(value) is str:
+        return value
+    parts = read(value, CONTENT, path).get("parts", [])
+    for index, part in enumerate(parts):
+        if isinstance(part, FunctionCall | FunctionResponse):
+            where = f"{path}.parts[{index}]"
+            raise BadRequestError(f"'{where}': a system instruction is text.", param=where)
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+contents = repeated(content)
+
+
+def to_messages(system: str | None, turns: Iterable[Content]) -> list[Message]:
+    """One conversation."""
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    calls = _Calls()
+    for turn in turns:
+        if turn.role == "model":
+            _answer(messages, turn.parts, calls)
+        else:
+            messages += _question(turn.parts, calls)
+    return messages
+
+
+class _Calls:
+    """Gives ids to the calls and responses of one conversation that have none."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._open: list[tuple[str, str]] = []  # id and name of calls without a response
+
+    def made(self, call: FunctionCall) -> str:
+        self._number += 1
+        name = call.id or f"call{self._number:05d}"  # nine characters, as the templates of Mistral want
+        self._open.append((name, call.name))
+        return name
+
+    def answered(self, response: FunctionResponse) -> str | None:
+        for index, (name, function) in enumerate(self._open):
+            if name == response.id if response.id else function == response.name:
+                del self._open[index]
+                return name
+        return response.id
+
+
+def _answer(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> None:
+    """Puts a turn of the model behind the messages; one of thoughts alone is none."""
+    if not parts:
+        return
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    said = messages[-1]
+    for part in parts:
+        if isinstance(part, FunctionCall):
+            function = {"name": part.name, "arguments": part.args}
+            call = {"id": calls.made(part), "type": "function", "function": function}
+            said.setdefault("tool_calls", []).append(call)
+        elif isinstance(part, str):
+            said["content"] += part
+
+
+def _question(parts: Sequence[Part], calls: _Calls) -> list[Message]:
+    messages: list[Message] = []
+    for part in parts:
+        if isinstance(part, FunctionResponse):
+            tool: Message = {"role": "tool", "content": orjson.dumps(part.response).decode(), "name": part.name}
+            if (name := calls.answered(part)) is not None:
+                tool["tool_call_id"] = name
+            messages.append(tool)
+        elif isinstance(part, str):
+            if messages and messages[-1]["role"] == "user":
+                messages[-1]["content"] += part
+            else:
+                messages.append({"role": "user", "content": part})
+    return messages

@@ -1,0 +1,114 @@
+"""The routes of the Gemini dialect: generateContent, streamGenerateContent, countTokens and models, under /v1 and
+/v1beta. request.py reads what comes in, response.py writes what goes out, answering.py does what is between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from engine.protocol import Hello
+from gateway.api.answering import Answering, reply
+from gateway.api.body import read_json
+from gateway.api.dialect import JSON, SSE, Route
+from gateway.api.fields import text
+from gateway.api.gemini.pages import PAGE, page
+from gateway.api.gemini.parameters import COUNT, GENERATE
+from gateway.api.gemini.proto import table, used
+from gateway.api.gemini.request import model_name, parse_count, parse_generate
+from gateway.api.gemini.response import GeminiShape, model_json
+from gateway.api.record import RECORD
+from gateway.config import ServerSettings
+from gateway.errors import ModelNotFoundError, NoEngineError
+
+VERSIONS: Final = ("v1", "v1beta")
+EXAMPLE: Final = {"contents": [{"role": "user", "parts": [{"text": "Hello."}]}]}
+STREAM: Final = table(used("alt", text(), "`sse`", "Server-sent events; without it the answer is one JSON array."))
+
+
+class Gemini:
+    """Holds what its handlers need."""
+
+    def __init__(self, server: ServerSettings, answering: Answering) -> None:
+        self._server = server
+        self._answering = answering
+
+    def routes(self) -> list[Route]:
+        return [route for version in VERSIONS for route in self._routes(f"/{version}")]
+
+    def _routes(self, root: str) -> Iterator[Route]:
+        model = f"{root}/models/{{model:.+}}"
+        asks: Any = {"parameters": GENERATE, "required": ("contents",), "example": EXAMPLE}
+        yield Route("POST", f"{model}:generateContent", self.generate, "The next turn of a conversation.", **asks)
+        yield Route(
+            "POST",
+            f"{model}:streamGenerateContent",
+            self.stream,
+            "The same, in pieces.",
+            **asks,
+            query=STREAM,
+            media=(SSE, JSON),
+        )
+        yield Route(
+            "POST",
+            f"{model}:countTokens",
+            self.count,
+            "How many tokens a prompt has.",
+            COUNT,
+            example=EXAMPLE,
+        )
+        yield Route("GET", f"{root}/models", self.list_models, "The models that are served.", query=PAGE)
+        yield Route("GET", model, self.get_model, "One of them.")
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/models/{model}:generateContent"""
+        return await self._answer(http, stream=False)
+
+    async def stream(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/models/{model}:streamGenerateContent"""
+        return await self._answer(http, stream=True)
+
+    async def _answer(self, http: web.Request, *, stream: bool) -> web.StreamResponse:
+        tenant = self._answering.admit(http)
+        body = await read_json(http, self._server)
+        name = model_name(http.match_info["model"])
+        call = parse_generate(name, body, stream=stream, max_answers=self._server.max_prompts)
+        model = self._answering.model(name, http[RECORD])
+        array = stream and http.query.get("alt") != "sse"
+        shape = GeminiShape(model, call.choices.n, array=array)
+        media_type = JSON if array else SSE
+        return await self._answering.answer(http, tenant, call, model, shape, media_type=media_type)
+
+    async def count(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/models/{model}:countTokens"""
+        tenant = self._answering.admit(http)
+        call = parse_count(model_name(http.match_info["model"]), await read_json(http, self._server))
+        model = self._answering.model(call.model, http[RECORD])
+        tokens = await self._answering.count(http, tenant, call, model)
+        details = [{"modality": "TEXT", "tokenCount": tokens}]
+        return reply(orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details}), http[RECORD])
+
+    async def list_models(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/models"""
+        self._answering.admit(http)
+        shown, token = page(self._answering.models.models(), http.query)
+        listed = {"models": [model_json(name, self._hello(name)) for name, _ in shown]}
+        return reply(orjson.dumps(listed | ({"nextPageToken": token} if token else {})), http[RECORD])
+
+    async def get_model(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/models/{model}"""
+        self._answering.admit(http)
+        name = model_name(http.match_info["model"])
+        if name not in self._answering.models.models():
+            raise ModelNotFoundError(name)
+        return reply(orjson.dumps(model_json(name, self._hello(name))), http[RECORD])
+
+    def _hello(self, name: str) -> Hello | None:
+        """None while its engines are away."""
+        try:
+            return self._answering.models.serving(name)[0].hello
+        except (NoEngineError, ModelNotFoundError):
+            return None

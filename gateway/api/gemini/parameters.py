@@ -1,0 +1,134 @@
+"""The fields of generateContent and countTokens as tables: what each may be, and whether it is carried out, accepted
+without effect, or refused. docs/http-api.md is held to these tables by a test.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gateway.api.fields import anything, boolean, choice, string_map, text
+from gateway.api.gemini.contents import contents, instruction
+from gateway.api.gemini.proto import (
+    enum,
+    made,
+    message,
+    no_effect,
+    real,
+    refused,
+    repeated,
+    table,
+    used,
+    whole,
+)
+from gateway.api.gemini.schemas import schema
+from gateway.api.gemini.tools import tool_config, tools
+from gateway.errors import BadRequestError
+
+MAX_TOKENS: Final = 2**31 - 1
+MAX_CANDIDATES: Final = 128
+MAX_STOPS: Final = 5
+MAX_TOP: Final = 20
+MIME_TYPES: Final = ("text/plain", "application/json", "text/x.enum")
+
+_string = text()
+
+
+def _not_empty(value: str, path: str) -> str:
+    if not value:
+        raise BadRequestError(f"'{path}' is empty.", param=path, code="empty_string")
+    return value
+
+
+SAFETY: Final = table(
+    no_effect("category", _string, "", ""),
+    no_effect("threshold", _string, "", ""),
+    no_effect("method", _string, "", ""),
+)
+THINKING: Final = table(
+    no_effect("includeThoughts", boolean, "", ""),
+    no_effect("thinkingBudget", whole(-1, MAX_TOKENS), "", ""),
+    no_effect("thinkingLevel", _string, "", ""),
+)
+
+GENERATION: Final = table(
+    used("temperature", real(0, 2), "number 0 to 2, default 1", "0 takes the likeliest token."),
+    used("topP", real(0, 1), "number 0 to 1, default 1", "Samples from the likeliest tokens of this total."),
+    used("topK", whole(0, MAX_TOKENS), "integer, default 0", "Samples from that many likeliest tokens; 0 from all."),
+    used(
+        "maxOutputTokens",
+        whole(1, MAX_TOKENS),
+        "integer from 1, default: up to the context's end",
+        "Tokens to generate at most.",
+    ),
+    used(
+        "stopSequences",
+        repeated(made(_string, _not_empty), MAX_STOPS),
+        "array of up to 5 strings",
+        "End the answer; none of them is ever returned.",
+    ),
+    used("seed", whole(-(2**31), 2**31 - 1), "32-bit integer", "The same seed gives the same answer."),
+    used(
+        "candidateCount",
+        whole(1, MAX_CANDIDATES),
+        "integer 1 to 128, default 1",
+        "Answers; the prompt is computed once.",
+    ),
+    used("presencePenalty", real(-2, 2), "number -2 to 2, default 0", "Lowers tokens that were generated before."),
+    used("frequencyPenalty", real(-2, 2), "number -2 to 2, default 0", "Lowers them by how often they were."),
+    used(
+        "responseMimeType",
+        choice(*MIME_TYPES),
+        "`text/plain`, `application/json` or `text/x.enum`",
+        "What the answer has to be; see below.",
+    ),
+    used("responseSchema", schema, "Schema", "And which JSON, or which one of several values."),
+    used("responseJsonSchema", anything, "JSON Schema", "The same; not together with `responseSchema`."),
+    used("responseLogprobs", boolean, "boolean, default false", "Log probabilities of the answer's tokens."),
+    used(
+        "logprobs",
+        whole(0, MAX_TOP),
+        "integer 0 to 20; only with `responseLogprobs`",
+        "And of so many of the likeliest tokens in the place of each.",
+    ),
+    no_effect("thinkingConfig", message(THINKING), "object", "The model reasons as it was made to."),
+    no_effect("mediaResolution", _string, "string", "There are no media."),
+    no_effect("enableEnhancedCivicAnswers", boolean, "boolean", "There is only one kind of answers."),
+    refused(
+        "responseModalities",
+        repeated(enum("MODALITY_UNSPECIFIED", "TEXT", "IMAGE", "AUDIO", "VIDEO")),
+        'array; only `["TEXT"]`',
+        "Only text is generated.",
+        ["TEXT"],
+        [],
+    ),
+    refused("responseFormat", anything, "-", "Ask with `responseMimeType` and `responseJsonSchema`."),
+    refused("speechConfig", anything, "-", "Only text is generated."),
+    refused("imageConfig", anything, "-", "Only text is generated."),
+    refused("audioTimestamp", boolean, "boolean; only `false`", "There is no audio.", False),
+    refused("audioTranscriptionConfig", anything, "-", "There is no audio."),
+    refused("translationConfig", anything, "-", "There is no audio."),
+    refused("enableAffectiveDialog", boolean, "boolean; only `false`", "There is no audio.", False),
+    refused("routingConfig", anything, "-", "The URL names the model."),
+    refused("modelSelectionConfig", anything, "-", "The URL names the model."),
+)
+
+GENERATE: Final = table(
+    used("contents", contents, "array of 1 or more contents, required", "The conversation; see below."),
+    used("systemInstruction", instruction, "content of text", "What the model is told before it."),
+    used("tools", tools, "array: `functionDeclarations`", "Functions that may be called; see below."),
+    used("toolConfig", tool_config, "object: `functionCallingConfig`", "Which of them, and whether; see below."),
+    used("generationConfig", message(GENERATION), "object", "How the answer is made; see below."),
+    no_effect("model", _string, "string", "The URL names the model."),
+    no_effect("safetySettings", repeated(message(SAFETY)), "array of objects", "Nothing is filtered."),
+    no_effect("labels", string_map(64, 64, 256), "up to 64 pairs", "Not kept."),
+    no_effect("store", boolean, "boolean", "Nothing is stored."),
+    no_effect("serviceTier", _string, "string", "There is one."),
+    refused("cachedContent", _string, "-", "Explicit caching is not supported yet."),
+    refused("continuationToken", anything, "-", "Every answer is complete."),
+)
+
+COUNT: Final = table(
+    used("contents", contents, "array of contents", "What is counted, as a conversation."),
+    used("generateContentRequest", message(GENERATE), "object", "Or a whole request, as for `generateContent`."),
+    no_effect("model", _string, "string", "The URL names the model."),
+)

@@ -1,0 +1,195 @@
+"""Answers as the Gemini API writes them: GenerateContentResponses, one or a stream of them, and models.
+
+A stream is server-sent events without names and without an end, or, as this API does without `alt=sse`, one JSON array
+that is written piece by piece. A function call is written when it is complete: the arguments are an object.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from engine.protocol import Hello
+from gateway.api.answers import Answer, ToolCall
+from gateway.api.gemini.wire import error_json
+from gateway.api.sse import data, json_line
+from gateway.errors import KvasirError
+from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, Started, TextDelta, Usage
+
+METHODS = ("generateContent", "countTokens")
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """promptTokenCount is the whole prompt, what was cached included."""
+    told: dict[str, Any] = {"promptTokenCount": usage.prompt_tokens, "candidatesTokenCount": usage.completion_tokens}
+    told["totalTokenCount"] = usage.total_tokens
+    told["promptTokensDetails"] = _text_tokens(usage.prompt_tokens)
+    if usage.cached_tokens:
+        told["cachedContentTokenCount"] = usage.cached_tokens
+        told["cacheTokensDetails"] = _text_tokens(usage.cached_tokens)
+    return told
+
+
+def _text_tokens(count: int) -> list[dict[str, Any]]:
+    return [{"modality": "TEXT", "tokenCount": count}]
+
+
+class GeminiShape:
+    """A GenerateContentResponse of `n` candidates, whole or in pieces. `array`: a stream is a JSON array."""
+
+    def __init__(self, model: Hello, n: int, *, array: bool = False) -> None:
+        self._n = n
+        self._base = {"modelVersion": model.model, "responseId": secrets.token_urlsafe(16)}
+        self._array = array
+        self._begun = False
+        self._calls = [_Calls() for _ in range(n)]
+        self._closed = 0
+        self._last: dict[str, Any] = {}  # the last candidate's end, which goes out with the usage
+
+    def prelude(self) -> bytes:
+        """The beginning of an array."""
+        return b"[" if self._array else b""
+
+    def opening(self, index: int, echo: str, started: Started) -> bytes:
+        """Nothing before a candidate's first piece."""
+        return b""
+
+    def text(self, index: int, delta: TextDelta) -> bytes:
+        """A piece of text, with the log probabilities of its tokens where they are asked for."""
+        return self._chunk(_candidate(index, [{"text": delta.text}], delta.scored or None))
+
+    def call(self, index: int, delta: CallDelta) -> bytes:
+        """The call before, when another begins: only then is it known to be complete."""
+        part = self._calls[index].feed(delta)
+        return self._chunk(_candidate(index, [part])) if part else b""
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        """The reason, and the last call. Of the last candidate it waits for the usage."""
+        calls = self._calls[index]
+        parts = [part] if (part := calls.end()) else [{"text": ""}]
+        candidate = _candidate(index, parts) | _reason(finished.reason, broken=calls.broken)
+        self._closed += 1
+        if self._closed < self._n:
+            return self._chunk(candidate)
+        self._last = candidate
+        return b""
+
+    def ending(self, usage: Usage) -> bytes:
+        """The end of the last candidate, with the usage of all."""
+        return self._chunk(self._last, usage) + (b"]" if self._array else b"")
+
+    def failure(self, error: KvasirError) -> bytes:
+        """An error in place of the next piece."""
+        if not self._array:
+            return data(error_json(error))
+        return self._element(error_json(error)) + b"]"
+
+    def body(self, answers: list[Answer], usage: Usage) -> bytes:
+        """The answer to a request that does not stream."""
+        candidates = [_whole(index, answer) for index, answer in enumerate(answers)]
+        return orjson.dumps({"candidates": candidates, "usageMetadata": usage_json(usage), **self._base})
+
+    def _chunk(self, candidate: dict[str, Any], usage: Usage | None = None) -> bytes:
+        told: dict[str, Any] = {"candidates": [candidate]}
+        if usage is not None:
+            told["usageMetadata"] = usage_json(usage)
+        return self._element({**told, **self._base}) if self._array else data({**told, **self._base})
+
+    def _element(self, value: Any) -> bytes:
+        before, self._begun = b",\n" if self._begun else b"", True
+        return before + json_line(value)
+
+
+class _Calls:
+    """The calls of one candidate, one after another."""
+
+    def __init__(self) -> None:
+        self._number, self._name, self._pieces = -1, "", [""]
+        self.broken = False  # one of them could not be read
+
+    def feed(self, delta: CallDelta) -> dict[str, Any] | None:
+        """The part that became complete with this piece."""
+        if delta.call == self._number:
+            self._pieces.append(delta.arguments)
+            return None
+        part = self.end()
+        self._number, self._name, self._pieces = delta.call, delta.name, [delta.arguments]
+        return part
+
+    def end(self) -> dict[str, Any] | None:
+        """The part of the last call."""
+        if self._number < 0:
+            return None
+        part = _call_part(ToolCall(self._name, "".join(self._pieces)))
+        self.broken |= part is None
+        return part
+
+
+def _call_part(call: ToolCall) -> dict[str, Any] | None:
+    """None when its arguments are no object: it was cut, or the model made a mistake."""
+    try:
+        args = orjson.loads(call.arguments or "{}")
+    except orjson.JSONDecodeError:
+        return None
+    return {"functionCall": {"name": call.name, "args": args}} if type(args) is dict else None
+
+
+def _reason(reason: FinishReason, *, broken: bool) -> dict[str, Any]:
+    """Why a candidate ended. `broken`: a call could not be read, and was left out."""
+    if reason == "length":
+        return {"finishReason": "MAX_TOKENS"}
+    if broken:
+        message = "The arguments of a function call are no JSON object."
+        return {"finishReason": "MALFORMED_FUNCTION_CALL", "finishMessage": message}
+    return {"finishReason": "STOP"}
+
+
+def _whole(index: int, answer: Answer) -> dict[str, Any]:
+    parts = [_call_part(call) for call in answer.calls]
+    told = [part for part in parts if part is not None]
+    said = [{"text": answer.text}] if answer.text or not told else []
+    reason = _reason(answer.reason, broken=len(told) < len(parts))
+    return _candidate(index, said + told, answer.scored) | reason
+
+
+def _candidate(
+    index: int, parts: Sequence[dict[str, Any]], scored: Sequence[ScoredToken] | None = None
+) -> dict[str, Any]:
+    told: dict[str, Any] = {"content": {"parts": parts, "role": "model"}, "index": index}
+    if scored is not None:
+        total = sum(one.logprob for one in scored)
+        told["avgLogprobs"] = total / len(scored) if scored else 0.0
+        told["logprobsResult"] = _logprobs(scored, total)
+    return told
+
+
+def _logprobs(scored: Sequence[ScoredToken], total: float) -> dict[str, Any]:
+    """Ids of tokens are not told: what is a token is the tokeniser's own."""
+    return {
+        "topCandidates": [
+            {"candidates": [{"token": token.text, "logProbability": logprob} for token, logprob in one.top]}
+            for one in scored
+        ],
+        "chosenCandidates": [{"token": one.token.text, "logProbability": one.logprob} for one in scored],
+        "logProbabilitySum": total,
+    }
+
+
+def model_json(name: str, model: Hello | None) -> dict[str, Any]:
+    """A model. Its limits are known while one of its engines is there."""
+    told: dict[str, Any] = {
+        "name": f"models/{name}",
+        "baseModelId": name,
+        "version": "001",
+        "displayName": name,
+        "supportedGenerationMethods": METHODS,
+        "temperature": 1.0,
+        "maxTemperature": 2.0,
+        "topP": 1.0,
+    }
+    if model is not None:
+        told |= {"inputTokenLimit": model.context_tokens, "outputTokenLimit": model.context_tokens}
+    return told

@@ -1,0 +1,129 @@
+"""`tools` and `toolConfig` of the Gemini API into the tools of a prompt and what an answer may do with them. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from gateway.api.fields import an_object, anything, boolean, takes, text
+from gateway.api.gemini.proto import (
+    Table,
+    enum,
+    message,
+    message_schema,
+    no_effect,
+    read,
+    refused,
+    repeated,
+    table,
+    under,
+    used,
+)
+from gateway.api.gemini.schemas import schema
+from gateway.errors import BadRequestError
+from gateway.types import Tool, ToolUse
+
+MODES: Final = ("MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+_string = text()
+_NOT_OURS: Final = "Kvasir has no tools of its own; declare functions."
+
+DECLARATION: Final = table(
+    used("name", _string, "1 to 128 letters, digits and `_.:-`, required", "Of the function."),
+    used("description", _string, "string", "What the model is told of it."),
+    used("parameters", schema, "Schema of type `OBJECT`", "Its arguments, with types in capitals."),
+    used("parametersJsonSchema", an_object, "JSON Schema of an object", "The same; not together with `parameters`."),
+    no_effect("response", anything, "Schema", "The model is not told what comes back."),
+    no_effect("responseJsonSchema", anything, "JSON Schema", "The model is not told what comes back."),
+    no_effect("behavior", enum("UNSPECIFIED", "BLOCKING"), "`BLOCKING`", "Every call is."),
+)
+
+
+def _server_tools() -> Table:
+    names = ("googleSearch", "googleSearchRetrieval", "codeExecution", "urlContext", "computerUse", "fileSearch")
+    more = ("googleMaps", "retrieval", "enterpriseWebSearch", "mcpServers", "parallelAiSearch", "exaAiSearch")
+    return table(*(refused(name, anything, "-", _NOT_OURS) for name in (*names, *more)))
+
+
+TOOL: Final[Table] = {
+    **table(used("functionDeclarations", repeated(message(DECLARATION)), "array of declarations", "Functions.")),
+    **_server_tools(),
+}
+CALLING: Final = table(
+    used("mode", enum(*MODES), "`AUTO`, `ANY`, `NONE` or `VALIDATED`; default `AUTO`", "Whether functions are called."),
+    used(
+        "allowedFunctionNames",
+        repeated(_string),
+        "array of names; with `ANY` or `VALIDATED`",
+        "The functions that may be called.",
+    ),
+    no_effect("streamFunctionCallArguments", boolean, "boolean", "Calls are streamed whole."),
+)
+TOOL_CONFIG: Final = table(
+    used("functionCallingConfig", message(CALLING), "object: `mode`, `allowedFunctionNames`", "Which calls are made."),
+    no_effect("retrievalConfig", an_object, "object", "Nothing is retrieved."),
+    no_effect("includeServerSideToolInvocations", boolean, "boolean", "There are none."),
+)
+
+
+_groups = repeated(message(TOOL))
+
+
+@takes(_groups.schema)
+def tools(value: Any, path: str) -> tuple[Tool, ...]:
+    """All declared functions, in order. Raises BadRequestError for a name that is no name, or there twice."""
+    found: dict[str, Tool] = {}
+    for number, group in enumerate(_groups(value, path)):
+        for index, declared in enumerate(group.get("functionDeclarations", [])):
+            where = f"{path}[{number}].functionDeclarations[{index}]"
+            tool = _tool(declared, where)
+            if tool.name in found:
+                raise BadRequestError(f"'{where}.name': '{tool.name}' is declared twice.", param=f"{where}.name")
+            found[tool.name] = tool
+    return tuple(found.values())
+
+
+def _tool(declared: dict[str, Any], path: str) -> Tool:
+    name = declared.get("name", "")
+    if not _NAME.fullmatch(name):
+        where = f"{path}.name"
+        raise BadRequestError(f"Invalid '{where}': 1 to 128 letters, digits and '_.:-' are expected.", param=where)
+    if "parameters" in declared and "parametersJsonSchema" in declared:
+        where = f"{path}.parametersJsonSchema"
+        raise BadRequestError(f"'{where}' is there besides 'parameters'.", param=where)
+    key = "parametersJsonSchema" if "parametersJsonSchema" in declared else "parameters"
+    return Tool(name, declared.get("description"), declared.get(key), path=f"{path}.{key}")
+
+
+@takes(message_schema(TOOL_CONFIG))
+def tool_config(value: Any, path: str) -> dict[str, Any]:
+    """Its functionCallingConfig, checked; empty without one."""
+    calling: dict[str, Any] = read(value, TOOL_CONFIG, path).get("functionCallingConfig", {})
+    return calling
+
+
+def tool_use(declared: tuple[Tool, ...], calling: dict[str, Any], path: str) -> ToolUse | None:
+    """None where nothing may be called. `calling` is what `tool_config` returned, `path` its path."""
+    mode = calling.get("mode", "AUTO")
+    names = calling.get("allowedFunctionNames", [])
+    where = under(path, "functionCallingConfig.allowedFunctionNames")
+    if names and mode not in ("ANY", "VALIDATED"):
+        raise BadRequestError(f"'{where}' may only be set with the mode ANY or VALIDATED.", param=where)
+    for index, name in enumerate(names):
+        if name not in {tool.name for tool in declared}:
+            raise BadRequestError(f"'{where}[{index}]' is no declared function.", param=f"{where}[{index}]")
+    if mode == "ANY" and not declared:
+        mode_path = under(path, "functionCallingConfig.mode")
+        raise BadRequestError(f"'{mode_path}' is ANY, and no functions are declared.", param=mode_path)
+    if mode == "NONE" or not declared:
+        return None
+    callable_ = tuple(tool for tool in declared if not names or tool.name in names)
+    return ToolUse(callable_, "required" if mode == "ANY" else "auto")
+
+
+def strict(declared: tuple[Tool, ...], calling: dict[str, Any]) -> tuple[Tool, ...]:
+    """The tools of a prompt: with the mode VALIDATED their arguments are held to their schemas."""
+    if calling.get("mode") != "VALIDATED":
+        return declared
+    return tuple(Tool(tool.name, tool.description, tool.parameters, True, tool.path) for tool in declared)

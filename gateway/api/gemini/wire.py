@@ -1,0 +1,115 @@
+"""Errors and headers as the Gemini API writes them, and which requests are its own.
+
+Errors have the shape of google.rpc.Status: a number, a message, a name for the number, and details that say which
+field was wrong and when to try again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from aiohttp import web
+
+from gateway.api.dialect import Dialect, printable
+from gateway.api.fields import closed_object
+from gateway.errors import BadRequestError, KvasirError, UnauthorizedError
+
+_OWN_PATHS: Final = re.compile(
+    r"/v1beta(/.*)?"
+    r"|/v1/(cachedContents|tunedModels)(/.*)?"
+    r"|/v1/models/.+:(generateContent|streamGenerateContent|countTokens|embedContent|batchEmbedContents|predict)"
+)
+_VERB: Final = re.compile(r"/v1/models/.+:[A-Za-z]+")  # of a POST; a model that is got may be `name:tag`
+_STATUS: Final = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "UNIMPLEMENTED",
+    409: "ABORTED",
+    413: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+_TYPE: Final = "type.googleapis.com/google.rpc."
+
+
+def speaks(http: web.Request) -> bool:
+    """By the path, or by a header or parameter that only Google's clients send."""
+    path = http.path
+    if _OWN_PATHS.fullmatch(path) or (http.method == "POST" and _VERB.fullmatch(path)):
+        return True
+    return "x-goog-api-key" in http.headers or "x-goog-api-client" in http.headers or "key" in http.query
+
+
+def error_json(error: KvasirError, request_id: str = "") -> dict[str, Any]:
+    """The body of an error answer, and of an error in a stream. The request's id is in a header."""
+    status = _status(error)
+    told: dict[str, Any] = {"code": status, "message": printable(error.message), "status": _name(status)}
+    if details := _details(error):
+        told["details"] = details
+    return {"error": told}
+
+
+def _status(error: KvasirError) -> int:
+    """A wrong key is a wrong argument in this API; none at all is not."""
+    return 400 if _wrong_key(error) else error.status
+
+
+def _wrong_key(error: KvasirError) -> bool:
+    return isinstance(error, UnauthorizedError) and error.code is not None
+
+
+def _name(status: int) -> str:
+    return _STATUS.get(status, "INVALID_ARGUMENT" if status < 500 else "UNKNOWN")
+
+
+def _details(error: KvasirError) -> list[dict[str, Any]]:
+    details: list[dict[str, Any]] = []
+    if _wrong_key(error):
+        details.append({"@type": f"{_TYPE}ErrorInfo", "reason": "API_KEY_INVALID", "domain": "googleapis.com"})
+    if isinstance(error, BadRequestError) and error.param:
+        violation = {"field": printable(error.param), "description": printable(error.message)}
+        details.append({"@type": f"{_TYPE}BadRequest", "fieldViolations": [violation]})
+    if error.retry_after_s is not None:
+        details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": duration(error.retry_after_s)})
+    return details
+
+
+def duration(seconds: float) -> str:
+    """As google.protobuf.Duration is written in JSON: `2s`, `0.5s`."""
+    written = f"{seconds:.9f}".rstrip("0").rstrip(".")
+    return f"{written}s"
+
+
+def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:
+    return {"x-request-id": request_id, "Server-Timing": f"gfet4t7; dur={elapsed_ms:.0f}"}
+
+
+_DETAIL: Final = {"type": "object", "required": ["@type"], "properties": {"@type": {"type": "string"}}}
+_ERROR: Final = {
+    "type": "object",
+    "properties": {
+        "code": {"type": "integer"},
+        "message": {"type": "string"},
+        "status": {"enum": [*sorted(set(_STATUS.values())), "UNKNOWN"]},
+        "details": {"type": "array", "items": _DETAIL, "minItems": 1},
+    },
+    "required": ["code", "message", "status"],
+    "additionalProperties": False,
+}
+
+GEMINI = Dialect(
+    name="gemini",
+    title="Gemini",
+    speaks=speaks,
+    headers=_headers,
+    error_json=error_json,
+    error_schema=closed_object({"error": _ERROR}),
+    asking_headers={"x-goog-api-key": "KEY"},
+    status=_status,
+)

@@ -1,0 +1,157 @@
+"""`kvasir serve` with the demo model, spoken to with the real google-genai SDK, and with plain HTTP where it cannot."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google import genai
+from google.genai import errors, types
+from pydantic import BaseModel, Field
+
+from tests.fakes.gemini import gemini
+from tests.fakes.server import Server
+
+POLICY = "You are the clerk of a small railway station. " + " ".join(
+    f"Rule {number}: a passenger with ticket class {number % 3} may take {number % 5} bags." for number in range(60)
+)
+
+
+class Ticket(BaseModel):
+    kind: int = Field(ge=0, le=9)
+    bags: list[bool] = Field(max_length=3)
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Server) -> Iterator[genai.Client]:
+    client = gemini(server.url)
+    yield client
+    client.close()
+
+
+def config(**options: Any) -> types.GenerateContentConfig:
+    return types.GenerateContentConfig(
+        **{"system_instruction": POLICY, "max_output_tokens": 12, "temperature": 0} | options
+    )
+
+
+def test_a_second_request_reuses_the_first_ones_prefix_and_says_the_same(sdk: genai.Client) -> None:
+    cold, warm = (sdk.models.generate_content(model="demo", contents="Bags?", config=config()) for _ in range(2))
+    assert cold.usage_metadata is not None
+    assert warm.usage_metadata is not None
+    assert cold.usage_metadata.cached_content_token_count is None
+    prompt_tokens = cold.usage_metadata.prompt_token_count or 0
+    assert (warm.usage_metadata.cached_content_token_count or 0) >= prompt_tokens - 32
+    assert warm.text == cold.text
+    counted = sdk.models.count_tokens(model="demo", contents="Bags?")
+    assert 0 < (counted.total_tokens or 0) < prompt_tokens
+
+
+def test_what_is_counted_is_what_is_computed(server: Server, sdk: genai.Client) -> None:
+    asked = sdk.models.generate_content(model="demo", contents="How many?", config=config())
+    assert asked.usage_metadata is not None
+    whole = {
+        "contents": [{"role": "user", "parts": [{"text": "How many?"}]}],
+        "systemInstruction": {"parts": [{"text": POLICY}]},
+    }
+    counted = post(server, "/v1/models/demo:countTokens", {"generateContentRequest": {"model": "x", **whole}})
+    assert counted["totalTokens"] == asked.usage_metadata.prompt_token_count
+
+
+def test_a_stream_is_the_unstreamed_answer_in_pieces(server: Server, sdk: genai.Client) -> None:
+    options = config(max_output_tokens=40)
+    whole = sdk.models.generate_content(model="demo", contents="A story.", config=options)
+    chunks = list(sdk.models.generate_content_stream(model="demo", contents="A story.", config=options))
+    assert "".join(chunk.text or "" for chunk in chunks) == whole.text
+    assert whole.usage_metadata is not None
+    assert chunks[-1].usage_metadata is not None
+    assert chunks[-1].usage_metadata.total_token_count == whole.usage_metadata.total_token_count
+    body = {
+        "contents": [{"parts": [{"text": "A story."}]}],
+        "system_instruction": {"parts": [{"text": POLICY}]},
+        "generation_config": {"temperature": 0, "max_output_tokens": 40},
+    }
+    array = post(server, "/v1beta/models/demo:streamGenerateContent?key=anybody", body)
+    assert "".join(piece["candidates"][0]["content"]["parts"][0]["text"] for piece in array) == whole.text
+
+
+async def test_the_asynchronous_half_does_the_same(server: Server, sdk: genai.Client) -> None:
+    whole = sdk.models.generate_content(model="demo", contents="A story.", config=config())
+    client = gemini(server.url, api_version="v1beta")
+    try:
+        same = await client.aio.models.generate_content(model="demo", contents="A story.", config=config())
+        stream = await client.aio.models.generate_content_stream(model="demo", contents="A story.", config=config())
+        pieces = [chunk.text or "" async for chunk in stream]
+    finally:
+        await client.aio.aclose()
+        client.close()
+    assert whole.text == same.text == "".join(pieces)
+
+
+def test_a_chat_that_streams_reuses_its_turns(sdk: genai.Client) -> None:
+    chat = sdk.chats.create(model="demo", config=config())
+    first = list(chat.send_message_stream("When does the train to the north leave?"))[-1]
+    second = chat.send_message("And the next one?")
+    assert first.usage_metadata is not None
+    assert second.usage_metadata is not None
+    reused = second.usage_metadata.cached_content_token_count or 0
+    assert reused >= (first.usage_metadata.prompt_token_count or 0) - 16
+
+
+def test_an_answer_under_a_schema_is_of_its_kind(sdk: genai.Client) -> None:
+    options = config(
+        response_mime_type="application/json", response_schema=Ticket, max_output_tokens=200, temperature=1.0
+    )
+    for seed in range(3):
+        options.seed = seed
+        answer = sdk.models.generate_content(model="demo", contents="Which ticket?", config=options)
+        assert isinstance(answer.parsed, Ticket)
+    kinds = {"type": "STRING", "enum": ["first class", "second class"]}
+    answer = sdk.models.generate_content(
+        model="demo",
+        contents="Which class?",
+        config=config(response_mime_type="text/x.enum", response_schema=kinds, temperature=1.0),
+    )
+    assert answer.text in kinds["enum"]
+
+
+def test_a_schema_that_cannot_be_carried_out_is_refused_with_its_path(sdk: genai.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    options = config(response_mime_type="application/json", response_json_schema=schema)
+    with pytest.raises(errors.ClientError, match="properties") as refused:
+        sdk.models.generate_content(model="demo", contents="a", config=options)
+    assert (refused.value.code, refused.value.status) == (400, "INVALID_ARGUMENT")
+
+
+def test_candidates_seeds_stops_and_log_probabilities(sdk: genai.Client) -> None:
+    options = config(candidate_count=3, seed=40, temperature=1.0, response_logprobs=True, logprobs=2)
+    answer = sdk.models.generate_content(model="demo", contents="A story.", config=options)
+    again = sdk.models.generate_content(model="demo", contents="A story.", config=options)
+    texts = ["".join(part.text or "" for part in one.content.parts) for one in answer.candidates]  # type: ignore[union-attr]
+    assert len(set(texts)) > 1
+    assert texts == ["".join(part.text or "" for part in one.content.parts) for one in again.candidates]  # type: ignore[union-attr]
+    for one, text in zip(answer.candidates or [], texts, strict=True):
+        assert one.logprobs_result is not None
+        assert "".join(token.token or "" for token in one.logprobs_result.chosen_candidates or []) == text
+    plain = sdk.models.generate_content(model="demo", contents="A story.", config=config()).text or ""
+    cut = sdk.models.generate_content(model="demo", contents="A story.", config=config(stop_sequences=[plain[3:7]]))
+    assert cut.text == plain[: plain.index(plain[3:7])]
+
+
+def test_models_are_listed_in_this_shape(server: Server, sdk: genai.Client) -> None:
+    (model,) = list(sdk.models.list())
+    assert (model.name, sdk.models.get(model="demo").name) == ("models/demo", "models/demo")
+    assert (model.input_token_limit or 0) > 1000
+    with pytest.raises(errors.ClientError) as missing:
+        sdk.models.get(model="nobody")
+    assert (missing.value.code, missing.value.status) == (404, "NOT_FOUND")
+    assert [one["id"] for one in server.get("/v1/models")["data"]] == ["demo"], "others see their own shape"
+
+
+def post(server: Server, path: str, body: object) -> Any:
+    request = urllib.request.Request(server.url + path, data=json.dumps(body).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())

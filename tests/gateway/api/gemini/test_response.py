@@ -1,0 +1,100 @@
+"""Golden transcripts of answers, whole and in pieces, under tests/golden/gemini."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.types import CallDelta, FinishReason, ScoredToken, Spelled, TextDelta
+from tests.fakes.gateway import running
+from tests.fakes.golden import assert_golden
+from tests.fakes.street import FakeStreet
+
+HI = {"contents": [{"parts": [{"text": "hi"}]}]}
+TWO_CALLS = (
+    "Let me see.",
+    CallDelta(0, "weather", '{"city": '),
+    CallDelta(0, "", '"Århus"}'),
+    CallDelta(1, "time"),
+)
+CUT = ("So", CallDelta(0, "weather", '{"city": "Å'))
+
+
+def scored(text: str) -> TextDelta:
+    token = Spelled(text, text.encode())
+    other = Spelled("<x>", None)
+    return TextDelta(text, (ScoredToken(token, -0.5, ((token, -0.5), (other, -2.0)), 0),))
+
+
+SCENES: dict[str, tuple[FakeStreet, dict[str, Any]]] = {
+    "text": (FakeStreet(), {}),
+    "cut": (FakeStreet(("One\u2028line", " 👩‍🚀"), cached_tokens=0, reason="length"), {}),
+    "nothing": (FakeStreet((), cached_tokens=0), {}),
+    "calls": (FakeStreet(TWO_CALLS, reason="tool_calls"), {}),
+    "cut_call": (FakeStreet(CUT, reason="length"), {}),
+    "broken_call": (FakeStreet((*CUT, CallDelta(1, "time", "{}")), reason="tool_calls"), {}),
+    "logprobs": (FakeStreet((scored("Hi"), scored("!"))), {"responseLogprobs": True, "logprobs": 2}),
+}
+
+
+@pytest.mark.parametrize("form", ["whole", "sse", "array"])
+@pytest.mark.parametrize("scene", SCENES)
+async def test_answers_are_written_as_the_transcripts_say(scene: str, form: str) -> None:
+    street, config = SCENES[scene]
+    verb = "generateContent" if form == "whole" else "streamGenerateContent"
+    url = f"/v1/models/demo:{verb}" + ("?alt=sse" if form == "sse" else "")
+    async with (
+        running(street) as gateway,
+        gateway.session.post(gateway.url + url, json={**HI, "generationConfig": config}) as answer,
+    ):
+        assert answer.status == 200
+        written = await answer.text()
+        assert answer.content_type == ("text/event-stream" if form == "sse" else "application/json")
+    if form == "whole":
+        written = json.dumps(json.loads(written), indent=1, ensure_ascii=False) + "\n"
+    assert_golden(f"gemini/{scene}.{form}.txt", written)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+async def test_a_stream_joined_is_the_whole_answer(scene: str) -> None:
+    street, config = SCENES[scene]
+    body = {**HI, "generationConfig": config}
+    async with running(street) as gateway:
+        _, whole, _ = await gateway.post("/v1/models/demo:generateContent", body)
+        _, array, _ = await gateway.post("/v1/models/demo:streamGenerateContent", body)
+        sse = await gateway.transcript("/v1/models/demo:streamGenerateContent?alt=sse", body)
+    events = [json.loads(event.removeprefix("data: ")) for event in sse.rstrip().split("\n\n")]
+    (candidate,) = whole["candidates"]
+    for pieces in (array, events):
+        parts = [part for piece in pieces for part in piece["candidates"][0]["content"]["parts"]]
+        said = "".join(part.get("text", "") for part in parts)
+        assert said == "".join(part.get("text", "") for part in candidate["content"]["parts"])
+        calls = [part for part in parts if "functionCall" in part]
+        assert calls == [part for part in candidate["content"]["parts"] if "functionCall" in part]
+        assert ["finishReason" in piece["candidates"][0] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert pieces[-1]["candidates"][0]["finishReason"] == candidate["finishReason"]
+        assert pieces[-1]["usageMetadata"] == whole["usageMetadata"]
+        assert len({piece["responseId"] for piece in pieces}) == 1
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+async def test_several_candidates_are_told_apart_and_the_last_one_brings_the_usage(reason: FinishReason) -> None:
+    async with running(FakeStreet(reason=reason)) as gateway:
+        body = {**HI, "generationConfig": {"candidateCount": 3}}
+        _, pieces, _ = await gateway.post("/v1/models/demo:streamGenerateContent", body)
+        _, whole, _ = await gateway.post("/v1/models/demo:generateContent", body)
+    said = dict.fromkeys(range(3), "")
+    ended: list[int] = []
+    for piece in pieces:
+        (candidate,) = piece["candidates"]
+        said[candidate["index"]] += "".join(part["text"] for part in candidate["content"]["parts"])
+        ended += [candidate["index"]] if "finishReason" in candidate else []
+    assert said == dict.fromkeys(range(3), "Hello world")
+    assert sorted(ended) == [0, 1, 2]
+    assert [candidate["index"] for candidate in whole["candidates"]] == [0, 1, 2]
+    usage = {"promptTokenCount": 40, "candidatesTokenCount": 6, "totalTokenCount": 46}
+    assert pieces[-1]["usageMetadata"].items() >= usage.items()
+    assert whole["usageMetadata"].items() >= usage.items()
+    assert not any("usageMetadata" in piece for piece in pieces[:-1])

@@ -1,0 +1,145 @@
+"""What is Gemini's, and how errors are written, before and after the first byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.api.gemini.wire import duration
+from gateway.config import ServerSettings, TenantSettings
+from gateway.errors import EngineLostError, KvasirError, NoEngineError, QueueFullError
+from tests.fakes.gateway import running
+from tests.fakes.street import FakeModels, FakeStreet
+
+HI = {"contents": [{"parts": [{"text": "hi"}]}]}
+TYPE = "type.googleapis.com/google.rpc."
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "is_gemini"),
+    [
+        ("GET", "/v1/models", {"x-goog-api-key": "k"}, True),
+        ("GET", "/v1/models", {"x-goog-api-client": "gl-node/1"}, True),
+        ("GET", "/v1/models?key=k", {}, True),
+        ("GET", "/v1/models", {"Authorization": "Bearer k"}, False),
+        ("GET", "/v1/models", {}, False),
+        ("GET", "/v1beta/models", {}, True),
+        ("GET", "/v1beta/nothing", {}, True),
+        ("GET", "/v1/models/demo:tag", {}, False),
+        ("GET", "/v1/models/demo:generateContent", {}, True),
+        ("POST", "/v1/models/demo:doSomething", {}, True),
+        ("POST", "/v1/tunedModels/x:generateContent", {}, True),
+        ("GET", "/v1/cachedContents", {}, True),
+        ("POST", "/v1/chat/completions", {}, False),
+        ("GET", "/nothing", {}, False),
+    ],
+)
+async def test_a_request_is_told_by_path_and_header_and_never_by_its_key(
+    method: str, path: str, headers: dict[str, str], is_gemini: bool
+) -> None:
+    async with running() as gateway, gateway.session.request(method, gateway.url + path, headers=headers) as answer:
+        body = await answer.json()
+        if answer.status == 200:
+            assert ("models" in body) == is_gemini
+        else:
+            assert ("status" in body["error"]) == is_gemini
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "name"),
+    [
+        ("GET", "/v1beta/nothing", 404, "NOT_FOUND"),
+        ("POST", "/v1/models/other:generateContent", 404, "NOT_FOUND"),
+        ("POST", "/v1/models/tunedModels/x:generateContent", 404, "NOT_FOUND"),
+        ("GET", "/v1beta/models/other", 404, "NOT_FOUND"),
+        ("PUT", "/v1beta/models/demo:generateContent", 405, "UNIMPLEMENTED"),
+        ("POST", "/v1/models/demo:embedContent", 405, "UNIMPLEMENTED"),
+    ],
+)
+async def test_what_is_not_there_is_said_in_this_shape(method: str, path: str, status: int, name: str) -> None:
+    async with running() as gateway, gateway.session.request(method, gateway.url + path, json=HI) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["code"], error["status"]) == (status, status, name)
+        assert error["message"]
+        assert answer.headers["x-request-id"]
+
+
+async def test_a_wrong_field_is_named_in_the_details() -> None:
+    async with running() as gateway:
+        body = {**HI, "generationConfig": {"topP": 3}}
+        status, answer, _ = await gateway.post("/v1/models/demo:generateContent", body)
+        error = answer["error"]
+        assert (status, error["code"], error["status"]) == (400, 400, "INVALID_ARGUMENT")
+        violation = {"field": "generationConfig.topP", "description": error["message"]}
+        assert error["details"] == [{"@type": f"{TYPE}BadRequest", "fieldViolations": [violation]}]
+
+
+async def test_a_body_that_is_too_large_is_413() -> None:
+    async with running(server=ServerSettings(max_body_bytes=2000)) as gateway:
+        status, answer, _ = await gateway.post("/v1/models/demo:generateContent", {"contents": "x" * 3000})
+        assert (status, answer["error"]["code"], answer["error"]["status"]) == (413, 413, "INVALID_ARGUMENT")
+
+
+async def test_keys_travel_in_a_header_or_the_url() -> None:
+    tenants = [TenantSettings(name="north", keys=("north-key-123",))]
+    url = "/v1beta/models/demo:generateContent"
+    async with running(tenants=tenants) as gateway:
+        status, answer, _ = await gateway.post(url, HI)
+        assert (status, answer["error"]["status"]) == (401, "UNAUTHENTICATED")
+        status, answer, _ = await gateway.post(f"{url}?key=somebody-elses", HI)
+        assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT")
+        reasons = [{"@type": f"{TYPE}ErrorInfo", "reason": "API_KEY_INVALID", "domain": "googleapis.com"}]
+        assert answer["error"]["details"] == reasons
+        assert (await gateway.post(f"{url}?key=north-key-123", HI))[0] == 200
+        assert (await gateway.post(url, HI, headers={"x-goog-api-key": "north-key-123"}))[0] == 200
+        assert {request.tenant.name for request in gateway.street.requests} == {"north"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "name", "delay"),
+    [
+        (QueueFullError("full", retry_after_s=1.5), 429, "RESOURCE_EXHAUSTED", "1.5s"),
+        (NoEngineError("demo", 2.0), 503, "UNAVAILABLE", "2s"),
+        (EngineLostError("lost"), 502, "UNAVAILABLE", None),
+        (KvasirError("oh"), 500, "INTERNAL", None),
+    ],
+)
+async def test_an_error_before_the_first_byte_says_when_to_try_again(
+    error: KvasirError, code: int, name: str, delay: str | None
+) -> None:
+    for verb in ("generateContent", "streamGenerateContent?alt=sse", "streamGenerateContent"):
+        async with running(FakeStreet(fails_before=error)) as gateway:
+            status, answer, headers = await gateway.post(f"/v1/models/demo:{verb}", HI)
+            told = answer["error"]
+            assert (status, told["code"], told["status"], told["message"]) == (code, code, name, error.message)
+            expected = [{"@type": f"{TYPE}RetryInfo", "retryDelay": delay}] if delay else None
+            assert told.get("details") == expected
+            assert ("Retry-After" in headers) == (delay is not None)
+
+
+async def test_an_error_after_the_first_byte_is_the_last_event() -> None:
+    street = FakeStreet(fails_after=EngineLostError("lost", retry_after_s=1.0))
+    async with running(street) as gateway:
+        text = await gateway.transcript("/v1/models/demo:streamGenerateContent?alt=sse", HI)
+        events = [json.loads(event.removeprefix("data: ")) for event in text.rstrip().split("\n\n")]
+        assert [next(iter(event)) for event in events] == ["candidates", "candidates", "error"]
+        retry: list[Any] = [{"@type": f"{TYPE}RetryInfo", "retryDelay": "1s"}]
+        lost = {"code": 502, "message": "lost", "status": "UNAVAILABLE", "details": retry}
+        assert events[-1] == {"error": lost}
+        async with gateway.session.post(f"{gateway.url}/v1/models/demo:streamGenerateContent", json=HI) as answer:
+            assert answer.content_type == "application/json"
+            assert (await answer.json())[-1] == {"error": lost}
+
+
+async def test_a_model_whose_engines_are_away_is_listed_without_limits() -> None:
+    async with running(models=FakeModels(away=NoEngineError("demo", 2.0))) as gateway:
+        (model,) = json.loads((await gateway.get("/v1beta/models"))[1])["models"]
+        assert model["name"] == "models/demo"
+        assert "inputTokenLimit" not in model
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(2.0, "2s"), (0.25, "0.25s"), (1e-9, "0.000000001s"), (60, "60s")])
+def test_durations(seconds: float, written: str) -> None:
+    assert duration(seconds) == written
