@@ -338,11 +338,11 @@ class EngineLoop:
     def _compute(self, step: Step, began_s: float) -> None:
         try:
             results = self._runner.run(step)
-            if len(results) != len(step.work):
-                raise RuntimeError(f"{len(results)} results for {len(step.work)} works")
+            if len(results) != step.num_results:
+                raise RuntimeError(f"{len(results)} results for {step.num_results} works and forks")
         except Exception as error:
             self._failed_steps += 1
-            log.exception("a step of %d sequences and %d tokens failed", len(step.work), step.num_tokens)
+            log.exception("a step of %d sequences and %d tokens failed", step.num_results, step.num_tokens)
             self._scheduler.fail(step, f"the engine could not compute a step ({type(error).__name__})")
             return
         now_s = self._clock()
@@ -381,7 +381,7 @@ class EngineLoop:
         scheduler = self._scheduler
         wrong = [f"gpu: {line}" for line in scheduler.pool.check_invariants()]
         wrong += [*self._tiers.check_invariants(), *scheduler.leases.check_invariants()]
-        if scheduler.pool.num_live or len(scheduler.tables) or len(scheduler.claims):
+        if scheduler.pool.num_live or len(scheduler.tables) or len(scheduler.claims) or len(scheduler.forks):
             wrong.append(f"{scheduler.pool.num_live} blocks are live and no sequence is left")
         self._invariant_violations += len(wrong)
         for line in wrong[:10]:

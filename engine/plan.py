@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.sequence import Sequence, Step, Work
+from engine.sequence import Copy, Fork, Sequence, Step, Work
 
 MIN_TAIL_TOKENS = 4
 """A prefill computes at least so many tokens at a time, if it has them. Matrix products of one to three rows take
@@ -43,6 +43,7 @@ class Plan:
     budget: int  # tokens that are left
     now: float  # monotonic second
     work: dict[Sequence, Work] = field(default_factory=dict)
+    forks: dict[Sequence, Sequence] = field(default_factory=dict)  # who samples from the row of whom
     fresh: dict[int, None] = field(default_factory=dict)  # new blocks, each once
     too_small: bool = False  # a prefill waits because the budget that is left does not reach its next cut
     preempted: bool = False  # for want of blocks: nobody is admitted unless nothing else would run
@@ -56,8 +57,19 @@ class Plan:
         if sequence.scheduled_s is None:
             sequence.scheduled_s = self.now
 
+    def fork(self, sequence: Sequence, source: Sequence) -> None:
+        """A sequence that has nothing left to compute: it samples."""
+        self.forks[sequence] = source
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = self.now
+
+    def depends_on(self, source: Sequence) -> list[Sequence]:
+        """The forks that sample from what a source computes in this very step."""
+        return [fork for fork, its_source in self.forks.items() if its_source is source and not source.num_generated]
+
     def drop(self, sequence: Sequence) -> None:
         """Takes a sequence out again. New blocks of it stay in `fresh`: to zero one that is free harms nobody."""
+        self.forks.pop(sequence, None)
         work = self.work.pop(sequence, None)
         if work is not None:
             self.budget += work.count
@@ -74,5 +86,10 @@ class Plan:
     def has_prefill(self) -> bool:
         return any(is_prefill(work) for work in self.work.values())
 
-    def step(self) -> Step:
-        return Step(list(self.work.values()), list(self.fresh))
+    @property
+    def is_empty(self) -> bool:
+        return not self.work and not self.forks
+
+    def step(self, copies: list[Copy]) -> Step:
+        forks = [Fork(sequence, source) for sequence, source in self.forks.items()]
+        return Step(list(self.work.values()), list(self.fresh), copies, forks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from engine.config import EngineSettings
 from engine.counters import Counters
+from engine.forks import find_source
 from engine.lanes import Lanes
 from engine.leases.claims import Claims
 from engine.plan import Plan, choose_cut
@@ -52,7 +53,9 @@ class Planner:
         else:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
-        if not plan.work:  # everything was preempted, or nothing ran: whoever waits longest has the pool to itself
+        if plan.is_empty:  # everything was preempted, or nothing ran: whoever waits longest has the pool to itself
+            self._tables.settle()  # a block that was to be copied may be all that was missing
+            plan.blocked = False
             self._plan_prefills(plan)
         # A prefill that decodes leave too little room for goes first the next time, and decodes take what it leaves.
         self._prefills_first = plan.too_small and not plan.has_prefill
@@ -68,7 +71,8 @@ class Planner:
                 return
             if sequence.status is not Status.RUNNING or sequence in work:
                 continue
-            if len(sequence.block_table) * size >= len(sequence.tokens) or self._grow(sequence, plan):
+            has_room = len(sequence.block_table) * size >= len(sequence.tokens) and not sequence.shares_tail
+            if has_room or self._grow(sequence, plan):
                 plan.add(sequence, 1)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
@@ -85,7 +89,10 @@ class Planner:
         return True
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        """Back to the head of its lane, to be recomputed. Registered blocks stay findable until they are evicted."""
+        """Back to the head of its lane, to be recomputed, and with it who forks from what it would have computed.
+        Registered blocks stay findable until they are evicted."""
+        for fork in plan.depends_on(sequence):
+            self._preempt(fork, plan)
         plan.drop(sequence)
         self._tables.release(sequence)
         self._lanes.put_back(sequence)
@@ -114,11 +121,24 @@ class Planner:
         return True
 
     def _admit(self, lane: Lane, plan: Plan) -> None:
-        """Lets waiting sequences run, first come, first served, until slots, blocks or the budget are used up."""
+        """Lets waiting sequences run, first come, first served, until slots, blocks or the budget are used up. Forks
+        take nothing of the budget."""
         computing = self._computed_next(lane)
         for sequence in self._lanes.first_waiting(lane, self._max_running):
-            if plan.budget < 1 or plan.blocked or (plan.preempted and plan.work):
+            if plan.blocked or (plan.preempted and plan.work):
                 return
+            source, is_computed = find_source(sequence, plan)
+            if source is not None:
+                if not self._make_room(sequence, plan, source):
+                    plan.blocked = True
+                    return
+                plan.fork(sequence, source)
+                continue
+            if plan.budget < 1:
+                continue  # to those that may fork
+            if is_computed:
+                self._counters.shared_waits += 1
+                continue
             reusable = min(len(sequence.digests), self._tables.count_reusable(sequence))
             if any(i < reusable and sequence.digests[i] == digest for i, digest in computing):
                 self._counters.shared_waits += 1
@@ -134,20 +154,24 @@ class Planner:
                 return  # it has its blocks, and starts when the budget reaches its first cut
             computing = self._computed_next(lane)
 
-    def _make_room(self, sequence: Sequence, plan: Plan) -> bool:
-        """Admits a sequence if there are a slot and blocks for it; the online lane takes them from the batch lane.
+    def _make_room(self, sequence: Sequence, plan: Plan, source: Sequence | None = None) -> bool:
+        """Admits a sequence if there are a slot and blocks for it, or for it as a fork of its source, which is in the
+        same lane; the online lane takes them from the batch lane.
         A sequence whose prefix comes back from a lower tier keeps waiting, and has the room that it needs."""
         while True:
             has_slot = self._lanes.num_running + self._tiers.count_restoring(plan.now) < self._max_running
             if has_slot:
                 # Every sequence that runs may want one more block before one of them ends.
                 headroom = self._lanes.num_running
-                if restored := self._tables.restore(sequence, headroom, plan.now):
+                if source is not None:
+                    fresh = self._tables.fork(sequence, source, headroom)
+                elif restored := self._tables.restore(sequence, headroom, plan.now):
                     plan.drop_fresh(restored)
                     return True
-                fresh = self._tables.admit(sequence, headroom)
+                else:
+                    fresh = self._tables.admit(sequence, headroom)
                 if fresh is not None:
-                    self._start(sequence, plan.now)
+                    self._start(sequence, plan.now, source)
                     plan.add_fresh(fresh)
                     return True
             if sequence.lane == "online" and self._lanes.runs("batch"):
@@ -167,11 +191,13 @@ class Planner:
             self._waiting_since_s = now
         return now - self._waiting_since_s < COPY_WAIT_S
 
-    def _start(self, sequence: Sequence, now: float) -> None:
+    def _start(self, sequence: Sequence, now: float, source: Sequence | None) -> None:
         self._waiting_since_s = None
         self._lanes.start(sequence)
+        self._counters.forks += source is not None
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.num_computed
+            # The prompt of siblings is told of as one: what was there before any of them computed it.
+            sequence.cached_tokens = sequence.num_computed if source is None else source.cached_tokens
             self._counters.prompt_tokens += sequence.num_prompt
             self._counters.cached_tokens += sequence.num_computed
             self._counters.shared_tokens += max(0, sequence.num_computed - sequence.findable_tokens)

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import xxhash
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Block identity
@@ -198,6 +198,14 @@ class Breakpoint:
     ttl_s: float
 
 
+class Group(NamedTuple):
+    """Several answers to one prompt: sequences that differ in their sampling alone fork instead of computing it
+    again. A hint; those whose prompts differ stay alone."""
+
+    number: int  # the gateway's own; unique within its connection
+    size: int  # sequences that there will be
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A new sequence. `digests` covers the full blocks of `tokens`, under the namespace with `salt` filled in."""
@@ -213,6 +221,7 @@ class Submit:
     breakpoints: tuple[Breakpoint, ...] = ()
     use_cache: bool = True  # False: reuses nothing, and nothing of it can be reused
     grammar: Grammar | None = None  # what the text has to be
+    group: Group | None = None  # the other answers to its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +389,8 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
                 header["use_cache"] = False
             if message.grammar is not None:
                 header["grammar"] = [message.grammar.kind, message.grammar.text]
+            if message.group is not None:
+                header["group"] = list(message.group)
             return _join(header, message.tokens, message.digests)
         case Abort():
             return _join({"op": "abort", "seq": message.seq})
@@ -408,13 +419,14 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
                 tokens, digests = payload[:cut], payload[cut:]
                 if len(tokens) != cut or len(digests) % DIGEST_BYTES:
                     raise ProtocolError("the payload of a submit is cut short")
-                grammar = header.pop("grammar", None)
+                grammar, group = header.pop("grammar", None), header.pop("group", None)
                 return Submit(
                     tokens=tokens,
                     digests=digests,
                     sampling=Sampling.from_json(header.pop("sampling")),
                     breakpoints=tuple(Breakpoint(int(n), float(s)) for n, s in header.pop("breakpoints", ())),
                     grammar=None if grammar is None else Grammar(*map(str, grammar)),  # type: ignore[arg-type]
+                    group=None if group is None else Group(*map(int, group)),
                     **header,
                 )
             case "abort":

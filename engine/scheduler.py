@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineSettings
 from engine.counters import Counters
+from engine.forks import Forks
 from engine.lanes import Lanes
 from engine.leases.claims import Claims
 from engine.leases.leases import Leases
@@ -26,7 +27,7 @@ from engine.planner import Planner
 from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES, FinishReason, Load, Namespace, SequenceUpdate, Submit, split_digests
 from engine.refusals import Limits, find_mistake
-from engine.sequence import NO_TOKEN, NOT_FINITE, Sequence, Status, Step
+from engine.sequence import NO_TOKEN, NOT_FINITE, Fork, Sequence, Status, Step, Work
 from engine.tables import BlockTables, digests_fit
 from engine.tiers.tiers import Tier, Tiers
 
@@ -79,6 +80,7 @@ class Scheduler:
             lease_max_s=settings.lease_max_s,
         )
         self._lanes = Lanes()
+        self.forks = Forks()
         self._planner = Planner(self._lanes, self.tables, self.claims, self.counters, settings)
         self._context_tokens = context_tokens
         self._eos_ids = frozenset(eos_ids)
@@ -140,6 +142,7 @@ class Scheduler:
             arrived_s=arrived_s,
             findable_tokens=self.tiers.count_findable(digests) * self.pool.block_size,
         )
+        self.forks.join(sequence, message.group)
         self.claims.open(sequence, message.tokens)
         self._sequences.setdefault(owner, {})[message.seq] = sequence
         self._lanes.add(sequence)
@@ -186,46 +189,45 @@ class Scheduler:
         """
         self.leases.expire(now)
         self.pool.advance(now)
+        self.tables.settle()
         plan = self._planner.plan(now)
-        if not plan.work:
+        if plan.is_empty:
+            self.tables.settle()
             assert not self.has_work or self.tiers.busy, "sequences are left and none can run"
             return None
         self.counters.steps += 1
-        return plan.step()
+        copies = self.tables.take_copies()
+        self.counters.copied_blocks += len(copies)
+        return plan.step(copies)
 
     def commit(self, step: Step, results: list[int | None], now: float) -> None:
-        """Takes the results of a step that succeeded, one for each work: tokens are appended, full blocks become
-        findable, sequences that are at their end are finished."""
-        assert len(results) == len(step.work), f"{len(results)} results for {len(step.work)} works"
+        """Takes the results of a step that succeeded, one for each work and fork: full blocks become findable, tokens
+        are appended, sequences that are at their end are finished."""
+        assert len(results) == step.num_results, f"{len(results)} results for {step.num_results} works and forks"
         self.pool.advance(now)
-        for work, result in zip(step.work, results, strict=True):
-            sequence = work.sequence
-            if sequence.status is not Status.RUNNING:
-                continue  # aborted since it was scheduled
-            if result == NOT_FINITE:
+        self.tables.settle()
+        sequences = step.sequences
+        for sequence, result in zip(sequences, results, strict=True):
+            if sequence.status is Status.RUNNING and result == NOT_FINITE:
                 self._fail_not_finite(sequence)
-                continue
-            if is_prefill(work):
-                self.counters.prefilled_tokens += work.count
-            else:
-                self.counters.decoded_tokens += 1
-            sequence.num_computed = work.start + work.count
-            self.tables.register(sequence)
-            self.claims.register(sequence, now)
-            if work.samples and is_prefill(work):
-                self.tables.save(sequence)
-            if work.samples:
-                assert result is not None, "work that samples has no token"
-                if result == NO_TOKEN:
-                    self._fail(sequence, "the grammar became too complex to go on with")
-                else:
-                    self._append(sequence, result, now)
+        for work in step.work:
+            if work.sequence.status is Status.RUNNING:  # neither failed nor aborted since it was scheduled
+                self._take_computed(work, now)
+        for fork in step.forks:
+            if fork.sequence.status is Status.RUNNING:
+                self._take_forked(fork, now)
+        for sequence, result in zip(sequences, results, strict=True):
+            if sequence.status is Status.RUNNING and result == NO_TOKEN:
+                self._fail(sequence, "the grammar became too complex to go on with")
+            elif sequence.status is Status.RUNNING and result is not None:
+                self._append(sequence, result, now)
 
     def fail(self, step: Step, error: str) -> None:
         """The step did not succeed: its sequences end with an error, and nothing that it wrote becomes findable."""
-        for work in step.work:
-            if work.sequence.status is Status.RUNNING:
-                self._fail(work.sequence, error)
+        self.tables.settle()
+        for sequence in step.sequences:
+            if sequence.status is Status.RUNNING:
+                self._fail(sequence, error)
 
     def take_updates(self) -> dict[str, list[SequenceUpdate]]:
         """What has to be told to each owner since the last call."""
@@ -260,6 +262,23 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
+    def _take_computed(self, work: Work, now: float) -> None:
+        sequence = work.sequence
+        if is_prefill(work):
+            self.counters.prefilled_tokens += work.count
+        else:
+            self.counters.decoded_tokens += 1
+        sequence.num_computed = work.start + work.count
+        self.tables.register(sequence)
+        self.claims.register(sequence, now)
+        if work.samples and is_prefill(work):
+            self.tables.save(sequence)
+
+    def _take_forked(self, fork: Fork, now: float) -> None:
+        self.tables.follow(fork.sequence, fork.source)
+        self.claims.register(fork.sequence, now)
+        fork.sequence.prompt_logprobs = fork.source.prompt_logprobs
+
     def _append(self, sequence: Sequence, token: int, now: float) -> None:
         update = SequenceUpdate(sequence.seq)
         if not sequence.num_generated:
@@ -276,6 +295,8 @@ class Scheduler:
             return
         sequence.tokens.append(token)
         update.tokens.append(token)
+        if sequence.siblings is not None:
+            sequence.siblings.settle()
         if sampling.logprobs is not None:
             update.logprobs, sequence.logprobs = sequence.logprobs, []
         if sequence.num_generated >= sampling.max_tokens or sequence.num_tokens >= self._context_tokens:
@@ -294,6 +315,8 @@ class Scheduler:
     def _fail_not_finite(self, sequence: Sequence) -> None:
         self.counters.not_finite += 1
         forgotten = self.tables.quarantine(sequence)
+        if sequence.siblings is not None and not sequence.num_generated:
+            sequence.siblings.row = None
         self.leases.drop_lost()
         log.error(
             "numbers that are not finite: sequence ended, %d blocks unregistered (request %s)",
@@ -323,6 +346,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self.tables.release(sequence)
         self._lanes.remove(sequence)
+        self.forks.leave(sequence)
         self.claims.close(sequence)
         sequence.finish = reason
         self.counters.finished[reason] += 1

@@ -8,12 +8,13 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.pool.eviction import Origin
 from engine.protocol import Breakpoint, FinishReason, Lane, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
+    from engine.forks import Siblings
     from engine.sampling.grammar import Matcher
 
 
@@ -49,12 +50,14 @@ class Sequence:
     use_cache: bool = True  # False: has no digests, so nothing is found for it and nothing of it is found
     end_ids: frozenset[int] = frozenset()  # token ids that end it: its stop ids, and the end of text unless ignored
     matcher: Matcher | None = None  # what it may say; written by the thread that computes masks
+    siblings: Siblings | None = None  # other answers to its prompt, from which it may fork, or they from it
     arrived_s: float = 0.0  # monotonic clock
     scheduled_s: float | None = None  # when the first step that served it began
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_registered: int = 0  # leading blocks of block_table that the pool can find by digest
+    shares_tail: bool = False  # the block that it writes next may be another's, too
     cached_tokens: int | None = None  # prompt tokens reused at the first admission; later admissions do not change it
     findable_tokens: int = 0  # leading tokens that could be reused when it arrived
     preemptions: int = 0
@@ -85,15 +88,56 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """One sequence that samples its first token from its siblings' row, which `source` has or gets in this step."""
+
+    sequence: Sequence
+    source: Sequence
+
+    @property
+    def row(self) -> Any:
+        siblings = self.sequence.siblings
+        assert siblings is not None, "a fork has siblings"
+        assert siblings.row is not None, "there is no row to fork from"
+        return siblings.row
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The first `count` slots of a block go to a fresh one. The source is written by nobody before that."""
+
+    source: int
+    target: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """What one pass through the model does. Never empty: a scheduler with nothing to do returns None instead."""
+    """What one pass through the model does: zero, copy, compute, sample. There is work or there are forks: a scheduler
+    with nothing to do returns None instead."""
 
     work: list[Work]
     fresh_blocks: list[int] = field(default_factory=list)  # to be zeroed before the step writes into them
+    copies: list[Copy] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return sum(item.count for item in self.work)
+
+    @property
+    def num_results(self) -> int:
+        return len(self.work) + len(self.forks)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """In the order of the results."""
+        return [work.sequence for work in self.work] + [fork.sequence for fork in self.forks]
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Those that sample, in the same order."""
+        return [work.sequence for work in self.work if work.samples] + [fork.sequence for fork in self.forks]
 
 
 class Runner(Protocol):
@@ -102,10 +146,12 @@ class Runner(Protocol):
     def run(self, step: Step) -> list[int | None]:
         """Computes a step.
 
-        Returns one entry for each work of the step, in order: the sampled token id, or None for work that does not
-        sample. A work whose hidden state is not finite gets NOT_FINITE, whether it samples or not: the loop fails
-        that sequence and registers nothing that the step wrote for it. One whose grammar allows nothing gets NO_TOKEN.
-        Any exception fails the whole step. Log probabilities that a sequence asks for are appended to its `logprobs`.
+        Returns one entry for each work of the step and then for each fork, in order: the sampled token id, or None for
+        work that does not sample. The row of logits behind a prompt is left with the siblings that want it
+        (Siblings.row), and forks sample from it. A work whose hidden state is not finite gets NOT_FINITE, whether it
+        samples or not: the loop fails that sequence and registers nothing that the step wrote for it. One whose
+        grammar allows nothing gets NO_TOKEN. Any exception fails the whole step. Log probabilities that a sequence
+        asks for are appended to its `logprobs`.
         """
         ...
 

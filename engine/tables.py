@@ -7,12 +7,13 @@ below them.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from engine.plan import MIN_TAIL_TOKENS
 from engine.pool.blocks import BlockPool
 from engine.protocol import DIGEST_BYTES, Namespace, chain_digests, split_digests
-from engine.sequence import Sequence
+from engine.sequence import Copy, Sequence
 from engine.tiers.tiers import Chain, Tiers
 
 
@@ -24,11 +25,14 @@ class _Chain:
     lent    the tip is not in the sequence's own table: another sequence registered the same content first. It carries
             a reference of this sequence, so that it is still the parent when the next block comes
     broken  nothing more is registered: a digest stood for something else, or the client wants it so
+    late    it forked from a sequence that had begun to write behind the prompt: its last block is no good for it, even
+            if nobody else has it any more
     """
 
     tip: int | None = None
     lent: bool = False
     broken: bool = False
+    late: bool = False
 
 
 class BlockTables:
@@ -39,6 +43,8 @@ class BlockTables:
         self.tiers = tiers
         self._namespace = namespace
         self._chains: dict[Sequence, _Chain] = {}
+        self._copies: dict[Sequence, Copy] = {}  # that the next step makes
+        self._sources: Counter[int] = Counter()  # of these, each with a reference until the step is over
 
     def __len__(self) -> int:
         """Sequences that hold blocks."""
@@ -87,8 +93,58 @@ class BlockTables:
         sequence.restored = False
         return fresh
 
+    def fork(self, sequence: Sequence, source: Sequence, headroom: int) -> list[int] | None:
+        """Gives a sequence the blocks of another one's prompt, which is its own, too: nothing is left to compute. The
+        last one, if it is not full, is shared until one of the two writes into it (`grow`); a source that has a token
+        writes on, and the fork copies what is the prompt's.
+
+        headroom  blocks that must be left over for others to grow into, besides the one for that copy
+        Returns no new blocks; None, and changes nothing, when there is too little room. Call `follow` after the step.
+        """
+        has_tail = bool(sequence.num_tokens % self.pool.block_size)
+        if self.pool.available < headroom + has_tail:
+            return None
+        sequence.block_table = source.block_table[: self.blocks_for(sequence.num_tokens)]
+        self.pool.acquire(sequence.block_table)
+        is_late = bool(source.num_generated)
+        self._chains[sequence] = _Chain(broken=not sequence.use_cache, late=is_late)
+        sequence.num_computed = sequence.num_tokens
+        sequence.num_registered = 0
+        sequence.shares_tail = has_tail
+        source.shares_tail |= has_tail and not is_late
+        return []
+
+    def follow(self, sequence: Sequence, source: Sequence) -> None:
+        """A fork's whole blocks are registered by now, if its source could register them: what comes next hangs from
+        them. Call it after the step that it forked in, before anybody ends in it."""
+        full = sequence.num_tokens // self.pool.block_size
+        chain, its = self._chains[sequence], self._chains.get(source)
+        found = self.pool.find_prefix(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:full])
+        self._introduce(sequence, found)
+        sequence.num_registered = len(found)
+        chain.broken = chain.broken or its is None or its.broken or len(found) < full
+        if found and not chain.broken:
+            self._move_tip(chain, found[-1], lent=found[-1] != sequence.block_table[full - 1])
+
+    def take_copies(self) -> list[Copy]:
+        """What `grow` wants to be copied, for the step that is about to run. `settle` comes after it."""
+        copies, self._copies = list(self._copies.values()), {}
+        return copies
+
+    def settle(self) -> None:
+        """The last step is over, or there is none: nothing is to be copied any more."""
+        self._copies.clear()
+        self.pool.release(list(self._sources.elements()))
+        self._sources.clear()
+
     def grow(self, sequence: Sequence) -> list[int] | None:
-        """Makes the table cover all tokens. Returns the new blocks, often none; None when there are too few."""
+        """Makes room for a sequence's next token: the table covers all tokens, and what is written is its own. Returns
+        the new blocks, often none; None when there are too few."""
+        if sequence.shares_tail:
+            fresh = self._own_tail(sequence)
+            sequence.shares_tail = fresh is None
+            if fresh != []:
+                return fresh
         missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
         if missing <= 0:
             return []
@@ -128,6 +184,8 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. What was registered can be found until it is evicted, and longer below."""
         self.save(sequence)
+        self._copies.pop(sequence, None)
+        sequence.shares_tail = False
         sequence.origin.output_tokens = sequence.num_generated
         chain = self._chains.pop(sequence)
         self.pool.release(sequence.block_table)
@@ -151,6 +209,22 @@ class BlockTables:
     def count_reusable(self, sequence: Sequence) -> int:
         """Leading blocks that need not be computed, if somebody has them."""
         return max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // self.pool.block_size
+
+    def _own_tail(self, sequence: Sequence) -> list[int] | None:
+        """Copies the block that the next token goes to, unless nobody else has it: the last one to write keeps it."""
+        index, count = divmod(sequence.num_computed, self.pool.block_size)
+        if index >= len(sequence.block_table):
+            return []
+        block = sequence.block_table[index]
+        others = self.pool.num_references(block) - self._sources[block] - 1
+        if not others and not self._chains[sequence].late:
+            return []
+        fresh = self.pool.allocate(1)
+        if fresh is not None:
+            self._copies[sequence] = Copy(block, fresh[0], count)
+            self._sources[block] += 1  # the sequence's reference: nobody may write the block before it is copied
+            sequence.block_table[index] = fresh[0]
+        return fresh
 
     def _full(self, sequence: Sequence, num_blocks: int) -> Chain:
         """The sequence's first blocks, as the tiers name them."""

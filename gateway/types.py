@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -183,8 +184,14 @@ class Trace:
 
 @dataclass(slots=True)
 class Group:
-    """Requests for several answers to one prompt. They go to one engine, which computes their prompt once."""
+    """Requests for several answers to one prompt. They go to one engine, which computes their prompt once.
 
+    size    how many there are
+    number  by which the engine knows them
+    """
+
+    size: int
+    number: int = field(default_factory=itertools.count(1).__next__)
     incarnation: str | None = None  # of the engine that was chosen for the first of them
     choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
 

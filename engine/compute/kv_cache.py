@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.compute.batch import run_start
+from engine.sequence import Copy
 
 _LINE: Final = 64  # bytes of a cache line, at which the data begins
 
@@ -60,6 +61,13 @@ class KVCache:
             by_block[:, blocks[0] : blocks[-1] + 1].zero_()
         else:
             by_block.index_fill_(1, torch.tensor(blocks, device=self.data.device), 0)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """The first slots of blocks, in all layers, into others, of which none is also a source."""
+        pairs = [(one.source, one.target, slot) for one in copies for slot in range(one.count)]
+        sources, targets, slots = torch.tensor(pairs, device=self.data.device).unbind(1)
+        taken = self.data.index_select(1, sources * self.block_size + slots)
+        self.data.index_copy_(1, targets * self.block_size + slots, taken)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """A copy of whole blocks, (len(blocks), block bytes) uint8 on the cache's device, in a layout that does not

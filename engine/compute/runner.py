@@ -1,4 +1,4 @@
-"""Runs a step: zero the fresh blocks, one pass through the model, one token for each sequence that samples.
+"""Runs a step: zero the fresh blocks, copy shared ones, one pass through the model, one token for whoever samples.
 
 Owns the paged cache. Stateless between steps otherwise: everything it needs to know stands in the step. Called by one
 thread at a time (engine/loop.py); torch's thread count is set for whichever thread that is.
@@ -59,11 +59,17 @@ class ModelRunner:
         with torch.inference_mode():
             if step.fresh_blocks:
                 self.cache.zero(step.fresh_blocks)
-            self._mask_thread.begin([work.sequence for work in step.work if work.samples])
-            logits, num_works = self._forward(make_batch(step, self._block_size)), len(step.work)
-            if len(logits) > num_works:
-                note_prompt_logprobs(logits[num_works:], step)
-            return self._sample(step.work, logits[:num_works])
+            if step.copies:
+                self.cache.copy(step.copies)
+            self._mask_thread.begin(step.sampled)
+            return self._sample(step, self._compute(step) if step.work else step.forks[0].row[None][:0])
+
+    def _compute(self, step: Step) -> torch.Tensor:
+        """Logits of the last row of each work, (num_work, vocab_size). Those of scored rows are taken note of."""
+        logits, num_works = self._forward(make_batch(step, self._block_size)), len(step.work)
+        if len(logits) > num_works:
+            note_prompt_logprobs(logits[num_works:], step)
+        return logits[:num_works]
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits of the last row of each work, then of those that are scored, (num_work + num_scored, vocab_size)."""
@@ -81,15 +87,19 @@ class ModelRunner:
                 tokens, positions = tokens.expand(LEAST_ROWS), positions.expand(LEAST_ROWS)
         return self.model.forward(tokens, positions, attention, rows)[:wanted]
 
-    def _sample(self, work: list[Work], logits: torch.Tensor) -> list[int | None]:
-        samples = [index for index, item in enumerate(work) if item.samples]
-        if len(samples) == len(work):
-            return list(self._sampler.choose(logits, [item.sequence for item in work], self._mask_thread.take()))
-        finite = highest(logits)[1]
-        sampled = [work[index].sequence for index in samples]
-        chosen = self._sampler.choose(logits[samples], sampled, self._mask_thread.take()) if samples else []
-        tokens = dict(zip(samples, chosen, strict=True))
-        return [tokens.get(index, None if finite[index] else NOT_FINITE) for index in range(len(work))]
+    def _sample(self, step: Step, logits: torch.Tensor) -> list[int | None]:
+        _keep_rows(step.work, logits)
+        samples, sampled = [index for index, item in enumerate(step.work) if item.samples], step.sampled
+        rows = logits if len(samples) == len(step.work) else logits[samples]
+        if step.forks:
+            rows = torch.cat((rows, torch.stack([fork.row for fork in step.forks])))
+        chosen = self._sampler.choose(rows, sampled, self._mask_thread.take()) if sampled else []
+        if len(samples) == len(step.work):
+            return list(chosen)
+        results = [None if finite else NOT_FINITE for finite in highest(logits)[1]]
+        for index, token in zip(samples, chosen, strict=False):
+            results[index] = token
+        return [*results, *chosen[len(samples) :]]
 
     def _warm_up(self) -> None:
         """One step of a few tokens, and one of a single token, in blocks that are zeroed before anyone uses them."""
@@ -105,3 +115,11 @@ class ModelRunner:
         if self._thread_set != threading.get_ident():
             torch.set_num_threads(self._threads)
             self._thread_set = threading.get_ident()
+
+
+def _keep_rows(work: list[Work], logits: torch.Tensor) -> None:
+    """The logits behind a prompt, for the siblings that have no token yet."""
+    for item, row in zip(work, logits, strict=True):
+        sequence = item.sequence
+        if sequence.siblings is not None and item.samples and not sequence.num_generated:
+            sequence.siblings.row = row.clone() if sequence.siblings.row_wanted else None

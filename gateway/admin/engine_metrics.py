@@ -35,6 +35,8 @@ _COUNTERS: Final = (
     ("evictions", ("evictions",), "Blocks that could be hit and whose room was given to others."),
     ("shared_tokens", ("shared_tokens",), "Cached tokens that another request computed after this one had arrived."),
     ("shared_waits", ("shared_waits",), "Times a request waited for another to compute their common prefix."),
+    ("forks", ("forks",), "Answers that took the prompt of another answer to it, and computed nothing of it."),
+    ("copied_blocks", ("copied_blocks",), "Shared blocks that were copied when one of their answers wrote into them."),
     ("leases_granted", ("leases", "granted"), "New leases, those that degraded at once among them."),
     ("leases_renewed", ("leases", "renewed"), "Uses of a lease by a later request."),
     ("leases_degraded", ("leases", "degraded"), "Leases whose blocks were left to eviction, for want of budget."),

@@ -15,6 +15,9 @@ from gateway.api.auth import Auth
 from gateway.api.dialect import JSON, Route
 from gateway.api.docs import base_url
 
+_SHARING = ("prefilled_tokens", "shared_tokens", "shared_waits", "forks")
+"""Of an engine's counters: how often a prompt was computed, and how often that was not necessary."""
+
 FRONT_PAGE = """Kvasir {version}: a prompt-caching gateway.
 
 Point the OpenAI SDK at this server: base_url = "{base}/v1"
@@ -160,7 +163,7 @@ def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "decode_tokens_per_s": round(load.decode_tokens_per_s, 1),
         "evictions": stats.get("evictions"),
-        "sharing": {key: stats.get(key) for key in ("prefilled_tokens", "shared_tokens", "shared_waits")},
+        "sharing": {key: stats.get(key) for key in _SHARING},
         "leases": stats.get("leases"),
         "tiers": stats.get("tiers"),
     }

@@ -31,7 +31,7 @@ class Choices:
 
     def samplings(self, sampling: Sampling) -> Iterator[tuple[int, Group | None, Sampling]]:
         """Number, group and sampling of each answer to one prompt. Seeds count up from the one that is given."""
-        group = Group() if self.best_of > 1 else None
+        group = Group(self.best_of) if self.best_of > 1 else None
         if self.ranked and sampling.logprobs is None:
             sampling = replace(sampling, logprobs=0)
         for number in range(self.best_of):

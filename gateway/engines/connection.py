@@ -16,6 +16,7 @@ from engine.protocol import (
     Abort,
     EngineMessage,
     GatewayMessage,
+    Group,
     Hello,
     Load,
     Sampling,
@@ -109,6 +110,7 @@ class Connection:
                 breakpoints=prompt.breakpoints,
                 use_cache=request.use_cache,
                 grammar=request.constraint.grammar if request.constraint else None,
+                group=Group(request.group.number, request.group.size) if request.group else None,
             )
         )
         self.streams[stream.seq] = stream

@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from engine.leases.tree import Lease, take_fingerprint
 from engine.plan import MIN_TAIL_TOKENS
 from engine.pool.eviction import LeastRecentlyUsed
 from engine.pool.hit_density import HitDensity
-from engine.protocol import DIGEST_BYTES, HASHES, SequenceUpdate, split_digests
+from engine.protocol import DIGEST_BYTES, HASHES, Lane, SequenceUpdate, split_digests
 from engine.tiers.disk_store import TEMPORARY_AGE_S
 from engine.tiers.tier import PAUSE_S
 from tests.fakes.life_bench import Folder, Killed, LifeBench, Whim, start
@@ -35,6 +35,7 @@ DAY_S = 86400.0
 COMMANDS = 300
 REACHED = (
     *("steps", "forks", "forks of answers", "preemptions", "not_finite", "cached_tokens", "shared_tokens"),
+    *("siblings", "siblings that fork", "copied blocks"),
     *("whole answers", "restarts", "adopted", "must survive", "interrupted copies", "killed copies"),
     *("leases granted", "leases renewed", "leases degraded", "leases kept_again", "leases expired", "leases dropped"),
     *("leases lost", "leases demoted", "leases read", "leases read again", "leases brought back", "leases promised"),
@@ -64,6 +65,8 @@ class Asked:
     tenant: str
     points: tuple[tuple[int, float], ...]
     use_cache: bool
+    lane: Lane
+    group: tuple[int, int] | None
     at: float = 0.0
 
 
@@ -142,6 +145,7 @@ class Fuzz:
             rules += [
                 (self.submit, 14),
                 (self.fork, 6),
+                (self.add_siblings, 5),
                 (self.step, 40),
                 (self.deliver, 25),
                 (self.abort, 2),
@@ -205,8 +209,18 @@ class Fuzz:
         self.seen["forks"] += taken
         self.seen["forks of answers"] += taken and len(answer) >= SIZE
 
+    def add_siblings(self) -> None:
+        """More answers to what one of the last was asked, while it is about or not."""
+        rng = self.rng
+        grouped = [seq for seq in sorted(self.asked)[-6:] if self.asked[seq].group]
+        if not grouped:
+            return
+        like = self.asked[rng.choice(grouped)]
+        for _ in range(rng.randint(1, 4)):
+            self.seen["siblings"] += self.send(replace(like, max_tokens=rng.randint(1, 8)), forged=False)
+
     def ask(self, tokens: list[int], salt: str, *, plain: bool = False, points: int | None = None) -> bool:
-        rng, bench = self.rng, self.bench
+        rng = self.rng
         points = rng.choice([0, 0, 0, 1, 2]) if points is None else points
         asked = Asked(
             owner=rng.choice("pq"),
@@ -219,8 +233,13 @@ class Fuzz:
                 for _ in range(points if tokens else 0)
             ),
             use_cache=plain or rng.random() < 0.95,
+            lane=rng.choice(["online", "online", "batch"]),
+            group=(self.last, rng.randint(2, 6)) if not plain and rng.random() < 0.6 else None,
         )
-        forged = not plain and rng.random() < 0.07
+        return self.send(asked, forged=not plain and rng.random() < 0.07)
+
+    def send(self, asked: Asked, *, forged: bool) -> bool:
+        rng, bench, tokens, salt = self.rng, self.bench, asked.tokens, asked.salt
         digests = bench.digests([rng.randrange(2)] * len(tokens) if forged else tokens, "a" if forged else salt)
         self.last += 1
         before = [lease for lease in bench.scheduler.leases if lease.salt == salt]
@@ -229,7 +248,8 @@ class Fuzz:
             tokens,
             owner=asked.owner,
             salt=salt,
-            lane=rng.choice(["online", "online", "batch"]),
+            lane=asked.lane,
+            group=asked.group,
             max_tokens=asked.max_tokens,
             digests=digests,
             tenant=asked.tenant,
@@ -521,6 +541,8 @@ class Fuzz:
         counters, leases = scheduler.counters, scheduler.leases.counters
         self.seen.update(preemptions=counters.preemptions, cached_tokens=counters.cached_tokens)
         self.seen.update(not_finite=counters.not_finite, shared_tokens=counters.shared_tokens)
+        self.seen["siblings that fork"] += counters.forks
+        self.seen["copied blocks"] += counters.copied_blocks
         names = ("granted", "renewed", "degraded", "kept_again", "expired", "dropped", "lost")
         self.seen.update({f"leases {name}": getattr(leases, name) for name in names})
         for tier in self.bench.tiers.tiers:

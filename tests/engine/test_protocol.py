@@ -18,6 +18,7 @@ from engine.protocol import (
     Breakpoint,
     Grammar,
     GrammarKind,
+    Group,
     Hello,
     Load,
     Namespace,
@@ -77,6 +78,7 @@ submits = st.builds(
     breakpoints=st.lists(st.builds(Breakpoint, tokens=counts, ttl_s=finite), max_size=3).map(tuple),
     use_cache=st.booleans(),
     grammar=st.none() | st.builds(Grammar, kind=st.sampled_from(get_args(GrammarKind)), text=texts),
+    group=st.none() | st.builds(Group, number=counts, size=counts),
 )
 hellos = st.builds(
     Hello,
@@ -167,7 +169,7 @@ def test_a_header_nested_deeper_than_anybody_reads_is_a_protocol_error() -> None
 
 def test_an_engine_of_another_version_is_refused_with_both_numbers() -> None:
     hello = Hello("i", "m", SOME, 1, 1, 1, 1, (), "t", 0, version=7)
-    with pytest.raises(ProtocolError, match="version 7, not 3"):
+    with pytest.raises(ProtocolError, match="version 7, not 4"):
         decode(encode(hello))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -50,10 +51,13 @@ class Fuzz:
         self.marked: dict[bytes, list[int]] = {}  # fingerprint -> tokens before a breakpoint
         self.promises = 0  # that were claimed at the end
         self.last = 0
+        self.several: dict[str, Any] = {}  # what the last one was asked that may get more answers
 
     def run(self) -> Counter[str]:
         rules: list[Callable[[], object]] = [
             self.submit,
+            self.ask_several,
+            self.ask_again,
             self.bench.step,
             self.abort,
             self.hang_up,
@@ -63,7 +67,7 @@ class Fuzz:
             self.give_way,
         ]
         for _ in range(COMMANDS):
-            (rule,) = self.rng.choices(rules, [30, 60, 3, 0.5, 0.5, 0.5, 2, 1])
+            (rule,) = self.rng.choices(rules, [24, 6, 8, 60, 3, 0.5, 0.5, 0.5, 2, 1])
             rule()
             self.check()
         self.bench.finish()
@@ -91,6 +95,8 @@ class Fuzz:
             leases_kept_again=leases.counters.kept_again,
             promises=self.promises,
             leases_read=leases.counters.read_tokens,
+            forks=counters.forks,
+            copied_blocks=counters.copied_blocks,
             whole=sum(finish in ("stop", "length") for finish in self.finished().values()),
         )
 
@@ -101,7 +107,7 @@ class Fuzz:
         tokens = [kind for kind in kinds for _ in range(SIZE)] + [
             rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))
         ]
-        owner, salt, max_tokens = rng.choice("pq"), rng.choice(["", "a"]), rng.randint(1, 16)
+        salt = rng.choice(["", "a"])
         points = [
             (rng.randint(1, len(tokens)), rng.choice([0.1, 1.0, 50.0]))
             for _ in range(rng.choice([0, 0, 1, 2]) if tokens else 0)
@@ -109,21 +115,36 @@ class Fuzz:
         for length, _ in points:
             self.marked[take_fingerprint(pack(tokens[:length]))] = tokens[:length]
         forged = digests_of([rng.randrange(2)] * len(tokens), "a") if rng.random() < 0.1 else None
+        self.several = {
+            "tokens": tokens,
+            "owner": rng.choice("pq"),
+            "salt": salt,
+            "lane": rng.choice(["online", "online", "batch"]),
+            "digests": forged,
+            "tenant": rng.choice("tu"),
+            "breakpoints": tuple(points),
+            "use_cache": rng.random() < 0.95,
+            "group": (self.last, rng.randint(2, 6)) if rng.random() < 0.5 else None,
+        }
+        self.ask(**self.several)
+
+    def ask(self, **options: Any) -> None:
         self.last += 1
-        taken = self.bench.submit(
-            self.last,
-            tokens,
-            owner=owner,
-            salt=salt,
-            lane=rng.choice(["online", "online", "batch"]),
-            max_tokens=max_tokens,
-            digests=forged,
-            tenant=rng.choice("tu"),
-            breakpoints=tuple(points),
-            use_cache=rng.random() < 0.95,
-        )
-        if taken is not None:
-            self.asked[self.last] = (owner, tokens, salt, max_tokens)
+        max_tokens = self.rng.randint(1, 16)
+        if self.bench.submit(self.last, max_tokens=max_tokens, **options) is not None:
+            self.asked[self.last] = (options["owner"], options["tokens"], options["salt"], max_tokens)
+
+    def ask_several(self) -> None:
+        self.submit()
+        for _ in range(self.rng.randint(1, 5)):
+            self.ask(**self.several)
+
+    def ask_again(self) -> None:
+        """One that comes late, and sometimes lies about whose sibling it is."""
+        if self.several:
+            other: list[dict[str, Any]] = [{"salt": "a"}, {"lane": "batch"}, {"use_cache": False}, {"digests": b""}]
+            other.append({"tokens": [*self.several["tokens"], 1]})
+            self.ask(**self.several | (self.rng.choice(other) if self.rng.random() < 0.1 else {}))
 
     def abort(self) -> None:
         if self.asked:

@@ -1,13 +1,17 @@
-"""The same seed gives the same text: alone, in a batch of 32, after preemption, with the prefix cached and cold."""
+"""The same seed gives the same text: alone, in a batch of 32, among forks, after preemption, with the prefix cached and
+cold."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch import Tensor
 
+from engine.compute.runner import ModelRunner
+from engine.sequence import Sequence
 from tests.fakes.model_bench import make_model_bench
-from tests.fakes.scheduler_bench import SIZE
+from tests.fakes.scheduler_bench import Bench
 from tests.fakes.tiny_models import random_ids
 
 PROMPT = random_ids(45, 1)
@@ -44,16 +48,75 @@ def test_in_a_batch_of_32_whoever_else_is_in_it(sampling: dict[str, Any]) -> Non
     assert len(set(bench.answer(1))) > 10
 
 
-def test_among_eight_answers_to_one_prompt_which_is_computed_once(sampling: dict[str, Any]) -> None:
+def record_rows(bench: Bench) -> dict[tuple[int, int], bytes]:
+    """(seq, position) -> the very bits of the logits that its token was chosen from."""
+    rows: dict[tuple[int, int], bytes] = {}
+    sampler = cast("ModelRunner", bench.runner)._sampler
+    choose = sampler.choose
+
+    def spy(logits: Tensor, sequences: list[Sequence], masks: Any = None) -> list[int]:
+        for row, sequence in zip(logits, sequences, strict=True):
+            rows[sequence.seq, sequence.num_tokens] = row.numpy().tobytes()
+        return choose(logits, sequences, masks)
+
+    sampler.choose = spy  # type: ignore[method-assign]
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("length", [3, 45, 48, 300])
+def test_eight_answers_that_fork_are_those_of_eight_requests(
+    sampling: dict[str, Any], length: int, temperature: float
+) -> None:
+    prompt, bench = random_ids(length, 1), make_model_bench()
+    wanted_rows = record_rows(bench)
+    for seq in range(8):  # one after the other, each cold
+        bench.submit(seq, prompt, use_cache=False, **{**sampling, "temperature": temperature, "seed": 1234 + seq})
+        bench.finish()
+    wanted = [bench.answer(seq) for seq in range(8)]
     bench = make_model_bench()
+    rows = record_rows(bench)
     for seq in range(8):
-        bench.submit(seq, PROMPT, **{**sampling, "seed": sampling["seed"] - 3 + seq})
+        bench.submit(seq, prompt, group=(1, 8), **{**sampling, "temperature": temperature, "seed": 1234 + seq})
+        if seq == 5:  # the last two come later, when the others have answered a part
+            for _ in range(5):
+                bench.step()
     bench.finish()
-    assert bench.answer(3) == alone(sampling)
+    assert [bench.answer(seq) for seq in range(8)] == wanted
+    assert rows == wanted_rows
     counters = bench.scheduler.counters
-    behind = len(PROMPT) % SIZE + SIZE  # what each of the others computes again, at most
-    assert counters.prefilled_tokens <= len(PROMPT) + 7 * behind
-    assert counters.shared_tokens >= 7 * (len(PROMPT) - behind)
+    assert (counters.prefilled_tokens, counters.forks) == (length, 7)
+
+
+def test_forks_that_are_preempted_and_crowded_get_the_same_texts(sampling: dict[str, Any]) -> None:
+    bench = make_model_bench(num_blocks=40, max_sequences=5)
+    for seq in range(8):
+        bench.submit(seq, PROMPT, group=(1, 8), lane="batch", **{**sampling, "seed": 1234 + seq})
+        if seq == 3:
+            bench.step()
+    bench.step()
+    bench.submit(20, random_ids(60, 2), max_tokens=30)
+    bench.finish()
+    assert bench.scheduler.counters.preemptions > 0
+    assert bench.scheduler.counters.forks > 2
+    assert bench.answer(0) == alone(sampling)
+    assert bench.answer(7) == alone({**sampling, "seed": 1241})
+
+
+def test_forks_of_a_prompt_that_is_scored_are_told_its_scores_and_their_own() -> None:
+    bench = make_model_bench()
+    for seq in range(3):
+        bench.submit(seq, PROMPT, group=(1, 3), max_tokens=5, seed=seq, logprobs=2, prompt_logprobs=2, use_cache=False)
+    bench.finish()
+    told = [bench.of(seq)[0].prompt_logprobs for seq in range(3)]
+    assert [len(one or ()) for one in told] == [len(PROMPT) - 1] * 3
+    assert told[0] == told[1] == told[2]
+    for seq in range(3):
+        other = make_model_bench()
+        other.submit(seq, PROMPT, max_tokens=5, seed=seq, logprobs=2)
+        other.finish()
+        assert [u.logprobs for u in bench.of(seq)] == [u.logprobs for u in other.of(seq)]
+    assert bench.scheduler.counters.prefilled_tokens == len(PROMPT)
 
 
 def test_after_preemption(sampling: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """A model that knows where every key and value came from.
 
 For each slot of the pool (block, offset) it remembers which tokens, under which salt, were written there. Whoever reads
-a slot that does not hold exactly its own prefix, or writes a slot that is in use, fails the test. What it "samples" is
-a function of salt and prefix, so an answer must not depend on scheduling, reuse, preemption or neighbours.
+a slot that does not hold exactly its own prefix, writes a slot that is in use, or forks from the row of another prompt
+fails the test. What it "samples" is a function of salt and prefix, so an answer must not depend on scheduling, reuse,
+forks, preemption or neighbours.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.pool.blocks import BlockPool
-from engine.sequence import NOT_FINITE, Sequence, Step, Work
+from engine.sequence import NOT_FINITE, Fork, Sequence, Step, Work
 
 GARBAGE = (-1, -1)
 """In a slot: numbers that nobody may ever read."""
@@ -63,20 +64,45 @@ class OracleRunner:
         self.slots: dict[tuple[int, int], int | tuple[int, int]] = {}
 
     def run(self, step: Step) -> list[int | None]:
-        assert step.work, "a step is never empty"
+        assert step.num_results, "a step is never empty"
         assert step.num_tokens <= self.budget, "the step is larger than the budget"
-        assert len({work.sequence for work in step.work}) == len(step.work), "a sequence is in the step twice"
+        assert len(set(step.sequences)) == step.num_results, "a sequence is in the step twice"
         assert len(set(step.fresh_blocks)) == len(step.fresh_blocks)
         self.steps.append([(work.sequence.seq, work.start, work.count, work.samples) for work in step.work])
         for block in step.fresh_blocks:
             assert not self.pool.is_registered(block), "a block that can be hit would be zeroed"
             for offset in range(self.pool.block_size):
                 self.slots.pop((block, offset), None)
-        results = [self._compute(work) for work in step.work]
+        self._copy(step)
+        results = [self._compute(work) for work in step.work] + [self._fork(fork) for fork in step.forks]
         if self.fails:
             self.fails = False
             raise RuntimeError("the fake model fails")
         return results
+
+    def _copy(self, step: Step) -> None:
+        sources = {copy.source for copy in step.copies}
+        targets = {copy.target for copy in step.copies}
+        assert targets <= set(step.fresh_blocks), "a block that may hold anything is copied into"
+        assert not sources & targets
+        assert len(targets) == len(step.copies)
+        for copy in step.copies:
+            assert 0 < copy.count < self.pool.block_size
+            for offset in range(copy.count):
+                self.slots[copy.target, offset] = self.slots[copy.source, offset]
+
+    def _fork(self, fork: Fork) -> int:
+        sequence, size = fork.sequence, self.pool.block_size
+        assert not sequence.num_generated
+        assert sequence.num_computed == sequence.num_tokens == sequence.num_prompt
+        assert len(sequence.block_table) == -(-sequence.num_tokens // size)
+        bad = (sequence.owner, sequence.seq) in self.poisoned or fork.row == GARBAGE
+        self.poisoned.discard((sequence.owner, sequence.seq))
+        if bad or self.fails:
+            return NOT_FINITE
+        prefix = self._read(sequence, sequence.num_tokens)
+        assert fork.row == prefix, f"{self._who(sequence)} forks from the row of another prompt"
+        return choose_token(self.model + sequence.salt, sequence.tokens, self.vocab)
 
     def _compute(self, work: Work) -> int | None:
         sequence, size = work.sequence, self.pool.block_size
@@ -89,20 +115,28 @@ class OracleRunner:
         assert len(set(sequence.block_table)) == len(sequence.block_table), "a block is in the table twice"
         bad = (sequence.owner, sequence.seq) in self.poisoned
         self.poisoned.discard((sequence.owner, sequence.seq))
-        prefix: int | str = self.model + sequence.salt
-        for position in range(end):
+        prefix = self._read(sequence, work.start)
+        for position in range(work.start, end):
             block = sequence.block_table[position // size]
             slot = (block, position % size)
             prefix = self.prefixes.next(prefix, sequence.tokens[position])
-            if position < work.start:
-                assert self.slots.get(slot) == prefix, f"{self._who(sequence)} reads a strange {slot} at {position}"
-            else:
-                assert not self.pool.is_registered(block), "a block that can be hit would be written"
-                assert slot not in self.slots, f"{self._who(sequence)} writes {slot}, which is in use"
-                self.slots[slot] = GARBAGE if bad or self.fails else prefix
+            assert not self.pool.is_registered(block), "a block that can be hit would be written"
+            assert slot not in self.slots, f"{self._who(sequence)} writes {slot}, which is in use"
+            self.slots[slot] = GARBAGE if bad or self.fails else prefix
+        if work.samples and not sequence.num_generated and sequence.siblings is not None:
+            sequence.siblings.row = (GARBAGE if bad else prefix) if sequence.siblings.row_wanted else None
         if bad:
             return NOT_FINITE
         return choose_token(self.model + sequence.salt, sequence.tokens, self.vocab) if work.samples else None
+
+    def _read(self, sequence: Sequence, end: int) -> int | str:
+        """The sequence's prefix up to there, which its slots must hold."""
+        prefix: int | str = self.model + sequence.salt
+        for position in range(end):
+            slot = (sequence.block_table[position // self.pool.block_size], position % self.pool.block_size)
+            prefix = self.prefixes.next(prefix, sequence.tokens[position])
+            assert self.slots.get(slot) == prefix, f"{self._who(sequence)} reads a strange {slot} at {position}"
+        return prefix
 
     @staticmethod
     def _who(sequence: Sequence) -> str:

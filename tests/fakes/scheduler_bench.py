@@ -9,7 +9,7 @@ from typing import Any
 from engine.config import EngineSettings
 from engine.pool.blocks import BlockPool
 from engine.pool.eviction import EvictionPolicy
-from engine.protocol import Breakpoint, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
+from engine.protocol import Breakpoint, Group, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
@@ -50,6 +50,7 @@ class Bench:
         tenant: str = "",
         breakpoints: tuple[tuple[int, float], ...] = (),
         use_cache: bool = True,
+        group: tuple[int, int] | None = None,
         **sampling: Any,
     ) -> Sequence | None:
         self.now += 0.001
@@ -65,6 +66,7 @@ class Bench:
             tenant=tenant,
             breakpoints=tuple(Breakpoint(length, ttl_s) for length, ttl_s in breakpoints),
             use_cache=use_cache,
+            group=None if group is None else Group(*group),
         )
         return self.scheduler.submit(owner, message, self.now)
 
@@ -94,6 +96,7 @@ class Bench:
             assert limit, "the scheduler makes no progress"
         assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
         assert not len(self.scheduler.claims)
+        assert not len(self.scheduler.forks)
 
     def answer(self, seq: int, owner: str = "g") -> list[int]:
         return [token for update in self.of(seq, owner) for token in update.tokens]

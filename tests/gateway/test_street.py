@@ -276,7 +276,7 @@ async def test_a_request_that_prewarms_generates_nothing_and_may_fill_the_contex
 async def test_a_group_goes_to_one_engine_as_long_as_that_serves() -> None:
     scripts: list[Script] = [[SequenceUpdate(1, [0], finish="stop")] for _ in range(3)]
     engines = [ScriptedEngine(name, list(scripts)) for name in ("d", "e")]
-    stages, group = Stages(engines, held={"e": 2}), Group()
+    stages, group = Stages(engines, held={"e": 2}), Group(2)
     await walk(stages, replace(request(), group=group))
     stages.held = {"d": 2}
     await walk(stages, replace(request(), group=group, number=1))
@@ -291,7 +291,7 @@ async def test_a_group_leaves_an_engine_that_was_lost() -> None:
         ScriptedEngine("d", [[SequenceUpdate(1, [0], finish="stop")]]),
         ScriptedEngine("e", [[EngineLostError("gone")]]),
     ]
-    stages, group = Stages(engines, held={"e": 2}), Group()
+    stages, group = Stages(engines, held={"e": 2}), Group(2)
     await walk(stages, replace(request(), group=group))
     assert stages.calls[-1] == "place d"
     assert group.incarnation == "d"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.compute.kv_cache import CacheShape, KVCache, count_blocks
+from engine.sequence import Copy
 
 CPU = torch.device("cpu")
 
@@ -42,6 +43,16 @@ def test_zeroing_takes_whole_blocks_of_all_layers_and_no_others(blocks: list[int
         part = cache.data[:, block * 4 : block * 4 + 4]
         assert bool(part.any()) == (block not in blocks)
         assert bool(part.all()) == (block not in blocks)
+
+
+def test_a_copy_takes_the_first_slots_of_all_layers_and_nothing_else() -> None:
+    cache = KVCache(CacheShape(3, 2, 4, torch.bfloat16), 6, 4, CPU)
+    cache.data.copy_(torch.arange(cache.data.numel()).view(cache.data.shape) % 251)
+    wanted = cache.data.clone()
+    for source, target, count in ((1, 4, 3), (1, 0, 3), (3, 5, 1)):
+        wanted[:, target * 4 : target * 4 + count] = wanted[:, source * 4 : source * 4 + count]
+    cache.copy([Copy(1, 4, 3), Copy(1, 0, 3), Copy(3, 5, 1)])
+    assert cache.data.equal(wanted)
 
 
 def test_memory_is_taken_only_where_the_cache_is_written() -> None:

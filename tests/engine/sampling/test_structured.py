@@ -17,7 +17,7 @@ from engine.compute.model import LoadedModel, load_model
 from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
 from engine.loop import EngineLoop
-from engine.protocol import BlockEvents, Grammar, Sampling, SequenceUpdate, StepFrame, Submit
+from engine.protocol import BlockEvents, Grammar, Group, Sampling, SequenceUpdate, StepFrame, Submit
 from engine.sampling.grammar import GrammarError, Grammars
 from engine.sampling.grammar_queue import GrammarQueue
 from engine.sequence import NO_TOKEN, Step
@@ -69,10 +69,17 @@ class Desk:
         stats = self.loop.stats()
         assert (stats["errors"], stats["invariant_violations"], stats["failed_steps"]) == (0, 0, 0)
 
-    def submit(self, seq: int, grammar: Grammar | None, prompt: list[int] | None = None, **sampling: Any) -> None:
+    def submit(
+        self,
+        seq: int,
+        grammar: Grammar | None,
+        prompt: list[int] | None = None,
+        group: Group | None = None,
+        **sampling: Any,
+    ) -> None:
         tokens = array("I", prompt or self.prompt).tobytes()
         sampling = {"max_tokens": 500, "seed": seq, **sampling}
-        self.loop.submit("g", Submit(seq, tokens, b"", Sampling(**sampling), grammar=grammar))
+        self.loop.submit("g", Submit(seq, tokens, b"", Sampling(**sampling), grammar=grammar, group=group))
 
     def wait_for(self, holds: Callable[[], bool]) -> None:
         with self.said:
@@ -166,6 +173,21 @@ def test_constrained_and_free_sequences_share_steps_and_get_what_they_get_alone(
             desk.submit(seq, one, max_tokens=60)
         assert [desk.text_of(seq) for seq in range(12)] == alone
         assert desk.loop.stats()["preemptions"] > 0
+
+
+def test_each_fork_goes_through_the_grammar_by_itself(model: LoadedModel) -> None:
+    grammar, alone = Grammar("json_schema", json.dumps(HARD["recursion through the root"])), []
+    for seq in range(6):
+        with Desk(model) as desk:
+            desk.submit(seq, grammar, max_tokens=60)
+            alone.append(desk.text_of(seq))
+    with Desk(model) as desk:
+        for seq in range(6):
+            desk.submit(seq, grammar, group=Group(1, 6), max_tokens=60)
+        assert [desk.text_of(seq) for seq in range(6)] == alone
+        stats = desk.loop.stats()
+        assert (stats["forks"], stats["prefilled_tokens"]) == (5, len(desk.prompt))
+    assert len(set(alone)) > 1
 
 
 def test_max_tokens_cuts_a_text_before_it_is_complete(desk: Desk) -> None:

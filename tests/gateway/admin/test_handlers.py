@@ -45,6 +45,8 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
             "prefilled_tokens": 9,
             "shared_tokens": 5,
             "shared_waits": 6,
+            "forks": 7,
+            "copied_blocks": 3,
             "leases": {"kept": 1},
             "tiers": {"disk": {}},
         }
@@ -74,7 +76,7 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "prefill_tokens_per_s": 1234.6,
         "decode_tokens_per_s": 0.0,
         "evictions": 4,
-        "sharing": {"prefilled_tokens": 9, "shared_tokens": 5, "shared_waits": 6},
+        "sharing": {"prefilled_tokens": 9, "shared_tokens": 5, "shared_waits": 6, "forks": 7},
         "leases": {"kept": 1},
         "tiers": {"disk": {}},
     }

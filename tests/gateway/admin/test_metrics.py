@@ -109,6 +109,8 @@ STATS = {
     "evictions": 7,
     "shared_tokens": 96,
     "shared_waits": 2,
+    "forks": 14,
+    "copied_blocks": 13,
     "leases": {
         "kept": 3,
         "degraded_now": 1,
@@ -144,6 +146,8 @@ async def test_an_engines_own_counters_are_shown() -> None:
         f"evictions_total{{{labels}}}": 7,
         f"shared_tokens_total{{{labels}}}": 96,
         f"shared_waits_total{{{labels}}}": 2,
+        f"forks_total{{{labels}}}": 14,
+        f"copied_blocks_total{{{labels}}}": 13,
         f"leases{{{labels},state=kept}}": 3,
         f"leases{{{labels},state=degraded}}": 1,
         f"leases_granted_total{{{labels}}}": 9,

@@ -32,7 +32,7 @@ from gateway.engines.bundled import BundledEngine
 from gateway.engines.connection import Connection
 from gateway.errors import DeadlineError, EngineFailedError, EngineLostError
 from gateway.index.memory_index import MemoryIndex
-from gateway.types import EncodedPrompt, Request, Tenant, TokenPrompt
+from gateway.types import EncodedPrompt, Group, Request, Tenant, TokenPrompt
 from tests.fakes.fake_engine import TOKENIZER, FakeEngine, make_hello
 from tests.fakes.oracle_runner import choose_answer
 from tests.fakes.small_engine import VOCAB, small_engine
@@ -127,6 +127,20 @@ async def test_an_engine_joins_with_its_tokeniser_and_answers(place: str, tmp_pa
         assert (submit.salt, submit.request_id, submit.lane) == (TENANT.salt, "r", "online")
         assert submit.digests == prompt_of(fake.hello, [1] * 40).digests
         assert (client.engine.in_flight, fake.aborts) == (0, [])
+
+
+async def test_an_engine_is_told_which_answers_are_to_one_prompt(tmp_path: Path) -> None:
+    async with FakeEngine(f"unix:{tmp_path / 'e'}") as fake, connected(fake.url) as client:
+        await client.joined()
+        groups = [Group(2), Group(3)]
+        for group in (*groups, groups[0]):
+            asked = replace(request(), group=group)
+            async with aclosing(client.engine.generate(prompt_of(fake.hello, [1]), asked.sampling, asked)) as updates:
+                assert [update async for update in updates]
+        await answer(client.engine, [1])
+        first, other, second, alone = (submit.group for submit in fake.submits)
+        assert first == second != other
+        assert (first and first.size, other and other.size, alone) == (2, 3, None)
 
 
 async def test_an_engine_that_comes_later_is_found(tmp_path: Path) -> None:
