@@ -24,7 +24,10 @@ from __future__ import annotations
 
 
 class KvasirError(Exception):
-    """Base of everything that a client can be told. `message` is written for the client."""
+    """Base of everything that a client can be told. `message` is written for the client.
+
+    `reason` is what `message` says without naming `param`, for dialects that write the two side by side.
+    """
 
     status = 500
     type = "server_error"
@@ -37,10 +40,12 @@ class KvasirError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.reason = reason
         self.retry_after_s = retry_after_s
         if code is not None:
             self.code = code
@@ -57,8 +62,12 @@ class ContextLengthError(BadRequestError):
     """The prompt, or prompt and asked-for completion, is longer than the model's context."""
 
     code = "context_length_exceeded"
+    context_tokens = 0
+    prompt_tokens = 0
 
     def __init__(self, context_tokens: int, prompt_tokens: int, asked_tokens: int, *, param: str) -> None:
+        self.context_tokens = context_tokens
+        self.prompt_tokens = prompt_tokens
         asked = (
             f"you requested {prompt_tokens + asked_tokens} tokens ({prompt_tokens} in the {param}, "
             f"{asked_tokens} in the completion)"
@@ -98,7 +107,8 @@ class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
 
     def __init__(self, model: str) -> None:
-        super().__init__(f"The model `{model}` does not exist or you do not have access to it.", param="model")
+        message = f"The model `{model}` does not exist or you do not have access to it."
+        super().__init__(message, param="model", reason=model)
 
 
 class MethodNotAllowedError(KvasirError):

@@ -281,17 +281,20 @@ def _failure(request: Request, update: SequenceUpdate) -> KvasirError:
     for inside, place in request.constraint.places:
         if update.grammar_path == inside or update.grammar_path.startswith(f"{inside}."):
             path = place + update.grammar_path[len(inside) :]
-    return BadRequestError(f"Invalid '{path}': {update.error}.", param=path, code="invalid_grammar")
+    message = f"Invalid '{path}': {update.error}."
+    return BadRequestError(message, param=path, code="invalid_grammar", reason=update.error)
 
 
 def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:
     """Checks the prompt against the context and settles max_tokens, where 0 stands for all that is left, unless nothing
     is to be generated."""
     room = model.context_tokens - prompt.num_tokens
-    asked = request.sampling.max_tokens
+    asked = min(request.sampling.max_tokens, max(room, 1)) if request.fit else request.sampling.max_tokens
     if room < (0 if request.prewarm else max(asked, 1)):
         raise ContextLengthError(model.context_tokens, prompt.num_tokens, asked, param=request.prompt_param)
-    return request.sampling if asked or request.prewarm else replace(request.sampling, max_tokens=room)
+    if request.prewarm or asked == request.sampling.max_tokens != 0:
+        return request.sampling
+    return replace(request.sampling, max_tokens=asked or room)
 
 
 def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update: SequenceUpdate) -> None:

@@ -213,6 +213,7 @@ class Request:
     scope: Scope | None = None  # None is the tenant's own
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
     prewarm: bool = False  # computes the prompt, so that it is cached, and generates nothing
+    fit: bool = False  # max_tokens that are more than the context has left are cut to that, and not refused
     constraint: Constraint | None = None
     tool_use: ToolUse | None = None  # None: what the model writes is text, whatever it looks like
     group: Group | None = None

@@ -161,6 +161,7 @@ class Answering:
                 scope=scope,
                 use_cache=call.use_cache,
                 prewarm=call.prewarm,
+                fit=call.fit,
                 constraint=call.constraint,
                 tool_use=call.tool_use,
                 group=group,

@@ -18,7 +18,8 @@ NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and s
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One POST. `prewarm` computes the prompts and generates nothing."""
+    """One POST. `prewarm` computes the prompts and generates nothing; with `fit`, tokens that were asked for and do not
+    fit into the context are not generated, instead of being refused."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -30,6 +31,7 @@ class Call:
     choices: Choices = ONE_CHOICE
     echo: bool = False
     prewarm: bool = False
+    fit: bool = False
     constraint: Constraint | None = None
     tool_use: ToolUse | None = None
     use_cache: bool = True

@@ -10,8 +10,7 @@ from typing import Any
 import orjson
 
 from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from gateway.api.fields import an_object
-from gateway.errors import BadRequestError
+from gateway.api.fields import an_object, invalid
 from gateway.types import Constraint
 
 
@@ -30,9 +29,5 @@ def json_schema(schema: Any, path: str) -> Constraint:
 def constraint(kind: GrammarKind, source: str, path: str) -> Constraint:
     """Raises BadRequestError for a source longer than engines take."""
     if len(source.encode()) > MAX_GRAMMAR_BYTES:
-        raise BadRequestError(
-            f"Invalid '{path}': too long. It may be {MAX_GRAMMAR_BYTES} bytes of UTF-8.",
-            param=path,
-            code="string_above_max_length",
-        )
+        raise invalid(path, f"too long. It may be {MAX_GRAMMAR_BYTES} bytes of UTF-8", code="string_above_max_length")
     return Constraint(Grammar(kind, source), path)

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from aiohttp import web
 
+from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.dialect import Dialect, Handler, Route
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.openai.wire import OPENAI
 
-DIALECTS: tuple[Dialect, ...] = (GEMINI, OPENAI)
+DIALECTS: tuple[Dialect, ...] = (ANTHROPIC, GEMINI, OPENAI)
 """The first that a request speaks; the last takes all that are left."""
 
 

@@ -73,9 +73,7 @@ def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tupl
     """The checked values of the parameters that were given. null is "not given", as everywhere in this API."""
     for name in required:
         if body.get(name) is None:
-            raise BadRequestError(
-                f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
-            )
+            raise missing(name)
     values: dict[str, Any] = {}
     for name, value in body.items():
         if value is None:
@@ -87,7 +85,9 @@ def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tupl
         if parameter.effect == "used":
             values[name] = checked
         elif parameter.effect == "refused" and checked not in parameter.harmless:
-            raise UnsupportedError(f"Unsupported parameter: '{name}'. {parameter.does}", param=name)
+            raise UnsupportedError(
+                f"Unsupported parameter: '{name}'. {parameter.does}", param=name, reason=parameter.does
+            )
     return values
 
 
@@ -124,16 +124,29 @@ def shown(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
+def missing(path: str) -> BadRequestError:
+    return BadRequestError(
+        f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter", reason="Field required"
+    )
+
+
+def invalid(path: str, why: str, *, code: str = "invalid_value") -> BadRequestError:
+    """For everything that has no function of its own here. `why` is half a sentence."""
+    return BadRequestError(f"Invalid '{path}': {why}.", param=path, code=code, reason=why)
+
+
 def unknown_parameter(path: str) -> BadRequestError:
-    return BadRequestError(f"Unknown parameter: '{shown(path)}'.", param=shown(path), code="unknown_parameter")
+    return BadRequestError(
+        f"Unknown parameter: '{shown(path)}'.",
+        param=shown(path),
+        code="unknown_parameter",
+        reason="Extra inputs are not permitted",
+    )
 
 
 def wrong_type(path: str, expected: str, value: Any) -> BadRequestError:
-    return BadRequestError(
-        f"Invalid type for '{path}': expected {expected}, but got {_TYPE_NAMES[type(value)]} instead.",
-        param=path,
-        code="invalid_type",
-    )
+    why = f"expected {expected}, but got {_TYPE_NAMES[type(value)]} instead"
+    return BadRequestError(f"Invalid type for '{path}': {why}.", param=path, code="invalid_type", reason=why)
 
 
 def wrong_value(path: str, value: Any, allowed: tuple[str, ...]) -> BadRequestError:
@@ -142,24 +155,20 @@ def wrong_value(path: str, value: Any, allowed: tuple[str, ...]) -> BadRequestEr
         f"Invalid value for '{path}': '{shown(str(value))}'. Supported values are: {listed}.",
         param=path,
         code="invalid_value",
+        reason=f"'{shown(str(value))}' is not one of {listed}",
     )
 
 
 def empty_array(path: str) -> BadRequestError:
-    return BadRequestError(
-        f"Invalid '{path}': empty array. Expected an array with minimum length 1, but got an empty array instead.",
-        param=path,
-        code="empty_array",
-    )
+    why = "empty array. Expected an array with minimum length 1, but got an empty array instead"
+    return invalid(path, why, code="empty_array")
 
 
 def array_too_long(path: str, limit: int, length: int) -> BadRequestError:
-    return BadRequestError(
-        f"Invalid '{path}': array too long. Expected an array with maximum length {limit}, but got an array with "
-        f"length {length} instead.",
-        param=path,
-        code="array_above_max_length",
+    why = (
+        f"array too long. Expected an array with maximum length {limit}, but got an array with length {length} instead"
     )
+    return invalid(path, why, code="array_above_max_length")
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -222,10 +231,10 @@ def text(max_chars: int | None = None) -> Check[str]:
         if type(value) is not str:
             raise wrong_type(path, "a string", value)
         if max_chars is not None and len(value) > max_chars:
-            raise BadRequestError(
-                f"Invalid '{path}': string too long. Expected a string with maximum length {max_chars}, but got a "
-                f"string with length {len(value)} instead.",
-                param=path,
+            raise invalid(
+                path,
+                f"string too long. Expected a string with maximum length {max_chars}, but got a string with length "
+                f"{len(value)} instead",
                 code="string_above_max_length",
             )
         return value
@@ -285,19 +294,15 @@ def string_map(max_pairs: int, max_key_chars: int, max_value_chars: int) -> Chec
     )
     def check(value: Any, path: str) -> dict[str, str]:
         if len(an_object(value, path)) > max_pairs:
-            raise BadRequestError(
-                f"Invalid '{path}': too many properties. Expected an object with at most {max_pairs} properties, but "
-                f"got an object with {len(value)} properties instead.",
-                param=path,
+            raise invalid(
+                path,
+                f"too many properties. Expected an object with at most {max_pairs} properties, but got an object with "
+                f"{len(value)} properties instead",
                 code="object_above_max_properties",
             )
         for key, item in value.items():
             if len(key) > max_key_chars:
-                raise BadRequestError(
-                    f"Invalid '{path}': a key is longer than {max_key_chars} characters.",
-                    param=path,
-                    code="string_above_max_length",
-                )
+                raise invalid(path, f"a key is longer than {max_key_chars} characters", code="string_above_max_length")
             check_value(item, f"{path}.{key}")
         return dict(value)
 
@@ -313,10 +318,5 @@ def _in_range(value: float, path: str, low: float, high: float, kind: str) -> fl
 
 
 def _out_of_range(value: float, path: str, limit: float, code: str, what: str, sign: str) -> BadRequestError:
-    return BadRequestError(
-        f"Invalid '{path}': {what}. Expected a value {sign} {limit:g}, but got {shown(str(value))} instead."
-        if isinstance(limit, float)
-        else f"Invalid '{path}': {what}. Expected a value {sign} {limit}, but got {shown(str(value))} instead.",
-        param=path,
-        code=code,
-    )
+    written = f"{limit:g}" if isinstance(limit, float) else str(limit)
+    return invalid(path, f"{what}. Expected a value {sign} {written}, but got {shown(str(value))} instead", code=code)

@@ -15,6 +15,8 @@ from gateway.admin.handlers import Admin
 from gateway.admin.metrics import Metrics
 from gateway.admin.sources import Sources
 from gateway.api.answering import Answering, Decoders, Models, Street
+from gateway.api.anthropic.handlers import Anthropic
+from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.auth import Auth
 from gateway.api.body import expect_continue
 from gateway.api.dialect import Route
@@ -71,6 +73,7 @@ def build_app(
             *Responses(server, leases, answering).routes(),
             *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
+        ANTHROPIC.name: Anthropic(server, answering).routes(),
         GEMINI.name: Gemini(server, answering).routes(),
         OWN: Admin(keys, sources, metrics).routes(),
     }

@@ -241,7 +241,7 @@ class _Sse:
 
     async def fail(self, error: KvasirError) -> web.StreamResponse:
         """Ends the stream with an error event; gives up on a client that does not read it."""
-        self.record.status = error.status
+        self.record.status = self.record.dialect.status(error)
         try:
             async with asyncio.timeout(LAST_WRITE_S):
                 return await self.end(self._shape.failure(error))

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 from aiohttp import web
 
@@ -48,6 +49,11 @@ class Gateway:
             base_url=f"{self.url}/v1", api_key=key, timeout=LIMIT_S, **({"max_retries": 0} | options)
         )
 
+    def anthropic(self, key: str = "none", **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(
+            base_url=self.url, api_key=key, timeout=LIMIT_S, **({"max_retries": 0} | options)
+        )
+
     async def post(self, path: str, body: object, **options: Any) -> tuple[int, Any, Mapping[str, str]]:
         async with self.session.post(self.url + path, json=body, **options) as answer:
             return answer.status, await answer.json(), answer.headers
@@ -57,8 +63,8 @@ class Gateway:
         async with self.session.post(url, data=data, headers=headers) as answer:
             return answer.status, await answer.json(), answer.headers
 
-    async def transcript(self, path: str, body: object) -> str:
-        async with self.session.post(self.url + path, json=body) as answer:
+    async def transcript(self, path: str, body: object, **options: Any) -> str:
+        async with self.session.post(self.url + path, json=body, **options) as answer:
             assert answer.status == 200, await answer.text()
             assert answer.content_type == "text/event-stream"
             return await answer.text()

@@ -10,7 +10,8 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 _NEW = (
     (r"resp_[0-9a-f]{32}", "resp_ID"),
     (r"\b(msg|fc|fco|rs)_[0-9a-f]{32}", r"\1_ID"),
-    (r"call_[0-9a-f]{24}", "call_ID"),
+    (r"\b(call|toolu)_[0-9a-f]{24}", r"\1_ID"),
+    (r"\breq_[0-9a-f]{32}", "req_ID"),
     (r'("responseId": ?)"[^"]+"', r'\1"ID"'),
     (r'"(created_at|completed_at)":[0-9]+', r'"\1":0'),
 )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 
 START_LIMIT_S = 120.0
@@ -27,7 +28,7 @@ class Server:
     def __init__(self, data_dir: Path, *flags: str, command: str = "serve", config: str | None = None) -> None:
         self.lines: list[str] = []
         self.ready_line = r"on (http://\S+)"  # what it prints when it is up; an engine alone prints something else
-        self._clients: dict[str, openai.OpenAI] = {}
+        self._clients: dict[str, openai.OpenAI | anthropic.Anthropic] = {}
         self._changed = threading.Condition()
         self._arguments = [
             sys.executable,
@@ -98,11 +99,19 @@ class Server:
 
     def client(self, key: str = "none") -> openai.OpenAI:
         """One client per key, closed with the server. It does not try again: tests want to see the first answer."""
-        if key not in self._clients:
-            self._clients[key] = openai.OpenAI(
-                base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=CLIENT_LIMIT_S
-            )
-        return self._clients[key]
+        found = self._clients.get(f"openai {key}")
+        if not isinstance(found, openai.OpenAI):
+            found = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=CLIENT_LIMIT_S)
+            self._clients[f"openai {key}"] = found
+        return found
+
+    def anthropic(self, key: str = "none") -> anthropic.Anthropic:
+        """As `client`, of the Anthropic API."""
+        found = self._clients.get(f"anthropic {key}")
+        if not isinstance(found, anthropic.Anthropic):
+            found = anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0, timeout=CLIENT_LIMIT_S)
+            self._clients[f"anthropic {key}"] = found
+        return found
 
     def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
         """A new one, to be closed by the caller."""

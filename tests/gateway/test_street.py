@@ -508,6 +508,15 @@ async def test_what_does_not_fit_the_context_is_refused_with_both_numbers(num_to
     assert caught.value.param == "prompt"
 
 
+@pytest.mark.parametrize(("asked", "given"), [(5, 5), (100, 23), (23, 23)])
+async def test_a_request_may_ask_for_as_much_as_fits(asked: int, given: int) -> None:
+    engine = ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])
+    await walk(Stages([engine]), replace(request(max_tokens=asked), fit=True))
+    assert engine.asked[0].max_tokens == given
+    with pytest.raises(ContextLengthError):
+        await walk(Stages([engine], num_tokens=32), replace(request(max_tokens=asked), fit=True))
+
+
 async def test_a_prompt_that_just_fits_is_answered() -> None:
     engine = ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="length")]])
     assert len(await walk(Stages([engine], num_tokens=31), request(max_tokens=1))) == 3

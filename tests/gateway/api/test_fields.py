@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gateway.api.anthropic.parameters import MESSAGES as MESSAGES_OF_ANTHROPIC
 from gateway.api.fields import Check, boolean, choice, integer, number, record, string_map, text
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.responses.parameters import RESPONSE
@@ -27,6 +28,7 @@ CHECKS: list[Check[Any]] = [
     CHAT["logit_bias"].check,
     CHAT["cache_salt"].check,
     RESPONSE["prompt_cache_options"].check,
+    *(MESSAGES_OF_ANTHROPIC[name].check for name in ("thinking", "metadata", "cache_control", "diagnostics")),
 ]
 LEAVES = st.none() | st.booleans() | st.integers(-5, 10) | st.floats(-2, 2) | st.text("ab01", max_size=5)
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text("ab01"), inner))
@@ -80,7 +82,9 @@ def test_messages_that_are_taken_are_in_the_schema(message: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "parameter", [*CHAT.values(), *COMPLETION.values(), *RESPONSE.values()], ids=lambda one: one.name
+    "parameter",
+    [*CHAT.values(), *COMPLETION.values(), *RESPONSE.values(), *MESSAGES_OF_ANTHROPIC.values()],
+    ids=lambda one: one.name,
 )
 def test_every_parameters_schema_is_one(parameter: Any) -> None:
     jsonschema.Draft202012Validator.check_schema(parameter.check.schema)

@@ -9,6 +9,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.api.anthropic.parameters import MESSAGES as TURNED_TABLE
+from gateway.api.anthropic.request import parse_message
 from gateway.api.call import settle
 from gateway.api.openai.embeddings import EMBEDDINGS
 from gateway.api.openai.parameters import CHAT, COMPLETION
@@ -75,6 +77,20 @@ ITEMS = st.lists(
     max_size=3,
 )
 RESPONSES = bodies(RESPONSE, ITEMS | VALUES, "input")
+BLOCKS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "document", "tool_use", "tool_result", "thinking", "image"]) | SCALARS},
+        optional=dict.fromkeys(("text", "source", "cache_control", "tool_use_id", "id", "name", "input"), VALUES),
+    ),
+    max_size=3,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]) | SCALARS, "content": BLOCKS | st.text(max_size=5)}
+    ),
+    max_size=4,
+)
+TURNED = st.builds(lambda body, limit: {"max_tokens": limit, **body}, bodies(TURNED_TABLE, TURNS, "messages"), SCALARS)
 CHATS = bodies(CHAT, MESSAGES | VALUES, "messages")
 COMPLETIONS = bodies(COMPLETION, VALUES | st.lists(st.integers(0, 2000), max_size=5), "prompt")
 EMBEDS = bodies(EMBEDDINGS, VALUES | st.lists(st.integers(0, 2000), max_size=5), "input").map(
@@ -104,6 +120,12 @@ def test_any_response_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
     check(response)
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(body=TURNED)
+def test_any_message_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
+    check(lambda: settle(parse_message(body, "2023-06-01"), hello()))
+
+
 def check(parse: Any) -> None:
     refused = None
     try:
@@ -114,7 +136,7 @@ def check(parse: Any) -> None:
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(batch=st.lists(VALUES | CHATS | COMPLETIONS | RESPONSES | EMBEDS, min_size=10, max_size=30))
+@given(batch=st.lists(VALUES | CHATS | COMPLETIONS | RESPONSES | EMBEDS | TURNED, min_size=10, max_size=30))
 def test_over_http_any_json_gets_an_answer_in_the_shape_of_the_api(batch: list[Any]) -> None:
     async def work() -> None:
         async with running(FakeStreet(pieces=["x"]), embedder=fake_embedder(FakeTextModel())) as gateway:
@@ -125,6 +147,13 @@ def test_over_http_any_json_gets_an_answer_in_the_shape_of_the_api(batch: list[A
                         assert answer.status in (200, 400, 404), text
                         if answer.status != 200:
                             assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}
+                version = {"anthropic-version": "2026-10-21"}
+                for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                    async with gateway.session.post(gateway.url + path, json=body, headers=version) as answer:
+                        text = await answer.text()
+                        assert answer.status in (200, 400, 404), text
+                        if answer.status != 200:
+                            assert set(json.loads(text)) == {"type", "error", "request_id"}
             assert gateway.street.open == 0
 
     asyncio.run(work())

@@ -1,0 +1,266 @@
+"""System prompt and messages of the Anthropic API into what a chat template takes, and where each block of them ends.
+
+    system           one message of that role; so is a message of role `system` further down
+    user             tool results, which come first, become messages of role `tool`; the texts behind them are one
+    assistant        one message: texts, tool calls, and what was thought as `reasoning_content`
+
+Turns of one role that follow each other are one turn, with an empty line between them; blocks of one message are joined
+as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from gateway.api.anthropic.blocks import (
+    DOCUMENT,
+    REDACTED_THINKING,
+    TEXT,
+    THINKING,
+    TOOL_RESULT,
+    TOOL_USE,
+    Kind,
+    Part,
+    any_text,
+    document,
+    only,
+    plain_text,
+    read_block,
+    redacted_thinking,
+    thinking,
+    tool_result,
+    tool_use,
+)
+from gateway.api.fields import (
+    JsonSchema,
+    an_object,
+    array_too_long,
+    empty_array,
+    invalid,
+    missing,
+    object_schema,
+    takes,
+    wrong_type,
+    wrong_value,
+)
+from gateway.errors import UnsupportedError
+
+MAX_MESSAGES: Final = 100_000
+BETWEEN_TURNS: Final = "\n\n"
+
+_READERS: Final = {
+    "system": {"text": plain_text},
+    "user": {"text": plain_text, "document": document, "tool_result": tool_result},
+    "assistant": {
+        "text": any_text,
+        "tool_use": tool_use,
+        "thinking": thinking,
+        "redacted_thinking": redacted_thinking,
+    },
+}
+ROLES: Final = ("user", "assistant", "system")
+
+
+def _content_of(*blocks: JsonSchema) -> JsonSchema:
+    """A string, or these blocks."""
+    items = {"type": "array", "items": {"anyOf": list(blocks)}, "minItems": 1}
+    return {"anyOf": [{"type": "string", "minLength": 1}, items]}
+
+
+def _message(role: str, *blocks: JsonSchema) -> JsonSchema:
+    return object_schema({"role": {"const": role}, "content": _content_of(*blocks)}, "role", "content")
+
+
+MESSAGE: Final[JsonSchema] = {
+    "anyOf": [
+        _message("user", TEXT, DOCUMENT, TOOL_RESULT),
+        _message("assistant", TEXT, TOOL_USE, THINKING, REDACTED_THINKING),
+        _message("system", TEXT),
+    ]
+}
+
+
+class Block(NamedTuple):
+    """A place where a prefix may end.
+
+    message  of the template's messages
+    chars    of its content, up to the end of the block; of the call's number in it for a tool_use block
+    """
+
+    kind: Kind
+    path: str
+    control: Mapping[str, str] | None
+    message: int
+    chars: int
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages for the template, and all blocks in the order of the prompt."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+
+class _Turn(NamedTuple):
+    """Messages of one role that follow each other. `starts` are numbers of the parts with which a message begins."""
+
+    role: str
+    path: str
+    parts: list[Part]
+    starts: set[int]
+
+
+@takes({"anyOf": [{"const": ""}, _content_of(TEXT)]})
+def read_system(value: Any, path: str) -> list[Part]:
+    """A string, or blocks of text. An empty string is no system prompt."""
+    return [] if value == "" else _content(value, path, "system")
+
+
+@takes({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES})
+def read_turns(value: Any, path: str) -> list[_Turn]:
+    """Checks every message by itself. Raises BadRequestError with the path of what is wrong."""
+    if type(value) is not list:
+        raise wrong_type(path, "an array of objects", value)
+    if not value:
+        raise empty_array(path)
+    if len(value) > MAX_MESSAGES:
+        raise array_too_long(path, MAX_MESSAGES, len(value))
+    turns: list[_Turn] = []
+    for index, item in enumerate(value):
+        where = f"{path}[{index}]"
+        only(an_object(item, where), where, "role", "content")
+        role = item.get("role")
+        if role is None:
+            raise missing(f"{where}.role")
+        if role not in ROLES:
+            raise wrong_value(f"{where}.role", role, ROLES)
+        parts = _content(item.get("content"), f"{where}.content", role)
+        if turns and turns[-1].role == role:
+            turns[-1].starts.add(len(turns[-1].parts))
+            turns[-1].parts.extend(parts)
+        else:
+            turns.append(_Turn(role, where, parts, set()))
+    return turns
+
+
+def converse(system: Sequence[Part], turns: Sequence[_Turn]) -> Conversation:
+    """Puts it all together. Raises BadRequestError for turns that do not belong behind each other."""
+    conversation = Conversation()
+    if system:
+        _say("system", system, (), conversation)
+    called: dict[str, str] = {}  # id -> name of the tools that the turn before has called
+    for number, turn in enumerate(turns):
+        if turn.role == "system":
+            _check_place(turns, number)
+            _say("system", turn.parts, turn.starts, conversation)
+        elif turn.role == "user":
+            _user(turn, called, conversation)
+            called = {}
+        else:
+            called = _assistant(turn, conversation)
+    if turns[-1].role == "assistant":
+        why = "This server does not continue an answer: the conversation must end with a user message."
+        raise UnsupportedError(why, param=turns[-1].path, reason=why)
+    return conversation
+
+
+def _content(value: Any, path: str, role: str) -> list[Part]:
+    if value is None:
+        raise missing(path)
+    if type(value) is str:
+        if not value:
+            raise invalid(path, f"{role} messages must have non-empty content")
+        return [Part("text", path, value)]
+    if type(value) is not list:
+        raise wrong_type(path, "a string or an array of blocks", value)
+    if not value:
+        raise invalid(path, f"{role} messages must have non-empty content")
+    readers = _READERS[role]
+    return [read_block(block, f"{path}[{index}]", readers) for index, block in enumerate(value)]
+
+
+def _check_place(turns: Sequence[_Turn], number: int) -> None:
+    """Where instructions may be given in the middle of a conversation."""
+    path = turns[number].path
+    if not number:
+        raise invalid(path, "the first message cannot be a system message; use the top-level `system` parameter")
+    if turns[number - 1].role != "user":
+        raise invalid(path, "a system message must follow a user turn")
+    if number + 1 < len(turns) and turns[number + 1].role != "assistant":
+        raise invalid(path, "a system message must precede an assistant turn or end the list")
+
+
+def _user(turn: _Turn, called: Mapping[str, str], conversation: Conversation) -> None:
+    unanswered = dict(called)
+    texts: list[Part] = []
+    starts: set[int] = set()
+    for number, part in enumerate(turn.parts):
+        if part.kind == "text":
+            if number in turn.starts:
+                starts.add(len(texts))
+            texts.append(part)
+            continue
+        if texts:
+            raise invalid(part.path, "tool_result blocks must come before all other content of the turn")
+        if (name := unanswered.pop(part.call_id, None)) is None:
+            raise invalid(
+                part.path,
+                f"unexpected `tool_use_id` found in `tool_result` blocks: {part.call_id[:64]}. Each `tool_result` "
+                "block must have a corresponding `tool_use` block in the previous message",
+            )
+        _end(part, len(conversation.messages), len(part.text), conversation)
+        message = {"role": "tool", "content": part.text, "tool_call_id": part.call_id, "name": name}
+        conversation.messages.append(message)
+    if unanswered:
+        raise invalid(
+            turn.path,
+            f"`tool_use` ids were found without `tool_result` blocks immediately after: {', '.join(unanswered)[:200]}. "
+            "Each `tool_use` block must have a corresponding `tool_result` block in the next message",
+        )
+    if texts:
+        _say("user", texts, starts, conversation)
+
+
+def _assistant(turn: _Turn, conversation: Conversation) -> dict[str, str]:
+    """Returns the tools that it calls."""
+    calls: list[dict[str, Any]] = []
+    called: dict[str, str] = {}
+    thoughts = [part.text for part in turn.parts if part.kind == "thinking" and part.text]
+    message = _say("assistant", turn.parts, turn.starts, conversation)
+    for part in turn.parts:
+        if part.call is not None:
+            if part.call_id in called:
+                raise invalid(f"{part.path}.id", "`tool_use` ids must be unique")
+            called[part.call_id] = part.call["function"]["name"]
+            calls.append(part.call)
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return called
+
+
+def _say(role: str, parts: Sequence[Part], starts: set[int] | tuple[()], conversation: Conversation) -> dict[str, Any]:
+    """One message with the texts of these parts."""
+    said: list[str] = []
+    chars = calls = 0
+    for number, part in enumerate(parts):
+        if part.kind == "text":
+            if said and number in starts:
+                said.append(BETWEEN_TURNS)
+                chars += len(BETWEEN_TURNS)
+            said.append(part.text)
+            chars += len(part.text)
+        if part.kind == "tool_use":
+            calls += 1
+        _end(part, len(conversation.messages), calls if part.kind == "tool_use" else chars, conversation)
+    message: dict[str, Any] = {"role": role, "content": "".join(said)}
+    conversation.messages.append(message)
+    return message
+
+
+def _end(part: Part, message: int, chars: int, conversation: Conversation) -> None:
+    conversation.blocks.append(Block(part.kind, part.path, part.control, message, chars))

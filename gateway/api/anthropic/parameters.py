@@ -1,0 +1,189 @@
+"""The parameters of /v1/messages and /v1/messages/count_tokens as tables: what each may be, and whether it is carried
+out, accepted without effect, or refused. docs/http-api.md is held to these tables by a test.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from gateway.api.anthropic.blocks import check_control, only
+from gateway.api.anthropic.messages import read_system, read_turns
+from gateway.api.anthropic.structured import check_output_config
+from gateway.api.fields import (
+    Parameter,
+    an_array,
+    an_object,
+    anything,
+    array_too_long,
+    boolean,
+    choice,
+    integer,
+    invalid,
+    missing,
+    number,
+    object_schema,
+    record,
+    takes,
+    text,
+    wrong_type,
+)
+
+MAX_TOKENS: Final = 2**31 - 1
+MAX_STOPS: Final = 64
+MIN_THINKING: Final = 1024
+
+SAMPLING: Final = ("temperature", "top_p", "top_k")
+"""Parameters that version 2026-10-21 does not have."""
+
+_string = text()
+_display = choice("summarized", "omitted")
+_budget = integer(MIN_THINKING, MAX_TOKENS)
+_message_id = text(256)
+_thinking: Final = {
+    "enabled": record(type=_string, budget_tokens=_budget, display=_display),
+    "adaptive": record(type=_string, display=_display),
+    "between_tools": record(type=_string),
+    "disabled": record(type=_string),
+}
+
+
+@takes({"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS})
+def stop_sequences(value: Any, path: str) -> tuple[str, ...]:
+    """Strings that are not blank."""
+    if type(value) is not list:
+        raise wrong_type(path, "an array of strings", value)
+    if len(value) > MAX_STOPS:
+        raise array_too_long(path, MAX_STOPS, len(value))
+    for index, item in enumerate(value):
+        if not _string(item, f"{path}[{index}]").strip():
+            raise invalid(f"{path}[{index}]", "each stop sequence must contain non-whitespace")
+    return tuple(value)
+
+
+@takes(
+    {
+        "anyOf": [
+            object_schema({"type": {"const": "enabled"}, "budget_tokens": _budget.schema, "display": _display.schema})
+            | {"required": ["type", "budget_tokens"]},
+            object_schema({"type": {"const": "adaptive"}, "display": _display.schema}, "type"),
+            object_schema({"type": {"enum": ["between_tools", "disabled"]}}, "type"),
+        ]
+    }
+)
+def thinking(value: Any, path: str) -> dict[str, Any]:
+    """One of the four kinds, with what belongs to it."""
+    kind = an_object(value, path).get("type")
+    if kind is None:
+        raise missing(f"{path}.type")
+    checked: dict[str, Any] = _thinking[choice(*_thinking)(kind, f"{path}.type")](value, path)
+    if kind == "enabled" and "budget_tokens" not in checked:
+        raise missing(f"{path}.budget_tokens")
+    return checked
+
+
+@takes(object_schema({"previous_message_id": _message_id.schema}))
+def diagnostics(value: Any, path: str) -> str | None:
+    """The id of the answer to compare with; None on the first turn."""
+    only(an_object(value, path), path, "previous_message_id")
+    previous = value.get("previous_message_id")
+    return None if previous is None else _message_id(previous, f"{path}.previous_message_id")
+
+
+def _table(*parameters: Parameter) -> dict[str, Parameter]:
+    return {parameter.name: parameter for parameter in parameters}
+
+
+MESSAGES: Final = _table(
+    Parameter("model", _string, "string, required", "Name of a served model, as in `GET /v1/models`."),
+    Parameter("messages", read_turns, "array of 1 to 100,000 messages, required", "The conversation; see below."),
+    Parameter(
+        "max_tokens",
+        integer(0, MAX_TOKENS),
+        "integer from 0, required",
+        "Tokens to generate at most; fewer where the context ends. 0 computes the prompt, so that it is cached, and "
+        "generates nothing.",
+    ),
+    Parameter("system", read_system, "string, or array of text blocks", "Instructions that come before everything."),
+    Parameter("stream", boolean, "boolean, default false", "Answer as server-sent events."),
+    Parameter(
+        "stop_sequences",
+        stop_sequences,
+        "array of up to 64 strings, none of them blank",
+        "Each ends the answer, is told in `stop_sequence`, and is not part of the text.",
+    ),
+    Parameter(
+        "temperature",
+        number(0, 1),
+        "number 0 to 1, default 1; only in version 2023-06-01",
+        "0 takes the likeliest token.",
+    ),
+    Parameter(
+        "top_p",
+        number(0, 1),
+        "number 0 to 1, default 1; only in version 2023-06-01",
+        "Samples from the likeliest tokens of this total.",
+    ),
+    Parameter(
+        "top_k",
+        integer(0, MAX_TOKENS),
+        "integer, default 0; only in version 2023-06-01",
+        "Samples from that many likeliest tokens; 0 from all.",
+    ),
+    Parameter(
+        "output_config",
+        check_output_config,
+        "object: `format` of type `json_schema`, `effort`",
+        "`format`: what the answer has to be; see below. `effort` has no effect: the model works as it was made to.",
+    ),
+    Parameter(
+        "thinking",
+        thinking,
+        "object: `type` `enabled` with `budget_tokens`, `adaptive`, `between_tools` or `disabled`",
+        "Checked, and held against other parameters as upstream. The model thinks as it was made to, in its text.",
+    ),
+    Parameter(
+        "metadata",
+        record(user_id=text(512)),
+        "object: `user_id` of up to 512 characters",
+        "The key decides who asks.",
+        "none",
+    ),
+    Parameter(
+        "service_tier",
+        choice("auto", "standard_only"),
+        "`auto` or `standard_only`",
+        "The answer always reports `standard`.",
+        "none",
+    ),
+    Parameter(
+        "speed", choice("standard", "fast"), "`standard` or `fast`", "There is one speed, and it is `standard`.", "none"
+    ),
+    Parameter("cache_control", check_control, "-", "Cache controls are not supported yet.", "refused"),
+    Parameter("diagnostics", diagnostics, "-", "Diagnostics are not supported yet.", "refused"),
+    Parameter("tools", an_array, "-", "Tools are not supported yet.", "refused"),
+    Parameter("tool_choice", an_object, "-", "Tools are not supported yet.", "refused"),
+    Parameter(
+        "inference_geo",
+        _string,
+        "string; only `global`",
+        "Where the models run is for the operator to say.",
+        "refused",
+        ("global",),
+    ),
+    Parameter("container", anything, "-", "There are no containers.", "refused"),
+)
+
+COUNT: Final = {
+    name: MESSAGES[name]
+    for name in (
+        "model",
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "thinking",
+        "output_config",
+        "cache_control",
+        "speed",
+    )
+}

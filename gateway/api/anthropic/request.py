@@ -1,0 +1,77 @@
+"""JSON bodies of /v1/messages and /v1/messages/count_tokens into a Call. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.protocol import Sampling
+from gateway.api.anthropic.messages import converse
+from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING
+from gateway.api.anthropic.wire import Version
+from gateway.api.call import Call
+from gateway.api.fields import invalid, read, unknown_parameter
+from gateway.types import ChatPrompt
+
+
+def parse_message(body: dict[str, Any], version: Version) -> Call:
+    """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
+    if version != "2023-06-01":
+        for name in SAMPLING:
+            if name in body:
+                raise unknown_parameter(name)
+    values = read(body, MESSAGES, required=("model", "max_tokens", "messages"))
+    max_tokens, stream = values["max_tokens"], values.get("stream", False)
+    _check_thinking(values)
+    if not max_tokens:
+        _check_prewarm(values)
+    output = values.get("output_config", {})
+    return Call(
+        model=values["model"],
+        prompts=(_prompt(values),),
+        prompt_param="messages",
+        sampling=Sampling(
+            max_tokens=max_tokens,
+            temperature=values.get("temperature", 1.0),
+            top_p=values.get("top_p", 1.0),
+            top_k=values.get("top_k", 0),
+        ),
+        stop=values.get("stop_sequences", ()),
+        stream=stream,
+        prewarm=not max_tokens,
+        fit=True,
+        constraint=output.get("format"),
+    )
+
+
+def parse_count(body: dict[str, Any]) -> Call:
+    """As parse_message, for a request that is only counted."""
+    values = read(body, COUNT, required=("model", "messages"))
+    return Call(
+        model=values["model"],
+        prompts=(_prompt(values),),
+        prompt_param="messages",
+        sampling=Sampling(max_tokens=0),
+        prewarm=True,
+    )
+
+
+def _prompt(values: dict[str, Any]) -> ChatPrompt:
+    return ChatPrompt(converse(values.get("system", ()), values["messages"]).messages)
+
+
+def _check_thinking(values: dict[str, Any]) -> None:
+    budget = values.get("thinking", {}).get("budget_tokens", 0)
+    if budget and budget >= values["max_tokens"] > 0:
+        raise invalid("thinking.budget_tokens", "`max_tokens` must be greater than `thinking.budget_tokens`")
+
+
+def _check_prewarm(values: dict[str, Any]) -> None:
+    """What cannot be asked of an answer that is not generated."""
+    refused = {
+        "stream": values.get("stream", False),
+        "thinking": values.get("thinking", {}).get("type") in ("enabled", "adaptive", "between_tools"),
+        "output_config.format": values.get("output_config", {}).get("format") is not None,
+    }
+    for path, there in refused.items():
+        if there:
+            raise invalid(path, "it is not possible together with `max_tokens` 0")

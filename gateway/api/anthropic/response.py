@@ -1,0 +1,153 @@
+"""Events into bytes of the Anthropic API: messages, their streams, and models.
+
+A stream is `message_start`, for each block `content_block_start`, its deltas and `content_block_stop`, then
+`message_delta` and `message_stop`; or `error` in place of what is left. Blocks are numbered as they come.
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import orjson
+from pydantic_core import from_json
+
+from gateway.api.answers import Answer
+from gateway.api.anthropic.wire import error_json
+from gateway.api.sse import event, json_text
+from gateway.errors import KvasirError
+from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Usage
+
+_REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CUMULATIVE: Final = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+_DELTA: Final = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
+_NO_END: Final = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
+_MESSAGE_STOP: Final = event("message_stop", {"type": "message_stop"})
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """`input_tokens` are those that were neither read from the cache nor written to it."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "service_tier": "standard",
+    }
+
+
+class MessageShape:
+    """One message. `max_tokens` are those that the client asked for."""
+
+    def __init__(self, model: str, request_id: str, max_tokens: int) -> None:
+        self.message_id: Final = f"msg_{secrets.token_hex(16)}"
+        self._model = model
+        self._request_id = request_id
+        self._max_tokens = max_tokens
+        self._block = -1  # number of the last block
+        self._open: str | None = None  # kind of the block that is open
+        self._head = b""  # of a delta of text in the block that is open
+
+    def body(self, answers: list[Answer], usage: Usage) -> bytes:
+        """The answer to a request that does not stream."""
+        (answer,) = answers
+        content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
+        content += [{**_tool_use(call.name), "input": _input(call.arguments)} for call in answer.calls]
+        end = _end(answer.reason, answer.stop, usage, self._max_tokens)
+        return orjson.dumps({**self._message(content), **end, "usage": usage_json(usage)})
+
+    def prelude(self) -> bytes:
+        """Nothing goes out before the usage of the prompt is known."""
+        return b""
+
+    def opening(self, index: int, echo: str, started: Started) -> bytes:
+        """The message without its content, and the usage of its prompt."""
+        message = {**self._message([]), **_NO_END, "usage": usage_json(started.usage)}
+        return event("message_start", {"type": "message_start", "message": message})
+
+    def text(self, index: int, delta: TextDelta) -> bytes:
+        """A piece of text, in a block that is opened for it if need be."""
+        opened = b"" if self._open == "text" else self._begin("text", {"type": "text", "text": ""})
+        return b'%b%b{"type":"text_delta","text":%b}}\n\n' % (opened, self._head, json_text(delta.text))
+
+    def call(self, index: int, delta: CallDelta) -> bytes:
+        """A piece of a tool call. Each call is a block of its own."""
+        data = b""
+        if delta.name:
+            data = self._begin("tool_use", {**_tool_use(delta.name), "input": {}}) + self._partial("")
+        return data + self._partial(delta.arguments) if delta.arguments else data
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        """The end of the last block, and why there is no other."""
+        end = _end(finished.reason, finished.stop, finished.usage, self._max_tokens)
+        usage = usage_json(finished.usage)
+        told = {"type": "message_delta", "delta": end, "usage": {key: usage[key] for key in _CUMULATIVE}}
+        return self._stop() + event("message_delta", told)
+
+    def ending(self, usage: Usage) -> bytes:
+        return _MESSAGE_STOP
+
+    def failure(self, error: KvasirError) -> bytes:
+        return event("error", error_json(error, self._request_id))
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+        }
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
+        stop = self._stop()
+        self._block += 1
+        self._open = kind
+        self._head = _DELTA % self._block
+        start = {"type": "content_block_start", "index": self._block, "content_block": block}
+        return stop + event("content_block_start", start)
+
+    def _stop(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return event("content_block_stop", {"type": "content_block_stop", "index": self._block})
+
+    def _partial(self, written: str) -> bytes:
+        return b'%b{"type":"input_json_delta","partial_json":%b}}\n\n' % (self._head, json_text(written))
+
+
+def _tool_use(name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name}
+
+
+def _input(arguments: str) -> Any:
+    """As far as it was written: an answer may be cut in the middle of a call."""
+    try:
+        read = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return read if type(read) is dict else {}
+
+
+def _end(reason: FinishReason, stop: str | None, usage: Usage, max_tokens: int) -> dict[str, Any]:
+    """Fewer tokens than were asked for: the context had no more."""
+    told = "stop_sequence" if stop is not None else _REASONS[reason]
+    if reason == "length" and usage.completion_tokens < max_tokens:
+        told = "model_context_window_exceeded"
+    return {"stop_reason": told, "stop_sequence": stop, "stop_details": None}
+
+
+def model_json(model: str, created: int, context_tokens: int | None) -> dict[str, Any]:
+    """`context_tokens` None while its engines are away."""
+    return {
+        "type": "model",
+        "id": model,
+        "display_name": model,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": context_tokens,
+        "max_tokens": context_tokens,
+    }

@@ -1,0 +1,151 @@
+"""`output_config`: what an answer has to be. The API's subset of JSON Schema is checked here, and what is outside of it
+is a 400, as it is upstream; the engine does the rest.
+
+Required properties come before optional ones, each in the order of the schema: the engine writes properties in the
+order that it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from gateway.api.constraints import json_schema
+from gateway.api.fields import an_object, choice, invalid, missing, object_schema, record, takes, unknown_parameter
+from gateway.types import Constraint
+
+MAX_OPTIONAL: Final = 24
+"""Properties of all schemas of a request that are not required."""
+
+_FORBIDDEN: Final = (
+    "oneOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "minLength",
+    "maxLength",
+    "maxItems",
+    "uniqueItems",
+    "contains",
+    "prefixItems",
+    "minProperties",
+    "maxProperties",
+    "patternProperties",
+    "propertyNames",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+)
+
+
+@takes(object_schema({"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "type", "schema"))
+def _format(value: Any, path: str) -> Constraint:
+    kind = an_object(value, path).get("type")
+    if kind is None:
+        raise missing(f"{path}.type")
+    choice("json_schema")(kind, f"{path}.type")
+    for key in value:
+        if key not in ("type", "schema"):
+            raise unknown_parameter(f"{path}.{key}")
+    if value.get("schema") is None:
+        raise missing(f"{path}.schema")
+    where = f"{path}.schema"
+    schema, optional = read_schema(an_object(value["schema"], where), where)
+    if optional > MAX_OPTIONAL:
+        raise invalid(where, f"it has {optional} optional properties, and may have {MAX_OPTIONAL}")
+    return json_schema(schema, where)
+
+
+check_output_config = record(effort=choice("low", "medium", "high", "xhigh", "max"), format=_format)
+
+
+def read_schema(schema: dict[str, Any], path: str) -> tuple[dict[str, Any], int]:
+    """The schema with required properties first, and how many are optional. Raises BadRequestError with the path of
+    what is outside of the subset."""
+    reader = _Reader(schema)
+    return reader.read(schema, path, ()), reader.optional
+
+
+class _Reader:
+    """Goes through one schema."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.optional = 0
+        self._root = root
+        self._followed: set[str] = set()
+
+    def read(self, schema: Any, path: str, within: tuple[str, ...]) -> Any:
+        """`within` are the references that lead here."""
+        if type(schema) is bool:
+            return schema
+        an_object(schema, path)
+        for key in _FORBIDDEN:
+            if key in schema:
+                raise invalid(f"{path}.{key}", f"'{key}' is not supported in schemas")
+        self._check_values(schema, path)
+        if "$ref" in schema:
+            self._follow(schema["$ref"], f"{path}.$ref", within)
+        read = dict(schema)
+        kinds = schema.get("type")
+        if kinds == "object" or (type(kinds) is list and "object" in kinds) or "properties" in schema:
+            self._read_object(read, path, within)
+        for key in ("$defs", "definitions"):
+            if key in schema:
+                items = an_object(schema[key], f"{path}.{key}").items()
+                read[key] = {name: self.read(item, f"{path}.{key}.{name}", within) for name, item in items}
+        for key in ("anyOf", "allOf"):
+            if key in schema:
+                read[key] = self._read_all(schema[key], f"{path}.{key}", within)
+        if "items" in schema:
+            read["items"] = self.read(schema["items"], f"{path}.items", within)
+        return read
+
+    def _read_object(self, schema: dict[str, Any], path: str, within: tuple[str, ...]) -> None:
+        if schema.get("additionalProperties") is not False:
+            why = "for 'object' type, 'additionalProperties' must be explicitly set to false"
+            raise invalid(f"{path}.additionalProperties", why)
+        where = f"{path}.properties"
+        properties = an_object(schema.get("properties", {}), where)
+        required = schema.get("required", [])
+        if type(required) is not list or any(type(name) is not str or name not in properties for name in required):
+            raise invalid(f"{path}.required", "an array of names of properties is expected")
+        self.optional += sum(name not in required for name in properties)
+        order = sorted(properties, key=lambda name: name not in required)
+        schema["properties"] = {name: self.read(properties[name], f"{where}.{name}", within) for name in order}
+
+    def _read_all(self, schemas: Any, path: str, within: tuple[str, ...]) -> list[Any]:
+        if type(schemas) is not list or not schemas:
+            raise invalid(path, "an array of schemas is expected")
+        if path.endswith("allOf") and any(type(schema) is dict and "$ref" in schema for schema in schemas):
+            raise invalid(path, "'allOf' is not supported together with '$ref'")
+        return [self.read(schema, f"{path}[{index}]", within) for index, schema in enumerate(schemas)]
+
+    def _check_values(self, schema: dict[str, Any], path: str) -> None:
+        values = schema.get("enum", [])
+        if type(values) is not list or any(type(value) in (dict, list) for value in values):
+            raise invalid(f"{path}.enum", "an array of strings, numbers, booleans and nulls is expected")
+        if schema.get("minItems") not in (None, 0, 1):
+            raise invalid(f"{path}.minItems", "only 0 and 1 are supported")
+
+    def _follow(self, reference: Any, path: str, within: tuple[str, ...]) -> None:
+        """Looks for a way back to here. What is referred to is read where it is."""
+        if type(reference) is not str or not reference.startswith("#"):
+            raise invalid(path, "only references inside of the schema are supported")
+        if reference in within or reference == "#":
+            raise invalid(path, "recursive schemas are not supported")
+        if reference in self._followed:
+            return
+        found: Any = self._root
+        for step in reference[1:].strip("/").split("/"):
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if type(found) is dict else None
+        if found is None:
+            raise invalid(path, f"there is nothing at {reference[:64]!r}")
+        optional, self.optional = self.optional, 0
+        self.read(found, path, (*within, reference))
+        self.optional = optional
+        self._followed.add(reference)

@@ -1,0 +1,93 @@
+"""Errors, headers and versions as the Anthropic API has them: messages begin with the path of the field that is wrong,
+and every error carries its request's id.
+
+A request is of this dialect by its path or by the header `anthropic-version`, which some paths share with OpenAI's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal, cast
+
+from aiohttp import web
+
+from gateway.api.dialect import Dialect, printable
+from gateway.api.fields import closed_object, shown
+from gateway.errors import BadRequestError, ContextLengthError, DeadlineError, KvasirError
+
+Version = Literal["2023-06-01", "2026-10-21"]
+
+VERSION_HEADER: Final = "anthropic-version"
+VERSIONS: Final = ("2023-06-01", "2026-10-21")
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+ERROR_TYPES: Final = (*_TYPES.values(), "api_error", "invalid_request_error")
+
+_INDEX: Final = re.compile(r"\[(\d+)\]")
+
+
+def read_version(http: web.Request) -> Version:
+    """The version that the request asks for. Raises BadRequestError without one, and for one that is not known."""
+    asked = http.headers.get(VERSION_HEADER, "").strip()
+    if not asked:
+        raise BadRequestError("header is required", param=VERSION_HEADER, reason="header is required")
+    if asked not in VERSIONS:
+        why = f'"{shown(asked)}" is not a valid version; this server knows {" and ".join(VERSIONS)}'
+        raise BadRequestError(why, param=VERSION_HEADER, reason=why)
+    return cast("Version", asked)
+
+
+def status(error: KvasirError) -> int:
+    """Of an error, as the SDKs take it for one of their classes."""
+    if isinstance(error, DeadlineError):
+        return 504
+    return {502: 500, 503: 529}.get(error.status, error.status)
+
+
+def error_json(error: KvasirError, request_id: str) -> dict[str, Any]:
+    """The body of an error answer, and of an error event."""
+    code = status(error)
+    kind = _TYPES.get(code, "api_error" if code >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": printable(_message(error))}, "request_id": request_id}
+
+
+def _message(error: KvasirError) -> str:
+    match error:
+        case ContextLengthError():
+            room = min(error.context_tokens, error.prompt_tokens) - 1
+            return f"prompt is too long: {error.prompt_tokens} tokens > {room} maximum"
+        case KvasirError(param=None):
+            return error.message
+    path = _INDEX.sub(r".\1", error.param or "")
+    return f"{path}: {error.message if error.reason is None else error.reason}"
+
+
+def _speaks(http: web.Request) -> bool:
+    path = http.path
+    return VERSION_HEADER in http.headers or path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:
+    return {"request-id": request_id}
+
+
+_ERROR: Final = closed_object({"type": {"enum": list(ERROR_TYPES)}, "message": {"type": "string"}})
+
+ANTHROPIC = Dialect(
+    name="anthropic",
+    title="Anthropic",
+    speaks=_speaks,
+    headers=_headers,
+    error_json=error_json,
+    error_schema=closed_object({"type": {"const": "error"}, "error": _ERROR, "request_id": {"type": "string"}}),
+    asking_headers={"x-api-key": "KEY", VERSION_HEADER: VERSIONS[-1]},
+    status=status,
+)
