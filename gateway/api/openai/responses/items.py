@@ -39,7 +39,7 @@ _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_outp
 
 def _parts(*schemas: JsonSchema) -> JsonSchema:
     """A string, or parts of these kinds."""
-    parts = {"type": "array", "items": {"anyOf": list(schemas)}}
+    parts = {"type": "array", "items": {"anyOf": list(schemas)}, "minItems": 1}
     return {"anyOf": [{"type": "string"}, parts]}
 
 
