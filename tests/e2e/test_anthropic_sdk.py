@@ -122,3 +122,39 @@ def test_prewarming_computes_the_prompt(server: Server) -> None:
         model="demo", max_tokens=1, system=policy, messages=[{"role": "user", "content": "Hello."}]
     )
     assert int(raw.headers["x-kvasir-cached-tokens"]) > 100
+
+
+WEATHER: Any = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_a_tool_that_has_to_be_called_is_called_and_its_result_is_taken(server: Server) -> None:
+    chosen = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    options: Any = {"tools": [WEATHER], "tool_choice": chosen, "max_tokens": 60}
+    answer = ask(server, "What is the weather?", **options, **GREEDY)
+    assert answer.stop_reason == "tool_use"
+    call = next(block for block in answer.content if block.type == "tool_use")
+    assert (call.name, call.id[:6]) == ("weather", "toolu_")
+    assert call.input["city"] in ("Oslo", "Rome")
+
+    asked: Any = {"model": "demo", "system": POLICY, "messages": [{"role": "user", "content": "What is the weather?"}]}
+    with server.anthropic().messages.stream(**asked, **options, **GREEDY) as stream:
+        streamed = stream.get_final_message()
+    assert [block.to_dict() | {"id": ""} for block in streamed.content] == [
+        block.to_dict() | {"id": ""} for block in answer.content
+    ]
+    asked["messages"] += [
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}]},
+    ]
+    counted = server.anthropic().messages.count_tokens(**asked, tools=[WEATHER])
+    after = server.anthropic().messages.create(**asked, tools=[WEATHER], max_tokens=4)
+    assert after.usage.input_tokens == counted.input_tokens > answer.usage.input_tokens

@@ -9,9 +9,9 @@ from typing import Any, Final
 from gateway.api.anthropic.blocks import check_control, only
 from gateway.api.anthropic.messages import read_system, read_turns
 from gateway.api.anthropic.structured import check_output_config
+from gateway.api.anthropic.tools import read_choice, read_tools
 from gateway.api.fields import (
     Parameter,
-    an_array,
     an_object,
     anything,
     array_too_long,
@@ -160,8 +160,18 @@ MESSAGES: Final = _table(
     ),
     Parameter("cache_control", check_control, "-", "Cache controls are not supported yet.", "refused"),
     Parameter("diagnostics", diagnostics, "-", "Diagnostics are not supported yet.", "refused"),
-    Parameter("tools", an_array, "-", "Tools are not supported yet.", "refused"),
-    Parameter("tool_choice", an_object, "-", "Tools are not supported yet.", "refused"),
+    Parameter(
+        "tools",
+        read_tools,
+        "array of up to 512 tools of type `custom`",
+        "What the model may call; see below. Tools that Anthropic runs are refused.",
+    ),
+    Parameter(
+        "tool_choice",
+        read_choice,
+        "object: `type` `auto`, `any`, `tool` with `name`, or `none`; `disable_parallel_tool_use`",
+        "Whether it may, or has to, and which.",
+    ),
     Parameter(
         "inference_geo",
         _string,

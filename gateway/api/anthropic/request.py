@@ -7,9 +7,11 @@ from typing import Any
 from engine.protocol import Sampling
 from gateway.api.anthropic.messages import converse
 from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING
+from gateway.api.anthropic.tools import use_of
 from gateway.api.anthropic.wire import Version
 from gateway.api.call import Call
 from gateway.api.fields import invalid, read, unknown_parameter
+from gateway.errors import UnsupportedError
 from gateway.types import ChatPrompt
 
 
@@ -24,7 +26,11 @@ def parse_message(body: dict[str, Any], version: Version) -> Call:
     _check_thinking(values)
     if not max_tokens:
         _check_prewarm(values)
-    output = values.get("output_config", {})
+    constraint = values.get("output_config", {}).get("format")
+    tool_use = use_of(values.get("tools", ()), values.get("tool_choice"))
+    if constraint is not None and tool_use is not None:
+        why = "it is not possible together with tools that may be called; send a `tool_choice` of type none"
+        raise UnsupportedError(why, param="output_config.format", reason=why)
     return Call(
         model=values["model"],
         prompts=(_prompt(values),),
@@ -39,7 +45,8 @@ def parse_message(body: dict[str, Any], version: Version) -> Call:
         stream=stream,
         prewarm=not max_tokens,
         fit=True,
-        constraint=output.get("format"),
+        constraint=constraint,
+        tool_use=tool_use,
     )
 
 
@@ -52,17 +59,25 @@ def parse_count(body: dict[str, Any]) -> Call:
         prompt_param="messages",
         sampling=Sampling(max_tokens=0),
         prewarm=True,
+        tool_use=use_of(values.get("tools", ()), values.get("tool_choice")),
     )
 
 
 def _prompt(values: dict[str, Any]) -> ChatPrompt:
-    return ChatPrompt(converse(values.get("system", ()), values["messages"]).messages)
+    tools = tuple(defined.tool for defined in values.get("tools", ()))
+    return ChatPrompt(converse(values.get("system", ()), values["messages"]).messages, tools=tools)
 
 
 def _check_thinking(values: dict[str, Any]) -> None:
     budget = values.get("thinking", {}).get("budget_tokens", 0)
     if budget and budget >= values["max_tokens"] > 0:
         raise invalid("thinking.budget_tokens", "`max_tokens` must be greater than `thinking.budget_tokens`")
+    if budget and _forced(values):
+        raise invalid("thinking", "thinking may not be enabled when `tool_choice` forces tool use")
+
+
+def _forced(values: dict[str, Any]) -> bool:
+    return values.get("tool_choice", {}).get("type") in ("any", "tool")
 
 
 def _check_prewarm(values: dict[str, Any]) -> None:
@@ -70,6 +85,7 @@ def _check_prewarm(values: dict[str, Any]) -> None:
     refused = {
         "stream": values.get("stream", False),
         "thinking": values.get("thinking", {}).get("type") in ("enabled", "adaptive", "between_tools"),
+        "tool_choice": _forced(values),
         "output_config.format": values.get("output_config", {}).get("format") is not None,
     }
     for path, there in refused.items():
