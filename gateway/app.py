@@ -20,9 +20,6 @@ from redis.asyncio import Redis
 from engine.compute.threads import choose_threads, usable_cores
 from engine.config import EngineSettings
 from gateway.admin.sources import EngineState, EngineStatus, Sources
-from gateway.api.openai.responses.memory_store import MemoryStore
-from gateway.api.openai.responses.redis_store import RedisStore
-from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses, EngineStartError
@@ -70,7 +67,6 @@ class Gateway:
             on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
         )
-        self.responses = ResponseStore(self._response_backend(), retry_s=settings.redis.retry_s)
         self.figures = EngineFigures(lambda: self.registry.engines)
         self.street = Street(
             prompts=self.prompts,
@@ -94,25 +90,17 @@ class Gateway:
             models=self.registry,
             decoders=self.prompts,
             embedder=self.embedder,
-            responses=self.responses,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
                 queue=self.queue.status,
                 prompts=self.prompts.stats,
                 embeddings=self.embedder.figures,
-                responses=lambda: self.responses.outcomes,
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
                 draining=lambda: self.draining,
                 version=installed_version(),
             ),
         )
-
-    def _response_backend(self) -> Backend:
-        settings = self.settings
-        if self.redis is None:
-            return MemoryStore(settings.stored_responses)
-        return RedisStore(self.redis, settings.stored_responses, timeout_s=settings.redis.timeout_s)
 
     def _connect(self, name: str, url: str) -> BundledEngine:
         return BundledEngine(

@@ -144,21 +144,6 @@ class LeaseSettings(Section):
         return _split(data, "ttls")
 
 
-class StoredResponseSettings(Section):
-    """[stored_responses]: what `/v1/responses` keeps, in Redis where there is one, else in the gateway."""
-
-    ttl_s: Annotated[float, Field(gt=0)] = Field(
-        2592000.0, description="Seconds that a response is kept, from its end; 30 days."
-    )
-    max_responses: Annotated[int, Field(ge=0)] = Field(
-        10000, description="Responses of one tenant that are kept at most, the latest; 0 keeps none."
-    )
-    max_bytes: Annotated[int, Field(ge=0)] = Field(
-        33554432,
-        description="Bytes of one tenant's responses, with the items that they answered, that are kept at most.",
-    )
-
-
 class RoutingSettings(Section):
     """[routing]: which engine gets a prompt."""
 
@@ -317,7 +302,6 @@ class Settings(BaseModel):
     engine: EngineSettings = EngineSettings()
     prompt: PromptSettings = PromptSettings()
     leases: LeaseSettings = LeaseSettings()
-    stored_responses: StoredResponseSettings = StoredResponseSettings()
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()
     embeddings: EmbeddingSettings = EmbeddingSettings()

@@ -29,7 +29,6 @@ from gateway.api.namespaces import Namespaces
 from gateway.api.openai.embeddings import Embedder, Embeddings
 from gateway.api.openai.handlers import OpenAI
 from gateway.api.openai.responses.handlers import Responses
-from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
 from gateway.config import (
@@ -57,14 +56,12 @@ def build_app(
     models: Models,
     decoders: Decoders,
     embedder: Embedder,
-    responses: ResponseStore,
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
 
     street, models, decoders   the street, the registry and the prompt stage
     embedder                   for /v1/embeddings
-    responses                  what /v1/responses keeps
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
@@ -73,7 +70,7 @@ def build_app(
     by_dialect = {
         OPENAI.name: [
             *OpenAI(server, leases, answering).routes(),
-            *Responses(server, leases, answering, responses).routes(),
+            *Responses(server, leases, answering).routes(),
             *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
         ANTHROPIC.name: Anthropic(server, answering).routes(),

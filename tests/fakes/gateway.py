@@ -15,8 +15,6 @@ import openai
 from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
-from gateway.api.openai.responses.memory_store import MemoryStore
-from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import (
     AuthSettings,
@@ -24,7 +22,6 @@ from gateway.config import (
     NamespaceSettings,
     QueueSettings,
     ServerSettings,
-    StoredResponseSettings,
     TenantSettings,
 )
 from gateway.queues.online import OnlineQueue
@@ -89,7 +86,6 @@ class Options:
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
     embedder: Embedder = field(default_factory=no_embedder)
-    backend: Backend | None = None  # of stored responses; None is memory
 
 
 async def _nothing_to_fetch() -> None:
@@ -104,7 +100,6 @@ def make_app(
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
-    responses = ResponseStore(given.backend or MemoryStore(StoredResponseSettings()), retry_s=60.0)
     return build_app(
         server=given.server,
         leases=given.leases,
@@ -116,14 +111,12 @@ def make_app(
         models=models or FakeModels(),
         decoders=FakeDecoders(),
         embedder=given.embedder,
-        responses=responses,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
             queue=OnlineQueue(QueueSettings()).status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
             embeddings=given.embedder.figures,
-            responses=lambda: responses.outcomes,
             redis=lambda: state["redis"],
             draining=lambda: state["draining"],
             version="0.0.test",
