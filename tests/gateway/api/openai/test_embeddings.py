@@ -145,11 +145,26 @@ async def test_a_model_is_for_its_own_route() -> None:
         assert (status, body["error"]["param"]) == (400, "model")
         assert "generates text" in body["error"]["message"]
         assert NAME in body["error"]["message"]
-        status, body, _ = await gateway.post("/v1/chat/completions", {"model": NAME, "messages": HI})
-        assert (status, body["error"]["param"]) == (400, "model")
-        assert PATH in body["error"]["message"]
         status, body, _ = await gateway.post(PATH, {"model": "text-embedding-9", "input": "a"})
         assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 5}),
+        ("/v1/messages/count_tokens", {"messages": HI}),
+    ],
+)
+async def test_a_model_that_embeds_generates_nothing(path: str, body: dict[str, object]) -> None:
+    headers = {"anthropic-version": "2023-06-01"} if path.startswith("/v1/messages") else {}
+    async with running(embedder=fake_embedder(FakeTextModel())) as gateway:
+        status, answer, _ = await gateway.post(path, {"model": NAME, **body}, headers=headers)
+        assert status == 400
+        assert PATH in answer["error"]["message"]
 
 
 async def test_embedding_models_are_listed_under_all_their_names(model: FakeTextModel) -> None:
