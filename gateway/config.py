@@ -198,7 +198,10 @@ class EmbeddingSettings(Section):
     )
     max_request_tokens: Annotated[int, Field(ge=1)] = Field(300_000, description="Tokens of one request.")
     max_waiting_tokens: Annotated[int, Field(ge=1)] = Field(
-        1_000_000, description="Tokens of all requests that wait to be embedded; a request with more gets 429."
+        1_000_000, description="Tokens that wait to be embedded, over all tenants; a request with more gets 429."
+    )
+    max_waiting_tokens_per_tenant: Annotated[int, Field(ge=1)] = Field(
+        500_000, description="Tokens of one tenant that wait to be embedded; a request with more gets 429."
     )
 
     @model_validator(mode="before")
@@ -208,8 +211,9 @@ class EmbeddingSettings(Section):
 
     @model_validator(mode="after")
     def _a_request_fits_the_queue(self) -> EmbeddingSettings:
-        if self.max_request_tokens > self.max_waiting_tokens:
-            raise ValueError(f"max_waiting_tokens is less than max_request_tokens, {self.max_request_tokens}")
+        for name in ("max_waiting_tokens", "max_waiting_tokens_per_tenant"):
+            if getattr(self, name) < self.max_request_tokens:
+                raise ValueError(f"{name} is less than max_request_tokens, {self.max_request_tokens}")
         return self
 
 

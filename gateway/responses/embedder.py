@@ -35,15 +35,18 @@ _T = TypeVar("_T")
 class _Job:
     """The texts of one request.
 
+    tokens   of those that wait
     waiting  indices of those that no batch has taken, shortest first
     missing  texts without a vector
     """
 
+    tenant: str
     texts: Sequence[EmbeddingInput]
-    done: asyncio.Future[None]
+    tokens: int
     waiting: deque[int]
     vectors: list[bytes]
     missing: int
+    done: asyncio.Future[None]
 
     @property
     def next_tokens(self) -> int:
@@ -82,7 +85,7 @@ class Embedder:
         self._folder = self.find_folder(self.settings.folder)
         self._created = int(time.time())
         self._loading: asyncio.Task[TextModel] | None = None
-        self._jobs: deque[_Job] = deque()  # those with texts that wait, in the order of their turns
+        self._lines: dict[str, deque[_Job]] = {}  # tenant -> jobs with texts that wait; both in the order of turns
         self._running = 0  # batches
         self._computing = ThreadPoolExecutor(self.settings.threads, thread_name_prefix="embed")
         self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="embed-tokens")
@@ -120,14 +123,15 @@ class Embedder:
             found += await self._in(self._tokenising, functools.partial(_tokenised, model, part))
         return found
 
-    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float) -> list[bytes]:
+    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float, *, tenant: str) -> list[bytes]:
         """The vectors in the order of the texts, little-endian float32 of length 1.
 
-        Requests take turns text by text, so that a short one does not wait for a long one. Raises QueueFullError,
-        DeadlineError at `deadline_s` (monotonic clock), and EmbedderError when a batch with a text of these failed.
+        Tenants take turns text by text, and so do the requests of one: a short one does not wait for a long one. Raises
+        QueueFullError, DeadlineError at `deadline_s` (monotonic clock), and EmbedderError when a batch with a text of
+        these failed.
         """
         model = await self.model()
-        job = self._admit(texts)
+        job = self._admit(tenant, texts)
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 self._start_batches(model)
@@ -157,21 +161,27 @@ class Embedder:
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, texts: Sequence[EmbeddingInput]) -> _Job:
+    def _admit(self, tenant: str, texts: Sequence[EmbeddingInput]) -> _Job:
         tokens = sum(len(one.tokens) for one in texts)
-        if self.stats.waiting_tokens + tokens > self.settings.max_waiting_tokens:
-            self.stats.refused += 1
-            raise QueueFullError(
-                f"{self.stats.waiting_tokens} tokens wait to be embedded, and this request has {tokens} more; at most "
-                f"{self.settings.max_waiting_tokens} may wait (embeddings.max_waiting_tokens).",
-                retry_after_s=self._wait_s(),
-            )
+        settings, line = self.settings, self._lines.get(tenant, deque())
+        own = sum(job.tokens for job in line)
+        for waiting, whose, limit, setting in (
+            (own, "of this tenant ", settings.max_waiting_tokens_per_tenant, "max_waiting_tokens_per_tenant"),
+            (self.stats.waiting_tokens, "", settings.max_waiting_tokens, "max_waiting_tokens"),
+        ):
+            if waiting + tokens > limit:
+                self.stats.refused += 1
+                raise QueueFullError(
+                    f"{waiting} tokens {whose}wait to be embedded, and this request has {tokens} more; at most {limit} "
+                    f"may wait (embeddings.{setting}).",
+                    retry_after_s=self._wait_s(),
+                )
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
-        job = _Job(
-            texts, asyncio.get_running_loop().create_future(), deque(order), [b""] * len(texts), missing=len(texts)
-        )
+        done = asyncio.get_running_loop().create_future()
+        job = _Job(tenant, texts, tokens, deque(order), [b""] * len(texts), len(texts), done)
+        line.append(job)
+        self._lines[tenant] = line
         self.stats.waiting_tokens += tokens
-        self._jobs.append(job)
         return job
 
     def _wait_s(self) -> float:
@@ -182,27 +192,36 @@ class Embedder:
     def _forget(self, job: _Job) -> None:
         """Nobody waits for it any more: nothing of it is begun."""
         if job.waiting:
-            self.stats.waiting_tokens -= sum(len(job.texts[index].tokens) for index in job.waiting)
+            self.stats.waiting_tokens -= job.tokens
             job.waiting.clear()
-            self._jobs.remove(job)
+            self._lines[job.tenant].remove(job)
+            if not self._lines[job.tenant]:
+                del self._lines[job.tenant]
 
     def _start_batches(self, model: TextModel) -> None:
-        while self._jobs and self._running < self.settings.threads:
+        while self._lines and self._running < self.settings.threads:
             self._running += 1
             spawn(self._run(model, self._next_batch()), "embed a batch")
 
     def _next_batch(self) -> list[tuple[_Job, int]]:
-        """One text of each request in turn, up to batch_tokens; a longer text is a batch of its own."""
+        """One text of each tenant in turn, up to batch_tokens; a longer text is a batch of its own."""
         batch: list[tuple[_Job, int]] = []
         room = self.settings.batch_tokens
-        while self._jobs and (not batch or self._jobs[0].next_tokens <= room):
-            job = self._jobs.popleft()
-            tokens, index = job.next_tokens, job.waiting.popleft()
-            self.stats.waiting_tokens -= tokens
+        while self._lines:
+            tenant, line = next(iter(self._lines.items()))
+            tokens = line[0].next_tokens
+            if batch and tokens > room:
+                break
+            job = line.popleft()
+            batch.append((job, job.waiting.popleft()))
             room -= tokens
-            batch.append((job, index))
+            job.tokens -= tokens
+            self.stats.waiting_tokens -= tokens
             if job.waiting:
-                self._jobs.append(job)
+                line.append(job)
+            del self._lines[tenant]
+            if line:
+                self._lines[tenant] = line
         return batch
 
     async def _run(self, model: TextModel, batch: Sequence[tuple[_Job, int]]) -> None:

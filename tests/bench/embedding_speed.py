@@ -81,7 +81,7 @@ async def queue(embedder: Embedder) -> None:
     print(f"tokenise  {len(QUESTIONS)} questions of {len(tokens[0])} tokens; {said(late)}")
     async with lateness_ms() as late:
         started = time.perf_counter()
-        await embedder.embed([EmbeddingInput(one, 384) for one in tokens], FAR_S)
+        await embedder.embed([EmbeddingInput(one, 384) for one in tokens], FAR_S, tenant="bench")
         taken_s = time.perf_counter() - started
     rate = sum(map(len, tokens)) / taken_s
     print(f"queue     {len(QUESTIONS) / taken_s:.0f} texts/s, {rate:.0f} tokens/s; {said(late)}")

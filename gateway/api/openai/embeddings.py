@@ -72,7 +72,7 @@ class Embedder(Protocol):
 
     async def tokens(self, texts: Sequence[str]) -> list[list[int]]: ...
 
-    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float) -> list[bytes]: ...
+    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float, *, tenant: str) -> list[bytes]: ...
 
 
 @takes(
@@ -157,7 +157,7 @@ class Embeddings:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings"""
         record = http[RECORD]
-        self._answering.admit(http)
+        tenant = self._answering.admit(http)
         values = read(await read_json(http, self._server), EMBEDDINGS, ("model", "input"))
         name: str = values["model"]
         self._check_model(name)
@@ -175,9 +175,9 @@ class Embeddings:
                 code="max_tokens_per_request",
             )
         # 2. Their vectors.
-        vectors = await self._embedder.embed(
-            [EmbeddingInput(one, dimensions) for one in texts], record.received_s + self._server.request_timeout_s
-        )
+        wanted = [EmbeddingInput(one, dimensions) for one in texts]
+        deadline_s = record.received_s + self._server.request_timeout_s
+        vectors = await self._embedder.embed(wanted, deadline_s, tenant=tenant.name)
         record.embedded_tokens = tokens
         # 3. The answer.
         body = await _body(name, vectors, values.get("encoding_format", "float"), tokens)

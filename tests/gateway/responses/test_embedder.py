@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gateway.config import EmbeddingSettings
 from gateway.errors import DeadlineError, EmbedderError, QueueFullError
@@ -50,7 +52,7 @@ def floats(vectors: list[bytes]) -> list[list[float]]:
 
 async def test_vectors_come_in_the_order_of_their_texts(model: FakeTextModel) -> None:
     embedder = fake_embedder(model, batch_tokens=4)
-    vectors = await embedder.embed(texts((9, 8, 7), (5,), (6, 6), (4, 4, 4, 4, 4)), soon())
+    vectors = await embedder.embed(texts((9, 8, 7), (5,), (6, 6), (4, 4, 4, 4, 4)), soon(), tenant="north")
     assert floats(vectors) == [[9, 8, 7], [5], [6, 6], [4, 4, 4, 4]]
     assert embedder.stats.texts == 4
     assert embedder.stats.waiting_tokens == 0
@@ -59,11 +61,11 @@ async def test_vectors_come_in_the_order_of_their_texts(model: FakeTextModel) ->
 async def test_requests_that_wait_are_computed_together_and_take_turns(model: FakeTextModel) -> None:
     embedder = fake_embedder(model, batch_tokens=6)
     model.hold()
-    first = asyncio.create_task(embedder.embed(texts((1,)), soon()))
+    first = asyncio.create_task(embedder.embed(texts((1,)), soon(), tenant="north"))
     await begun(model)
-    long = asyncio.create_task(embedder.embed(texts((2, 2), (3, 3), (4, 4), (5, 5)), soon()))
+    long = asyncio.create_task(embedder.embed(texts((2, 2), (3, 3), (4, 4), (5, 5)), soon(), tenant="north"))
     await queued(embedder, 8)
-    short = asyncio.create_task(embedder.embed(texts((6, 6)), soon()))
+    short = asyncio.create_task(embedder.embed(texts((6, 6)), soon(), tenant="north"))
     await queued(embedder, 10)
     model.go_on()
     assert floats(await short) == [[6, 6]]
@@ -74,14 +76,14 @@ async def test_requests_that_wait_are_computed_together_and_take_turns(model: Fa
 
 async def test_a_text_longer_than_a_batch_is_one_of_its_own(model: FakeTextModel) -> None:
     embedder = fake_embedder(model, batch_tokens=2)
-    await embedder.embed(texts((1, 1, 1), (2,), (3,)), soon())
+    await embedder.embed(texts((1, 1, 1), (2,), (3,)), soon(), tenant="north")
     assert model.batches == [[(2,), (3,)], [(1, 1, 1)]]
 
 
 async def test_as_many_batches_run_as_there_are_threads(model: FakeTextModel) -> None:
     embedder = fake_embedder(model, batch_tokens=1, threads=2)
     model.hold()
-    task = asyncio.create_task(embedder.embed(texts((1,), (2,), (3,)), soon()))
+    task = asyncio.create_task(embedder.embed(texts((1,), (2,), (3,)), soon(), tenant="north"))
     await begun(model)
     await begun(model)
     assert len(model.batches) == 2
@@ -93,27 +95,68 @@ async def test_as_many_batches_run_as_there_are_threads(model: FakeTextModel) ->
 async def test_a_full_queue_refuses_and_says_when_to_come_again(model: FakeTextModel) -> None:
     embedder = fake_embedder(model, batch_tokens=1, max_request_tokens=3, max_waiting_tokens=3)
     model.hold()
-    running = asyncio.create_task(embedder.embed(texts((1,)), soon()))
+    running = asyncio.create_task(embedder.embed(texts((1,)), soon(), tenant="north"))
     await begun(model)
-    waiting = asyncio.create_task(embedder.embed(texts((2,), (3,)), soon()))
+    waiting = asyncio.create_task(embedder.embed(texts((2,), (3,)), soon(), tenant="north"))
     await queued(embedder, 2)
     with pytest.raises(QueueFullError, match=r"2 tokens wait.* 2 more.*max_waiting_tokens") as refused:
-        await embedder.embed(texts((4, 4)), soon())
+        await embedder.embed(texts((4, 4)), soon(), tenant="north")
     assert refused.value.retry_after_s == pytest.approx(2e-3)
     model.go_on()
     await asyncio.gather(running, waiting)
     assert embedder.stats.refused == 1
 
 
+async def test_tenants_take_turns_whatever_number_of_requests_they_have(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=2)
+    model.hold()
+    tasks = [asyncio.create_task(embedder.embed(texts((1,)), soon(), tenant="first"))]
+    await begun(model)
+    tasks += [asyncio.create_task(embedder.embed(texts((n,)), soon(), tenant="north")) for n in (2, 3, 4)]
+    await queued(embedder, 3)
+    tasks.append(asyncio.create_task(embedder.embed(texts((5,), (6,)), soon(), tenant="south")))
+    await queued(embedder, 5)
+    model.go_on()
+    await asyncio.gather(*tasks)
+    assert model.batches == [[(1,)], [(2,), (5,)], [(3,), (6,)], [(4,)]]
+
+
+async def test_one_tenant_cannot_fill_the_queue(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=1, max_request_tokens=2, max_waiting_tokens_per_tenant=2)
+    model.hold()
+    tasks = [asyncio.create_task(embedder.embed(texts((1,)), soon(), tenant="north"))]
+    await begun(model)
+    tasks.append(asyncio.create_task(embedder.embed(texts((2,), (3,)), soon(), tenant="north")))
+    await queued(embedder, 2)
+    with pytest.raises(QueueFullError, match="max_waiting_tokens_per_tenant"):
+        await embedder.embed(texts((4,)), soon(), tenant="north")
+    tasks.append(asyncio.create_task(embedder.embed(texts((5,)), soon(), tenant="south")))
+    await queued(embedder, 3)
+    model.go_on()
+    await asyncio.gather(*tasks)
+
+
+async def test_after_the_end_nothing_hangs(model: FakeTextModel) -> None:
+    embedder = fake_embedder(model, batch_tokens=1)
+    model.hold()
+    tasks = [asyncio.create_task(embedder.embed(texts((n,), (n,)), soon(), tenant="north")) for n in (1, 2)]
+    await begun(model)
+    embedder.close()
+    model.go_on()
+    for answer in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(answer, EmbedderError)
+    assert embedder.stats.waiting_tokens == 0
+
+
 async def test_a_batch_that_fails_fails_its_requests_and_no_other(model: FakeTextModel) -> None:
     embedder = fake_embedder(model, batch_tokens=2)
     model.broken = {13}
     model.hold()
-    good = asyncio.create_task(embedder.embed(texts((1, 1)), soon()))
+    good = asyncio.create_task(embedder.embed(texts((1, 1)), soon(), tenant="north"))
     await begun(model)
-    bad = asyncio.create_task(embedder.embed(texts((13, 13), (14, 14, 14)), soon()))
+    bad = asyncio.create_task(embedder.embed(texts((13, 13), (14, 14, 14)), soon(), tenant="north"))
     await queued(embedder, 5)
-    later = asyncio.create_task(embedder.embed(texts((2, 2)), soon()))
+    later = asyncio.create_task(embedder.embed(texts((2, 2)), soon(), tenant="north"))
     await queued(embedder, 7)
     model.go_on()
     with pytest.raises(EmbedderError, match="RuntimeError"):
@@ -127,14 +170,14 @@ async def test_a_batch_that_fails_fails_its_requests_and_no_other(model: FakeTex
 async def test_nothing_is_begun_for_a_client_that_left(model: FakeTextModel) -> None:
     embedder = fake_embedder(model, batch_tokens=1)
     model.hold()
-    left = asyncio.create_task(embedder.embed(texts((1,), (2,), (3,)), soon()))
+    left = asyncio.create_task(embedder.embed(texts((1,), (2,), (3,)), soon(), tenant="north"))
     await begun(model)
     left.cancel()
     with pytest.raises(asyncio.CancelledError):
         await left
     assert embedder.stats.waiting_tokens == 0
     model.go_on()
-    assert floats(await embedder.embed(texts((4,)), soon())) == [[4]]
+    assert floats(await embedder.embed(texts((4,)), soon(), tenant="north")) == [[4]]
     assert model.batches == [[(1,)], [(4,)]]
 
 
@@ -142,7 +185,7 @@ async def test_a_deadline_ends_the_waiting(model: FakeTextModel) -> None:
     embedder = fake_embedder(model, batch_tokens=1)
     model.hold()
     with pytest.raises(DeadlineError, match="request_timeout_s"):
-        await embedder.embed(texts((1,), (2,)), time.monotonic() + 0.05)
+        await embedder.embed(texts((1,), (2,)), time.monotonic() + 0.05, tenant="north")
     assert embedder.stats.waiting_tokens == 0
 
 
@@ -155,7 +198,7 @@ async def test_the_model_is_loaded_once_and_in_a_thread() -> None:
 
     embedder = Embedder(EmbeddingSettings(), load=load, find_folder=lambda configured: Path("fake"))
     assert threads == []
-    await asyncio.gather(*(embedder.embed(texts((number,)), soon()) for number in range(5)))
+    await asyncio.gather(*(embedder.embed(texts((number,)), soon(), tenant="north") for number in range(5)))
     assert len(threads) == 1
     assert threads[0].startswith("embed")
 
@@ -198,14 +241,68 @@ async def test_long_requests_are_tokenised_in_turns(model: FakeTextModel, monkey
     assert order == ["a", "z", "b", "c", "d"]
 
 
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from(["north", "south", "west"]),
+        st.lists(st.integers(1, 9), min_size=1, max_size=6),  # tokens of each text
+        st.sampled_from(["stays", "stays", "leaves", "breaks"]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(requests=REQUESTS, threads=st.integers(1, 3), batch_tokens=st.integers(1, 12), rounds=st.integers(0, 20))
+def test_whatever_comes_and_leaves_every_text_is_computed_once_at_most(
+    requests: list[tuple[str, list[int], str]], threads: int, batch_tokens: int, rounds: int
+) -> None:
+    """Each text is a token of its own, repeated: what comes back tells whose it was."""
+
+    async def work() -> None:
+        model = FakeTextModel()
+        limits = {"max_request_tokens": 60, "max_waiting_tokens": 120, "max_waiting_tokens_per_tenant": 80}
+        embedder = fake_embedder(model, threads=threads, batch_tokens=batch_tokens, **limits)
+        first, asked, tasks = 1, [], []
+        for tenant, lengths, fate in requests:
+            asked.append([(first + index,) * length for index, length in enumerate(lengths)])
+            first += len(lengths)
+            model.broken |= {asked[-1][0][0]} if fate == "breaks" else set()
+            tasks.append(asyncio.create_task(embedder.embed(texts(*asked[-1]), soon(), tenant=tenant)))
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        for task, (_, _, fate) in zip(tasks, requests, strict=True):
+            if fate == "leaves":
+                task.cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        for answer, mine, (_, _, fate) in zip(answers, asked, requests, strict=True):
+            if isinstance(answer, list):
+                assert fate != "breaks"
+                assert floats(answer) == [list(one[: FakeTextModel.dimensions]) for one in mine]
+            elif isinstance(answer, EmbedderError):
+                failed = [batch for batch in model.batches if model.broken & {token for one in batch for token in one}]
+                assert any(set(batch) & set(mine) for batch in failed)
+            else:
+                assert isinstance(answer, QueueFullError) or (fate == "leaves" and isinstance(answer, BaseException))
+        await until(lambda: embedder.stats.batches + embedder.stats.failed == len(model.batches))
+        computed = [one for batch in model.batches for one in batch]
+        assert len(computed) == len(set(computed))
+        assert all(len(batch) == 1 or sum(map(len, batch)) <= batch_tokens for batch in model.batches)
+        assert embedder.stats.waiting_tokens == 0
+        assert not embedder._lines
+        embedder.close()
+
+    asyncio.run(work())
+
+
 async def test_fifty_requests_at_once_get_the_vectors_that_each_gets_alone() -> None:
     sentences = [f"Request {number} asks about {'prefixes and blocks ' * (number % 7)}." for number in range(50)]
     async with asyncio.timeout(60):
         embedder = Embedder(EmbeddingSettings())
         wanted = [EmbeddingInput(tokens, 384) for tokens in await embedder.tokens(sentences)]
-        alone = [await embedder.embed([one], soon()) for one in wanted]
+        alone = [await embedder.embed([one], soon(), tenant="north") for one in wanted]
         assert embedder.stats.batches == 50
-        together = await asyncio.gather(*(embedder.embed([one], soon() + 60) for one in wanted))
+        together = await asyncio.gather(*(embedder.embed([one], soon() + 60, tenant="north") for one in wanted))
     assert embedder.stats.batches < 70
     for one, other in zip(alone, together, strict=True):
         assert np.abs(np.frombuffer(one[0], "<f4") - np.frombuffer(other[0], "<f4")).max() < 1e-6
