@@ -24,6 +24,7 @@ import numpy.typing as npt
 from engine.protocol import MAX_GRAMMAR_BYTES, Grammar
 from engine.sampling import schema as schemas
 from engine.sampling.schema import SchemaError
+from engine.sampling.unspoken import by_id, rename_specials
 
 Mask = npt.NDArray[np.bool_]
 
@@ -94,8 +95,13 @@ class Grammars:
         if not eos_ids:
             raise GrammarError("", "the model has no token that ends a text")
         try:
-            self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
-        except (ValueError, RuntimeError) as error:
+            renamed, self._special_ids = rename_specials(tokenizer_json)
+            try:
+                self._tokenizer = llguidance.LLTokenizer(renamed, n_vocab=vocab_size, eos_token=list(eos_ids))
+            except (ValueError, RuntimeError):  # merges that speak of a special token by its name
+                self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
+                self._special_ids = {}
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise GrammarError("", f"this model's tokeniser cannot be constrained: {_short(str(error))}") from None
         self._vocab_size = vocab_size
         self._cache_entries = cache_entries
@@ -140,7 +146,7 @@ class Grammars:
         if grammar.kind == "regex":
             source = llguidance.LLMatcher.grammar_from_regex(grammar.text)
         elif grammar.kind == "lark":
-            source = llguidance.LLMatcher.grammar_from_lark(grammar.text)
+            source = llguidance.LLMatcher.grammar_from_lark(by_id(grammar.text, self._special_ids))
         elif grammar.kind == "lark_schemas":
             return self._compile_nested(grammar.text)
         else:
@@ -170,7 +176,7 @@ class Grammars:
         """Each schema is compiled by itself first. In the larger grammar it would be one of several ways to go on, and
         nobody would be told that nothing can satisfy it."""
         nested = _parse_nested(text)
-        inner: list[dict[str, Any]] = [{"name": "", "lark_grammar": nested["lark"]}]
+        inner: list[dict[str, Any]] = [{"name": "", "lark_grammar": by_id(nested["lark"], self._special_ids)}]
         for name, original in nested["schemas"].items():
             try:
                 _, source = self._compile_prepared(schemas.prepare(original))
