@@ -131,6 +131,11 @@ class Answering:
         told = call.choices.told(answers, logprobs=call.sampling.logprobs is not None)
         return reply(shape.body(told, usage), record, **kvasir_headers(record))
 
+    async def prewarm(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> Usage:
+        """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
+        (answer,) = await collect(self._street, self.requests(http, tenant, call, model), _no_echo, at_once=1)
+        return answer.usage
+
     async def count(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> int:
         """Tokens of its prompt, with nothing generated."""
         (request,) = self.requests(http, tenant, call, model)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,12 +19,14 @@ from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.routes import app_runner, build_app
 from gateway.config import (
     AuthSettings,
+    GeminiSettings,
     LeaseSettings,
     NamespaceSettings,
     QueueSettings,
     ServerSettings,
     TenantSettings,
 )
+from gateway.contents.memory_contents import MemoryContents
 from gateway.queues.online import OnlineQueue
 from gateway.responses.embedder import Embedder
 from tests.fakes.embedding import no_embedder
@@ -85,6 +88,8 @@ class Options:
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
+    gemini: GeminiSettings = field(default_factory=GeminiSettings)
+    now: Callable[[], float] = time.time
     embedder: Embedder = field(default_factory=no_embedder)
 
 
@@ -103,6 +108,7 @@ def make_app(
     return build_app(
         server=given.server,
         leases=given.leases,
+        gemini=given.gemini,
         auth=given.auth,
         tenants=given.tenants,
         namespaces=given.namespaces,
@@ -111,6 +117,8 @@ def make_app(
         models=models or FakeModels(),
         decoders=FakeDecoders(),
         embedder=given.embedder,
+        contents=MemoryContents(given.gemini, given.now),
+        now=given.now,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
