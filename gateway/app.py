@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ from redis.asyncio import Redis
 from engine.compute.threads import choose_threads, usable_cores
 from engine.config import EngineSettings
 from gateway.admin.sources import EngineState, EngineStatus, Sources
+from gateway.api.openai.responses.memory_store import MemoryStore
+from gateway.api.openai.responses.redis_store import RedisStore
+from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import Settings
-from gateway.contents.memory_contents import MemoryContents
-from gateway.contents.redis_contents import RedisContents
-from gateway.contents.shared_contents import SharedContents
 from gateway.engine_processes import EngineProcesses, EngineStartError
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.figures import EngineFigures
@@ -64,7 +63,6 @@ class Gateway:
         self.embedder = Embedder(settings.embeddings)
         redis_index = RedisIndex(self.redis, timeout_s=settings.redis.timeout_s) if self.redis is not None else None
         self.index = FallbackIndex(redis_index, self.memory, retry_s=settings.redis.retry_s)
-        self.contents = _contents(settings, self.redis)
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
@@ -72,6 +70,7 @@ class Gateway:
             on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
         )
+        self.responses = ResponseStore(self._response_backend(), retry_s=settings.redis.retry_s)
         self.figures = EngineFigures(lambda: self.registry.engines)
         self.street = Street(
             prompts=self.prompts,
@@ -87,7 +86,6 @@ class Gateway:
         return build_app(
             server=settings.server,
             leases=settings.leases,
-            gemini=settings.gemini,
             auth=settings.auth,
             tenants=settings.tenants,
             namespaces=settings.namespaces,
@@ -96,19 +94,25 @@ class Gateway:
             models=self.registry,
             decoders=self.prompts,
             embedder=self.embedder,
-            contents=self.contents,
-            now=time.time,
+            responses=self.responses,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
                 queue=self.queue.status,
                 prompts=self.prompts.stats,
                 embeddings=self.embedder.figures,
+                responses=lambda: self.responses.outcomes,
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
                 draining=lambda: self.draining,
                 version=installed_version(),
             ),
         )
+
+    def _response_backend(self) -> Backend:
+        settings = self.settings
+        if self.redis is None:
+            return MemoryStore(settings.stored_responses)
+        return RedisStore(self.redis, settings.stored_responses, timeout_s=settings.redis.timeout_s)
 
     def _connect(self, name: str, url: str) -> BundledEngine:
         return BundledEngine(
@@ -128,15 +132,6 @@ class Gateway:
 
     def _engine_statuses(self) -> list[EngineStatus]:
         return [_status(engine, self.figures.of(engine.url)) for engine in self.registry.engines]
-
-
-def _contents(settings: Settings, redis: Redis | None) -> MemoryContents | SharedContents:
-    """The store of cached contents."""
-    memory = MemoryContents(settings.gemini, time.time)
-    if redis is None:
-        return memory
-    shared = RedisContents(redis, settings.gemini, time.time, timeout_s=settings.redis.timeout_s)
-    return SharedContents(shared, memory, retry_s=settings.redis.retry_s, clock=time.monotonic)
 
 
 def _status(engine: BundledEngine, stats: Mapping[str, Any]) -> EngineStatus:

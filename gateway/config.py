@@ -144,29 +144,19 @@ class LeaseSettings(Section):
         return _split(data, "ttls")
 
 
-class GeminiSettings(Section):
-    """[gemini]: the cached contents of the Gemini API. How much of their prefixes is kept is the engine's to say."""
+class StoredResponseSettings(Section):
+    """[stored_responses]: what `/v1/responses` keeps, in Redis where there is one, else in the gateway."""
 
-    default_ttl: Duration = Field("1h", description="Time to live of a cached content that asks for none.")
-    min_ttl: Duration = Field("1s", description="Shortest time to live that a cached content may ask for.")
-    max_ttl: Duration = Field("12h", description="Longest time to live that a cached content may ask for.")
-    min_tokens: Annotated[int, Field(ge=0)] = Field(0, description="Tokens that a cached content has at least.")
-    max_contents: Annotated[int, Field(ge=1)] = Field(
-        1000, description="Cached contents that one tenant keeps at most; the next one gets 429."
+    ttl_s: Annotated[float, Field(gt=0)] = Field(
+        2592000.0, description="Seconds that a response is kept, from its end; 30 days."
     )
-    max_bytes: Annotated[int, Field(ge=1024)] = Field(
-        64 << 20, description="Bytes of JSON that the cached contents of one tenant have at most."
+    max_responses: Annotated[int, Field(ge=0)] = Field(
+        10000, description="Responses of one tenant that are kept at most, the latest; 0 keeps none."
     )
-
-    @property
-    def longest_s(self) -> float:
-        return duration_s(self.max_ttl)
-
-    @model_validator(mode="after")
-    def _in_order(self) -> GeminiSettings:
-        if not duration_s(self.min_ttl) <= duration_s(self.default_ttl) <= duration_s(self.max_ttl):
-            raise ValueError("default_ttl has to be between min_ttl and max_ttl")
-        return self
+    max_bytes: Annotated[int, Field(ge=0)] = Field(
+        33554432,
+        description="Bytes of one tenant's responses, with the items that they answered, that are kept at most.",
+    )
 
 
 class RoutingSettings(Section):
@@ -331,7 +321,7 @@ class Settings(BaseModel):
     engine: EngineSettings = EngineSettings()
     prompt: PromptSettings = PromptSettings()
     leases: LeaseSettings = LeaseSettings()
-    gemini: GeminiSettings = GeminiSettings()
+    stored_responses: StoredResponseSettings = StoredResponseSettings()
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()
     embeddings: EmbeddingSettings = EmbeddingSettings()
@@ -356,8 +346,6 @@ class Settings(BaseModel):
         for name, ttl in (*(("ttls", ttl) for ttl in self.leases.ttls), ("default_ttl", self.leases.default_ttl)):
             if duration_s(ttl) > most_s:
                 raise ValueError(f"leases.{name}: {ttl} is more than engine.lease_max_s, {most_s:g} s")
-        if self.gemini.longest_s > most_s:
-            raise ValueError(f"gemini.max_ttl: {self.gemini.max_ttl} is more than engine.lease_max_s, {most_s:g} s")
         return self
 
     @model_validator(mode="after")

@@ -86,9 +86,10 @@ class Prompts(Protocol):
         """Raises BadRequestError for what the template refuses, and for tools that this model cannot call."""
         ...
 
-    def forced(self, request: Request, model: Hello) -> Constraint | None:
-        """What an answer has to be that must call a tool, behind the prompt that `encode` returned. None for others.
-        Raises BadRequestError for schemas that are too long."""
+    def constraint(self, request: Request, model: Hello) -> Constraint | None:
+        """What the answer has to be, behind the prompt that `encode` returned: the request's own, with the calls in it
+        that it may or must make. Raises BadRequestError for schemas that are too long, and for what leaves no place
+        for a call."""
         ...
 
     def reader(self, request: Request, model: Hello) -> Reader:
@@ -178,8 +179,8 @@ class Street:
         model = self._registry.serving(request.model)[0].hello
         prompt = await self._prompts.encode(request, model)
         sampling = _fit(request, prompt, model)
-        if (forced := self._prompts.forced(request, model)) is not None:
-            request = replace(request, constraint=forced)
+        if request.tool_use is not None:
+            request = replace(request, constraint=self._prompts.constraint(request, model))
         request.trace.prompt_tokens = prompt.num_tokens
         request.trace.tokenized_tokens = prompt.new_tokens
 

@@ -197,6 +197,12 @@ class _Scraped(Collector):
         yield from self._queue()
         yield from self._prompts()
         yield self._embeddings()
+        responses = CounterMetricFamily(
+            "kvasir_stored_responses", "What became of responses that were to be kept.", labels=("outcome",)
+        )
+        for outcome, count in self._sources.responses().items():
+            responses.add_metric([outcome], count)
+        yield responses
         yield GaugeMetricFamily(
             "kvasir_redis_up",
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",

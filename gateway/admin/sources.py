@@ -56,13 +56,14 @@ class QueueStatus(Protocol):
 class Sources:
     """Each is asked anew for every scrape.
 
-    refresh   awaited first: fetches what is in other processes, for a bounded time
-    engines   every engine, whatever its state
-    queue     the online lane
-    prompts   model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
+    refresh     awaited first: fetches what is in other processes, for a bounded time
+    engines     every engine, whatever its state
+    queue       the online lane
+    prompts     model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
     embeddings  figures of the embedder, numbers; empty without the extra
-    redis     at least {"up": bool}; the index answers from memory while it is False
-    draining  whether the server is ending and wants no new requests
+    responses   what became of responses that were to be kept, since the start
+    redis       at least {"up": bool}; the index answers from memory while it is False
+    draining    whether the server is ending and wants no new requests
     """
 
     refresh: Callable[[], Awaitable[None]]
@@ -70,6 +71,7 @@ class Sources:
     queue: Callable[[], QueueStatus]
     prompts: Callable[[], Mapping[str, Mapping[str, Any]]]
     embeddings: Callable[[], Mapping[str, Any]]
+    responses: Callable[[], Mapping[str, int]]
     redis: Callable[[], Mapping[str, Any]]
     draining: Callable[[], bool]
     version: str

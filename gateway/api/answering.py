@@ -16,7 +16,7 @@ from gateway.api.call import Call, settle
 from gateway.api.dialect import JSON, SSE
 from gateway.api.namespaces import Namespaces
 from gateway.api.record import RECORD, Record, common_headers, kvasir_headers
-from gateway.api.stream import Answers, Echo, Shape, collect, stream
+from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.street import Engine
@@ -119,22 +119,44 @@ class Answering:
 
         media_type  of a stream
         """
-        record = http[RECORD]
-        record.stream = call.stream
-        requests = self.requests(http, tenant, call, model)
-        echo = self._echo(call, model) if call.echo else _no_echo
-        at_once = self._server.prompts_at_once
         if call.stream:
-            return await stream(http, self._street, requests, shape, echo, at_once=at_once, media_type=media_type)
-        answers = await collect(self._street, requests, echo, at_once=at_once)
-        usage = sum((answer.usage for answer in answers), Usage(0, 0))
-        told = call.choices.told(answers, logprobs=call.sampling.logprobs is not None)
-        return reply(shape.body(told, usage), record, **kvasir_headers(record))
+            return await self.stream(http, tenant, call, model, shape, media_type=media_type)
+        answers, usage = await self.collect(http, tenant, call, model)
+        record = http[RECORD]
+        return reply(shape.body(answers, usage), record, **kvasir_headers(record))
 
-    async def prewarm(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> Usage:
-        """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
-        (answer,) = await collect(self._street, self.requests(http, tenant, call, model), _no_echo, at_once=1)
-        return answer.usage
+    async def stream(
+        self,
+        http: web.Request,
+        tenant: Tenant,
+        call: Call,
+        model: Hello,
+        shape: Shape,
+        *,
+        keeper: Keeper | None = None,
+        media_type: str = SSE,
+    ) -> web.StreamResponse:
+        """A stream that is complete when this returns. Raises only while nothing was sent."""
+        http[RECORD].stream = True
+        requests = self.requests(http, tenant, call, model)
+        at_once = self._server.prompts_at_once
+        return await stream(
+            http,
+            self._street,
+            requests,
+            shape,
+            self._echo(call, model),
+            at_once=at_once,
+            keeper=keeper,
+            media_type=media_type,
+        )
+
+    async def collect(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> tuple[list[Answer], Usage]:
+        """The answers that are told, and the usage of all that were generated."""
+        requests = self.requests(http, tenant, call, model)
+        answers = await collect(self._street, requests, self._echo(call, model), at_once=self._server.prompts_at_once)
+        usage = sum((answer.usage for answer in answers), Usage(0, 0))
+        return call.choices.told(answers, logprobs=call.sampling.logprobs is not None), usage
 
     async def count(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> int:
         """Tokens of its prompt, with nothing generated."""
@@ -174,6 +196,9 @@ class Answering:
             )
 
     def _echo(self, call: Call, model: Hello) -> Echo:
+        if not call.echo:
+            return _no_echo
+
         def echo(index: int) -> str:
             prompt = call.prompts[index // call.choices.best_of]
             if isinstance(prompt, TextPrompt):

@@ -70,6 +70,14 @@ class Shape(Protocol):
         ...
 
 
+class Keeper(Protocol):
+    """Who keeps what a stream tells: told how it ended before the client is. Never raises."""
+
+    async def completed(self, usage: Usage) -> None: ...
+
+    async def failed(self, error: KvasirError) -> None: ...
+
+
 async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, at_once: int) -> list[Answer]:
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
@@ -113,11 +121,12 @@ async def stream(
     echo: Echo,
     *,
     at_once: int,
+    keeper: Keeper | None = None,
     media_type: str = SSE,
 ) -> web.StreamResponse:
     """Answers over SSE, or what else the shape writes, complete, and ended as it has to be. Raises only while nothing
     was sent."""
-    sse = _Sse(http, shape, media_type, alone=len(requests) == 1)
+    sse = _Sse(http, shape, keeper, media_type, alone=len(requests) == 1)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(street.answer(request)) as events:
@@ -125,7 +134,10 @@ async def stream(
 
     try:
         ends = await _within(requests, _all(one, requests, at_once))
-        return await sse.end(ends[-1][0] + shape.ending(sum((usage for _, usage in ends), Usage(0, 0))))
+        usage = sum((usage for _, usage in ends), Usage(0, 0))
+        if keeper is not None:
+            await keeper.completed(usage)
+        return await sse.end(ends[-1][0] + shape.ending(usage))
     except ConnectionResetError:
         return sse.left()
     except KvasirError as error:
@@ -184,11 +196,12 @@ async def _all(
 class _Sse:
     """The response of one stream. It exists from the first token on."""
 
-    def __init__(self, http: web.Request, shape: Shape, media_type: str, *, alone: bool) -> None:
+    def __init__(self, http: web.Request, shape: Shape, keeper: Keeper | None, media_type: str, *, alone: bool) -> None:
         """`alone`: there is one choice."""
         self.record: Record = http[RECORD]
         self.response: web.StreamResponse | None = None
-        self._http, self._shape, self._media_type, self._alone = http, shape, media_type, alone
+        self._http, self._shape, self._keeper = http, shape, keeper
+        self._media_type, self._alone = media_type, alone
         self._opening = asyncio.Lock()
 
     async def choice(
@@ -242,6 +255,8 @@ class _Sse:
     async def fail(self, error: KvasirError) -> web.StreamResponse:
         """Ends the stream with an error event; gives up on a client that does not read it."""
         self.record.status = self.record.dialect.status(error)
+        if self._keeper is not None:
+            await self._keeper.failed(error)
         try:
             async with asyncio.timeout(LAST_WRITE_S):
                 return await self.end(self._shape.failure(error))

@@ -29,7 +29,7 @@ from gateway.prompt.segments import ChainMemo, ChainState, Node, Path, PromptMem
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import Link, Tokenizer
 from gateway.prompt.tool_calls import CallParser
-from gateway.prompt.tool_grammar import calls_only
+from gateway.prompt.tool_grammar import calls_only, calls_or
 from gateway.prompt.tool_styles import PROBE, ToolStyle, find_style
 from gateway.types import (
     ChatPrompt,
@@ -146,12 +146,17 @@ class PromptStage:
             raise BadRequestError(f"`{request.prompt_param}` is empty.", param=request.prompt_param)
         return encoded
 
-    def forced(self, request: Request, model: Hello) -> Constraint | None:
-        use = request.tool_use
-        if use is None or use.mode != "required":
-            return None
+    def constraint(self, request: Request, model: Hello) -> Constraint | None:
+        use, text = request.tool_use, request.constraint
+        if use is None or (use.mode == "auto" and text is None):
+            return text
         loaded = self._get(model)
-        return calls_only(_style_of(loaded), use, loaded.tokenizer.added)
+        style, added = _style_of(loaded), loaded.tokenizer.added
+        return (
+            calls_only(style, use, added)
+            if use.mode == "required" or text is None
+            else calls_or(text, style, use, added)
+        )
 
     def reader(self, request: Request, model: Hello) -> AnswerReader:
         loaded, use = self._get(model), request.tool_use

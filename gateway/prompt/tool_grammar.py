@@ -1,8 +1,9 @@
-"""Makes a model call a tool: the text that its prompt ends with, and the grammar of what comes behind.
+"""What an answer has to be that must call a tool, or that may be a call or JSON: the grammar of it.
 
-The opener of the style goes into the prompt, as the template would write it. Behind it the engine allows nothing but
-calls in the model's own style, with the arguments that each tool's schema allows. Every schema is a grammar of its own,
-so references in it stay what they are; what the engine finds wrong in one is told with the tool's own path.
+Where a call has to be made, the opener of the style goes into the prompt, as the template would write it, and behind it
+the engine allows nothing but calls in the model's own style, with the arguments that each tool's schema allows. Every
+schema is a grammar of its own, so references in it stay what they are; what the engine finds wrong in one is told with
+the tool's own path.
 """
 
 from __future__ import annotations
@@ -30,13 +31,34 @@ def calls_only(style: ToolStyle, use: ToolUse, added: Mapping[str, int]) -> Cons
 
     added  the model's added tokens, special or not, with their ids
     """
+    rules = _calls(style, use, added)
+    return _constraint(["start: calls", *rules], use, {}, "tools")
+
+
+def calls_or(text: Constraint, style: ToolStyle, use: ToolUse, added: Mapping[str, int]) -> Constraint:
+    """As `calls_only`, or JSON that `text` asks for. Raises BadRequestError for a text that is not JSON, and for models
+    whose calls are JSON without an opener: a grammar cannot tell the two apart by their first character."""
+    if style.bare or text.grammar.kind not in ("json_schema", "json_object"):
+        raise BadRequestError(
+            f"'{text.param}' cannot be combined with tools that this model may call: there is no telling text and call "
+            "apart. With `tool_choice` `none` or `required` it can.",
+            param=text.param,
+            code="invalid_parameter_combination",
+        )
+    schema = json.loads(text.grammar.text) if text.grammar.kind == "json_schema" else {"type": "object"}
+    rules = [f"start: @text | {_said(style.opener, added)} calls", *_calls(style, use, added)]
+    return _constraint(rules, use, {"text": schema}, text.param)
+
+
+def _calls(style: ToolStyle, use: ToolUse, added: Mapping[str, int]) -> list[str]:
+    """The rules of `calls`, behind the opener. @arguments_N are those of the N-th tool that may be called."""
     several = use.parallel and not style.single
     between = f" (between call){{0,{MAX_CALLS - 1}}}" if several else ""
     start, end = ('"[" ', ' "]"') if style.listed else ("", "")
     if style.closer:
         end = " closer?"
     rules = [
-        f"start: {_said(style.before, added)} {start}call{between}{end}",
+        f"calls: {_said(style.before, added)} {start}call{between}{end}",
         "call: " + " | ".join(f"call_{number}" for number in range(len(use.callable))),
     ]
     if several:
@@ -46,16 +68,23 @@ def calls_only(style: ToolStyle, use: ToolUse, added: Mapping[str, int]) -> Cons
     for number, tool in enumerate(use.callable):
         head = f'{{"name": {json.dumps(tool.name)}, "{style.key}": '
         rules.append(f'call_{number}: {json.dumps(head)} @arguments_{number} "}}"')
-    arguments = {f"arguments_{number}": _arguments(tool) for number, tool in enumerate(use.callable)}
-    source = json.dumps({"lark": "\n".join(rules), "schemas": arguments}, ensure_ascii=False)
+    return rules
+
+
+def _constraint(rules: list[str], use: ToolUse, schemas: dict[str, Any], param: str) -> Constraint:
+    """`schemas` are those beside the tools' own, which `param` asked for."""
+    schemas = schemas | {f"arguments_{number}": _arguments(tool) for number, tool in enumerate(use.callable)}
+    source = json.dumps({"lark": "\n".join(rules), "schemas": schemas}, ensure_ascii=False)
     if len(source.encode()) > MAX_GRAMMAR_BYTES:
         raise BadRequestError(
-            f"The schemas of the tools are too long for a call that has to be made: {MAX_GRAMMAR_BYTES} bytes of UTF-8 "
-            "are possible.",
+            f"The schemas of the tools that may be called are too long: their grammar may have {MAX_GRAMMAR_BYTES} "
+            "bytes of UTF-8.",
             param="tools",
         )
-    places = tuple((f"schemas.arguments_{number}", tool.path) for number, tool in enumerate(use.callable))
-    return Constraint(Grammar("lark_schemas", source), "tools", places)
+    places = {"schemas.text": param} | {
+        f"schemas.arguments_{number}": tool.path for number, tool in enumerate(use.callable)
+    }
+    return Constraint(Grammar("lark_schemas", source), param, tuple(places.items()))
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:

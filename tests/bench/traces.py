@@ -2,10 +2,11 @@
 
 gzip JSON lines. The first one is {"meta": {"block": tokens per block, "partial_tail": bool, ...}}; every other one is a
 request, by time: {"t": arrival second, "in": prompt tokens, "out": output tokens, "r": [[first id, count], ...]}, with
-"s", its session, where the source knows it. "r" is a run-length coding of chained block ids: two prompts share their
-first j blocks exactly when their first j ids are equal. With partial_tail the last id may stand for a block that is not
-full. Sources of such traces: Mooncake's conversation trace (Apache-2.0, github.com/kvcache-ai/Mooncake) and Claude Code
-sessions (Apache-2.0, github.com/callanjfox/kv-cache-tester).
+"s", its session, and "g", the seconds that its client waited after the answer before it, where the source knows them.
+"r" is a run-length coding of chained block ids: two prompts share their first j blocks exactly when their first j ids
+are equal. With partial_tail the last id may stand for a block that is not full. Sources of such traces: Mooncake's
+conversation trace (Apache-2.0, github.com/kvcache-ai/Mooncake) and Claude Code sessions (Apache-2.0,
+github.com/callanjfox/kv-cache-tester).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Request:
     output_tokens: int
     blocks: list[int]
     session: str
+    think_s: float = 0.0  # from the end of its session's last answer to this request; 0 where the source has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +64,6 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
             if meta.get("partial_tail"):
                 ids = ids[: item["in"] // meta["block"]]
             blocks = [numbers.setdefault(number, len(numbers)) for number in ids[joined - 1 :: joined]]
-            requests.append(Request(item["t"], item["in"], item["out"], blocks, str(item.get("s", ""))))
+            think_s = float(item.get("g") or 0.0)
+            requests.append(Request(item["t"], item["in"], item["out"], blocks, str(item.get("s", "")), think_s))
     return Trace(path.name.split(".")[0], block_tokens, len(numbers), requests)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,17 +15,18 @@ import openai
 from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
+from gateway.api.openai.responses.memory_store import MemoryStore
+from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import (
     AuthSettings,
-    GeminiSettings,
     LeaseSettings,
     NamespaceSettings,
     QueueSettings,
     ServerSettings,
+    StoredResponseSettings,
     TenantSettings,
 )
-from gateway.contents.memory_contents import MemoryContents
 from gateway.queues.online import OnlineQueue
 from gateway.responses.embedder import Embedder
 from tests.fakes.embedding import no_embedder
@@ -88,9 +88,8 @@ class Options:
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
-    gemini: GeminiSettings = field(default_factory=GeminiSettings)
-    now: Callable[[], float] = time.time
     embedder: Embedder = field(default_factory=no_embedder)
+    backend: Backend | None = None  # of stored responses; None is memory
 
 
 async def _nothing_to_fetch() -> None:
@@ -105,10 +104,10 @@ def make_app(
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
+    responses = ResponseStore(given.backend or MemoryStore(StoredResponseSettings()), retry_s=60.0)
     return build_app(
         server=given.server,
         leases=given.leases,
-        gemini=given.gemini,
         auth=given.auth,
         tenants=given.tenants,
         namespaces=given.namespaces,
@@ -117,14 +116,14 @@ def make_app(
         models=models or FakeModels(),
         decoders=FakeDecoders(),
         embedder=given.embedder,
-        contents=MemoryContents(given.gemini, given.now),
-        now=given.now,
+        responses=responses,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
             queue=OnlineQueue(QueueSettings()).status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
             embeddings=given.embedder.figures,
+            responses=lambda: responses.outcomes,
             redis=lambda: state["redis"],
             draining=lambda: state["draining"],
             version="0.0.test",

@@ -154,7 +154,7 @@ class Stages:
         tokens = array("I", range(self.num_tokens)).tobytes()
         return EncodedPrompt(tokens, b"x" * 32, new_tokens=3, breakpoints=self.breakpoints)
 
-    def forced(self, request: Request, model: Hello) -> Constraint | None:
+    def constraint(self, request: Request, model: Hello) -> Constraint | None:
         use = request.tool_use
         return FORCED if use is not None and use.mode == "required" else None
 

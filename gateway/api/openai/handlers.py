@@ -14,7 +14,8 @@ from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
-from gateway.api.openai.response import ChatShape, CompletionShape, model_json
+from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model_json
+from gateway.api.openai.tools import names_a_function
 from gateway.api.record import RECORD
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError
@@ -57,9 +58,13 @@ class OpenAI:
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         tenant = self._answering.admit(http)
-        call = parse_chat(await read_json(http, self._server), self._leases, self._server.max_prompts)
+        body = await read_json(http, self._server)
+        call = parse_chat(body, self._leases, self._server.max_prompts)
         model = self._answering.model(call.model, http[RECORD])
-        shape = ChatShape(model, call.choices.n, include_usage=call.include_usage)
+        calls = Calls.NONE if call.tool_use is None else Calls.FUNCTION if body.get("functions") else Calls.TOOLS
+        shape = ChatShape(
+            model, call.choices.n, include_usage=call.include_usage, calls=calls, named=names_a_function(body)
+        )
         return await self._answering.answer(http, tenant, call, model, shape)
 
     async def completion(self, http: web.Request) -> web.StreamResponse:

@@ -27,6 +27,7 @@ from gateway.api.fields import (
 from gateway.api.openai.caching import check_options
 from gateway.api.openai.formats import response_format, structured_outputs
 from gateway.api.openai.messages import parse_messages
+from gateway.api.openai.tools import function_call, functions, tool_choice, tools
 from gateway.errors import BadRequestError
 
 MAX_TOKENS = 2**31 - 1
@@ -103,13 +104,6 @@ def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
             )
         pairs.append((int(key), _bias(item, f"{path}.{key}")))
     return tuple(pairs)
-
-
-@takes({"anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, {"type": "object"}]})
-def _tool_choice(value: Any, path: str) -> Any:
-    if type(value) is dict:
-        return value
-    return choice("none", "auto", "required")(value, path)
 
 
 @takes({"type": "array", "items": {"enum": ["text", "audio"]}, "minItems": 1})
@@ -257,6 +251,21 @@ CHAT = _table(
         "integer 0 to 20, default 0; only with `logprobs`",
         "And of so many of the likeliest tokens in the place of each.",
     ),
+    _used("tools", tools, "array of 1 to 128 functions", "What the model may call; see below."),
+    _used(
+        "tool_choice",
+        tool_choice,
+        "`none`, `auto` or `required`; object: a `function` by name, or `allowed_tools`",
+        "Default `auto`, where there are tools; `required` and a function by name make the model call.",
+    ),
+    _used("parallel_tool_calls", boolean, "boolean, default true", "Whether there may be more than one call."),
+    _used("functions", functions, "array of 1 to 128 functions", "Deprecated: the older form of `tools`."),
+    _used(
+        "function_call",
+        function_call,
+        "`none` or `auto`; object: `name`",
+        "Deprecated: the older form of `tool_choice`; at most one call, which the answer has as `function_call`.",
+    ),
     _no_effect("safety_identifier", text(128), "string of up to 128 characters", "The key decides who asks."),
     _no_effect(
         "metadata", string_map(16, 64, 512), "up to 16 pairs, key up to 64, value up to 512 characters", "Not kept."
@@ -275,24 +284,11 @@ CHAT = _table(
         "The model reasons as it was made to.",
     ),
     _no_effect("verbosity", choice("low", "medium", "high"), "`low`, `medium` or `high`", "As the model likes it."),
-    _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
     _no_effect(
         "prompt_cache_retention",
         choice("in_memory", "24h"),
         "`in_memory` or `24h`",
         "Deprecated: a maximum, which promises nothing. Ask with `prompt_cache_options`.",
-    ),
-    _refused("tools", an_array, "-", "Tools are not supported yet."),
-    _refused(
-        "tool_choice",
-        _tool_choice,
-        "string or object; only `none`",
-        "Tools are not supported yet, only `none`.",
-        "none",
-    ),
-    _refused("functions", an_array, "-", "Functions are not supported yet."),
-    _refused(
-        "function_call", _tool_choice, "string or object; only `none`", "Functions are not supported yet.", "none"
     ),
     _refused("modalities", _text_modalities, 'array; only `["text"]`', "Only text is generated.", ("text",)),
     _refused("audio", anything, "-", "Only text is generated."),

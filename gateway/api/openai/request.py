@@ -12,6 +12,7 @@ from gateway.api.choices import Choices
 from gateway.api.fields import array_too_long, empty_array, read, wrong_type
 from gateway.api.openai.caching import read_caching
 from gateway.api.openai.parameters import CHAT, COMPLETION, TOKEN_ID_MAX
+from gateway.api.openai.tools import read_tools
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt
@@ -37,9 +38,12 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int) ->
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
     max_tokens = values.get("max_completion_tokens", values.get("max_tokens", 0))
     caching = read_caching(body["messages"], values.get("prompt_cache_options"), leases)
-    prompt = ChatPrompt(values["messages"], markers=caching.markers)
+    tools, use = read_tools(values)
+    if use is not None and use.mode == "required" and values.get("ignore_eos"):
+        raise _together("tool_choice", "ignore_eos")
+    prompt = ChatPrompt(values["messages"], markers=caching.markers, tools=tools)
     call = _call(values, (prompt,), "messages", max_tokens, logprobs)
-    return replace(call, use_cache=caching.use_cache, choices=_choices(values, 1, max_answers))
+    return replace(call, use_cache=caching.use_cache, choices=_choices(values, 1, max_answers), tool_use=use)
 
 
 def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:

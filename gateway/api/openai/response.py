@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -47,11 +48,24 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
+class Calls(Enum):
+    """How tool calls are written."""
+
+    NONE = "none"  # there are no tools
+    TOOLS = "tools"
+    FUNCTION = "function"  # deprecated: at most one, and no list
+
+
 class ChatShape:
     """`chat.completion` and its chunks, of `n` choices."""
 
-    def __init__(self, model: Hello, n: int, *, include_usage: bool) -> None:
+    def __init__(
+        self, model: Hello, n: int, *, include_usage: bool, calls: Calls = Calls.NONE, named: bool = False
+    ) -> None:
+        """`named`: a call of one function was asked for by name, which is then no reason to end."""
         self._n = n
+        self._calls = calls
+        self._named = named
         self._base: dict[str, Any] = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "object": "chat.completion",
@@ -65,7 +79,8 @@ class ChatShape:
 
     def prelude(self) -> bytes:
         """What goes out before everything: the role of each choice, in order, for SDKs that keep choices in a list."""
-        role = b'"delta":{"role":"assistant","content":""}'
+        content = b'""' if self._calls is Calls.NONE else b"null"  # there may be none
+        role = b'"delta":{"role":"assistant","content":%b}' % content
         return b"".join(self._chunk(index, role, b"null") for index in range(self._n))
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
@@ -85,13 +100,15 @@ class ChatShape:
     def call(self, index: int, delta: CallDelta) -> bytes:
         """Id, type and name once, with the first piece of a call: SDKs join what comes twice."""
         function = {"name": delta.name, "arguments": delta.arguments} if delta.name else {"arguments": delta.arguments}
+        if self._calls is Calls.FUNCTION:
+            return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(function), b"null")
         told = {"index": delta.call, "function": function}
         if delta.name:
             told = {"index": delta.call, "id": new_call_id(), "type": "function", "function": function}
         return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % json_line(told), b"null")
 
     def closing(self, index: int, finished: Finished) -> bytes:
-        return self._chunk(index, b'"delta":{}', b'"%b"' % finished.reason.encode())
+        return self._chunk(index, b'"delta":{}', b'"%b"' % self._reason(finished.reason).encode())
 
     def failure(self, error: KvasirError) -> bytes:
         return data(error_json(error))
@@ -104,13 +121,20 @@ class ChatShape:
         choices: list[dict[str, Any]] = [
             {
                 "index": index,
-                "message": _message(answer),
+                "message": _message(answer, self._calls),
                 "logprobs": None if answer.scored is None else chat_logprobs(answer.scored),
-                "finish_reason": answer.reason,
+                "finish_reason": self._reason(answer.reason),
             }
             for index, answer in enumerate(answers)
         ]
         return _body(self._base, "chat.completion", choices, usage)
+
+    def _reason(self, reason: str) -> str:
+        if reason != "tool_calls":
+            return reason
+        if self._named:
+            return "stop"
+        return "function_call" if self._calls is Calls.FUNCTION else reason
 
     def _chunk(self, index: int, delta: bytes, reason: bytes) -> bytes:
         head, tail = self._head, self._tail
@@ -191,10 +215,13 @@ class CompletionShape:
         return _body(self._base, "text_completion", choices, usage)
 
 
-def _message(answer: Answer) -> dict[str, Any]:
+def _message(answer: Answer, calls: Calls) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
-    if answer.calls:
+    if answer.calls or calls is not Calls.NONE:
         message["content"] = answer.text or None
+    if answer.calls and calls is Calls.FUNCTION:
+        message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
+    elif answer.calls:
         message["tool_calls"] = [
             {
                 "id": new_call_id(),

@@ -23,7 +23,7 @@ from gateway.config import PromptSettings
 from gateway.errors import BadRequestError
 from gateway.prompt.stage import PromptStage
 from gateway.prompt.tool_grammar import MAX_CALLS
-from gateway.types import CallDelta, ChatPrompt, Event, Request, Tenant, TextDelta, Tool, ToolUse
+from gateway.types import CallDelta, ChatPrompt, Constraint, Event, Request, Tenant, TextDelta, Tool, ToolUse
 from tests.fakes import tokenisers, tool_templates
 
 TREE: dict[str, Any] = {
@@ -107,7 +107,7 @@ def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("parallel", [True, False])
 def test_what_the_grammar_allows_is_read_as_calls_whose_arguments_validate(loaded: Loaded, parallel: bool) -> None:
     request = loaded.request(ToolUse(TOOLS, mode="required", parallel=parallel))
-    forced = loaded.stage.forced(request, loaded.hello)
+    forced = loaded.stage.constraint(request, loaded.hello)
     assert forced is not None
     counts = set()
     for seed in range(12):
@@ -157,7 +157,7 @@ def qwen() -> Loaded:
 
 def test_only_the_tools_that_may_be_called_can_be(qwen: Loaded) -> None:
     request = qwen.request(ToolUse(TOOLS[1:2], mode="required"))
-    forced = qwen.stage.forced(request, qwen.hello)
+    forced = qwen.stage.constraint(request, qwen.hello)
     assert forced is not None
     for seed in range(8):
         for name, arguments in calls_in(qwen.read(request, qwen.walk(forced.grammar, seed))):
@@ -165,22 +165,56 @@ def test_only_the_tools_that_may_be_called_can_be(qwen: Loaded) -> None:
 
 
 def test_nothing_is_forced_where_the_model_may_choose(qwen: Loaded) -> None:
-    assert qwen.stage.forced(qwen.request(ToolUse(TOOLS)), qwen.hello) is None
+    assert qwen.stage.constraint(qwen.request(ToolUse(TOOLS)), qwen.hello) is None
 
 
 def test_the_places_of_a_refusal_lead_to_the_tool(qwen: Loaded) -> None:
     bad = replace(TOOLS[1], parameters={"type": "object", "properties": {"a": {"not": {}}}})
-    forced = qwen.stage.forced(qwen.request(ToolUse((TOOLS[0], bad), mode="required")), qwen.hello)
+    forced = qwen.stage.constraint(qwen.request(ToolUse((TOOLS[0], bad), mode="required")), qwen.hello)
     assert forced is not None
     with pytest.raises(GrammarError) as caught:
         qwen.grammars.compile(forced.grammar)
-    inside, place = forced.places[1]
-    assert caught.value.path == f"{inside}.properties.a.not"
-    assert place == "tools[1].function.parameters"
+    places = dict(forced.places)
+    assert caught.value.path == "schemas.arguments_1.properties.a.not"
+    assert places["schemas.arguments_1"] == "tools[1].function.parameters"
+
+
+ANSWER = Constraint(Grammar("json_schema", json.dumps(TREE)), "response_format.json_schema.schema")
+
+
+def test_an_answer_that_has_to_be_json_may_be_a_call_instead(loaded: Loaded) -> None:
+    request = loaded.request(ToolUse(TOOLS), constraint=ANSWER)
+    if loaded.name in ("llama3", "demo"):  # a call begins as any other object does
+        with pytest.raises(BadRequestError, match="cannot be combined"):
+            loaded.stage.constraint(request, loaded.hello)
+        return
+    both = loaded.stage.constraint(request, loaded.hello)
+    assert both is not None
+    assert dict(both.places)["schemas.text"] == ANSWER.param
+    seen = set()
+    for seed in range(30):
+        events = loaded.read(request, loaded.walk(both.grammar, seed))
+        if all(isinstance(event, TextDelta) for event in events):
+            jsonschema.validate(json.loads("".join(getattr(event, "text", "") for event in events)), TREE)
+            seen.add("text")
+        else:
+            assert calls_in(events)
+            seen.add("calls")
+    assert seen == {"text", "calls"}
+
+
+def test_an_answer_under_a_grammar_of_the_client_has_no_place_for_a_call(qwen: Loaded) -> None:
+    own = Constraint(Grammar("regex", "a+"), "structured_outputs.regex")
+    with pytest.raises(BadRequestError, match="cannot be combined") as caught:
+        qwen.stage.constraint(qwen.request(ToolUse(TOOLS), constraint=own), qwen.hello)
+    assert caught.value.param == own.param
+    forced = qwen.stage.constraint(qwen.request(ToolUse(TOOLS, mode="required"), constraint=own), qwen.hello)
+    assert forced is not None
+    assert forced.grammar.kind == "lark_schemas"  # there is no text that it could be about
 
 
 def test_schemas_beyond_the_limit_of_a_grammar_are_refused(qwen: Loaded) -> None:
     long = Tool("f", None, {"enum": ["x" * MAX_GRAMMAR_BYTES]})
     with pytest.raises(BadRequestError, match="too long") as caught:
-        qwen.stage.forced(qwen.request(ToolUse((long,), mode="required")), qwen.hello)
+        qwen.stage.constraint(qwen.request(ToolUse((long,), mode="required")), qwen.hello)
     assert caught.value.param == "tools"

@@ -1,29 +1,50 @@
-"""The routes of the Responses API. request.py reads what comes in, response.py writes what goes out."""
+"""The routes of the Responses API. request.py reads what comes in, response.py writes what goes out, store.py keeps
+it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Final
+
+import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering
+from engine.protocol import Hello
+from gateway.api.answering import Answering, reply
 from gateway.api.body import read_json
+from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
-from gateway.api.openai.responses.items import with_ids
-from gateway.api.openai.responses.parameters import RESPONSE
-from gateway.api.openai.responses.request import parse, to_call
+from gateway.api.fields import read_query, shown
+from gateway.api.openai.responses.items import Item, response_of, with_ids
+from gateway.api.openai.responses.keeping import ResponseKeeper
+from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
+from gateway.api.openai.responses.request import Asked, parse, parse_count, shortened, to_call, turns
 from gateway.api.openai.responses.response import ResponseShape, new_token
-from gateway.api.record import RECORD
+from gateway.api.openai.responses.store import Kept, ResponseStore
+from gateway.api.record import RECORD, kvasir_headers
 from gateway.config import LeaseSettings, ServerSettings
+from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, UnsupportedError
+from gateway.types import Tenant
+
+MAX_REFERENCED: Final = 16
+"""Responses whose items one input may refer to."""
 
 
 class Responses:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, leases: LeaseSettings, answering: Answering) -> None:
+    def __init__(
+        self, server: ServerSettings, leases: LeaseSettings, answering: Answering, store: ResponseStore
+    ) -> None:
         self._server = server
         self._leases = leases
         self._answering = answering
+        self._store = store
 
     def routes(self) -> list[Route]:
+        example = {"model": EXAMPLE_MODEL, "input": "Hello."}
+        required = ("model", "input")
+        one = "/v1/responses/{response_id}"
         return [
             Route(
                 "POST",
@@ -31,19 +52,192 @@ class Responses:
                 self.create,
                 "The answer to items, told as items.",
                 RESPONSE,
-                ("model", "input"),
+                required,
                 media=(JSON, SSE),
-                example={"model": EXAMPLE_MODEL, "input": "Hello."},
+                example=example,
             ),
+            Route(
+                "POST",
+                "/v1/responses/input_tokens",
+                self.input_tokens,
+                "How many tokens an input has.",
+                TOKENS,
+                required,
+                example=example,
+            ),
+            Route("POST", "/v1/responses/compact", self.compact, "Refused: conversations are not compacted."),
+            Route("GET", one, self.retrieve, "A kept response.", query=IN_RESPONSE_URL),
+            Route("DELETE", one, self.delete, "Deletes a kept response."),
+            Route("POST", f"{one}/cancel", self.cancel, "Refused: no response runs in the background."),
+            Route("GET", f"{one}/input_items", self.input_items, "What a response answered.", query=IN_ITEMS_URL),
         ]
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses"""
         tenant = self._answering.admit(http)
+        record = http[RECORD]
         asked = parse(await read_json(http, self._server))
-        model = self._answering.model(asked.values["model"], http[RECORD])
+        model = self._answering.model(asked.values["model"], record)
         token = new_token()
-        items = with_ids(asked.items, token)
-        call = to_call(asked, items, self._leases)
+        items = with_ids(await self._items(tenant, asked), token)
+        call = await self._call(http, tenant, asked, items, model)
         shape = ResponseShape(asked, token, leases=self._leases)
-        return await self._answering.answer(http, tenant, call, model, shape)
+        keeper = None
+        if asked.values.get("store", True):
+            keeper = ResponseKeeper(self._store, tenant.name, shape, items)
+        if call.stream:
+            try:
+                return await self._answering.stream(http, tenant, call, model, shape, keeper=keeper)
+            finally:
+                if keeper is not None:
+                    keeper.abandoned()
+        (answer,), usage = await self._answering.collect(http, tenant, call, model)
+        shape.take(answer)
+        if keeper is None:
+            shape.finish(usage)
+        else:
+            await keeper.completed(usage)
+        return reply(orjson.dumps(shape.response), record, **kvasir_headers(record))
+
+    async def input_tokens(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/responses/input_tokens"""
+        tenant = self._answering.admit(http)
+        asked = parse_count(await read_json(http, self._server))
+        model = self._answering.model(asked.values["model"], http[RECORD])
+        call = await self._call(http, tenant, asked, await self._items(tenant, asked), model)
+        tokens = await self._answering.count(http, tenant, call, model)
+        return _told({"object": "response.input_tokens", "input_tokens": tokens}, http)
+
+    async def compact(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/responses/compact"""
+        self._answering.admit(http)
+        raise UnsupportedError("Conversations are not compacted here; `truncation: auto` drops their oldest turns.")
+
+    async def retrieve(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/responses/{response_id}"""
+        tenant = self._answering.admit(http)
+        read_query(http.query, IN_RESPONSE_URL)
+        return _told((await self._get(http, tenant)).response, http)
+
+    async def delete(self, http: web.Request) -> web.StreamResponse:
+        """DELETE /v1/responses/{response_id}"""
+        tenant = self._answering.admit(http)
+        response_id = http.match_info["response_id"]
+        if not await self._store.delete(tenant.name, response_id):
+            raise _not_found(response_id)
+        return _told({"id": response_id, "object": "response", "deleted": True}, http)
+
+    async def cancel(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/responses/{response_id}/cancel"""
+        await self._get(http, self._answering.admit(http))
+        raise BadRequestError("Only a response that runs in the background can be cancelled; close the stream instead.")
+
+    async def input_items(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/responses/{response_id}/input_items"""
+        tenant = self._answering.admit(http)
+        asked = read_query(http.query, IN_ITEMS_URL)
+        items = (await self._get(http, tenant)).items
+        if asked.get("order", "desc") == "desc":
+            items = items[::-1]
+        if (after := asked.get("after")) is not None:
+            items = _after(items, after)
+        page = items[: asked.get("limit", 20)]
+        return _told(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > len(page),
+            },
+            http,
+        )
+
+    async def _get(self, http: web.Request, tenant: Tenant) -> Kept:
+        """The response of the URL. Raises NotFoundError."""
+        response_id = http.match_info["response_id"]
+        if (kept := await self._store.find(tenant.name, response_id)) is None:
+            raise _not_found(response_id)
+        return kept
+
+    async def _items(self, tenant: Tenant, asked: Asked) -> list[Item]:
+        """What an input is altogether: the previous response's conversation, and its own items, without references."""
+        previous = asked.values.get("previous_response_id")
+        if previous is None:
+            return await self._resolved(tenant, asked.items)
+        if (kept := await self._store.find(tenant.name, previous)) is None:
+            raise BadRequestError(
+                f"Previous response with id '{shown(previous)}' not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return [*kept.conversation, *await self._resolved(tenant, asked.items)]
+
+    async def _resolved(self, tenant: Tenant, items: Sequence[Item]) -> list[Item]:
+        """With the items that are referred to, in place of the references."""
+        known: dict[str, dict[str, Item]] = {}
+        resolved = []
+        for index, item in enumerate(items):
+            if item["type"] == "item_reference":
+                response_id = response_of(item["id"]) or ""
+                if response_id not in known:
+                    known[response_id] = await self._by_id(tenant, response_id, len(known))
+                if (found := known[response_id].get(item["id"])) is None:
+                    raise _bad_reference(index, f"there is no item with the id '{shown(item['id'])}'")
+                resolved.append(found)
+            else:
+                resolved.append(item)
+        return resolved
+
+    async def _by_id(self, tenant: Tenant, response_id: str, number: int) -> dict[str, Item]:
+        if number == MAX_REFERENCED:
+            raise BadRequestError(
+                f"Invalid 'input': it refers to items of more than {MAX_REFERENCED} responses.",
+                param="input",
+                code="invalid_value",
+            )
+        kept = await self._store.find(tenant.name, response_id) if response_id else None
+        return {item["id"]: item for item in kept.conversation} if kept else {}
+
+    async def _call(self, http: web.Request, tenant: Tenant, asked: Asked, items: list[Item], model: Hello) -> Call:
+        """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""
+        whole = to_call(asked, items, self._leases)
+        starts = turns(items)
+        if asked.values.get("truncation") != "auto" or await self._fits(http, tenant, whole, model):
+            return whole
+        first, last = 1, len(starts)  # the turn to begin with is one of these; the last is none
+        while first < last:
+            middle = (first + last) // 2
+            shorter = to_call(asked, shortened(items, starts[middle]), self._leases)
+            if await self._fits(http, tenant, shorter, model):
+                last = middle
+            else:
+                first = middle + 1
+        return to_call(asked, shortened(items, starts[first]), self._leases) if first < len(starts) else whole
+
+    async def _fits(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> bool:
+        try:
+            tokens = await self._answering.count(http, tenant, call, model)
+        except ContextLengthError:
+            return False
+        return tokens + max(call.sampling.max_tokens, 1) <= model.context_tokens
+
+
+def _after(items: Sequence[Item], after: str) -> list[Item]:
+    for index, item in enumerate(items):
+        if item["id"] == after:
+            return list(items[index + 1 :])
+    raise BadRequestError(f"There is no item with the id '{shown(after)}'.", param="after", code="invalid_value")
+
+
+def _bad_reference(index: int, why: str) -> BadRequestError:
+    path = f"input[{index}].id"
+    return BadRequestError(f"Invalid '{path}': {why}.", param=path, code="invalid_value")
+
+
+def _not_found(response_id: str) -> NotFoundError:
+    return NotFoundError(f"Response with id '{shown(response_id)}' not found.", param="response_id")
+
+
+def _told(value: dict[str, Any], http: web.Request) -> web.Response:
+    return reply(orjson.dumps(value), http[RECORD])

@@ -6,6 +6,7 @@ An item's id begins with that of its response, so that it can be found again. Pu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -32,12 +33,13 @@ MEDIA: Final = {"input_image": "Images", "input_file": "Files", "input_audio": "
 _string = text()
 _status = choice("in_progress", "completed", "incomplete")
 _phase = choice("commentary", "final_answer")
+_ID: Final = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})[io][0-9a-f]{4,}")
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 def _parts(*schemas: JsonSchema) -> JsonSchema:
     """A string, or parts of these kinds."""
-    parts = {"type": "array", "items": {"anyOf": list(schemas)}}
+    parts = {"type": "array", "items": {"anyOf": list(schemas)}, "minItems": 1}
     return {"anyOf": [{"type": "string"}, parts]}
 
 
@@ -108,6 +110,7 @@ ITEM: Final[JsonSchema] = {
             },
             "type",
         ),
+        object_schema({"type": {"const": "item_reference"}, "id": _text}, "id"),
     ]
 }
 
@@ -130,6 +133,12 @@ def with_ids(items: Sequence[Item], token: str) -> list[Item]:
     ]
 
 
+def response_of(referenced: str) -> str | None:
+    """The id of the response that has the item with this id; None for one that is not ours."""
+    found = _ID.fullmatch(referenced)
+    return f"resp_{found[1]}" if found else None
+
+
 def item_id(kind: str, token: str, number: str) -> str:
     return f"{_PREFIXES[kind]}_{token}{number}"
 
@@ -137,7 +146,7 @@ def item_id(kind: str, token: str, number: str) -> str:
 def _item(item: Any, path: str) -> Item:
     kind = an_object(item, path).get("type")
     if kind is None:
-        kind = "message"
+        kind = "item_reference" if "role" not in item and "id" in item else "message"
     if type(kind) is not str:
         raise wrong_type(f"{path}.type", "a string", kind)
     if (parse := _BY_TYPE.get(kind)) is None:
@@ -203,11 +212,17 @@ def _reasoning(item: Item, path: str) -> Item:
     return _common(item, path, "reasoning") | kept
 
 
+def _reference(item: Item, path: str) -> Item:
+    _only(item, path, ("type", "id"))
+    return {"type": "item_reference", "id": _given(item, path, "id")}
+
+
 _BY_TYPE: Final[dict[str, Callable[[Item, str], Item]]] = {
     "message": _message,
     "function_call": _function_call,
     "function_call_output": _function_call_output,
     "reasoning": _reasoning,
+    "item_reference": _reference,
 }
 
 

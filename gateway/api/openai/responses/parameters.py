@@ -14,6 +14,7 @@ from gateway.api.fields import (
     anything,
     boolean,
     choice,
+    in_url,
     integer,
     object_schema,
     record,
@@ -103,6 +104,18 @@ _INPUT = (
     *_as_chat("model"),
     _used("input", parse_input, "string, or array of items", "What is answered; see below."),
     _used("instructions", _string, "string", "A system message before all; not kept for the next response."),
+    _used(
+        "previous_response_id",
+        _string,
+        "id of a kept response",
+        "What it answered and what it said come before `input`; its instructions do not.",
+    ),
+    _used(
+        "truncation",
+        choice("auto", "disabled"),
+        "`auto` or `disabled`, the default",
+        "`auto`: an input that does not fit loses its oldest turns, instructions aside, until it does; see below.",
+    ),
     _used("text", text_options, "object: `format`, `verbosity`", "What the answer has to be; see below."),
     _refused("conversation", anything, "-", "Conversations are not supported; use `previous_response_id`."),
     _no_effect(
@@ -179,10 +192,11 @@ _TABLE = (
         "The answer always reports `default`.",
     ),
     _no_effect("max_tool_calls", integer(1, MAX_TOKENS), "integer from 1", "It limits built-in tools; there are none."),
-    _no_effect("store", boolean, "boolean", "Responses are not kept yet; `store` is told as `false`."),
-    _refused("previous_response_id", _string, "-", "Responses are not kept yet."),
-    _refused(
-        "truncation", choice("auto", "disabled"), "only `disabled`", "An input that is too long is refused.", "disabled"
+    _used(
+        "store",
+        boolean,
+        "boolean, default true",
+        "Keeps the response. It says `store: false` where that was not possible; see below.",
     ),
     _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
     _refused("tools", an_array, "-", "Tools are not supported yet."),
@@ -196,4 +210,30 @@ _TABLE = (
     _refused("access_programs", anything, "-", "There are no access programs."),
 )
 
+_TOKENS_TABLE = (
+    *_INPUT,
+    _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
+    _refused("tools", an_array, "-", "Tools are not supported yet."),
+    _refused("tool_choice", anything, "only `none` and `auto`", "Tools are not supported yet.", "none", "auto"),
+    _refused("personality", _string, "-", "There are no personalities."),
+)
+
 RESPONSE: Final = {parameter.name: parameter for parameter in _TABLE}
+TOKENS: Final = {parameter.name: parameter for parameter in _TOKENS_TABLE}
+
+IN_RESPONSE_URL: Final = {
+    parameter.name: parameter
+    for parameter in (
+        _refused("stream", in_url(boolean), "boolean; only `false`", "A kept response is not streamed.", False),
+        _refused("starting_after", in_url(integer(0, MAX_TOKENS)), "-", "A kept response is not streamed."),
+        _no_effect("include_obfuscation", in_url(boolean), "boolean", "Nothing is padded."),
+    )
+}
+IN_ITEMS_URL: Final = {
+    parameter.name: parameter
+    for parameter in (
+        _used("limit", in_url(integer(1, 100)), "integer 1 to 100, default 20", "Items at most."),
+        _used("order", choice("asc", "desc"), "`asc` or `desc`, the default", "Latest first is `desc`."),
+        _used("after", _string, "id of an item", "Only those that come after this one, in the order."),
+    )
+}

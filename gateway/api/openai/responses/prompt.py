@@ -23,7 +23,7 @@ class Conversation(NamedTuple):
 
 
 def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0) -> Conversation:
-    """Items from `new` on are the request's own, and are named by their path in it.
+    """`items` has no references. Those from `new` on are the request's own, and are named by their path in it.
 
     Raises BadRequestError for the output of a call that is not there.
     """

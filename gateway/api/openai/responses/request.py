@@ -11,7 +11,7 @@ from gateway.api.fields import read
 from gateway.api.openai.caching import place_markers
 from gateway.api.openai.request import check_min_tokens, read_sampling
 from gateway.api.openai.responses.items import Item
-from gateway.api.openai.responses.parameters import LOGPROBS, RESPONSE
+from gateway.api.openai.responses.parameters import LOGPROBS, RESPONSE, TOKENS
 from gateway.api.openai.responses.prompt import to_messages
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
@@ -31,14 +31,14 @@ class Asked:
 
     @property
     def items(self) -> list[Item]:
-        """Of this request alone, without ids."""
-        items: list[Item] = self.values["input"]
+        """Of this request alone, without ids; references are not resolved."""
+        items: list[Item] = self.values.get("input", [])
         return items
 
 
 def parse(body: dict[str, Any]) -> Asked:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
-    values = read(body, RESPONSE, required=("model", "input"))
+    values = read(body, RESPONSE, required=_required(body))
     if values.get("stream_options") is not None and not values.get("stream"):
         raise BadRequestError(
             "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
@@ -55,8 +55,20 @@ def parse(body: dict[str, Any]) -> Asked:
     return Asked(body, values)
 
 
+def parse_count(body: dict[str, Any]) -> Asked:
+    """Of a request that only asks how many tokens its input has. As `parse`."""
+    return Asked(body, read(body, TOKENS, required=_required(body)))
+
+
+def _required(body: dict[str, Any]) -> tuple[str, ...]:
+    return ("model", "input") if body.get("previous_response_id") is None else ("model",)
+
+
 def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
-    """`items` are those of earlier responses and the request's own, at the end."""
+    """`items` are those of earlier responses and the request's own, at the end, without references.
+
+    Raises BadRequestError for the output of a call that is not there, and for a ttl that the operator does not allow.
+    """
     values = asked.values
     conversation = to_messages(values.get("instructions"), items, new=len(items) - len(asked.items))
     options = values.get("prompt_cache_options", {})
@@ -75,6 +87,17 @@ def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
     )
+
+
+def turns(items: Sequence[Item]) -> list[int]:
+    """Where a conversation may begin when it has to be shorter: at its first item, or at a message of the user."""
+    return [index for index, item in enumerate(items) if not index or item.get("role") == "user"]
+
+
+def shortened(items: Sequence[Item], start: int) -> list[Item]:
+    """From `start` on, with the instructions among the items before it."""
+    kept = [item for item in items[:start] if item.get("role") in ("system", "developer")]
+    return [*kept, *items[start:]]
 
 
 def _logprobs(values: dict[str, Any]) -> int | None:

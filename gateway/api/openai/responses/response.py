@@ -119,17 +119,14 @@ class ResponseShape:
 
     # -- the object ---------------------------------------------------------------------------------------------------
 
-    def body(self, answers: list[Answer], usage: Usage) -> bytes:
-        """The whole response, when nothing is streamed."""
-        (answer,) = answers
+    def take(self, answer: Answer) -> None:
+        """The whole answer, when nothing is streamed; `finish` makes it the response."""
         for delta in _pieces(answer):
             if isinstance(delta, TextDelta):
                 self.text(0, delta)
             else:
                 self.call(0, delta)
-        self.closing(0, Finished(answer.reason, usage))
-        self.finish(usage)
-        return orjson.dumps(self.response)
+        self.closing(0, Finished(answer.reason, answer.usage))
 
     def finish(self, usage: Usage) -> None:
         """The response is complete, or cut."""
@@ -302,7 +299,7 @@ def _new_response(asked: Asked, token: str) -> dict[str, Any]:
         "model": values["model"],
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "previous_response_id": None,
+        "previous_response_id": values.get("previous_response_id"),
         "prompt_cache_diagnostics": None,
         "prompt_cache_key": values.get("prompt_cache_key"),
         "prompt_cache_retention": body.get("prompt_cache_retention"),
@@ -317,7 +314,7 @@ def _new_response(asked: Asked, token: str) -> dict[str, Any]:
         "tools": [],
         "top_logprobs": values.get("top_logprobs", 0),
         "top_p": values.get("top_p", 1.0),
-        "truncation": "disabled",
+        "truncation": values.get("truncation", "disabled"),
         "usage": None,
         "user": body.get("user"),
     }

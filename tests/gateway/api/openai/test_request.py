@@ -15,7 +15,6 @@ from gateway.types import ChatPrompt, TextPrompt, TokenPrompt
 from tests.fakes.street import hello
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def chat(**fields: Any) -> Any:
@@ -231,11 +230,6 @@ def test_what_is_wrong_is_named_by_its_path_and_code(fields: dict[str, Any], par
 
 
 REFUSED = [
-    {"tools": [TOOL]},
-    {"tool_choice": "auto"},
-    {"tool_choice": TOOL},
-    {"functions": [{"name": "f"}]},
-    {"function_call": {"name": "f"}},
     {"modalities": ["text", "audio"]},
     {"audio": {"voice": "alloy"}},
     {"prediction": {"type": "content", "content": "x"}},

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from gateway.api.openai.caching import Point
-from gateway.api.openai.responses.items import parse_input, with_ids
+from gateway.api.openai.responses.items import parse_input, response_of, with_ids
 from gateway.api.openai.responses.prompt import to_messages
 from gateway.errors import BadRequestError, UnsupportedError
 
@@ -105,8 +105,9 @@ def test_items_that_are_taken_are_in_the_schema() -> None:
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]}
     thought = {"type": "reasoning", "id": "rs_1", "summary": [{}], "encrypted_content": "x", "status": None}
     items = [user("x", prompt_cache_breakpoint={"mode": "explicit"}), said, CALL, OUTPUT, thought]
+    items += [{"id": "msg_1"}, {"type": "item_reference", "id": "msg_2"}]
     schema = jsonschema.Draft202012Validator(parse_input.schema)
-    for value in ("hi", [], items, with_ids(parse_input(items, "input"), "t")):
+    for value in ("hi", [], items, with_ids(parse_input(items[:5], "input"), "t")):
         parse_input(value, "input")
         schema.validate(value)
 
@@ -152,6 +153,13 @@ def test_what_is_wrong_is_named_by_its_path(value: Any, param: str, code: str) -
     with pytest.raises(BadRequestError) as refused:
         parse_input(value, "input")
     assert (refused.value.param, refused.value.code) == (param, code)
+
+
+def test_an_item_tells_of_which_response_it_is() -> None:
+    token = "0123456789abcdef" * 2
+    (item,) = with_ids(parse_input("hi", "input"), token)
+    assert response_of(item["id"]) == f"resp_{token}"
+    assert [response_of(other) for other in ("msg_1", "", f"msg_{token}", f"resp_{token}")] == [None] * 4
 
 
 def test_an_output_needs_its_call() -> None:

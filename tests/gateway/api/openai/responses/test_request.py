@@ -8,12 +8,16 @@ import pytest
 
 from gateway.api.call import Call
 from gateway.api.openai.responses.parameters import RESPONSE
-from gateway.api.openai.responses.request import parse, to_call
+from gateway.api.openai.responses.request import parse, parse_count, shortened, to_call, turns
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Marker
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def call(**fields: Any) -> Call:
@@ -32,6 +36,21 @@ def test_a_plain_input_has_the_defaults_of_the_api() -> None:
     assert plain.prompts == (ChatPrompt([{"role": "user", "content": "hi"}]),)
     assert (plain.prompt_param, plain.stream, plain.prewarm, plain.use_cache) == ("input", False, False, True)
     assert (plain.sampling.max_tokens, plain.sampling.temperature, plain.sampling.logprobs) == (0, 1.0, None)
+
+
+def test_an_input_may_be_missing_where_another_response_is_gone_on_from() -> None:
+    assert parse({"model": "demo", "previous_response_id": "resp_1"}).items == []
+    assert parse_count({"model": "demo", "previous_response_id": "resp_1"}).items == []
+
+
+def test_a_conversation_that_is_too_long_begins_later_at_a_message_of_the_user() -> None:
+    said = {"role": "assistant", "content": "b"}
+    system = {"role": "developer", "content": "s"}
+    items = parse({"model": "demo", "input": [system, user("1"), said, user("2"), said, user("3")]}).items
+    assert turns(items) == [0, 1, 3, 5]
+    assert [item["role"] for item in shortened(items, 3)] == ["developer", "user", "assistant", "user"]
+    assert shortened(items, 0) == items
+    assert turns([]) == []
 
 
 def test_null_is_not_given() -> None:
@@ -163,9 +182,7 @@ HARMLESS: dict[str, Any] = {
     "reasoning": {"effort": "high", "summary": "auto"},
     "safety_identifier": "somebody",
     "service_tier": "ultrafast",
-    "store": True,
     "tool_choice": "auto",
-    "truncation": "disabled",
     "user": "somebody",
 }
 
@@ -181,7 +198,7 @@ def test_every_parameter_without_effect_is_tried_above() -> None:
 
 @pytest.mark.parametrize("name", [name for name, parameter in RESPONSE.items() if parameter.effect == "refused"])
 def test_what_is_not_carried_out_is_refused_and_never_ignored(name: str) -> None:
-    asking = {"background": True, "tools": [{}], "truncation": "auto", "tool_choice": "required"}
+    asking = {"background": True, "tools": [{}], "tool_choice": "required"}
     with pytest.raises(BadRequestError) as refused:
         call(**{name: asking.get(name, "x")})
     assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")

@@ -1,0 +1,74 @@
+"""Responses in Redis, shared by all gateways. A body has a key and a time to live of its own; two more keys of each
+tenant say in which order they were kept and how large they are. All keys of a tenant are in one slot of a cluster.
+
+    kvasir:{responses:TENANT}:ID       the body
+    kvasir:{responses:TENANT}.order    sorted set: id, the Unix millisecond at which it expires
+    kvasir:{responses:TENANT}.sizes    hash: id, bytes; and the sum, under the empty name
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from importlib.resources import files
+from typing import Any, Final, TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway.api.openai.responses.store import StoreDownError
+from gateway.config import StoredResponseSettings
+
+_T = TypeVar("_T")
+
+MAX_CALLS: Final = 32
+"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
+
+
+class RedisStore:
+    """See Backend in store.py."""
+
+    def __init__(self, redis: Redis, settings: StoredResponseSettings, *, timeout_s: float) -> None:
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
+        self._redis = redis
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._put = redis.register_script(_source("put.lua"))
+        self._delete = redis.register_script(_source("delete.lua"))
+
+    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
+        settings = self._settings
+        if len(body) > settings.max_bytes or not settings.max_responses:
+            return False
+        limits = [round(settings.ttl_s * 1e3), settings.max_responses, settings.max_bytes]
+        await self._ask(self._put(keys=_keys(tenant), args=[response_id, body, *limits]))
+        return True
+
+    async def find(self, tenant: str, response_id: str) -> bytes | None:
+        body: Any = await self._ask(self._redis.get(f"{_prefix(tenant)}:{response_id}"))
+        return None if body is None else bytes(body)
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        return bool(await self._ask(self._delete(keys=_keys(tenant), args=[response_id])))
+
+    async def _ask(self, call: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(self._timeout_s), self._calls:
+                return await call
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise StoreDownError(str(error) or type(error).__name__) from error
+
+
+def _prefix(tenant: str) -> str:
+    return f"kvasir:{{responses:{tenant}}}"
+
+
+def _keys(tenant: str) -> list[str]:
+    """KEYS of the scripts; the third is what the ids of bodies are put behind."""
+    prefix = _prefix(tenant)
+    return [f"{prefix}.order", f"{prefix}.sizes", f"{prefix}:"]
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

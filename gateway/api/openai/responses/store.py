@@ -1,0 +1,117 @@
+"""Where responses are kept: for GET, for input_items, and as what a next response goes on from.
+
+A store belongs to tenants: what one has kept does not exist for another. It is bounded by count, bytes and time, and
+what was kept first goes first. Backends are memory_store.py and redis_store.py; one that is down keeps nothing, and
+costs no answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+import orjson
+
+from gateway.api.openai.responses.items import Item
+from gateway.errors import OverloadedError
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+OUTCOMES: Final = ("kept", "too_large", "failed")
+
+
+class StoreDownError(Exception):
+    """The backend did not answer in time, or could not do it."""
+
+
+class Backend(Protocol):
+    """Bytes by tenant and id. Every method raises StoreDownError."""
+
+    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
+        """In place of what was kept under this id. False, and nothing changed, if it is larger than all may be."""
+        ...
+
+    async def find(self, tenant: str, response_id: str) -> bytes | None: ...
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Whether it was there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A response, and all the items that it answered: those of earlier responses, then its own."""
+
+    response: dict[str, Any]
+    items: list[Item]
+
+    @property
+    def conversation(self) -> list[Item]:
+        """What a next response goes on from."""
+        return [*self.items, *self.response["output"]]
+
+
+class ResponseStore:
+    """What the handlers see. Says once when an outage begins, and once when it ends."""
+
+    def __init__(self, backend: Backend, *, retry_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """retry_s: seconds without the backend after a failure, before it is asked again."""
+        self._backend = backend
+        self._retry_s = retry_s
+        self._now = now
+        self._down_until: float | None = None
+        self._outcomes: Counter[str] = Counter()
+
+    @property
+    def outcomes(self) -> Mapping[str, int]:
+        """Of responses that were to be kept, since the start."""
+        return {outcome: self._outcomes[outcome] for outcome in OUTCOMES}
+
+    async def put(self, tenant: str, kept: Kept) -> bool:
+        """Whether it is kept. Never raises."""
+        body = orjson.dumps({"response": kept.response, "items": kept.items})
+        try:
+            done = await self._ask(lambda: self._backend.put(tenant, kept.response["id"], body))
+        except StoreDownError:
+            self._outcomes["failed"] += 1
+            return False
+        self._outcomes["kept" if done else "too_large"] += 1
+        return done
+
+    async def find(self, tenant: str, response_id: str) -> Kept | None:
+        """Raises OverloadedError when it cannot be known."""
+        body = await self._ask_for(lambda: self._backend.find(tenant, response_id))
+        return None if body is None else Kept(**orjson.loads(body))
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Whether it was there. Raises OverloadedError when it cannot be known."""
+        return await self._ask_for(lambda: self._backend.delete(tenant, response_id))
+
+    async def _ask_for(self, question: Callable[[], Awaitable[_T]]) -> _T:
+        try:
+            return await self._ask(question)
+        except StoreDownError:
+            raise OverloadedError(
+                "Stored responses cannot be reached at the moment.", retry_after_s=self._retry_s
+            ) from None
+
+    async def _ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
+        if self._down_until is not None and self._now() < self._down_until:
+            raise StoreDownError("it was down a moment ago")
+        try:
+            answer = await question()
+        except StoreDownError as error:
+            if self._down_until is None:
+                log.warning("responses are not kept until their store answers again: %s", error)
+            self._down_until = self._now() + self._retry_s
+            raise
+        if self._down_until is not None:
+            self._down_until = None
+            log.info("responses are kept again")
+        return answer

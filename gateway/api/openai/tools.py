@@ -1,0 +1,188 @@
+"""`tools`, `tool_choice` and their deprecated forms of the chat API, checked. Pure; gateway/api/tools.py is what other
+dialects have in common with this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.api.fields import (
+    an_array,
+    an_object,
+    boolean,
+    choice,
+    object_schema,
+    takes,
+    text,
+    unknown_parameter,
+    wrong_value,
+)
+from gateway.api.openai.strict_schema import check_strict
+from gateway.api.tools import MAX_TOOLS, NAME_PATTERN, ToolChoice, check_together, function, use_of
+from gateway.errors import BadRequestError, UnsupportedError
+from gateway.types import Tool, ToolUse
+
+_string = text()
+_mode = choice("none", "auto", "required")
+
+_NAMED = object_schema({"name": {"type": "string"}}, "name")
+_FUNCTION = object_schema({"type": {"const": "function"}, "function": _NAMED}, "type", "function")
+_DECLARED: dict[str, dict[str, Any]] = {
+    "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
+    "description": {"type": "string"},
+    "parameters": {"type": "object", "properties": {"type": {"const": "object"}}},
+}
+
+
+@takes(
+    {
+        "type": "array",
+        "items": object_schema(
+            {
+                "type": {"const": "function"},
+                "function": object_schema({**_DECLARED, "strict": {"type": "boolean"}}, "name"),
+            },
+            "type",
+            "function",
+        ),
+        "minItems": 1,
+        "maxItems": MAX_TOOLS,
+    }
+)
+def tools(value: Any, path: str) -> tuple[Tool, ...]:
+    """Functions; tools of any other type are refused."""
+    declared = []
+    for index, item in enumerate(an_array(value, path)):
+        where = f"{path}[{index}]"
+        kind = _required(an_object(item, where), "type", where)
+        if kind == "custom":
+            raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{where}.type")
+        _only(item, ("type", "function"), where)
+        if kind != "function":
+            raise wrong_value(f"{where}.type", kind, ("function",))
+        declared.append(_function(item.get("function"), f"{where}.function", "strict"))
+    return check_together(declared, path, "function.name")
+
+
+@takes({"type": "array", "items": object_schema(_DECLARED, "name"), "minItems": 1, "maxItems": MAX_TOOLS})
+def functions(value: Any, path: str) -> tuple[Tool, ...]:
+    """The deprecated form of `tools`."""
+    declared = [_function(item, f"{path}[{index}]") for index, item in enumerate(an_array(value, path))]
+    return check_together(declared, path, "name")
+
+
+@takes(
+    {
+        "anyOf": [
+            _mode.schema,
+            _FUNCTION,
+            object_schema(
+                {
+                    "type": {"const": "allowed_tools"},
+                    "allowed_tools": object_schema(
+                        {
+                            "mode": {"enum": ["auto", "required"]},
+                            "tools": {"type": "array", "items": _FUNCTION, "minItems": 1},
+                        },
+                        "mode",
+                        "tools",
+                    ),
+                },
+                "type",
+                "allowed_tools",
+            ),
+        ]
+    }
+)
+def tool_choice(value: Any, path: str) -> ToolChoice:
+    """A mode, one function by name, or some of the tools with a mode."""
+    if type(value) is not dict:
+        return ToolChoice(_mode(value, path))  # type: ignore[arg-type]
+    kind = choice("function", "allowed_tools", "custom")(_required(value, "type", path), f"{path}.type")
+    if kind == "custom":
+        raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{path}.type")
+    if kind == "function":
+        return ToolChoice("required", (_name(value, path),))
+    _only(value, ("type", "allowed_tools"), path)
+    where = f"{path}.allowed_tools"
+    allowed = an_object(value.get("allowed_tools"), where)
+    _only(allowed, ("mode", "tools"), where)
+    mode = choice("auto", "required")(_required(allowed, "mode", where), f"{where}.mode")
+    listed = an_array(allowed.get("tools"), f"{where}.tools")
+    return ToolChoice(mode, tuple(_name(item, f"{where}.tools[{index}]") for index, item in enumerate(listed)))  # type: ignore[arg-type]
+
+
+@takes({"anyOf": [{"enum": ["none", "auto"]}, _NAMED]})
+def function_call(value: Any, path: str) -> ToolChoice:
+    """The deprecated form of `tool_choice`."""
+    if type(value) is not dict:
+        return ToolChoice(choice("none", "auto")(value, path))  # type: ignore[arg-type]
+    _only(value, ("name",), path)
+    return ToolChoice("required", ((_required(value, "name", path), f"{path}.name"),))
+
+
+def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
+    """The tools of a checked chat, and what the answer may do with them. Raises BadRequestError for a choice without
+    tools or of one that is not there, and for both forms together."""
+    if values.get("tools") and values.get("functions"):
+        raise BadRequestError(
+            "Setting 'tools' and 'functions' at the same time is not supported.",
+            param="functions",
+            code="invalid_parameter_combination",
+        )
+    for declared, chosen in (("tools", "tool_choice"), ("functions", "function_call")):
+        wanted = values.get(chosen, ToolChoice())
+        if declared not in values and chosen in values and wanted.mode != "none":
+            raise BadRequestError(
+                f"Invalid value for '{chosen}': it is only allowed when '{declared}' are specified.",
+                param=chosen,
+                code="invalid_value",
+            )
+        if declared in values:
+            parallel = declared == "tools" and values.get("parallel_tool_calls", True)
+            return values[declared], use_of(values[declared], wanted, parallel=parallel)
+    return (), None
+
+
+def names_a_function(body: Mapping[str, Any]) -> bool:
+    """Whether a valid chat asks for a call of one function by its name."""
+    chosen = body.get("tool_choice")
+    return type(body.get("function_call")) is dict or (type(chosen) is dict and chosen.get("type") == "function")
+
+
+def _function(item: Any, path: str, *more: str) -> Tool:
+    _only(an_object(item, path), ("name", "description", "parameters", *more), path)
+    name = _required(item, "name", path)
+    description, schema = item.get("description"), item.get("parameters")
+    if description is not None:
+        _string(description, f"{path}.description")
+    strict = item.get("strict") is not None and boolean(item["strict"], f"{path}.strict")
+    made = function(name, f"{path}.name", description, schema, f"{path}.parameters", strict=strict)
+    if strict and schema is not None:
+        check_strict(schema, f"{path}.parameters")
+    return made
+
+
+def _name(item: Any, path: str) -> tuple[str, str]:
+    """Of a function, and where it is said."""
+    kind = _required(an_object(item, path), "type", path)
+    if kind != "function":
+        raise wrong_value(f"{path}.type", kind, ("function",))
+    _only(item, ("type", "function"), path)
+    where = f"{path}.function"
+    _only(an_object(item.get("function"), where), ("name",), where)
+    return _required(item["function"], "name", where), f"{where}.name"
+
+
+def _required(item: Mapping[str, Any], key: str, path: str) -> str:
+    if item.get(key) is None:
+        where = f"{path}.{key}"
+        raise BadRequestError(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
+    return _string(item[key], f"{path}.{key}")
+
+
+def _only(item: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
+    for key, value in item.items():
+        if value is not None and key not in known:
+            raise unknown_parameter(f"{path}.{key}")

@@ -1,0 +1,159 @@
+"""Times to the first token under the gateway's own choice of engines, on real traces: virtual time, no model.
+
+    python -m tests.bench.routing_replay --data DIR [--sizes 0.1 0.175] [--sessions 4 8] [--think 30]
+
+DIR holds traces as *.jsonl.gz (tests/bench/traces.py says in which format, and where from). A trace whose source
+knows no sessions is played at the load at which round robin keeps eight engines 90% busy; one with sessions is played
+in a closed loop, where who has an answer thinks as long as it did in the trace (at most --think seconds, when given).
+What is cached at all engines together is a share of the blocks that are different; blocks have 512 tokens. Beside the
+gateway: rules that others use or that are simple (tests/bench/routing_rules.py), and one pool of all engines with one
+cache for all, first come, first served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from engine.protocol import Hello, Load, Namespace
+from gateway.config import RoutingSettings
+from gateway.routing.router import Router
+from tests.bench.routing_rules import RULES, Lines, Pool
+from tests.bench.traces import Trace, read_trace
+from tests.bench.virtual_engines import (
+    OUTPUT_TOKEN_S,
+    TOKEN_S,
+    Arrivals,
+    Cache,
+    Call,
+    Clients,
+    ClosedLoop,
+    Figures,
+    Policy,
+    Server,
+    replay,
+)
+
+BUSY = 0.9
+"""Of round robin's engines."""
+
+MakeClients = Callable[[], Clients]
+MakePolicy = Callable[[Sequence[Server]], Policy]
+
+
+class Reported:
+    """An engine as the router knows it."""
+
+    def __init__(self, server: Server, lines: Lines, now: float) -> None:
+        self.name = f"engine-{server.number}"
+        self.hello = _hello(server)
+        decoding = server.current is not None and server.prefilled_s <= now
+        left_s = max(0.0, server.prefilled_s - now)
+        self.load = Load(
+            waiting=lines.count(server) - decoding,
+            running=int(decoding),
+            prefill_backlog=round(left_s / TOKEN_S) + lines.backlog_tokens(server),
+            prefill_tokens_per_s=1 / TOKEN_S,
+            decode_tokens_per_s=1 / OUTPUT_TOKEN_S,
+        )
+
+
+def _hello(server: Server) -> Hello:
+    return Hello(
+        incarnation=str(server.number),
+        model="m",
+        namespace=Namespace(weights="w", dtype="f", kv_dtype="f", block_size=server.block_tokens),
+        context_tokens=1 << 20,
+        vocab_size=1,
+        num_blocks=server.cache.capacity,
+        max_sequences=1,
+        eos_ids=(),
+        tokenizer="t",
+        created=0,
+    )
+
+
+def gateway(servers: Sequence[Server]) -> Policy:
+    router = Router(RoutingSettings())
+
+    def rule(lines: Lines, call: Call, now: float) -> Server:
+        engines = [Reported(server, lines, now) for server in servers]
+        cached = {str(server.number): server.cached_tokens(call.request) for server in servers}
+        return servers[int(router.choose(engines, call.request.prompt_tokens, cached).hello.incarnation)]
+
+    return Lines(servers, rule)
+
+
+def fleet(trace: Trace, count: int, share: float, *, one_cache: bool = False) -> list[Server]:
+    """Engines that share a number of blocks: each its part, or all of them all of it."""
+    total = int(share * trace.num_unique)
+    if one_cache:
+        cache = Cache(max(1, total))
+        return [Server(number, cache, trace.block_tokens) for number in range(count)]
+    return [Server(number, Cache(max(1, total // count)), trace.block_tokens) for number in range(count)]
+
+
+def busy_stretch(trace: Trace, count: int, share: float) -> float:
+    """How much slower than it was a trace has to be played for round robin to keep its engines BUSY."""
+    servers = fleet(trace, count, share)
+    figures = replay(Arrivals(trace, 100.0), servers, Lines(servers, RULES["round robin"]))
+    lasted_s = trace.requests[-1].arrived_s - trace.requests[0].arrived_s
+    return sum(figures.busy_s) / count / BUSY / lasted_s
+
+
+def compare(title: str, trace: Trace, clients: MakeClients, count: int, share: float) -> None:
+    print(f"\n{title}")
+    print("| | hit % | mean s | p95 | p99 | imbalance |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, rule in RULES.items():
+        servers = fleet(trace, count, share)
+        _row(name, replay(clients(), servers, Lines(servers, rule)))
+    servers = fleet(trace, count, share)
+    _row("**the gateway**", replay(clients(), servers, gateway(servers)))
+    servers = fleet(trace, count, share, one_cache=True)
+    _row("one pool, in order (bound)", replay(clients(), servers, Pool(servers)))
+
+
+def _row(name: str, figures: Figures) -> None:
+    print(
+        f"| {name} | {figures.hit_rate:.1f} | {figures.mean_s:.2f} | {figures.percentile_s(0.95):.1f} "
+        f"| {figures.percentile_s(0.99):.1f} | {figures.imbalance:.2f} |",
+        flush=True,
+    )
+
+
+def measure(trace: Trace, options: argparse.Namespace) -> None:
+    count = options.engines
+    for share in options.sizes:
+        cached = f"{count} engines, {share:.1%} cached"
+        if not all(request.session for request in trace.requests):
+            stretch = busy_stretch(trace, count, share)
+            title = f"{trace.name}: {len(trace.requests):,} requests, {cached}, {stretch:.3f} times as slow"
+            compare(title, trace, lambda stretch=stretch: Arrivals(trace, stretch), count, share)
+            continue
+        for sessions in options.sessions:
+            title = f"{trace.name}: closed loop, {sessions} sessions per engine, {cached}, think {options.think:g} s"
+            compare(title, trace, lambda n=sessions: ClosedLoop(trace, n * count, options.think), count, share)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the traces")
+    parser.add_argument("--only", nargs="*", default=[], help="names of traces; all when not given")
+    parser.add_argument("--engines", type=int, default=8)
+    parser.add_argument("--sizes", type=float, nargs="*", default=[0.1])
+    parser.add_argument("--sessions", type=int, nargs="*", default=[4, 8], help="at a time, for each engine")
+    parser.add_argument("--think", type=float, default=math.inf, help="seconds between answer and question, at most")
+    options = parser.parse_args()
+    for path in sorted(options.data.glob("*.jsonl.gz")):
+        if not options.only or path.name.split(".")[0] in options.only:
+            measure(read_trace(path), options)
+
+
+if __name__ == "__main__":
+    main()

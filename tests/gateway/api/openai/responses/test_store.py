@@ -1,0 +1,306 @@
+"""What is kept of responses, with the real openai SDK against the HTTP side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from engine.protocol import Hello
+from gateway.api.openai.responses.memory_store import MemoryStore
+from gateway.api.openai.responses.store import StoreDownError
+from gateway.config import StoredResponseSettings, TenantSettings
+from gateway.errors import EngineLostError
+from gateway.types import CallDelta, Request
+from tests.fakes.gateway import LIMIT_S, Gateway, running
+from tests.fakes.street import FakeModels, FakeStreet, hello
+
+TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
+
+
+def messages(gateway: Gateway, number: int = -1) -> list[tuple[str, str]]:
+    prompt: Any = gateway.street.requests[number].prompt
+    return [(message["role"], message["content"]) for message in prompt.messages]
+
+
+class DownStore:
+    """A backend that does not answer."""
+
+    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
+        raise StoreDownError("away")
+
+    async def find(self, tenant: str, response_id: str) -> bytes | None:
+        raise StoreDownError("away")
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        raise StoreDownError("away")
+
+
+class WatchedStore(MemoryStore):
+    """Says when something was put, and what the street had done by then."""
+
+    def __init__(self) -> None:
+        super().__init__(StoredResponseSettings())
+        self.changed = asyncio.Event()
+        self.ids: list[str] = []
+
+    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
+        kept = await super().put(tenant, response_id, body)
+        self.ids.append(response_id)
+        self.changed.set()
+        return kept
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+async def test_what_was_answered_can_be_retrieved_as_it_was_told(streamed: bool, reason: Any) -> None:
+    async with running(FakeStreet(reason=reason)) as gateway, gateway.sdk() as client:
+        if streamed:
+            stream = await client.responses.create(model="demo", input="hi", stream=True)
+            told = [event async for event in stream][-1].response  # type: ignore[union-attr]
+        else:
+            told = await client.responses.create(model="demo", input="hi")
+        assert told.to_dict()["store"] is True
+        assert (await client.responses.retrieve(told.id)).to_dict() == told.to_dict()
+
+
+async def test_a_stream_is_kept_before_its_client_knows_that_it_is_over() -> None:
+    store, street = WatchedStore(), FakeStreet(hold_after=asyncio.Event())
+    async with running(street, backend=store) as gateway, gateway.sdk() as client:
+        stream = await client.responses.create(model="demo", input="hi", stream=True)
+        async for event in stream:
+            if event.type == "response.created":
+                assert not store.ids
+                assert street.hold_after is not None
+                street.hold_after.set()
+            if event.type == "response.completed":
+                assert store.ids == [event.response.id]
+
+
+async def test_the_next_response_goes_on_from_what_was_said_but_not_from_the_instructions() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        first = await client.responses.create(model="demo", input="one", instructions="Be brief.")
+        second = await client.responses.create(model="demo", input="two", previous_response_id=first.id)
+        await client.responses.create(
+            model="demo", input="three", previous_response_id=second.id, instructions="Be long."
+        )
+        assert second.previous_response_id == first.id
+        assert messages(gateway) == [
+            ("system", "Be long."),
+            ("user", "one"),
+            ("assistant", "Hello world"),
+            ("user", "two"),
+            ("assistant", "Hello world"),
+            ("user", "three"),
+        ]
+        await client.responses.delete(first.id)
+        await client.responses.create(model="demo", input="again", previous_response_id=second.id)
+        assert len(messages(gateway)) == 5
+
+
+async def test_calls_are_answered_in_the_next_response() -> None:
+    street = FakeStreet(pieces=["Let me see.", CallDelta(0, "f", "{}")], reason="tool_calls")
+    async with running(street) as gateway, gateway.sdk() as client:
+        first = await client.responses.create(model="demo", input="hi")
+        call = first.output[1]
+        assert call.type == "function_call"
+        outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
+        await client.responses.create(model="demo", input=outputs, previous_response_id=first.id)
+        prompt: Any = street.requests[1].prompt
+        assert [message["role"] for message in prompt.messages] == ["user", "assistant", "tool"]
+        assert prompt.messages[2]["tool_call_id"] == prompt.messages[1]["tool_calls"][0]["id"] == call.call_id
+
+
+async def test_items_are_referred_to_by_their_ids() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        first = await client.responses.create(model="demo", input="one")
+        items = (await client.responses.input_items.list(first.id)).data
+        again: Any = [{"type": "item_reference", "id": items[0].id}, {"id": first.output[0].id}]
+        await client.responses.create(model="demo", input=[*again, {"role": "user", "content": "two"}])
+        assert messages(gateway) == [("user", "one"), ("assistant", "Hello world"), ("user", "two")]
+        for wrong in ("msg_1", f"msg_{'0' * 32}i0000"):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(model="demo", input=[*again, {"type": "item_reference", "id": wrong}])
+            assert refused.value.param == "input[2].id"
+
+
+async def test_what_a_response_answered_is_listed_page_by_page() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        first = await client.responses.create(
+            model="demo", input=[{"role": "user", "content": str(n)} for n in range(5)]
+        )
+        second = await client.responses.create(model="demo", input="last", previous_response_id=first.id)
+
+        async def texts(**options: Any) -> list[str]:
+            pages = client.responses.input_items.list(second.id, **options)
+            return [item.content[0].text async for item in pages]  # type: ignore[union-attr]
+
+        asc = ["0", "1", "2", "3", "4", "Hello world", "last"]
+        assert await texts(order="asc") == await texts(order="asc", limit=2) == asc
+        assert await texts() == await texts(limit=3) == asc[::-1]
+        page = await client.responses.input_items.list(second.id, order="asc", limit=2)
+        assert (page.has_more, page.first_id, page.last_id) == (True, page.data[0].id, page.data[1].id)
+        assert await texts(order="asc", after=page.last_id) == asc[2:]
+        assert {item.status for item in page.data} == {"completed"}  # type: ignore[union-attr]
+        for options, param in (({"limit": 0}, "limit"), ({"limit": 101}, "limit"), ({"after": "x"}, "after")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.input_items.list(second.id, **options)  # type: ignore[arg-type]
+            assert refused.value.param == param
+
+
+async def test_what_was_deleted_or_never_kept_is_not_found() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        kept = await client.responses.create(model="demo", input="hi")
+        forgotten = await client.responses.create(model="demo", input="hi", store=False)
+        assert forgotten.to_dict()["store"] is False
+        _, text, _ = await gateway.get(f"/v1/responses/{kept.id}")
+        assert kept.id in text
+        async with gateway.session.delete(f"{gateway.url}/v1/responses/{kept.id}") as answer:
+            assert await answer.json() == {"id": kept.id, "object": "response", "deleted": True}
+        asks: list[Callable[[str], Any]] = [
+            client.responses.retrieve,
+            client.responses.delete,
+            client.responses.cancel,
+            client.responses.input_items.list,
+        ]
+        for name in (kept.id, forgotten.id, "resp_x"):
+            for ask in asks:
+                with pytest.raises(openai.NotFoundError):
+                    await ask(name)
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(model="demo", input="hi", previous_response_id=name)
+            assert (refused.value.code, refused.value.param) == (
+                "previous_response_not_found",
+                "previous_response_id",
+            )
+
+
+async def test_what_one_tenant_kept_does_not_exist_for_another() -> None:
+    async with (
+        running(tenants=TENANTS) as gateway,
+        gateway.sdk("north-key-1") as north,
+        gateway.sdk("south-key-1") as south,
+    ):
+        kept = await north.responses.create(model="demo", input="secret")
+        item = kept.output[0].id
+        asks: list[Callable[[str], Any]] = [south.responses.retrieve, south.responses.delete, south.responses.cancel]
+        for ask in asks:
+            with pytest.raises(openai.NotFoundError):
+                await ask(kept.id)
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            await south.responses.create(model="demo", input="hi", previous_response_id=kept.id)
+        reference: Any = [{"type": "item_reference", "id": item}]
+        with pytest.raises(openai.BadRequestError, match="no item"):
+            await south.responses.create(model="demo", input=reference)
+        assert (await north.responses.retrieve(kept.id)).output_text == "Hello world"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_store_that_is_down_costs_no_answer_and_is_told(streamed: bool) -> None:
+    async with running(backend=DownStore()) as gateway, gateway.sdk() as client:
+        if streamed:
+            stream = await client.responses.create(model="demo", input="hi", stream=True)
+            told = [event async for event in stream][-1].response  # type: ignore[union-attr]
+        else:
+            told = await client.responses.create(model="demo", input="hi")
+        assert (told.output_text, told.status, told.to_dict()["store"]) == ("Hello world", "completed", False)
+        with pytest.raises(openai.InternalServerError) as down:
+            await client.responses.retrieve(told.id)
+        assert down.value.status_code == 503
+        with pytest.raises(openai.InternalServerError):
+            await client.responses.create(model="demo", input="hi", previous_response_id=told.id)
+
+
+async def test_a_stream_that_failed_is_kept_as_failed() -> None:
+    street = FakeStreet(fails_after=EngineLostError("Engine engine-1 went away."))
+    async with running(street) as gateway, gateway.sdk() as client:
+        stream = await client.responses.create(model="demo", input="hi", stream=True)
+        failed = [event async for event in stream][-1].response  # type: ignore[union-attr]
+        kept = await client.responses.retrieve(failed.id)
+        assert (kept.status, kept.to_dict()) == ("failed", failed.to_dict())
+
+
+async def test_a_client_that_leaves_a_stream_cancels_the_response() -> None:
+    store, street = WatchedStore(), FakeStreet(hold_after=asyncio.Event())
+    async with running(street, backend=store) as gateway, gateway.sdk() as client:
+        stream = await client.responses.create(model="demo", input="hi", stream=True)
+        async for event in stream:
+            if event.type == "response.output_text.delta" and event.delta == " world":
+                break
+        await stream.close()
+        async with asyncio.timeout(LIMIT_S):
+            await street.closed.wait()
+            await store.changed.wait()
+        kept = await client.responses.retrieve(store.ids[0])
+        assert (kept.status, kept.output_text, kept.usage) == ("cancelled", "Hello world", None)
+        assert kept.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+async def test_nothing_is_kept_of_what_failed_before_its_client_knew_an_id() -> None:
+    store = WatchedStore()
+    async with running(FakeStreet(fails_before=EngineLostError("gone")), backend=store) as gateway:
+        for streamed in (False, True):
+            status, _, _ = await gateway.post("/v1/responses", {"model": "demo", "input": "hi", "stream": streamed})
+            assert status == 502
+    assert not store.ids
+
+
+async def test_what_does_not_run_in_the_background_cannot_be_cancelled() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        kept = await client.responses.create(model="demo", input="hi")
+        with pytest.raises(openai.BadRequestError, match="background"):
+            await client.responses.cancel(kept.id)
+
+
+async def test_a_kept_response_is_not_streamed() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        kept = await client.responses.create(model="demo", input="hi")
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.retrieve(kept.id, stream=True)
+        assert (refused.value.param, refused.value.code) == ("stream", "unsupported_parameter")
+
+
+async def test_conversations_are_not_compacted() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        with pytest.raises(openai.BadRequestError, match="not compacted"):
+            await client.responses.compact(model="demo", input="hi")
+
+
+async def test_tokens_are_counted_of_the_whole_conversation() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        first = await client.responses.create(model="demo", input="one")
+        counted = await client.responses.input_tokens.count(
+            model="demo", input="two", previous_response_id=first.id, instructions="Be brief."
+        )
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", 40)
+        assert [role for role, _ in messages(gateway)] == ["system", "user", "assistant", "user"]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.input_tokens.count(model="demo", input="x", personality="friendly")
+        assert refused.value.param == "personality"
+
+
+class CountingStreet(FakeStreet):
+    """A message is ten tokens."""
+
+    async def count(self, request: Request) -> int:
+        prompt: Any = request.prompt
+        return 10 * len(prompt.messages)
+
+
+@pytest.mark.parametrize(
+    ("context", "kept"),
+    [(200, "s0a1b2"), (51, "s0a1b2"[:1] + "1b2"), (41, "s1b2"), (30, "s2"), (21, "s2"), (5, "s0a1b2")],
+)
+async def test_the_oldest_turns_are_dropped_until_the_rest_fits(context: int, kept: str) -> None:
+    small: Hello = hello(context_tokens=context)
+    roles = {"s": "developer", "0": "user", "1": "user", "2": "user", "a": "assistant", "b": "assistant"}
+    turns: Any = [{"role": roles[text], "content": text} for text in "s0a1b2"]
+    async with running(CountingStreet(), FakeModels([small])) as gateway, gateway.sdk() as client:
+        answer = await client.responses.create(model="demo", input=turns, truncation="auto")
+        assert "".join(text for _, text in messages(gateway)) == kept
+        assert answer.truncation == "auto"
+        items = await client.responses.input_items.list(answer.id)
+        assert len(items.data) == 6
