@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from gateway.api.openai.responses.redis_store import RedisStore
 from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import Settings
+from gateway.contents.memory_contents import MemoryContents
+from gateway.contents.redis_contents import RedisContents
+from gateway.contents.shared_contents import SharedContents
 from gateway.engine_processes import EngineProcesses, EngineStartError
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.figures import EngineFigures
@@ -63,6 +67,7 @@ class Gateway:
         self.embedder = Embedder(settings.embeddings)
         redis_index = RedisIndex(self.redis, timeout_s=settings.redis.timeout_s) if self.redis is not None else None
         self.index = FallbackIndex(redis_index, self.memory, retry_s=settings.redis.retry_s)
+        self.contents = _contents(settings, self.redis)
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
@@ -86,6 +91,7 @@ class Gateway:
         return build_app(
             server=settings.server,
             leases=settings.leases,
+            gemini=settings.gemini,
             auth=settings.auth,
             tenants=settings.tenants,
             namespaces=settings.namespaces,
@@ -95,6 +101,8 @@ class Gateway:
             decoders=self.prompts,
             embedder=self.embedder,
             responses=self.responses,
+            contents=self.contents,
+            now=time.time,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
@@ -132,6 +140,15 @@ class Gateway:
 
     def _engine_statuses(self) -> list[EngineStatus]:
         return [_status(engine, self.figures.of(engine.url)) for engine in self.registry.engines]
+
+
+def _contents(settings: Settings, redis: Redis | None) -> MemoryContents | SharedContents:
+    """The store of cached contents."""
+    memory = MemoryContents(settings.gemini, time.time)
+    if redis is None:
+        return memory
+    shared = RedisContents(redis, settings.gemini, time.time, timeout_s=settings.redis.timeout_s)
+    return SharedContents(shared, memory, retry_s=settings.redis.retry_s, clock=time.monotonic)
 
 
 def _status(engine: BundledEngine, stats: Mapping[str, Any]) -> EngineStatus:

@@ -159,6 +159,31 @@ class StoredResponseSettings(Section):
     )
 
 
+class GeminiSettings(Section):
+    """[gemini]: the cached contents of the Gemini API. How much of their prefixes is kept is the engine's to say."""
+
+    default_ttl: Duration = Field("1h", description="Time to live of a cached content that asks for none.")
+    min_ttl: Duration = Field("1s", description="Shortest time to live that a cached content may ask for.")
+    max_ttl: Duration = Field("12h", description="Longest time to live that a cached content may ask for.")
+    min_tokens: Annotated[int, Field(ge=0)] = Field(0, description="Tokens that a cached content has at least.")
+    max_contents: Annotated[int, Field(ge=1)] = Field(
+        1000, description="Cached contents that one tenant keeps at most; the next one gets 429."
+    )
+    max_bytes: Annotated[int, Field(ge=1024)] = Field(
+        64 << 20, description="Bytes of JSON that the cached contents of one tenant have at most."
+    )
+
+    @property
+    def longest_s(self) -> float:
+        return duration_s(self.max_ttl)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> GeminiSettings:
+        if not duration_s(self.min_ttl) <= duration_s(self.default_ttl) <= duration_s(self.max_ttl):
+            raise ValueError("default_ttl has to be between min_ttl and max_ttl")
+        return self
+
+
 class RoutingSettings(Section):
     """[routing]: which engine gets a prompt."""
 
@@ -322,6 +347,7 @@ class Settings(BaseModel):
     prompt: PromptSettings = PromptSettings()
     leases: LeaseSettings = LeaseSettings()
     stored_responses: StoredResponseSettings = StoredResponseSettings()
+    gemini: GeminiSettings = GeminiSettings()
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()
     embeddings: EmbeddingSettings = EmbeddingSettings()
@@ -346,6 +372,8 @@ class Settings(BaseModel):
         for name, ttl in (*(("ttls", ttl) for ttl in self.leases.ttls), ("default_ttl", self.leases.default_ttl)):
             if duration_s(ttl) > most_s:
                 raise ValueError(f"leases.{name}: {ttl} is more than engine.lease_max_s, {most_s:g} s")
+        if self.gemini.longest_s > most_s:
+            raise ValueError(f"gemini.max_ttl: {self.gemini.max_ttl} is more than engine.lease_max_s, {most_s:g} s")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ api/ writes these in its own shape.
     +-- MethodNotAllowedError      405  (Allow)                 retry: no
     +-- BodyTooLargeError          413                          retry: no
     +-- QueueFullError             429  rate_limit_exceeded     retry: after retry_after_s
+    +-- QuotaError                 429  quota_exceeded          retry: no, something has to be deleted, or to end
     +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
     |   +-- NoEngineError          503                          the model is known, its engines are away
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
@@ -128,6 +129,14 @@ class QueueFullError(KvasirError):
     status = 429
     type = "requests"
     code = "rate_limit_exceeded"
+
+
+class QuotaError(KvasirError):
+    """The tenant keeps as much as it may."""
+
+    status = 429
+    type = "requests"
+    code = "quota_exceeded"
 
 
 class OverloadedError(KvasirError):

@@ -140,6 +140,27 @@ class Constraint:
     places: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class CachedContent:
+    """The beginning of prompts, which a client asked to keep under a name until a time.
+
+    name      made by the gateway, unguessable
+    body      what was sent, as its dialect wrote it; empty where it is only listed
+    tokens    up to the breakpoint at its end
+    *_s       seconds since 1970
+    """
+
+    name: str
+    model: str
+    body: bytes
+    num_bytes: int
+    tokens: int
+    created_s: float
+    updated_s: float
+    expires_s: float
+    display_name: str = ""
+
+
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 PromptParam = Literal["messages", "prompt", "input", "contents"]
 

@@ -31,9 +31,11 @@ def title(route: Route) -> str:
 
 
 def chapter(route: Route) -> str:
-    """The text below a route's heading, up to the next one. Routes with the very same table may share a chapter."""
+    """The text below a route's heading, up to the next one. Routes with the very same table may share a chapter, and
+    those of two versions of an API."""
     same = [one for one in EVERY if one is route or one.parameters is route.parameters is not None]
     headings = [f"\n## {title(one)}\n" for one in (route, *same)]
+    headings.append(headings[0].replace("/v1beta/", "/v1/"))
     heading = next((one for one in headings if one in HTTP_API), headings[0])
     return HTTP_API.split(heading, 1)[1].split("\n## ", 1)[0]
 

@@ -158,6 +158,11 @@ class Answering:
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         return call.choices.told(answers, logprobs=call.sampling.logprobs is not None), usage
 
+    async def prewarm(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> Usage:
+        """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
+        (answer,) = await collect(self._street, self.requests(http, tenant, call, model), _no_echo, at_once=1)
+        return answer.usage
+
     async def count(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> int:
         """Tokens of its prompt, with nothing generated."""
         (request,) = self.requests(http, tenant, call, model)

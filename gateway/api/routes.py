@@ -6,7 +6,7 @@ app.py brings the stages; this file puts handlers on paths.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -22,6 +22,7 @@ from gateway.api.body import expect_continue
 from gateway.api.dialect import Route
 from gateway.api.dialects import DIALECTS, handlers_of
 from gateway.api.docs import Docs
+from gateway.api.gemini.cached_contents import CachedContents, ContentStore
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.middleware import observed
@@ -35,6 +36,7 @@ from gateway.api.openapi import OWN
 from gateway.config import (
     AuthSettings,
     EmbeddingSettings,
+    GeminiSettings,
     LeaseSettings,
     NamespaceSettings,
     ServerSettings,
@@ -49,6 +51,7 @@ def build_app(
     *,
     server: ServerSettings,
     leases: LeaseSettings,
+    gemini: GeminiSettings,
     auth: AuthSettings,
     tenants: Sequence[TenantSettings],
     namespaces: Sequence[NamespaceSettings],
@@ -58,6 +61,8 @@ def build_app(
     decoders: Decoders,
     embedder: Embedder,
     responses: ResponseStore,
+    contents: ContentStore,
+    now: Callable[[], float],
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -65,11 +70,13 @@ def build_app(
     street, models, decoders   the street, the registry and the prompt stage
     embedder                   for /v1/embeddings
     responses                  what /v1/responses keeps
+    contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
     answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders, embedder.models())
+    cached = CachedContents(server, gemini, answering, contents, now)
     by_dialect = {
         OPENAI.name: [
             *OpenAI(server, leases, answering).routes(),
@@ -77,7 +84,7 @@ def build_app(
             *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
         ANTHROPIC.name: Anthropic(server, answering).routes(),
-        GEMINI.name: Gemini(server, answering).routes(),
+        GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
         OWN: Admin(keys, sources, metrics).routes(),
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import (
     AuthSettings,
+    GeminiSettings,
     LeaseSettings,
     NamespaceSettings,
     QueueSettings,
@@ -27,6 +29,7 @@ from gateway.config import (
     StoredResponseSettings,
     TenantSettings,
 )
+from gateway.contents.memory_contents import MemoryContents
 from gateway.queues.online import OnlineQueue
 from gateway.responses.embedder import Embedder
 from tests.fakes.embedding import no_embedder
@@ -88,6 +91,8 @@ class Options:
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
+    gemini: GeminiSettings = field(default_factory=GeminiSettings)
+    now: Callable[[], float] = time.time
     embedder: Embedder = field(default_factory=no_embedder)
     backend: Backend | None = None  # of stored responses; None is memory
 
@@ -108,6 +113,7 @@ def make_app(
     return build_app(
         server=given.server,
         leases=given.leases,
+        gemini=given.gemini,
         auth=given.auth,
         tenants=given.tenants,
         namespaces=given.namespaces,
@@ -117,6 +123,8 @@ def make_app(
         decoders=FakeDecoders(),
         embedder=given.embedder,
         responses=responses,
+        contents=MemoryContents(given.gemini, given.now),
+        now=given.now,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field, replace
 
 from engine.protocol import Hello, Load, Namespace, Sampling
 from gateway.errors import KvasirError, ModelNotFoundError
-from gateway.types import CallDelta, Event, Finished, FinishReason, Request, Started, TextDelta, TokenPrompt, Usage
+from gateway.types import (
+    CallDelta,
+    Event,
+    Finished,
+    FinishReason,
+    Lease,
+    Request,
+    Started,
+    TextDelta,
+    TokenPrompt,
+    Usage,
+)
 
 
 def hello(model: str = "demo", **changes: object) -> Hello:
@@ -77,6 +88,7 @@ class FakeStreet:
     reason: FinishReason = "stop"
     stop: str | None = None
     leased: Usage = NOTHING  # what the usage says of leases
+    lease: Lease | None = None  # and the trace
     fails_before: Exception | None = None
     fails_after: Exception | None = None
     hold_before: asyncio.Event | None = None
@@ -120,6 +132,7 @@ class FakeStreet:
         trace.engine, trace.prompt_tokens, trace.cached_tokens = "engine-1", prompt_tokens, self.cached_tokens
         trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
         trace.overhead_ms = 0.5
+        trace.lease = self.lease
         yield Started("engine-1", replace(self.usage, prompt_tokens=prompt_tokens))
         for piece in () if request.prewarm else self.pieces:
             trace.completion_tokens += 1

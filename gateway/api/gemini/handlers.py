@@ -15,16 +15,16 @@ from gateway.api.answering import Answering, reply
 from gateway.api.body import read_json
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import text
+from gateway.api.gemini.cached_contents import VERSIONS, CachedContents
 from gateway.api.gemini.pages import PAGE, page
-from gateway.api.gemini.parameters import COUNT, GENERATE
+from gateway.api.gemini.parameters import COUNT, GENERATE, MAX_CANDIDATES
 from gateway.api.gemini.proto import table, used
-from gateway.api.gemini.request import model_name, parse_count, parse_generate
+from gateway.api.gemini.request import model_name, parse_count, parse_generate, to_call
 from gateway.api.gemini.response import GeminiShape, model_json
 from gateway.api.record import RECORD
 from gateway.config import ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 
-VERSIONS: Final = ("v1", "v1beta")
 EXAMPLE: Final = {"contents": [{"role": "user", "parts": [{"text": "Hello."}]}]}
 STREAM: Final = table(used("alt", text(), "`sse`", "Server-sent events; without it the answer is one JSON array."))
 
@@ -32,9 +32,10 @@ STREAM: Final = table(used("alt", text(), "`sse`", "Server-sent events; without 
 class Gemini:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, answering: Answering) -> None:
+    def __init__(self, server: ServerSettings, answering: Answering, cached: CachedContents) -> None:
         self._server = server
         self._answering = answering
+        self._cached = cached
 
     def routes(self) -> list[Route]:
         return [route for version in VERSIONS for route in self._routes(f"/{version}")]
@@ -73,9 +74,12 @@ class Gemini:
 
     async def _answer(self, http: web.Request, *, stream: bool) -> web.StreamResponse:
         tenant = self._answering.admit(http)
-        body = await read_json(http, self._server)
+        asked = parse_generate(await read_json(http, self._server))
         name = model_name(http.match_info["model"])
-        call = parse_generate(name, body, stream=stream, max_answers=self._server.max_prompts)
+        kept = None
+        if asked.cached_content is not None:
+            _, kept = await self._cached.use(tenant, asked.cached_content, name)
+        call = to_call(name, asked, kept, stream=stream, max_answers=self._server.max_prompts)
         model = self._answering.model(name, http[RECORD])
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)
@@ -85,11 +89,15 @@ class Gemini:
     async def count(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/models/{model}:countTokens"""
         tenant = self._answering.admit(http)
-        call = parse_count(model_name(http.match_info["model"]), await read_json(http, self._server))
-        model = self._answering.model(call.model, http[RECORD])
-        tokens = await self._answering.count(http, tenant, call, model)
+        asked = parse_count(await read_json(http, self._server))
+        name, kept, told = model_name(http.match_info["model"]), None, {}
+        if asked.cached_content is not None:
+            content, kept = await self._cached.use(tenant, asked.cached_content, name)
+            told = {"cachedContentTokenCount": content.tokens}
+        call = to_call(name, asked, kept, max_answers=MAX_CANDIDATES)
+        tokens = await self._answering.count(http, tenant, call, self._answering.model(name, http[RECORD]))
         details = [{"modality": "TEXT", "tokenCount": tokens}]
-        return reply(orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details}), http[RECORD])
+        return reply(orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details, **told}), http[RECORD])
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""

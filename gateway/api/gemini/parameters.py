@@ -4,6 +4,7 @@ without effect, or refused. docs/http-api.md is held to these tables by a test.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from gateway.api.fields import anything, boolean, choice, string_map, text
@@ -30,6 +31,7 @@ MAX_STOPS: Final = 5
 MAX_TOP: Final = 20
 MIME_TYPES: Final = ("text/plain", "application/json", "text/x.enum")
 
+_CONTENT: Final = re.compile(r"(?:cachedContents/)?([A-Za-z0-9_-]{1,64})")
 _string = text()
 
 
@@ -38,6 +40,16 @@ def _not_empty(value: str, path: str) -> str:
         raise BadRequestError(f"'{path}' is empty.", param=path, code="empty_string")
     return value
 
+
+def _content_name(value: str, path: str) -> str:
+    found = _CONTENT.fullmatch(value)
+    if found is None:
+        raise BadRequestError(f"Invalid '{path}': cachedContents/ID is expected.", param=path)
+    return found[1]
+
+
+cached_content: Final = made(_string, _content_name)
+"""The name of a cached content, without its collection."""
 
 SAFETY: Final = table(
     no_effect("category", _string, "", ""),
@@ -123,7 +135,7 @@ GENERATE: Final = table(
     no_effect("labels", string_map(64, 64, 256), "up to 64 pairs", "Not kept."),
     no_effect("store", boolean, "boolean", "Nothing is stored."),
     no_effect("serviceTier", _string, "string", "There is one."),
-    refused("cachedContent", _string, "-", "Explicit caching is not supported yet."),
+    used("cachedContent", cached_content, "`cachedContents/ID`", "What the prompt begins with; see below."),
     refused("continuationToken", anything, "-", "Every answer is complete."),
 )
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.protocol import Sampling
 from gateway.api.call import Call
 from gateway.api.choices import Choices
 from gateway.api.gemini.contents import to_messages
 from gateway.api.gemini.formats import wanted
-from gateway.api.gemini.parameters import COUNT, GENERATE, MAX_CANDIDATES
+from gateway.api.gemini.parameters import COUNT, GENERATE
 from gateway.api.gemini.proto import read, under
 from gateway.api.gemini.tools import strict, tool_use
 from gateway.errors import BadRequestError, NotFoundError
-from gateway.types import ChatPrompt
+from gateway.types import ChatPrompt, Marker
 
 
 def model_name(written: str) -> str:
@@ -23,28 +23,55 @@ def model_name(written: str) -> str:
     return written.removeprefix("models/")
 
 
-def parse_generate(model: str, body: dict[str, Any], *, stream: bool, max_answers: int) -> Call:
+class Asked(NamedTuple):
+    """A checked request, and its path in the body."""
+
+    values: dict[str, Any]
+    at: str = ""
+
+    @property
+    def cached_content(self) -> str | None:
+        """The name of the cached content that the prompt begins with."""
+        name: str | None = self.values.get("cachedContent")
+        return name
+
+
+class Kept(NamedTuple):
+    """A cached content that a request names: its checked values, and the breakpoint at its end."""
+
+    values: dict[str, Any]
+    marker: Marker
+
+
+def parse_generate(body: dict[str, Any]) -> Asked:
     """generateContent and streamGenerateContent. Raises BadRequestError with the path of what is wrong,
     UnsupportedError for what is not carried out."""
-    return _call(model, read(body, GENERATE), stream=stream, max_answers=max_answers)
+    return _with_contents(Asked(read(body, GENERATE)))
 
 
-def parse_count(model: str, body: dict[str, Any]) -> Call:
+def parse_count(body: dict[str, Any]) -> Asked:
     """countTokens: contents, or a whole request; never both."""
     values = read(body, COUNT)
     whole = values.pop("generateContentRequest", None)
     if whole is None:
-        return _call(model, values, stream=False, max_answers=1)
+        return _with_contents(Asked(values))
     if values:
         raise BadRequestError("Either 'contents' or 'generateContentRequest' is expected, not both.", param="contents")
-    return _call(model, whole, "generateContentRequest", stream=False, max_answers=MAX_CANDIDATES)
+    return _with_contents(Asked(whole, "generateContentRequest"))
 
 
-def _call(model: str, values: dict[str, Any], at: str = "", *, stream: bool, max_answers: int) -> Call:
-    """`at` is the path of the checked values in the body."""
-    if not values.get("contents"):
-        where = under(at, "contents")
+def _with_contents(asked: Asked) -> Asked:
+    if not asked.values.get("contents"):
+        where = under(asked.at, "contents")
         raise BadRequestError(f"'{where}' is not specified.", param=where, code="missing_required_parameter")
+    return asked
+
+
+def to_call(model: str, asked: Asked, kept: Kept | None = None, *, stream: bool = False, max_answers: int) -> Call:
+    """Raises BadRequestError for what makes no sense together."""
+    values, at = asked
+    if kept is not None:
+        values = _behind(kept.values, asked)
     config, calling = values.get("generationConfig", {}), values.get("toolConfig", {})
     config_path = under(at, "generationConfig")
     declared = strict(values.get("tools", ()), calling)
@@ -54,7 +81,11 @@ def _call(model: str, values: dict[str, Any], at: str = "", *, stream: bool, max
             "Function calling together with a responseMimeType that is not text/plain is not supported.",
             param=f"{config_path}.responseMimeType",
         )
-    prompt = ChatPrompt(to_messages(values.get("systemInstruction"), values["contents"]), tools=declared)
+    prompt = ChatPrompt(
+        to_messages(values.get("systemInstruction"), values["contents"]),
+        markers=() if kept is None else (kept.marker,),
+        tools=declared,
+    )
     return Call(
         model=model,
         prompts=(prompt,),
@@ -66,6 +97,19 @@ def _call(model: str, values: dict[str, Any], at: str = "", *, stream: bool, max
         constraint=constraint,
         tool_use=use,
     )
+
+
+def _behind(kept: dict[str, Any], asked: Asked) -> dict[str, Any]:
+    """A request behind what was kept. Raises BadRequestError for what only the cached content may have."""
+    values, at = asked
+    for name in ("systemInstruction", "tools", "toolConfig"):
+        if name in values:
+            raise BadRequestError(
+                "CachedContent can not be used with a request that sets systemInstruction, tools or toolConfig: they "
+                "belong into the cached content.",
+                param=under(at, name),
+            )
+    return {**values, **kept, "contents": [*kept.get("contents", ()), *values["contents"]]}
 
 
 def _sampling(config: dict[str, Any], path: str) -> Sampling:

@@ -19,7 +19,7 @@ from gateway.api.sse import data, json_line
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, Started, TextDelta, Usage
 
-METHODS = ("generateContent", "countTokens")
+METHODS = ("generateContent", "countTokens", "createCachedContent")
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway.api.dialect import Dialect, printable
 from gateway.api.fields import closed_object
+from gateway.api.gemini.times import duration
 from gateway.errors import BadRequestError, KvasirError, UnauthorizedError
 
 _OWN_PATHS: Final = re.compile(
@@ -78,12 +79,6 @@ def _details(error: KvasirError) -> list[dict[str, Any]]:
     if error.retry_after_s is not None:
         details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": duration(error.retry_after_s)})
     return details
-
-
-def duration(seconds: float) -> str:
-    """As google.protobuf.Duration is written in JSON: `2s`, `0.5s`."""
-    written = f"{seconds:.9f}".rstrip("0").rstrip(".")
-    return f"{written}s"
 
 
 def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:

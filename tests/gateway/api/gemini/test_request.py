@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from gateway.api.call import Call
-from gateway.api.gemini.request import model_name, parse_count, parse_generate
+from gateway.api.gemini.request import model_name, parse_count, parse_generate, to_call
 from gateway.errors import BadRequestError, NotFoundError, UnsupportedError
 from gateway.types import ChatPrompt, Tool, ToolUse
 
@@ -25,7 +25,11 @@ G = Tool("g", path="tools[0].functionDeclarations[1].parameters")
 
 def generate(config: Any = None, **fields: Any) -> Call:
     body = {"contents": HI, **fields} | ({} if config is None else {"generationConfig": config})
-    return parse_generate("demo", body, stream=False, max_answers=16)
+    return to_call("demo", parse_generate(body), max_answers=16)
+
+
+def count(body: dict[str, Any]) -> Call:
+    return to_call("demo", parse_count(body), max_answers=16)
 
 
 def refusal(config: Any = None, **fields: Any) -> BadRequestError:
@@ -221,20 +225,20 @@ def test_functions_that_make_no_sense_are_refused(fields: Any, path: str) -> Non
 
 
 def test_counting_takes_contents_or_a_whole_request() -> None:
-    assert parse_count("demo", {"contents": HI}).prompts == (ChatPrompt(MESSAGES),)
+    assert count({"contents": HI}).prompts == (ChatPrompt(MESSAGES),)
     whole = {"model": "models/demo", "contents": HI, "systemInstruction": {"parts": [{"text": "s"}]}}
-    (prompt,) = parse_count("demo", {"generateContentRequest": whole}).prompts
+    (prompt,) = count({"generateContentRequest": whole}).prompts
     assert prompt == ChatPrompt([{"role": "system", "content": "s"}, *MESSAGES])
     for body in ({}, {"contents": HI, "generateContentRequest": whole}):
         with pytest.raises(BadRequestError) as refused:
-            parse_count("demo", body)
+            count(body)
         assert refused.value.param == "contents"
 
 
 def test_a_wrong_field_of_a_whole_request_to_count_has_the_whole_path() -> None:
     whole = {"contents": HI, "generationConfig": {"topP": 2}}
     with pytest.raises(BadRequestError) as refused:
-        parse_count("demo", {"generateContentRequest": whole})
+        count({"generateContentRequest": whole})
     assert refused.value.param == "generateContentRequest.generationConfig.topP"
 
 

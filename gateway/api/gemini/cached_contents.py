@@ -1,0 +1,197 @@
+"""The routes of cached contents: create, get, list, patch, delete, and their use by generateContent. caching.py reads
+what comes in, answering.py has the prefix computed, a store keeps what was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
+
+import orjson
+from aiohttp import web
+
+from gateway.api.answering import Answering, reply
+from gateway.api.body import read_json
+from gateway.api.dialect import EXAMPLE_MODEL, Route
+from gateway.api.fields import read_query, shown
+from gateway.api.gemini.caching import (
+    CHANGE,
+    CREATE,
+    MASK,
+    expires_s,
+    kept_part,
+    kept_values,
+    marker,
+    new_name,
+    prefix_call,
+    resource_json,
+)
+from gateway.api.gemini.pages import PAGE, page
+from gateway.api.gemini.proto import read
+from gateway.api.gemini.request import Kept, model_name
+from gateway.api.record import RECORD, kvasir_headers
+from gateway.config import GeminiSettings, ServerSettings
+from gateway.errors import BadRequestError, NotFoundError
+from gateway.types import CachedContent, Lease, Tenant
+
+VERSIONS: Final = ("v1", "v1beta")
+EXAMPLE: Final = {
+    "model": f"models/{EXAMPLE_MODEL}",
+    "contents": [{"role": "user", "parts": [{"text": "A long document."}]}],
+    "ttl": "300s",
+}
+
+
+class ContentStore(Protocol):
+    """The store, as gateway/contents/base.py promises it."""
+
+    async def put(self, tenant: str, content: CachedContent) -> None: ...
+
+    async def find(self, tenant: str, name: str) -> CachedContent | None: ...
+
+    async def all_of(self, tenant: str) -> list[CachedContent]: ...
+
+    async def extend(self, tenant: str, name: str, expires_s: float) -> CachedContent | None: ...
+
+    async def delete(self, tenant: str, name: str) -> bool: ...
+
+
+class CachedContents:
+    """Holds what its handlers need."""
+
+    def __init__(
+        self,
+        server: ServerSettings,
+        settings: GeminiSettings,
+        answering: Answering,
+        store: ContentStore,
+        now: Callable[[], float],
+    ) -> None:
+        """`now` is seconds since 1970, by the clock that the store goes by."""
+        self._server = server
+        self._settings = settings
+        self._answering = answering
+        self._store = store
+        self._now = now
+
+    def routes(self) -> list[Route]:
+        return [route for version in VERSIONS for route in self._routes(f"/{version}/cachedContents")]
+
+    def _routes(self, root: str) -> Iterator[Route]:
+        one = f"{root}/{{name}}"
+        yield Route(
+            "POST", root, self.create, "Keeps the beginning of prompts.", CREATE, required=("model",), example=EXAMPLE
+        )
+        yield Route("GET", root, self.list_all, "What is kept.", query=PAGE)
+        yield Route("GET", one, self.get, "One of them.")
+        yield Route(
+            "PATCH", one, self.change, "Keeps it longer, or shorter.", CHANGE, query=MASK, example={"ttl": "600s"}
+        )
+        yield Route("DELETE", one, self.delete, "Keeps it no longer.")
+
+    async def use(self, tenant: Tenant, name: str, model: str) -> tuple[CachedContent, Kept]:
+        """For a request to this model. Raises NotFoundError, and BadRequestError when it belongs to another model."""
+        content = await self._find(tenant, name)
+        if content.model != model:
+            raise BadRequestError(
+                f"Model used by the request (models/{shown(model)}) and CachedContent (models/{content.model}) has to "
+                "be the same.",
+                param="cachedContent",
+            )
+        values = kept_values(content)
+        return content, Kept(values, marker(values, content.expires_s - self._now()))
+
+    async def create(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/cachedContents"""
+        tenant = self._answering.admit(http)
+        body = await read_json(http, self._server)
+        values = read(body, CREATE)
+        if not values.get("model"):
+            raise BadRequestError("'model' is not specified.", param="model", code="missing_required_parameter")
+        name, now_s = model_name(values["model"]), self._now()
+        end_s = expires_s(values, now_s, self._settings, default=True)
+        tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s)
+        kept = kept_part(body)
+        content = CachedContent(
+            name=new_name(),
+            model=name,
+            body=kept,
+            num_bytes=len(kept),
+            tokens=tokens,
+            created_s=now_s,
+            updated_s=now_s,
+            expires_s=end_s,
+            display_name=values.get("displayName", ""),
+        )
+        await self._store.put(tenant.name, content)
+        return _reply(http, resource_json(content, lease))
+
+    async def list_all(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/cachedContents"""
+        tenant = self._answering.admit(http)
+        items = {f"{one.created_s:020.6f} {one.name}": one for one in await self._store.all_of(tenant.name)}
+        listed, token = page(items, http.query)
+        contents = [resource_json(content) for _, content in listed]
+        return _reply(http, {"cachedContents": contents, **({"nextPageToken": token} if token else {})})
+
+    async def get(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/cachedContents/{name}"""
+        tenant = self._answering.admit(http)
+        return _reply(http, resource_json(await self._find(tenant, http.match_info["name"])))
+
+    async def change(self, http: web.Request) -> web.StreamResponse:
+        """PATCH /v1/cachedContents/{name}"""
+        tenant = self._answering.admit(http)
+        read_query(http.query, MASK)
+        values = read(await read_json(http, self._server), CHANGE)
+        now_s = self._now()
+        end_s = expires_s(values, now_s, self._settings, default=False)
+        content = await self._find(tenant, http.match_info["name"])
+        lease = None
+        if end_s > content.expires_s:  # a lease cannot be made shorter; one that is long enough stays as it is
+            _, lease = await self._lease(http, tenant, content.model, kept_values(content), end_s - now_s)
+        changed = await self._store.extend(tenant.name, content.name, end_s)
+        if changed is None:
+            raise _not_found(content.name)
+        return _reply(http, resource_json(changed, lease))
+
+    async def delete(self, http: web.Request) -> web.StreamResponse:
+        """DELETE /v1/cachedContents/{name}"""
+        tenant = self._answering.admit(http)
+        if not await self._store.delete(tenant.name, http.match_info["name"]):
+            raise _not_found(http.match_info["name"])
+        return _reply(http, {})
+
+    async def _lease(
+        self, http: web.Request, tenant: Tenant, name: str, values: dict[str, Any], ttl_s: float
+    ) -> tuple[int, Lease | None]:
+        """Has the prefix computed and leased. Its tokens up to the breakpoint, and what became of that."""
+        call = prefix_call(name, values, ttl_s)
+        model = self._answering.model(name, http[RECORD])
+        least = self._settings.min_tokens
+        if least and (found := await self._answering.count(http, tenant, call, model)) < least:
+            raise BadRequestError(
+                f"Cached content is too small. total_token_count={found}, min_total_token_count={least} "
+                "(gemini.min_tokens).",
+                param="contents",
+            )
+        usage = await self._answering.prewarm(http, tenant, call, model)
+        lease = http[RECORD].lease
+        kept = lease.kept if lease is not None else None
+        return usage.prompt_tokens if kept is None else kept.tokens, lease
+
+    async def _find(self, tenant: Tenant, name: str) -> CachedContent:
+        content = await self._store.find(tenant.name, name)
+        if content is None:
+            raise _not_found(name)
+        return content
+
+
+def _not_found(name: str) -> NotFoundError:
+    """The same for what never was, what has ended and what is somebody else's."""
+    return NotFoundError(f"CachedContent not found (or permission denied): cachedContents/{shown(name)}.")
+
+
+def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
+    record = http[RECORD]
+    return reply(orjson.dumps(value), record, **(kvasir_headers(record) if record.traces else {}))

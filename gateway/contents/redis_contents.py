@@ -1,0 +1,181 @@
+"""Cached contents in Redis, which all gateways share.
+
+    kvasir:contents:{TENANT}             hash: name -> JSON of everything but the body
+    kvasir:contents:{TENANT}:body:NAME   the body, with the end of the content as its own
+    kvasir:contents:{TENANT}:gone:NAME   it was deleted; copies of it are not to be used
+
+The keys of one tenant have one slot of a Redis Cluster. Redis may evict any of them: a content without its body is
+not there. Ends are the gateway's own to judge; those of the keys only clean up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Any, Final, TypeVar
+
+import orjson
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, RedisError
+
+from gateway.config import GeminiSettings
+from gateway.contents.base import ContentsDownError, too_large, too_many
+from gateway.types import CachedContent
+
+_T = TypeVar("_T")
+
+
+def _script(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+_PUT: Final = _script("put.lua")
+_EXTEND: Final = _script("extend.lua")
+_DELETE: Final = _script("delete.lua")
+
+
+class RedisContents:
+    """A ContentStore. Every call raises ContentsDownError when Redis does not answer within the time limit."""
+
+    def __init__(self, redis: Redis, limits: GeminiSettings, now: Callable[[], float], *, timeout_s: float) -> None:
+        """`redis` is the caller's: it is not closed here. `now` is seconds since 1970."""
+        self._redis = redis
+        self._limits = limits
+        self._now = now
+        self._timeout_s = timeout_s
+        self._shas: dict[str, str] = {}
+
+    async def put(self, tenant: str, content: CachedContent) -> None:
+        """See base.py."""
+        await self._put(tenant, content, anew=True)
+
+    async def put_back(self, tenant: str, content: CachedContent) -> bool:
+        """Keeps what Redis has lost. False when it was deleted."""
+        return await self._put(tenant, content, anew=False)
+
+    async def find(self, tenant: str, name: str) -> CachedContent | None:
+        """See base.py."""
+        found, _ = await self.look(tenant, name)
+        if found is None:
+            return None
+        _, body, _ = _keys(tenant, name)
+        written: Any = await self._limited(self._redis.get(body))
+        return None if written is None else _content(found, bytes(written))
+
+    async def look(self, tenant: str, name: str) -> tuple[dict[str, Any] | None, bool]:
+        """What is said of a content that is there, as `told` reads it, and whether it was deleted. Without its body:
+        whoever has a copy needs no other."""
+        hash_, body, gone = _keys(tenant, name)
+        asked = self._redis.pipeline(transaction=False)
+        asked.hget(hash_, name)
+        asked.exists(body)
+        asked.exists(gone)
+        entry, has_body, was_deleted = await self._limited(asked.execute())
+        found = orjson.loads(entry) if entry is not None and has_body else None
+        if found is not None and found["expires_ms"] <= self._now_ms():
+            found = None
+        return found, bool(was_deleted)
+
+    async def all_of(self, tenant: str) -> list[CachedContent]:
+        """See base.py. What lost its body is among them."""
+        entries: Any = await self._limited(self._redis.hvals(_keys(tenant, "")[0]))
+        told = [orjson.loads(entry) for entry in entries]
+        return [_content(one, b"") for one in told if one["expires_ms"] > self._now_ms()]
+
+    async def extend(self, tenant: str, name: str, expires_s: float) -> CachedContent | None:
+        """See base.py."""
+        hash_, body, _ = _keys(tenant, name)
+        entry = await self._run(_EXTEND, [hash_, body], self._now_ms(), name, _ms(expires_s))
+        return None if entry is None else _content(orjson.loads(entry), b"")
+
+    async def delete(self, tenant: str, name: str) -> bool:
+        """See base.py."""
+        mark_ms = self._now_ms() + _ms(self._limits.longest_s)
+        return bool(await self._run(_DELETE, list(_keys(tenant, name)), self._now_ms(), name, mark_ms))
+
+    async def _put(self, tenant: str, content: CachedContent, *, anew: bool) -> bool:
+        limits = self._limits
+        kept = await self._run(
+            _PUT,
+            list(_keys(tenant, content.name)),
+            self._now_ms(),
+            content.name,
+            orjson.dumps(_entry(content)),
+            content.body,
+            _ms(content.expires_s),
+            content.num_bytes,
+            limits.max_contents,
+            limits.max_bytes,
+            int(anew),
+        )
+        if kept in (b"many", b"large"):
+            raise too_many(limits) if kept == b"many" else too_large(limits)
+        return bool(kept == b"kept")
+
+    def _now_ms(self) -> int:
+        return _ms(self._now())
+
+    async def _run(self, script: str, keys: list[str], *args: bytes | str | int) -> Any:
+        async def call() -> Any:
+            if script in self._shas:
+                try:
+                    return await self._evaluate(script, keys, *args)
+                except NoScriptError:  # Redis was restarted, or another one answers now
+                    pass
+            self._shas[script] = str(await self._redis.script_load(script))
+            return await self._evaluate(script, keys, *args)
+
+        return await self._limited(call())
+
+    async def _evaluate(self, script: str, keys: list[str], *args: bytes | str | int) -> Any:
+        return await self._redis.execute_command("EVALSHA", self._shas[script], len(keys), *keys, *args)  # type: ignore[no-untyped-call]
+
+    async def _limited(self, asked: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asked
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise ContentsDownError(str(error) or type(error).__name__) from error
+
+
+def told(found: dict[str, Any], body: bytes) -> CachedContent:
+    """What `look` found, with a body that somebody has."""
+    return _content(found, body)
+
+
+def _keys(tenant: str, name: str) -> tuple[str, str, str]:
+    """Of the tenant's hash, and of this content's body and mark."""
+    tag = f"kvasir:contents:{{{tenant}}}"
+    return tag, f"{tag}:body:{name}", f"{tag}:gone:{name}"
+
+
+def _entry(content: CachedContent) -> dict[str, Any]:
+    return {
+        "name": content.name,
+        "model": content.model,
+        "num_bytes": content.num_bytes,
+        "tokens": content.tokens,
+        "created_ms": _ms(content.created_s),
+        "updated_ms": _ms(content.updated_s),
+        "expires_ms": _ms(content.expires_s),
+        "display_name": content.display_name,
+    }
+
+
+def _content(found: dict[str, Any], body: bytes) -> CachedContent:
+    return CachedContent(
+        name=found["name"],
+        model=found["model"],
+        body=body,
+        num_bytes=found["num_bytes"],
+        tokens=found["tokens"],
+        created_s=found["created_ms"] / 1e3,
+        updated_s=found["updated_ms"] / 1e3,
+        expires_s=found["expires_ms"] / 1e3,
+        display_name=found["display_name"],
+    )
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1e3)
