@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gateway.types import CallDelta, FinishReason, ScoredToken, Usage
+from gateway.types import CallDelta, FinishReason, ScoredToken, TextDelta, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is the text of a JSON object, unless the answer was cut in the middle of it."""
+    """`arguments` is the text of a JSON object, unless the answer was cut in the middle of it. `offset` counts the
+    characters of the answer's text before it."""
 
     name: str
     arguments: str
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,15 @@ class Answer:
     stop: str | None = None  # the stop string that ended it
 
 
-def join_calls(pieces: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
-    """The calls that these pieces make, in order."""
-    names: list[str] = []
-    arguments: list[list[str]] = []
+def join_calls(pieces: Iterable[TextDelta | CallDelta]) -> tuple[ToolCall, ...]:
+    """The calls among the pieces of an answer, in order."""
+    calls: list[tuple[str, int, list[str]]] = []
+    chars = 0
     for piece in pieces:
-        if piece.call == len(names):
-            names.append(piece.name)
-            arguments.append([])
-        arguments[piece.call].append(piece.arguments)
-    return tuple(ToolCall(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True))
+        if isinstance(piece, TextDelta):
+            chars += len(piece.text)
+        else:
+            if piece.call == len(calls):
+                calls.append((piece.name, chars, []))
+            calls[piece.call][2].append(piece.arguments)
+    return tuple(ToolCall(name, "".join(arguments), offset) for name, offset, arguments in calls)

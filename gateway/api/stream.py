@@ -82,30 +82,27 @@ async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, a
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
     async def one(index: int, request: Request) -> Answer:
-        pieces: list[str] = []
-        calls: list[CallDelta] = []
-        scored: list[ScoredToken] = []
+        pieces: list[TextDelta | CallDelta] = []
         prompt: tuple[ScoredToken, ...] = ()
         async with aclosing(street.answer(request)) as events:
             async for event in events:
-                if type(event) is TextDelta:
-                    pieces.append(event.text)
-                    scored += event.scored
-                elif type(event) is CallDelta:
-                    calls.append(event)
+                if type(event) is TextDelta or type(event) is CallDelta:
+                    pieces.append(event)
                 elif type(event) is Started:
                     prompt = event.scored
                 elif type(event) is Finished:
                     end = _told(event, request)
                     echoed = echo(index)
+                    said = [piece for piece in pieces if isinstance(piece, TextDelta)]
+                    scored = tuple(one for piece in said for one in piece.scored)
                     return Answer(
-                        text=echoed + "".join(pieces),
+                        text=echoed + "".join([piece.text for piece in said]),
                         reason=end.reason,
                         usage=end.usage,
-                        scored=None if request.sampling.logprobs is None else tuple(scored),
+                        scored=None if request.sampling.logprobs is None else scored,
                         echoed=len(echoed),
                         prompt=prompt,
-                        calls=join_calls(calls),
+                        calls=join_calls(pieces),
                         stop=end.stop,
                     )
         raise KvasirError("The answer ended without a reason.")

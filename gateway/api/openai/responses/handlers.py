@@ -15,15 +15,16 @@ from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
+from gateway.api.openai.responses.diagnostics import diagnose
 from gateway.api.openai.responses.items import Item, response_of, with_ids
 from gateway.api.openai.responses.keeping import ResponseKeeper
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
 from gateway.api.openai.responses.request import Asked, parse, parse_count, shortened, to_call, turns
-from gateway.api.openai.responses.response import ResponseShape, new_token
+from gateway.api.openai.responses.response import Diagnose, ResponseShape, new_token
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.record import RECORD, kvasir_headers
 from gateway.config import LeaseSettings, ServerSettings
-from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, UnsupportedError
+from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
 from gateway.types import Tenant
 
 MAX_REFERENCED: Final = 16
@@ -81,7 +82,8 @@ class Responses:
         token = new_token()
         items = with_ids(await self._items(tenant, asked), token)
         call = await self._call(http, tenant, asked, items, model)
-        shape = ResponseShape(asked, token, leases=self._leases)
+        diagnosis = await self._diagnosis(tenant, asked, items)
+        shape = ResponseShape(asked, token, leases=self._leases, diagnose=diagnosis)
         keeper = None
         if asked.values.get("store", True):
             keeper = ResponseKeeper(self._store, tenant.name, shape, items)
@@ -198,6 +200,17 @@ class Responses:
             )
         kept = await self._store.find(tenant.name, response_id) if response_id else None
         return {item["id"]: item for item in kept.conversation} if kept else {}
+
+    async def _diagnosis(self, tenant: Tenant, asked: Asked, items: list[Item]) -> Diagnose | None:
+        """None where no comparison is asked for."""
+        compared = asked.values.get("prompt_cache_options", {}).get("comparison_response_id")
+        if compared is None:
+            return None
+        try:
+            kept = await self._store.find(tenant.name, compared)
+        except OverloadedError:
+            return lambda response, usage: {"type": "unavailable"}
+        return lambda response, usage: diagnose(response, items, kept, usage)
 
     async def _call(self, http: web.Request, tenant: Tenant, asked: Asked, items: list[Item], model: Hello) -> Call:
         """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""

@@ -74,7 +74,9 @@ def text_options(value: Any, path: str) -> Constraint | None:
     return constraint
 
 
-check_options = record(mode=choice("implicit", "explicit"), ttl=_string, prewarm=boolean)
+check_options = record(
+    mode=choice("implicit", "explicit"), ttl=_string, prewarm=boolean, comparison_response_id=_string
+)
 check_reasoning = record(
     effort=choice("none", "minimal", "low", "medium", "high", "xhigh", "max"),
     summary=choice("auto", "concise", "detailed"),
@@ -165,9 +167,10 @@ _TABLE = (
     _used(
         "prompt_cache_options",
         check_options,
-        "object: `mode` `implicit` or `explicit`, `ttl` one of `leases.ttls`, `prewarm` boolean",
+        "object: `mode` `implicit` or `explicit`, `ttl` one of `leases.ttls`, `prewarm` boolean, "
+        "`comparison_response_id`",
         "Which prefixes are kept, and for how long at least, as for chats. `prewarm`: the prompt is computed, and "
-        "nothing generated.",
+        "nothing generated. `comparison_response_id`: asks for `prompt_cache_diagnostics`; see below.",
     ),
     *_as_chat(
         "prompt_cache_key",

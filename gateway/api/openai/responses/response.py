@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import orjson
@@ -26,6 +26,9 @@ from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, Starte
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
+Diagnose = Callable[[Mapping[str, Any], Usage], dict[str, Any]]
+"""What `prompt_cache_diagnostics` says of a response."""
+
 TOLD_TTLS: Final = ("30m", "12h")
 """Whose tokens are always told; those of others only where there are any."""
 
@@ -40,12 +43,13 @@ def new_token() -> str:
 class ResponseShape:
     """One response. `response` is the object as it stands; `begun` says whether a client has been told its id."""
 
-    def __init__(self, asked: Asked, token: str, *, leases: LeaseSettings) -> None:
+    def __init__(self, asked: Asked, token: str, *, leases: LeaseSettings, diagnose: Diagnose | None = None) -> None:
         self.response = _new_response(asked, token)
         self.begun = False
         self.response["prompt_cache_options"] = _options(asked, leases)
         self._prewarm = asked.values.get("prompt_cache_options", {}).get("prewarm", False)
         self._leases = leases
+        self._diagnose = diagnose
         self._token = token
         self._number = 0  # of the next event
         self._unsent = b""  # events of a response that failed
@@ -138,6 +142,8 @@ class ResponseShape:
             response["status"] = "completed"
             response["completed_at"] = int(time.time())
         response["usage"] = self._usage_json(usage)
+        if self._diagnose is not None:
+            response["prompt_cache_diagnostics"] = self._diagnose(response, usage)
 
     def fail(self, error: KvasirError) -> None:
         """What is open is closed, with events that `failure` tells."""
@@ -325,14 +331,29 @@ def _options(asked: Asked, leases: LeaseSettings) -> dict[str, Any] | None:
     options = asked.values.get("prompt_cache_options")
     if options is None:
         return None
-    return {"mode": options.get("mode", "implicit"), "ttl": options.get("ttl", leases.default_ttl)}
+    return {
+        "mode": options.get("mode", "implicit"),
+        "ttl": options.get("ttl", leases.default_ttl),
+        "comparison_response_id": options.get("comparison_response_id"),
+    }
 
 
 def _pieces(answer: Answer) -> list[TextDelta | CallDelta]:
-    """What a stream would have brought, in a few pieces."""
-    calls = [CallDelta(number, call.name, call.arguments) for number, call in enumerate(answer.calls)]
-    text = [TextDelta(answer.text, answer.scored or ())] if answer.text or answer.scored else []
-    return [*text, *calls]
+    """What a stream would have brought, in a few pieces: calls are where they were in the text."""
+    pieces: list[TextDelta | CallDelta] = []
+    done = 0
+    for number, call in enumerate(answer.calls):
+        pieces += _said(answer, done, call.offset)
+        pieces.append(CallDelta(number, call.name, call.arguments))
+        done = call.offset
+    return [*pieces, *_said(answer, done, None)]
+
+
+def _said(answer: Answer, start: int, end: int | None) -> list[TextDelta]:
+    """The text between two places, if there is any."""
+    scored = tuple(one for one in answer.scored or () if start <= one.offset and (end is None or one.offset < end))
+    text = answer.text[start:end]
+    return [TextDelta(text, scored)] if text or scored else []
 
 
 def _logprobs(scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:

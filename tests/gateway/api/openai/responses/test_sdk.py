@@ -82,7 +82,17 @@ async def test_a_stream_is_this_transcript(name: str, street: FakeStreet) -> Non
 
 
 @pytest.mark.parametrize(
-    "street", [FakeStreet(), FakeStreet(pieces=CALLS), FakeStreet(reason="length"), FakeStreet(pieces=[])]
+    "street",
+    [
+        FakeStreet(),
+        FakeStreet(pieces=CALLS),
+        FakeStreet(reason="length"),
+        FakeStreet(pieces=[]),
+        FakeStreet(pieces=[CallDelta(0, "f", "{}")]),
+        FakeStreet(
+            pieces=["a", CallDelta(0, "f", "{}"), "b", CallDelta(1, "g", "{}"), CallDelta(2, "h", "{}"), "c", "d"]
+        ),
+    ],
 )
 async def test_a_stream_ends_with_the_response_that_is_answered_without_one(street: FakeStreet) -> None:
     def stable(response: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +179,7 @@ async def test_a_prewarmed_prompt_is_a_response_without_output(streamed: bool) -
             _, response, _ = await gateway.post("/v1/responses", body)
         assert gateway.street.requests[0].prewarm
     assert (response["status"], response["output"]) == ("completed", [])
-    assert response["prompt_cache_options"] == {"mode": "implicit", "ttl": "12h"}
+    assert response["prompt_cache_options"] == {"mode": "implicit", "ttl": "12h", "comparison_response_id": None}
     assert (response["usage"]["input_tokens"], response["usage"]["output_tokens"]) == (40, 0)
 
 
