@@ -211,6 +211,36 @@ def test_bias_and_penalties_choose_among_what_is_allowed(desk: Desk) -> None:
     assert (desk.text_of(1), desk.text_of(2)) == ("false", "true")
 
 
+def test_log_probabilities_under_a_grammar_are_the_models_own(desk: Desk) -> None:
+    desk.submit(1, Grammar("regex", "(yes|no|perhaps), sir"), temperature=1.0, logprobs=3)
+    assert desk.end_of(1).finish == "stop"
+    told = [one for update in desk.updates[1] for one in update.logprobs or ()]
+    said = [token for update in desk.updates[1] for token in update.tokens]
+    assert len(told) == len(said)
+    # The same text scored as a prompt, which no grammar touches.
+    scoring = Sampling(max_tokens=1, prompt_logprobs=3)
+    tokens = array("I", [*desk.prompt, *said]).tobytes()
+    desk.loop.submit("g", Submit(2, tokens, b"", scoring, use_cache=False))
+    desk.end_of(2)
+    (scored,) = [update.prompt_logprobs for update in desk.updates[2] if update.prompt_logprobs]
+    for ours, theirs in zip(told, scored[-len(said) :], strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+    assert any(token not in {one for one, _ in found.top} for token, found in zip(said, told, strict=True))
+
+
+@pytest.mark.parametrize("grammar", [BOOLEAN, Grammar("json_schema", '{"not": {}}')])
+def test_a_prompt_that_is_only_computed_has_a_grammar_checked_and_generates_nothing(
+    desk: Desk, grammar: Grammar
+) -> None:
+    desk.submit(1, grammar, max_tokens=0)
+    end = desk.end_of(1)
+    assert not any(update.tokens for update in desk.updates[1])
+    assert (end.finish, end.grammar_path) == (("length", None) if grammar is BOOLEAN else ("error", "not"))
+    desk.submit(2, None, max_tokens=2)
+    assert desk.end_of(2).finish in ("stop", "length")
+
+
 def test_a_regular_expression_and_a_json_object_constrain_too(desk: Desk) -> None:
     desk.submit(1, Grammar("regex", "(left|right) [0-9]{2}"))
     desk.submit(2, Grammar("json_object"), temperature=0.0)
