@@ -1,0 +1,157 @@
+"""What an app asks through an SDK, and what it gets: run with an old and a new version of the same SDK, and compared.
+
+    python -m tests.fakes.sdk_tour openai http://127.0.0.1:8080 demo
+
+Prints one JSON object: name of a step -> what the app saw of it, without ids and times. Greedy, so that two runs agree.
+Imports nothing but the SDK that is asked for: older versions run with PYTHONPATH alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+QUESTION: Any = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Where is Alice?"}]
+TOOL: Any = {
+    "name": "look_up",
+    "description": "Looks a word up.",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"type": "string", "enum": ["rabbit", "queen"]}},
+        "required": ["word"],
+        "additionalProperties": False,
+    },
+}
+
+
+def tour_openai(url: str, model: str) -> dict[str, Any]:
+    """Chats, completions, models, embeddings and errors of the OpenAI API."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+    greedy: Any = {"model": model, "temperature": 0}
+    chat: Any = {**greedy, "messages": QUESTION, "max_tokens": 12}
+    function = {"type": "function", "function": TOOL}
+
+    def plain() -> Any:
+        answer = client.chat.completions.create(**chat)
+        assert answer.usage is not None
+        return answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage.total_tokens
+
+    def streamed() -> Any:
+        chunks = list(client.chat.completions.create(**chat, stream=True))
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1].choices[0].finish_reason
+
+    def several() -> Any:
+        return [choice.message.content for choice in client.chat.completions.create(**chat, n=2).choices]
+
+    def scored() -> Any:
+        answer = client.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
+        told = answer.choices[0].logprobs
+        assert told is not None
+        return [(one.token, round(one.logprob, 2), len(one.top_logprobs)) for one in told.content or ()]
+
+    def forced() -> Any:
+        answer = client.chat.completions.create(**{**chat, "max_tokens": 60}, tools=[function], tool_choice="required")
+        call = (answer.choices[0].message.tool_calls or [None])[0]
+        assert call is not None
+        return call.function.name, call.function.arguments, answer.choices[0].finish_reason
+
+    def continued() -> Any:
+        return [one.text for one in client.completions.create(**greedy, prompt=["Alice", "The Queen"]).choices]
+
+    def models() -> Any:
+        return [one.id for one in client.models.list()], client.models.retrieve(model).id
+
+    def embedded() -> Any:
+        found = client.embeddings.create(model=EMBEDDER, input=["a rabbit", "a queen"], dimensions=8)
+        return [[round(value, 3) for value in one.embedding] for one in found.data]
+
+    def unknown_model() -> Any:
+        return error(lambda: client.chat.completions.create(**{**chat, "model": "nobody"}))
+
+    def wrong_value() -> Any:
+        return error(lambda: client.chat.completions.create(**{**chat, "temperature": 7}))
+
+    def error(ask: Callable[[], Any]) -> Any:
+        try:
+            ask()
+        except openai.APIStatusError as refused:
+            body: Any = refused.body
+            return type(refused).__name__, refused.status_code, refused.code, refused.param, body["message"]
+        return None
+
+    async def asynchronous() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60) as session:
+            stream = await session.chat.completions.create(**chat, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    steps = (plain, streamed, several, scored, forced, continued, models, embedded, unknown_model, wrong_value)
+    seen = {step.__name__: step() for step in steps}
+    seen["asynchronous"] = asyncio.run(asynchronous())
+    client.close()
+    return seen
+
+
+def tour_anthropic(url: str, model: str) -> dict[str, Any]:
+    """Messages, their counts, models and errors of the Anthropic API, in the version that every SDK can ask for."""
+    import anthropic
+
+    # Newer SDKs ask for a newer version of the API, and the answers are compared with those of older ones.
+    headers = {"anthropic-version": "2023-06-01"}
+    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60, default_headers=headers)
+    extra: Any = {"extra_body": {"temperature": 0}}
+    message: Any = {"model": model, "system": "You are brief.", "messages": QUESTION[1:]}
+    tool = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}
+
+    def plain() -> Any:
+        answer = client.messages.create(**message, max_tokens=12, **extra)
+        return [block.model_dump()["text"] for block in answer.content], answer.stop_reason, answer.usage.input_tokens
+
+    def streamed() -> Any:
+        with client.messages.stream(**message, max_tokens=12, **extra) as stream:
+            text = "".join(stream.text_stream)
+            return text, stream.get_final_message().stop_reason
+
+    def forced() -> Any:
+        choice: Any = {"type": "any"}
+        answer = client.messages.create(**message, max_tokens=60, tools=[tool], tool_choice=choice, **extra)
+        told = answer.content[0].model_dump()
+        return told["name"], told["input"], answer.stop_reason
+
+    def counted() -> Any:
+        return client.messages.count_tokens(**message).input_tokens
+
+    def models() -> Any:
+        return [one.id for one in client.models.list()], client.models.retrieve(model).id
+
+    def unknown_model() -> Any:
+        try:
+            client.messages.create(**{**message, "model": "nobody"}, max_tokens=5)
+        except anthropic.APIStatusError as refused:
+            body: Any = refused.body
+            return type(refused).__name__, refused.status_code, body["error"]["type"], body["error"]["message"]
+        return None
+
+    async def asynchronous() -> Any:
+        async with anthropic.AsyncAnthropic(
+            base_url=url, api_key="any", max_retries=0, timeout=60, default_headers=headers
+        ) as session:
+            answer = await session.messages.create(**message, max_tokens=12, **extra)
+            return [block.model_dump()["text"] for block in answer.content]
+
+    seen = {step.__name__: step() for step in (plain, streamed, forced, counted, models, unknown_model)}
+    seen["asynchronous"] = asyncio.run(asynchronous())
+    client.close()
+    return seen
+
+
+EMBEDDER = "all-MiniLM-L6-v2"
+TOURS = {"openai": tour_openai, "anthropic": tour_anthropic}
+
+if __name__ == "__main__":
+    name, url, model = sys.argv[1:]
+    print(json.dumps(TOURS[name](url, model)))
