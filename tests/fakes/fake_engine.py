@@ -36,6 +36,7 @@ from engine.protocol import (
     StepFrame,
     Submit,
     TokenizerFiles,
+    TokenLogprobs,
     decode,
     encode,
     split_digests,
@@ -248,7 +249,8 @@ class FakeEngine:
         message = decode(data)
         if isinstance(message, Submit):
             self.submits.append(message)
-            left = self.behaviour.tokens or message.sampling.max_tokens
+            most = message.sampling.max_tokens
+            left = min(self.behaviour.tokens or most, most)
             due_s = time.monotonic() + self.behaviour.first_token_s
             connection.running[message.seq] = _Running(message, due_s, left)
             self._work.set()
@@ -288,9 +290,12 @@ class FakeEngine:
         behaviour, count = self.behaviour, min(running.left, self.behaviour.tokens_per_step)
         answer = behaviour.answer
         tokens = [answer[(running.position + i) % len(answer)] for i in range(count)]
-        update = SequenceUpdate(seq, tokens)
+        sampling = running.submit.sampling
+        update = SequenceUpdate(seq, tokens, logprobs=_logprobs(tokens, sampling.logprobs))
         if not running.started:
             running.started = True
+            prompt = array("I", running.submit.tokens)[1:].tolist()
+            update.prompt_logprobs = _logprobs(prompt, sampling.prompt_logprobs)
             update.cached_tokens = self._cached(running.submit)
             update.queue_ms, update.prefill_ms = 0.0, behaviour.first_token_s * 1e3
             self._lease(running.submit, update)
@@ -328,6 +333,13 @@ class FakeEngine:
         tokens = len(array("I", submit.tokens))
         block_size = self.hello.namespace.block_size
         return min(held * block_size, max(0, tokens - 1) // block_size * block_size)
+
+
+def _logprobs(tokens: list[int], top: int | None) -> list[TokenLogprobs] | None:
+    """Those that were asked for: a token less likely than another one, which is always the same."""
+    if top is None:
+        return None
+    return [TokenLogprobs(-0.75, ((1, -0.5), (token, -0.75))[:top]) for token in tokens]
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -2,87 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
-from aiohttp import web
 
-from engine.protocol import TOKEN_BYTES, Submit
-from gateway.api.routes import app_runner
-from gateway.app import Gateway
-from gateway.config import EnginesSettings, LeaseSettings, Settings
+from engine.protocol import TOKEN_BYTES
+from gateway.config import LeaseSettings, Settings
 from tests.fakes import tokenisers
-from tests.fakes.fake_engine import FakeEngine, make_hello
 from tests.fakes.waiting import until
+from tests.fakes.whole import whole
 
-LIMIT_S = 10.0
 BOOK = " ".join(tokenisers.sentences(300, seed=11))
-
-
-@dataclass
-class Whole:
-    """A gateway on a port, and its engines."""
-
-    gateway: Gateway
-    engines: list[FakeEngine]
-    url: str
-    client: openai.AsyncOpenAI
-
-    @property
-    def submits(self) -> list[Submit]:
-        return [submit for engine in self.engines for submit in engine.submits]
-
-    async def ask(self, *messages: Any, **options: Any) -> tuple[openai.types.CompletionUsage, Any]:
-        """Usage and headers."""
-        raw = await self.client.chat.completions.with_raw_response.create(
-            model="demo", messages=list(messages), max_tokens=2, **options
-        )
-        usage = raw.parse().usage
-        assert usage is not None
-        return usage, raw.headers
-
-
-@asynccontextmanager
-async def whole(engines: int = 1, **behaviour: Any) -> AsyncIterator[Whole]:
-    files = tokenisers.qwen()
-    hello = tokenisers.hello(files)
-    settings = Settings(
-        engines=EnginesSettings(connect_timeout_s=2.0, reconnect_max_s=0.1), leases=LeaseSettings(ttls=("5m", "1h"))
-    )
-    gateway = Gateway(settings, None, None)
-    fakes = [
-        FakeEngine(
-            hello=make_hello(tokenizer=files.fingerprint(), vocab_size=hello.vocab_size), tokenizer=files, **behaviour
-        )
-        for _ in range(engines)
-    ]
-    runner = app_runner(gateway.web_app(), settings.server)
-    async with asyncio.timeout(6 * LIMIT_S):
-        for fake in fakes:
-            await fake.__aenter__()
-            gateway.registry.add(fake.url)
-        await gateway.registry.wait_joined()
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
-        try:
-            yield Whole(gateway, fakes, url, client)
-        finally:
-            await client.close()
-            await runner.cleanup()
-            await gateway.registry.stop()
-            await gateway.index.close()
-            gateway.prompts.close()
-            for fake in fakes:
-                await fake.die()
 
 
 def user(*parts: tuple[str, str | None]) -> Any:

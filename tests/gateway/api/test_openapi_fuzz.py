@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import aiohttp
 import jsonschema
@@ -16,19 +18,23 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
+from tokenizers import Tokenizer
 from yarl import URL
 
+from engine.protocol import TokenizerFiles
 from gateway.api.dialect import JSON, SSE, Dialect
 from gateway.api.dialects import DIALECTS, dialect_of
 from gateway.api.openapi import document
 from gateway.api.routes import ROUTES
 from gateway.errors import EngineFailedError, EngineLostError, OverloadedError, QueueFullError
 from gateway.types import CallDelta
+from tests.fakes import tool_templates
 from tests.fakes.askings import Asking, askings
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import LIMIT_S, make_app, running
 from tests.fakes.instances import instances
 from tests.fakes.street import FakeStreet
+from tests.fakes.whole import whole
 
 ASKS_WITH = {dialect.name: dialect.asking_headers for dialect in DIALECTS}
 SHAPE_CODES = {"unknown_parameter", "invalid_type", "empty_array", "array_above_max_length", "empty_string"}
@@ -74,6 +80,22 @@ PLANS = st.one_of(
     st.builds(Plan, TEXTS.map(lambda text: (*text, *CALLS)), st.just("tool_calls"), st.none(), st.none()),
     st.builds(Plan, TEXTS, st.just("stop"), FAILURES, FAILURES),
 )
+
+
+SAID = (
+    "Hello.",
+    "😀👍🏽é",
+    '<tool_call>\n{"name": "f", "arguments": {"a": "\u2028😀"}}\n</tool_call>',
+    '<tool_call>{"name": "f"',
+    '[TOOL_CALLS] [{"name": "f", "arguments": {}}]',
+    '<|python_tag|>{"name": "f", "parameters": {"a": 1}}',
+    '{"name": "f", "parameters": {}}',
+    "<think>\nhm\n</think>\n\nYes. <think>",
+    "\x00\r\n\n",
+)
+"""What an engine says; tokens of it, cut anywhere, over and over."""
+
+_Plan = TypeVar("_Plan")
 
 
 @dataclass
@@ -180,45 +202,99 @@ def ended(stream: bytes) -> str:
     return "whole"
 
 
-def fuzz(examples: int) -> Counter[str]:
-    """So many requests, the same ones each time. Returns how often each status was seen, by dialect."""
-    with asyncio.Runner() as runner:
-        street = FakeStreet()
-        context = running(street, embedder=fake_embedder(FakeTextModel(max_tokens=64)))
-        gateway = runner.run(context.__aenter__())
-        try:
-            document = json.loads(runner.run(gateway.get("/openapi.json"))[1])
-            target = Target(gateway.url, gateway.session, document, Counter())
+def ask_all(
+    runner: asyncio.Runner, target: Target, examples: int, plans: st.SearchStrategy[_Plan], act: Callable[[_Plan], bool]
+) -> Counter[str]:
+    """So many requests, the same ones each time. `act` prepares for each what answers it, and says whether that fails.
+    Returns how often each status was seen, by dialect."""
 
-            @settings(
-                max_examples=examples,
-                derandomize=True,
-                database=None,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-            )
-            @given(asking=askings(document, ASKS_WITH), plan=PLANS)
-            def ask(asking: Asking, plan: Plan) -> None:
-                street.pieces, street.reason = plan.pieces, plan.reason  # type: ignore[assignment]
-                street.fails_before, street.fails_after = plan.before, plan.after
-                runner.run(target.check(asking, fails=plan.fails))
-                assert street.open == 0
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(asking=askings(target.document, ASKS_WITH), plan=plans)
+    def ask(asking: Asking, plan: _Plan) -> None:
+        fails = act(plan)
+        runner.run(target.check(asking, fails=fails))
 
-            ask()
-        finally:
-            runner.run(context.__aexit__(None, None, None))
+    ask()
     return target.seen
 
 
+@contextmanager
+def target(runner: asyncio.Runner, context: AbstractAsyncContextManager[Any]) -> Iterator[tuple[Target, Any]]:
+    """A target, and what the context gave, whose url is the target's."""
+
+    async def start() -> tuple[Any, aiohttp.ClientSession, dict[str, Any]]:
+        served, session = await context.__aenter__(), aiohttp.ClientSession()
+        async with session.get(f"{served.url}/openapi.json") as answer:
+            return served, session, await answer.json()
+
+    async def end() -> None:
+        await session.close()
+        await context.__aexit__(None, None, None)
+
+    served, session, document = runner.run(start())
+    try:
+        yield Target(served.url, session, document, Counter()), served
+    finally:
+        runner.run(end())
+
+
+def fuzz_street(examples: int) -> Counter[str]:
+    street = FakeStreet()
+    served = running(street, embedder=fake_embedder(FakeTextModel(max_tokens=64)))
+
+    def act(plan: Plan) -> bool:
+        assert street.open == 0, "the answer before was closed"
+        street.pieces, street.reason = plan.pieces, plan.reason  # type: ignore[assignment]
+        street.fails_before, street.fails_after = plan.before, plan.after
+        return plan.fails
+
+    with asyncio.Runner() as runner, target(runner, served) as (over, _):
+        return ask_all(runner, over, examples, PLANS, act)
+
+
+def fuzz_engine(examples: int, files: TokenizerFiles) -> Counter[str]:
+    """With all stages between: templates, tokenisers, readers of tool calls."""
+    encode = Tokenizer.from_str(files.tokenizer_json).encode
+    said = [tuple(encode(text, add_special_tokens=False).ids) for text in SAID]
+
+    with asyncio.Runner() as runner, target(runner, whole(files=files)) as (over, served):
+        (engine,) = served.engines
+
+        def act(plan: tuple[tuple[int, ...], int, str]) -> bool:
+            answer, engine.behaviour.tokens, engine.behaviour.finish = plan
+            engine.behaviour.answer = answer
+            return engine.behaviour.finish == "error"
+
+        answers = st.sampled_from(said) | st.lists(st.integers(0, 400), min_size=1, max_size=9).map(tuple)
+        plans = st.tuples(answers, st.integers(1, 40), st.sampled_from(("stop", "stop", "length", "error")))
+        return ask_all(runner, over, examples, plans, act)
+
+
 def test_every_request_has_an_answer_in_the_shape_of_its_dialect() -> None:
-    seen = fuzz(300)
+    seen = fuzz_street(300)
     for dialect in DIALECTS:
         assert {f"{dialect.name} 200", f"{dialect.name} 400", f"{dialect.name} 404"} <= set(seen)
 
 
 @pytest.mark.slow
 def test_five_thousand_requests_have_an_answer_in_the_shape_of_their_dialect() -> None:
-    assert sum(fuzz(5000).values()) >= 5000
+    assert sum(fuzz_street(5000).values()) >= 5000
+
+
+@pytest.mark.parametrize("template", ["demo", "mistral"])
+def test_the_same_holds_with_all_stages_between(template: str) -> None:
+    assert fuzz_engine(60, tool_templates.ALL[template]())["openai 200"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", tool_templates.ALL)
+def test_the_same_holds_for_every_style_of_tool_calls(template: str) -> None:
+    assert fuzz_engine(500, tool_templates.ALL[template]())["openai 200"]
 
 
 WRITTEN = json.loads(json.dumps(document(make_app()[ROUTES], DIALECTS, "1")))["components"]["schemas"]

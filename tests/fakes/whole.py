@@ -1,0 +1,82 @@
+"""All stages of the gateway wired as app.py wires them, on a port, over engines without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+from aiohttp import web
+
+from engine.protocol import Submit, TokenizerFiles
+from gateway.api.routes import app_runner
+from gateway.app import Gateway
+from gateway.config import EnginesSettings, LeaseSettings, Settings
+from tests.fakes import tokenisers
+from tests.fakes.fake_engine import FakeEngine, make_hello
+
+LIMIT_S = 10.0
+
+
+@dataclass
+class Whole:
+    """A gateway on a port, and its engines."""
+
+    gateway: Gateway
+    engines: list[FakeEngine]
+    url: str
+    client: openai.AsyncOpenAI
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [submit for engine in self.engines for submit in engine.submits]
+
+    async def ask(self, *messages: Any, **options: Any) -> tuple[openai.types.CompletionUsage, Any]:
+        """Usage and headers."""
+        raw = await self.client.chat.completions.with_raw_response.create(
+            model="demo", messages=list(messages), max_tokens=2, **options
+        )
+        usage = raw.parse().usage
+        assert usage is not None
+        return usage, raw.headers
+
+
+@asynccontextmanager
+async def whole(engines: int = 1, files: TokenizerFiles | None = None, **behaviour: Any) -> AsyncIterator[Whole]:
+    """`files` is the tokeniser of the engines' model, `behaviour` that of every engine."""
+    files = files or tokenisers.qwen()
+    hello = tokenisers.hello(files)
+    settings = Settings(
+        engines=EnginesSettings(connect_timeout_s=2.0, reconnect_max_s=0.1), leases=LeaseSettings(ttls=("5m", "1h"))
+    )
+    gateway = Gateway(settings, None, None)
+    fakes = [
+        FakeEngine(
+            hello=make_hello(tokenizer=files.fingerprint(), vocab_size=hello.vocab_size), tokenizer=files, **behaviour
+        )
+        for _ in range(engines)
+    ]
+    runner = app_runner(gateway.web_app(), settings.server)
+    async with asyncio.timeout(3 * LIMIT_S):
+        for fake in fakes:
+            await fake.__aenter__()
+            gateway.registry.add(fake.url)
+        await gateway.registry.wait_joined()
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+    try:
+        yield Whole(gateway, fakes, url, client)
+    finally:
+        async with asyncio.timeout(LIMIT_S):
+            await client.close()
+            await runner.cleanup()
+            await gateway.registry.stop()
+            await gateway.index.close()
+            gateway.prompts.close()
+            for fake in fakes:
+                await fake.die()
