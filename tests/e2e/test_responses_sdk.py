@@ -119,6 +119,49 @@ def test_log_probabilities_add_up_to_the_text(server: Server) -> None:
     assert {len(one.top_logprobs) for one in part.logprobs} == {2}
 
 
+TOOLS: Any = [
+    {
+        "type": "function",
+        "name": "ticket",
+        "description": "Sells one.",
+        "parameters": {
+            "type": "object",
+            "properties": {"klass": {"enum": ["first", "second"]}, "bags": {"type": "integer", "minimum": 0}},
+            "required": ["klass", "bags"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+    {"type": "function", "name": "now"},
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_that_has_to_be_made_validates_and_its_output_is_answered(server: Server, streamed: bool) -> None:
+    asked: Any = {
+        "model": "demo",
+        "input": "One ticket.",
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "name": "ticket"},
+        "parallel_tool_calls": False,
+        "max_output_tokens": 200,
+        "temperature": 0,
+    }
+    if streamed:
+        with server.client().responses.stream(**asked) as stream:
+            answer: Any = stream.get_final_response()
+    else:
+        answer = server.client().responses.create(**asked)
+    (call,) = answer.output
+    assert (answer.status, call.type, call.name) == ("completed", "function_call", "ticket")
+    Ticket.model_validate_json(call.arguments)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sold."}
+    after = ask(server, [output], previous_response_id=answer.id, tools=TOOLS, tool_choice="none")
+    items = list(server.client().responses.input_items.list(after.id, order="asc"))
+    assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+    assert cached(after) > 0
+
+
 def test_what_cannot_be_done_is_refused(server: Server) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_output_tokens": 15}, "max_output_tokens"),

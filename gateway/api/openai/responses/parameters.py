@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from gateway.api.fields import (
     Parameter,
-    an_array,
     an_object,
     anything,
     boolean,
@@ -27,6 +26,7 @@ from gateway.api.fields import (
 from gateway.api.openai.formats import text_format
 from gateway.api.openai.parameters import CHAT, MAX_TOKENS
 from gateway.api.openai.responses.items import parse_input
+from gateway.api.openai.responses.tools import tool_choice, tools
 from gateway.types import Constraint
 
 MIN_OUTPUT_TOKENS: Final = 16
@@ -118,6 +118,14 @@ _INPUT = (
         "`auto` or `disabled`, the default",
         "`auto`: an input that does not fit loses its oldest turns, instructions aside, until it does; see below.",
     ),
+    _used("tools", tools, "array of 1 to 128 functions", "What the model may call; see below."),
+    _used(
+        "tool_choice",
+        tool_choice,
+        "`none`, `auto` or `required`; object: a `function` by name, or `allowed_tools`",
+        "Default `auto`; `required` and a function by name make the model call.",
+    ),
+    _used("parallel_tool_calls", boolean, "boolean, default true", "Whether there may be more than one call."),
     _used("text", text_options, "object: `format`, `verbosity`", "What the answer has to be; see below."),
     _refused("conversation", anything, "-", "Conversations are not supported; use `previous_response_id`."),
     _no_effect(
@@ -201,9 +209,6 @@ _TABLE = (
         "boolean, default true",
         "Keeps the response. It says `store: false` where that was not possible; see below.",
     ),
-    _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
-    _refused("tools", an_array, "-", "Tools are not supported yet."),
-    _refused("tool_choice", anything, "only `none` and `auto`", "Tools are not supported yet.", "none", "auto"),
     _refused("background", boolean, "boolean; only `false`", "Background responses are not supported.", False),
     _refused("background_options", anything, "-", "Background responses are not supported."),
     _refused("context_management", anything, "-", "Conversations are not compacted."),
@@ -215,9 +220,6 @@ _TABLE = (
 
 _TOKENS_TABLE = (
     *_INPUT,
-    _no_effect("parallel_tool_calls", boolean, "boolean", "There are no tools to call."),
-    _refused("tools", an_array, "-", "Tools are not supported yet."),
-    _refused("tool_choice", anything, "only `none` and `auto`", "Tools are not supported yet.", "none", "auto"),
     _refused("personality", _string, "-", "There are no personalities."),
 )
 

@@ -13,6 +13,7 @@ from gateway.api.openai.request import check_min_tokens, read_sampling
 from gateway.api.openai.responses.items import Item
 from gateway.api.openai.responses.parameters import LOGPROBS, RESPONSE, TOKENS
 from gateway.api.openai.responses.prompt import to_messages
+from gateway.api.openai.responses.tools import read_tools
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt
@@ -45,9 +46,11 @@ def parse(body: dict[str, Any]) -> Asked:
             param="stream_options",
             code="invalid_value",
         )
-    if values.get("text") is not None and values.get("ignore_eos"):
+    _, use = read_tools(values)
+    constrained = "text.format" if values.get("text") else "tool_choice" if use and use.mode == "required" else None
+    if constrained and values.get("ignore_eos"):
         raise BadRequestError(
-            "Setting 'text.format' and 'ignore_eos' at the same time is not supported.",
+            f"Setting '{constrained}' and 'ignore_eos' at the same time is not supported.",
             param="ignore_eos",
             code="invalid_parameter_combination",
         )
@@ -57,7 +60,9 @@ def parse(body: dict[str, Any]) -> Asked:
 
 def parse_count(body: dict[str, Any]) -> Asked:
     """Of a request that only asks how many tokens its input has. As `parse`."""
-    return Asked(body, read(body, TOKENS, required=_required(body)))
+    values = read(body, TOKENS, required=_required(body))
+    read_tools(values)
+    return Asked(body, values)
 
 
 def _required(body: dict[str, Any]) -> tuple[str, ...]:
@@ -74,15 +79,17 @@ def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
     options = values.get("prompt_cache_options", {})
     caching = place_markers(conversation.messages, conversation.points, options, leases)
     prewarm = options.get("prewarm", False)
+    tools, use = read_tools(values)
     return Call(
         model=values["model"],
-        prompts=(ChatPrompt(conversation.messages, markers=caching.markers),),
+        prompts=(ChatPrompt(conversation.messages, markers=caching.markers, tools=tools),),
         prompt_param="input",
         sampling=read_sampling(values, 0 if prewarm else values.get("max_output_tokens", 0), _logprobs(values)),
         stop=values.get("stop", ()),
         stream=values.get("stream", False),
         prewarm=prewarm,
         constraint=None if prewarm else values.get("text"),
+        tool_use=None if prewarm else use,
         use_cache=caching.use_cache,
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),

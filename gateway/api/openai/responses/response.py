@@ -19,6 +19,7 @@ from gateway.api.openai.logprobs import chat_logprobs
 from gateway.api.openai.response import new_call_id
 from gateway.api.openai.responses.items import Item, item_id
 from gateway.api.openai.responses.request import Asked
+from gateway.api.openai.responses.tools import tool_json
 from gateway.api.sse import event, json_line, json_text
 from gateway.config import LeaseSettings, duration_s
 from gateway.errors import KvasirError
@@ -304,7 +305,7 @@ def _new_response(asked: Asked, token: str) -> dict[str, Any]:
         "metadata": values.get("metadata", {}),
         "model": values["model"],
         "output": [],
-        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "parallel_tool_calls": values.get("parallel_tool_calls", True),
         "previous_response_id": values.get("previous_response_id"),
         "prompt_cache_diagnostics": None,
         "prompt_cache_key": values.get("prompt_cache_key"),
@@ -316,8 +317,8 @@ def _new_response(asked: Asked, token: str) -> dict[str, Any]:
         "temperature": values.get("temperature", 1.0),
         "text": {"format": {"type": "text"}, "verbosity": "medium"}
         | {key: value for key, value in (body.get("text") or {}).items() if value is not None},
-        "tool_choice": "none",
-        "tools": [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [tool_json(tool) for tool in values.get("tools", ())],
         "top_logprobs": values.get("top_logprobs", 0),
         "top_p": values.get("top_p", 1.0),
         "truncation": values.get("truncation", "disabled"),

@@ -50,7 +50,7 @@ async def test_a_response_has_every_field_of_the_api() -> None:
         assert (answer.object, answer.status, answer.model) == ("response", "completed", "demo")
         assert (answer.output_text, answer.error, answer.incomplete_details) == ("Hello world", None, None)
         assert (answer.instructions, answer.metadata, answer.user) == ("Be brief.", {"a": "b"}, "somebody")
-        assert (answer.temperature, answer.top_p, answer.tool_choice, answer.tools) == (0.5, 1.0, "none", [])
+        assert (answer.temperature, answer.top_p, answer.tool_choice, answer.tools) == (0.5, 1.0, "auto", [])
         assert answer.id.startswith("resp_")
         assert answer.completed_at is not None
         usage = answer.usage
