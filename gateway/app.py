@@ -299,9 +299,11 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
     else:
         lines.append("  access   open: no tenants are configured, everybody shares one cache ([[tenants]])")
     lines += [
-        f'  SDK      OpenAI(base_url="{url}/v1", api_key="any"), model="{models[0] if models else "..."}"',
+        f'  SDKs     OpenAI(base_url="{url}/v1", api_key="any"), model="{models[0] if models else "..."}"\n'
+        f'           Anthropic(base_url="{url}", api_key="any")\n'
+        f'           genai.Client(http_options={{"base_url": "{url}"}}, api_key="any")',
         f"  look     {url}/metrics  {url}/admin/stats",
-        f"  docs     {url}/ lists the routes; README.md and docs/ in the repository",
+        f"  docs     {url}/docs, and {url}/openapi.json; README.md and docs/ in the repository",
     ]
     say("\n".join(lines))
 

@@ -20,7 +20,10 @@ _SHARING = ("prefilled_tokens", "shared_tokens", "shared_waits", "forks")
 
 FRONT_PAGE = """Kvasir {version}: a prompt-caching gateway.
 
-Point the OpenAI SDK at this server: base_url = "{base}/v1"
+Point the SDK of an app at this server:
+  OpenAI     base_url="{base}/v1"
+  Anthropic  base_url="{base}"
+  Gemini     http_options={{"base_url": "{base}"}}
 What it takes and answers: {base}/docs, and {base}/openapi.json for programs.
 
 """
@@ -58,7 +61,7 @@ class Admin:
     async def front_page(self, http: web.Request) -> web.Response:
         """GET /"""
         lines = [
-            f"{route.method:<5}{route.resource.canonical}"
+            f"{route.method:<7}{route.resource.canonical}"
             for route in http.app.router.routes()
             if route.resource is not None and route.method != "HEAD"
         ]

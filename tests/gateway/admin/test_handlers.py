@@ -119,5 +119,6 @@ async def test_the_front_page_names_every_route_and_how_to_point_an_sdk_at_it() 
         _, text, headers = await gateway.get("/")
         assert headers["content-type"].startswith("text/plain")
         for method, path in routes(gateway.app):
-            assert f"{method:<5}{path}\n" in text
-        assert f'base_url = "{gateway.url}/v1"' in text
+            assert f"{method:<7}{path}\n" in text
+        assert f'base_url="{gateway.url}/v1"' in text
+        assert f'base_url="{gateway.url}"' in text
