@@ -142,6 +142,60 @@ def test_candidates_seeds_stops_and_log_probabilities(sdk: genai.Client) -> None
     assert cut.text == plain[: plain.index(plain[3:7])]
 
 
+def weather(tomorrow: bool) -> str:
+    """What the weather is like.
+
+    Args:
+        tomorrow: or else today
+    """
+    return "rain" if tomorrow else "sun"
+
+
+def forced(**options: Any) -> types.GenerateContentConfig:
+    """One call or more, and nothing else."""
+    calling = types.FunctionCallingConfig(mode=types.FunctionCallingConfigMode.ANY)
+    return config(
+        system_instruction=None,
+        tools=[weather],
+        tool_config=types.ToolConfig(function_calling_config=calling),
+        max_output_tokens=200,
+        **options,
+    )
+
+
+def test_a_function_that_has_to_be_called_is_called_streamed_or_not(sdk: genai.Client) -> None:
+    options = forced(automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True))
+    whole = sdk.models.generate_content(model="demo", contents="Rain?", config=options)
+    assert whole.function_calls
+    for call in whole.function_calls:
+        assert call.name == "weather"
+        assert (call.args or {}).get("tomorrow") in (True, False)
+    chunks = sdk.models.generate_content_stream(model="demo", contents="Rain?", config=options)
+    assert [call for chunk in chunks for call in chunk.function_calls or []] == whole.function_calls
+
+
+def test_the_sdk_calls_the_function_itself_and_sends_what_it_returned(sdk: genai.Client) -> None:
+    once = types.AutomaticFunctionCallingConfig(maximum_remote_calls=2)
+    answer = sdk.models.generate_content(model="demo", contents="Rain?", config=forced(automatic_function_calling=once))
+    history = answer.automatic_function_calling_history or []
+    results = [part.function_response for turn in history for part in turn.parts or [] if part.function_response]
+    assert results
+    assert all((result.response or {})["result"] in ("rain", "sun") for result in results)
+    assert answer.usage_metadata is not None
+    assert (answer.usage_metadata.cached_content_token_count or 0) > 0
+
+
+def test_functions_can_be_kept(sdk: genai.Client) -> None:
+    options = forced()
+    declared = types.FunctionDeclaration.from_callable(client=sdk._api_client, callable=weather)
+    tools = [types.Tool(function_declarations=[declared])]
+    content = kept(sdk, "Functions.", tools=tools, tool_config=options.tool_config)
+    asked = types.GenerateContentConfig(cached_content=content.name, max_output_tokens=200, temperature=0)
+    answer = sdk.models.generate_content(model="demo", contents="Rain?", config=asked)
+    assert [call.name for call in answer.function_calls or []][:1] == ["weather"]
+    assert read_tokens(answer) >= total(content)
+
+
 def test_models_are_listed_in_this_shape(server: Server, sdk: genai.Client) -> None:
     (model,) = list(sdk.models.list())
     assert (model.name, sdk.models.get(model="demo").name) == ("models/demo", "models/demo")

@@ -32,6 +32,7 @@ from gateway.errors import BadRequestError
 
 Message = dict[str, Any]
 ROLES: Final = ("user", "model", "function")
+_AS_THEY_ARE: Final = ("user", "model")
 
 _string = text()
 _NO_MEDIA: Final = "Only text is understood by this model."
@@ -156,7 +157,26 @@ def instruction(value: Any, path: str) -> str:
     return "".join(part for part in parts if isinstance(part, str))
 
 
-contents = repeated(content)
+_several = repeated(content)
+
+
+@takes(_several.schema)
+def contents(value: Any, path: str) -> list[Content]:
+    """A conversation."""
+    if type(value) is not list:
+        return _several(value, path)
+    # Nearly all turns of a long conversation are one text, and need nothing else looked at.
+    return [_plain(item) or content(item, f"{path}[{index}]") for index, item in enumerate(value)]
+
+
+def _plain(item: Any) -> Content | None:
+    """A turn of one text and nothing else; None for any other."""
+    if type(item) is dict and len(item) == 2 and item.get("role") in _AS_THEY_ARE:
+        parts = item.get("parts")
+        if type(parts) is list and len(parts) == 1 and type(parts[0]) is dict and len(parts[0]) == 1:
+            said = parts[0].get("text")
+            return Content(item["role"], (said,)) if type(said) is str else None
+    return None
 
 
 def to_messages(system: str | None, turns: Iterable[Content]) -> list[Message]:

@@ -26,6 +26,11 @@ from gateway.types import Tool, ToolUse
 MODES: Final = ("MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
+_OPEN: Final = frozenset(
+    ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "$ref")
+)
+"""What says which other arguments there may be."""
+
 _string = text()
 _NOT_OURS: Final = "Kvasir has no tools of its own; declare functions."
 
@@ -93,7 +98,15 @@ def _tool(declared: dict[str, Any], path: str) -> Tool:
         where = f"{path}.parametersJsonSchema"
         raise BadRequestError(f"'{where}' is there besides 'parameters'.", param=where)
     key = "parametersJsonSchema" if "parametersJsonSchema" in declared else "parameters"
-    return Tool(name, declared.get("description"), declared.get(key), path=f"{path}.{key}")
+    return Tool(name, declared.get("description"), _closed(declared.get(key)), path=f"{path}.{key}")
+
+
+def _closed(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Arguments are those that are declared, unless a schema says otherwise: the SDK makes schemas of Python functions,
+    which take no others, and does not say so."""
+    if not parameters or not parameters.get("properties") or _OPEN & set(parameters):
+        return parameters
+    return {**parameters, "additionalProperties": False}
 
 
 @takes(message_schema(TOOL_CONFIG))

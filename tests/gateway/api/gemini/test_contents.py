@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.gemini.contents import contents, instruction, to_messages
+from gateway.api.gemini.contents import content, contents, instruction, to_messages
 from gateway.errors import BadRequestError, UnsupportedError
 
 
@@ -37,6 +37,13 @@ def test_pieces_of_one_answer_are_one_message() -> None:
     pieces = [text("model", "a"), {"role": "model", "parts": [called("f")]}, text("model", "b", "")]
     (told,) = messages(*pieces)
     assert (told["role"], told["content"], len(told["tool_calls"])) == ("assistant", "ab", 1)
+
+
+@pytest.mark.parametrize("role", ["user", "model"])
+def test_the_short_way_of_plain_turns_leads_to_where_the_long_one_does(role: str) -> None:
+    plain = text(role, "a")
+    assert contents([plain], "contents") == [content(plain, "contents[0]")]
+    assert contents(plain, "contents") == [content(plain, "contents[0]")]
 
 
 def test_turns_of_a_user_stay_apart() -> None:

@@ -153,11 +153,11 @@ def test_functions_become_tools() -> None:
     call = generate(tools=TOOLS)
     assert call.prompts == (ChatPrompt(MESSAGES, tools=(F, G)),)
     assert call.tool_use == ToolUse((F, G))
-    plain = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    call = generate(tools={"function_declarations": {"name": "h", "parameters_json_schema": plain}})
-    assert call.tool_use == ToolUse(
-        (Tool("h", None, plain, path="tools[0].functionDeclarations[0].parametersJsonSchema"),)
-    )
+    plain: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    path = "tools[0].functionDeclarations[0].parametersJsonSchema"
+    for given, meant in ((plain, False), ({**plain, "additionalProperties": True}, True)):
+        call = generate(tools={"function_declarations": {"name": "h", "parameters_json_schema": given}})
+        assert call.tool_use == ToolUse((Tool("h", None, {**plain, "additionalProperties": meant}, path=path),))
 
 
 def calling(mode: str | None = None, *names: str) -> dict[str, Any]:
