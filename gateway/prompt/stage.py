@@ -30,7 +30,7 @@ from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import Link, Tokenizer
 from gateway.prompt.tool_calls import CallParser
 from gateway.prompt.tool_grammar import calls_only, calls_or
-from gateway.prompt.tool_styles import PROBE, ToolStyle, find_style
+from gateway.prompt.tool_styles import PROBE, ToolStyle, find_style, shorten_ids
 from gateway.types import (
     ChatPrompt,
     Constraint,
@@ -198,7 +198,7 @@ class PromptStage:
             raise BadRequestError(f"Tools cannot be used with this model: {model.tool_style}.", param="tools")
         style = None if use is None else _style_of(model)
         opener = style.forced_opener if style is not None and use is not None and use.mode == "required" else ""
-        render = partial(_render, model.template, prompt, opener if prompt.add_generation_prompt else "")
+        render = partial(_render, model, prompt, opener if prompt.add_generation_prompt else "")
         num_chars = sum([len(content) for message in prompt.messages if type(content := message.get("content")) is str])
         num_chars += sum(map(_num_chars, prompt.tools))
         key = model.prompts.key(namespace, prompt, num_chars, opener) if model.template.is_timeless else None
@@ -287,10 +287,14 @@ class PromptStage:
         return Path(root, path, 0).joined()
 
 
-def _render(template: ChatTemplate, prompt: ChatPrompt, opener: str, markers: Sequence[Marker] = ()) -> str:
+def _render(model: _Model, prompt: ChatPrompt, opener: str, markers: Sequence[Marker] = ()) -> str:
     """Masked text, with what stands before a call that has to be made."""
-    text = template.render(
-        prompt.messages, markers, tools=prompt.tools, add_generation_prompt=prompt.add_generation_prompt
+    assert model.template is not None
+    messages: Sequence[Mapping[str, Any]] = prompt.messages
+    if isinstance(model.tool_style, ToolStyle) and model.tool_style.short_ids:
+        messages = shorten_ids(messages)
+    text = model.template.render(
+        messages, markers, tools=prompt.tools, add_generation_prompt=prompt.add_generation_prompt
     )
     if opener and text.rstrip().endswith(_THINK):
         text = text.rstrip() + f"\n{_THOUGHT}\n\n"

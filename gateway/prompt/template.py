@@ -95,11 +95,9 @@ class ChatTemplate:
 
 
 def _described(tool: Tool) -> dict[str, Any]:
-    """As the OpenAI API writes it, which is what templates are made for."""
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    function["parameters"] = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
+    """As the OpenAI API writes it, which is what templates are made for. Some take for granted what may be missing."""
+    schema = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
+    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
     return {"type": "function", "function": function}
 
 

@@ -9,9 +9,12 @@ makes a model write them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Final
+
+import xxhash
 
 from gateway.errors import BadRequestError
 from gateway.prompt.template import ChatTemplate
@@ -29,6 +32,7 @@ class ToolStyle:
     listed   the calls are a JSON array
     bare     what looks like a call of a tool that may be called is one, where a line begins
     single   the template has no way to write several calls into one answer
+    short_ids  it wants ids of calls of SHORT_ID characters, letters and digits
     """
 
     name: str
@@ -40,6 +44,7 @@ class ToolStyle:
     listed: bool = False
     bare: bool = False
     single: bool = False
+    short_ids: bool = False
 
     @property
     def forced_opener(self) -> str:
@@ -66,6 +71,9 @@ JSON: Final = ToolStyle("json", "arguments", between="\n", bare=True)
 
 STYLES: Final = (HERMES, MISTRAL, LLAMA3, JSON)
 
+SHORT_ID: Final = 9
+"""Characters of a call's id in Mistral's templates."""
+
 UNKNOWN: Final = "its chat template writes tool calls in a form that is not known here"
 
 PROBE: Final = Tool("find_probe", "Finds.", {"type": "object", "properties": {"of": {"type": "string"}}})
@@ -79,18 +87,43 @@ def find_style(template: ChatTemplate) -> ToolStyle | str:
         shown = _show(template, 1, answered=answered)
         for style in STYLES if shown else ():
             if (found := _find(style, *shown)) is not None:
-                single = not _show(template, 2, answered=answered)
-                return replace(style, before=found["before"] if style.listed else style.before, single=single)
+                return replace(
+                    style,
+                    before=found["before"] if style.listed else style.before,
+                    single=not _show(template, 2, answered=answered),
+                    short_ids=not _show(template, 1, answered=answered, call_id="call_0123456789abcdef01234567"),
+                )
     return UNKNOWN
 
 
-def _show(template: ChatTemplate, calls: int, *, answered: bool) -> tuple[str, int] | tuple[()]:
+def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with short ids of calls, the same for the same id. Those that are short already stay."""
+    changed: list[Mapping[str, Any]] = []
+    for message in messages:
+        if type(message.get("tool_call_id")) is str:
+            message = {**message, "tool_call_id": _short(message["tool_call_id"])}
+        if message.get("tool_calls"):
+            calls = [{**call, "id": _short(str(call.get("id", "")))} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        changed.append(message)
+    return changed
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == SHORT_ID and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return xxhash.xxh3_64_hexdigest(call_id.encode())[:SHORT_ID]
+
+
+def _show(template: ChatTemplate, calls: int, *, answered: bool, call_id: str = "probe") -> tuple[str, int] | tuple[()]:
     """A conversation in which the model has called a tool, and where in it the model's own words begin, or something
     that would have been put before them. Empty where the template refuses that."""
     question = {"role": "user", "content": "Where?"}
     function = {"name": PROBE.name, "arguments": {"of": "it"}}
-    # Mistral's templates want ids of nine characters.
-    made = [{"id": f"probe{number:04}", "type": "function", "function": function} for number in range(calls)]
+    made = [
+        {"id": f"{call_id}{number:0{SHORT_ID - len('probe')}}", "type": "function", "function": function}
+        for number in range(calls)
+    ]
     messages: list[dict[str, Any]] = [question, {"role": "assistant", "content": "", "tool_calls": made}]
     if answered:
         messages += [

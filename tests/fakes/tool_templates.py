@@ -46,7 +46,7 @@ HERMES = """\
 {%- macro kind(of) %}{{ {'string': 'str', 'integer': 'int'}.get(of, 'Any') }}{% endmacro %}
 {%- if tools is defined and tools %}
 {{- '<|im_start|>system\\nYou may call: ' }}
-{%- for tool in tools %}{{ tool.function.name }}(
+{%- for tool in tools %}{{ tool.function.name + ': ' + tool.function.description }}(
 {%- for name, of in tool.function.parameters.properties.items() %}{{ name }}: {{ kind(of.type) }}, {% endfor %})
 {%- endfor %}
 {{- '<|im_end|>\\n' }}

@@ -121,7 +121,10 @@ def test_tools_are_given_as_the_openai_api_writes_them_and_special_strings_in_th
             "type": "function",
             "function": {"name": "look", "description": TOOL.description, "parameters": TOOL.parameters},
         },
-        {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+        {
+            "type": "function",
+            "function": {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}},
+        },
     ]
 
 
