@@ -294,7 +294,7 @@ class TokenLogprobs(NamedTuple):
 @dataclass(slots=True)
 class SequenceUpdate:
     """What one step did for one sequence. The first update carries cached_tokens and the two times, and that of a
-    sequence whose prompt has breakpoints, or begins with what a lease keeps, the three figures of leases."""
+    sequence whose prompt has breakpoints, or begins with what a lease keeps, the figures of leases."""
 
     seq: int
     tokens: list[int] = field(default_factory=list)  # new tokens; a stop token is not among them
@@ -308,6 +308,7 @@ class SequenceUpdate:
     lease_read_tokens: int | None = None  # of the longest lease that the prompt begins with, to the token
     lease_write_tokens: int | None = None  # up to the last breakpoint that is kept from now on, beyond those read
     leases_degraded: int | None = None  # breakpoints that ordinary eviction may take, for want of budget
+    lease_reads: list[int] | None = None  # tokens of all leases that the prompt begins with, longest first
     logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`, when they were asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # one for each token of the prompt but the first
 
@@ -463,6 +464,7 @@ _UPDATE_EXTRAS: Final = (
     "lease_read_tokens",
     "lease_write_tokens",
     "leases_degraded",
+    "lease_reads",
 )
 
 _LOGPROB_EXTRAS: Final = ("logprobs", "prompt_logprobs")  # each token a flat list: own, id, theirs, id, theirs, ...

@@ -91,6 +91,7 @@ class Gateway:
         return build_app(
             server=settings.server,
             leases=settings.leases,
+            anthropic=settings.anthropic,
             gemini=settings.gemini,
             auth=settings.auth,
             tenants=settings.tenants,

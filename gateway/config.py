@@ -184,6 +184,33 @@ class GeminiSettings(Section):
         return self
 
 
+class AnthropicSettings(Section):
+    """[anthropic]: what the Anthropic API leaves to the model or to the server."""
+
+    lookback_blocks: Annotated[int, Field(ge=1, le=64)] = Field(
+        20, description="Blocks, from a marked one backwards, at whose end a cached prefix counts as read."
+    )
+    min_cache_tokens: Annotated[int, Field(ge=0)] = Field(
+        0, description="Tokens that a prefix needs to be cached; a marker after fewer is ignored, as upstream."
+    )
+    min_cache_tokens_of: tuple[Annotated[str, Field(pattern=r"^.+=[0-9]{1,9}$")], ...] = Field(
+        (), description="The same for single models, as `MODEL=TOKENS`; several separated by commas."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_models(cls, data: object) -> object:
+        return _split(data, "min_cache_tokens_of")
+
+    def min_tokens_of(self, model: str) -> int:
+        """Tokens that a prefix of this model needs to be cached."""
+        for item in self.min_cache_tokens_of:
+            name, _, tokens = item.rpartition("=")
+            if name == model:
+                return int(tokens)
+        return self.min_cache_tokens
+
+
 class RoutingSettings(Section):
     """[routing]: which engine gets a prompt."""
 
@@ -346,6 +373,7 @@ class Settings(BaseModel):
     engine: EngineSettings = EngineSettings()
     prompt: PromptSettings = PromptSettings()
     leases: LeaseSettings = LeaseSettings()
+    anthropic: AnthropicSettings = AnthropicSettings()
     stored_responses: StoredResponseSettings = StoredResponseSettings()
     gemini: GeminiSettings = GeminiSettings()
     routing: RoutingSettings = RoutingSettings()

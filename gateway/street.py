@@ -172,6 +172,11 @@ class Street:
         model = self._registry.serving(request.model)[0].hello
         return (await self._prompts.encode(request, model)).num_tokens
 
+    async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
+        """Where the markers of its prompt are, in tokens, without asking an engine. Raises as `count` does."""
+        model = self._registry.serving(request.model)[0].hello
+        return (await self._prompts.encode(request, model)).breakpoints
+
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Started, any number of TextDeltas and CallDeltas, Finished. Raises a KvasirError instead of, or after, any of
         them."""
@@ -308,7 +313,13 @@ def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update
     if isinstance(request.prompt, ChatPrompt) and request.prompt.markers:
         points = prompt.breakpoints
         degraded = len(points) if update.leases_degraded is None else update.leases_degraded
-        trace.lease = Lease(degraded, points[-1] if points and not degraded else None)
+        if points or not request.prompt.min_breakpoint_tokens:
+            trace.lease = Lease(degraded, points[-1] if points and not degraded else None)
+        trace.breakpoints, trace.lease_reads = points, tuple(update.lease_reads or ())
+        if points and not degraded:
+            trace.kept_tokens = points[-1].tokens
+        elif trace.lease_write_tokens:
+            trace.kept_tokens = trace.lease_read_tokens + trace.lease_write_tokens
         end = min(trace.lease_read_tokens + trace.lease_write_tokens, trace.prompt_tokens)
         trace.lease_writes = tuple(_lease_writes(points, trace.lease_read_tokens, end))
     else:

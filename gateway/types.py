@@ -61,16 +61,28 @@ class Tenant:
 
 
 MAX_BREAKPOINTS = 4
-"""Of one request. What more of them means differs by dialect; the prompt stage gets no more."""
+"""Of one request. What more of them means differs by dialect; an engine gets no more."""
+
+MAX_MARKERS = 160
+"""Places that the prompt stage looks for in one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A breakpoint before the prompt is tokens: right after the first `chars` characters of a message's content."""
+    """A breakpoint before the prompt is tokens: right after the first `chars` characters of a message's content, or
+    behind one of its tool calls, or behind a tool.
+
+    call  number among the message's calls; `chars` says nothing then
+    tool  number among the prompt's tools; `message` and `chars` say nothing then
+
+    Behind a call or a tool means behind the last text in it: what closes it, and has no text, may come after.
+    """
 
     message: int
     chars: int
     ttl_s: float
+    call: int | None = None
+    tool: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +121,9 @@ class ChatPrompt:
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
-    markers: tuple[Marker, ...] = ()  # MAX_BREAKPOINTS at most
+    markers: tuple[Marker, ...] = ()  # MAX_BREAKPOINTS at most, where the prompt goes to an engine
     tools: tuple[Tool, ...] = ()
+    min_breakpoint_tokens: int = 0  # a marker after fewer is no breakpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +206,9 @@ class Trace:
     lease_read_tokens: int = 0  # of the longest lease that the prompt begins with, to the token
     lease_write_tokens: int = 0  # beyond those, up to the last breakpoint that is kept from now on
     lease_writes: tuple[tuple[float, int], ...] = ()  # as in Usage
+    lease_reads: tuple[int, ...] = ()  # tokens of all leases that the prompt begins with, longest first
+    breakpoints: tuple[Breakpoint, ...] = ()  # of the prompt, shortest prefix first
+    kept_tokens: int = 0  # up to the last of them that is kept
     lease: Lease | None = None
     completion_tokens: int = 0
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew

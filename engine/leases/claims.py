@@ -9,11 +9,15 @@ blocks, engine/scheduler.py says when.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from engine.leases.leases import Leases
 from engine.leases.tree import Lease
 from engine.protocol import Breakpoint, SequenceUpdate
 from engine.sequence import Sequence
+
+MAX_READS: Final = 256
+"""Leases that a gateway is told of which one prompt begins with; the longest ones."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,7 @@ class _Claim:
     seen: int
     made: list[Lease] = field(default_factory=list)
     read_tokens: int | None = None  # None before the first admission
+    reads: list[int] = field(default_factory=list)  # tokens of the leases that were read, longest first
 
 
 class Claims:
@@ -99,6 +104,8 @@ class Claims:
         kept = max((lease.tokens for lease in made if lease.state == "kept"), default=0)
         update.lease_read_tokens = read
         update.lease_write_tokens = max(0, kept - read)
+        if claim is not None and claim.reads and sequence.breakpoints:
+            update.lease_reads = claim.reads
         update.leases_degraded = sum(lease.state in ("degraded", "dropped") for lease in made)
         if claim is not None and sequence.num_computed >= sequence.num_prompt:
             # Everything before these is computed, and cannot be found: a digest stands for something else.
@@ -113,5 +120,8 @@ class Claims:
         found = leases.find(sequence.salt, tokens, sequence.digests)
         leases.renew(found, sequence.arrived_s, after=claim.seen)
         claim.read_tokens = leases.read(found, sequence.salt, tokens, sequence.digests)
+        # What a shorter one keeps is part of what the longest keeps, which was compared.
+        claim.reads = list(dict.fromkeys(lease.tokens for lease in found if lease.tokens <= claim.read_tokens))
+        del claim.reads[MAX_READS:]
         degraded = [lease for lease in found if lease.state == "degraded"]
         claim.wishes = sorted([*claim.wishes, *degraded], key=lambda wish: -wish.tokens)

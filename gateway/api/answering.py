@@ -9,7 +9,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from engine.protocol import Hello
+from engine.protocol import Breakpoint, Hello
 from gateway.api.answers import Answer
 from gateway.api.auth import Auth
 from gateway.api.call import Call, settle
@@ -50,6 +50,10 @@ class Street(Answers, Protocol):
         """Tokens of the request's prompt."""
         ...
 
+    async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
+        """Where the markers of its prompt are, in tokens."""
+        ...
+
 
 class AnswerShape(Shape, Protocol):
     """A dialect's answer, in either form."""
@@ -77,7 +81,7 @@ class Answering:
         self._server = server
         self._auth = auth
         self._namespaces = namespaces
-        self._street = street
+        self.street = street
         self._decoders = decoders
 
     def admit(self, http: web.Request) -> Tenant:
@@ -114,14 +118,16 @@ class Answering:
         shape: AnswerShape,
         *,
         media_type: str = SSE,
+        street: Answers | None = None,
     ) -> web.StreamResponse:
         """Whole, or as a stream that is complete when this returns. Raises only while nothing was sent.
 
         media_type  of a stream
+        street      who answers in the street's place, and asks it in turn
         """
         if call.stream:
-            return await self.stream(http, tenant, call, model, shape, media_type=media_type)
-        answers, usage = await self.collect(http, tenant, call, model)
+            return await self.stream(http, tenant, call, model, shape, media_type=media_type, street=street)
+        answers, usage = await self.collect(http, tenant, call, model, street=street)
         record = http[RECORD]
         return reply(shape.body(answers, usage), record, **kvasir_headers(record))
 
@@ -135,6 +141,7 @@ class Answering:
         *,
         keeper: Keeper | None = None,
         media_type: str = SSE,
+        street: Answers | None = None,
     ) -> web.StreamResponse:
         """A stream that is complete when this returns. Raises only while nothing was sent."""
         http[RECORD].stream = True
@@ -142,7 +149,7 @@ class Answering:
         at_once = self._server.prompts_at_once
         return await stream(
             http,
-            self._street,
+            street or self.street,
             requests,
             shape,
             self._echo(call, model),
@@ -151,22 +158,25 @@ class Answering:
             media_type=media_type,
         )
 
-    async def collect(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> tuple[list[Answer], Usage]:
+    async def collect(
+        self, http: web.Request, tenant: Tenant, call: Call, model: Hello, *, street: Answers | None = None
+    ) -> tuple[list[Answer], Usage]:
         """The answers that are told, and the usage of all that were generated."""
         requests = self.requests(http, tenant, call, model)
-        answers = await collect(self._street, requests, self._echo(call, model), at_once=self._server.prompts_at_once)
+        echo, at_once = self._echo(call, model), self._server.prompts_at_once
+        answers = await collect(street or self.street, requests, echo, at_once=at_once)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         return call.choices.told(answers, logprobs=call.sampling.logprobs is not None), usage
 
     async def prewarm(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> Usage:
         """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
-        (answer,) = await collect(self._street, self.requests(http, tenant, call, model), _no_echo, at_once=1)
+        (answer,) = await collect(self.street, self.requests(http, tenant, call, model), _no_echo, at_once=1)
         return answer.usage
 
     async def count(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> int:
         """Tokens of its prompt, with nothing generated."""
         (request,) = self.requests(http, tenant, call, model)
-        return await self._street.count(request)
+        return await self.street.count(request)
 
     def requests(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that

@@ -34,6 +34,7 @@ from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
 from gateway.config import (
+    AnthropicSettings,
     AuthSettings,
     EmbeddingSettings,
     GeminiSettings,
@@ -56,6 +57,7 @@ def build_app(
     tenants: Sequence[TenantSettings],
     namespaces: Sequence[NamespaceSettings],
     embeddings: EmbeddingSettings,
+    anthropic: AnthropicSettings,
     street: Street,
     models: Models,
     decoders: Decoders,
@@ -83,7 +85,7 @@ def build_app(
             *Responses(server, leases, answering, responses).routes(),
             *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
-        ANTHROPIC.name: Anthropic(server, answering).routes(),
+        ANTHROPIC.name: Anthropic(server, anthropic, answering).routes(),
         GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
         OWN: Admin(keys, sources, metrics).routes(),
     }

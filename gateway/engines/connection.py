@@ -184,5 +184,6 @@ def _merge(update: SequenceUpdate, later: SequenceUpdate) -> None:
         update.cached_tokens, update.queue_ms, update.prefill_ms = later.cached_tokens, later.queue_ms, later.prefill_ms
     if update.leases_degraded is None:
         update.lease_read_tokens, update.lease_write_tokens = later.lease_read_tokens, later.lease_write_tokens
+        update.lease_reads = later.lease_reads
         update.leases_degraded = later.leases_degraded
     update.finish, update.stop_id, update.error = later.finish, later.stop_id, later.error

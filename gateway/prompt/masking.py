@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from gateway.types import MAX_BREAKPOINTS
+from gateway.types import MAX_MARKERS
 
 _CANDIDATES: Final = "⸻⸺⸹⸸⸷⸶⸵⸴⹀⹁⹂⹃⹄⹅⹆⹇⹈⹉"  # printable, caseless, not whitespace, the same in every normal form
 _KEYS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "type", "text", "function", "arguments", "id")
@@ -42,7 +42,7 @@ class Masking:
         self._break: Final = self.mark + broken
         codes = {self.mark: typed} | {single: next(unused) for single in sorted(specials - longer)}
         self._coded = str.maketrans({char: self.mark + code for char, code in codes.items()})
-        self.markers: Final = tuple(self.mark + next(unused) for _ in range(MAX_BREAKPOINTS))
+        self.markers: Final = tuple(self.mark + next(unused) for _ in range(MAX_MARKERS))
         self._meaning = {broken: ""} | {marker[-1]: "" for marker in self.markers}
         self._meaning |= {code: char for char, code in codes.items()}
         self.sequences: Final = tuple(self.mark + code for code in self._meaning)

@@ -211,7 +211,7 @@ class PromptStage:
         if prompt.markers:
             find = partial(find_markers, text, prompt.markers, render, model.tokenizer.masking)
             places = await self._in_thread(find) if long else find()
-            encoded = replace(encoded, breakpoints=await self._breakpoints(model, path, prompt.markers, places))
+            encoded = replace(encoded, breakpoints=await self._breakpoints(model, path, prompt, places))
         if key is not None:
             model.prompts.put(key, prompt, encoded, num_chars)
         return encoded
@@ -244,11 +244,12 @@ class PromptStage:
         return Path(root, path, new_tokens)
 
     async def _breakpoints(
-        self, model: _Model, path: Path, markers: Sequence[Marker], places: Sequence[int]
+        self, model: _Model, path: Path, prompt: ChatPrompt, places: Sequence[int]
     ) -> tuple[Breakpoint, ...]:
         """`places` are the markers' in the rendered text. Of several at one token the one that lasts longest counts."""
+        least = max(prompt.min_breakpoint_tokens, 1)
         ttls: dict[int, float] = {}
-        for marker, place in zip(markers, places, strict=True):
+        for marker, place in zip(prompt.markers, places, strict=True):
             before, node, chars = path.at(place)
             if node is not None and chars not in node.breaks:
                 link = next(model.tokenizer.cut(node.link))
@@ -258,7 +259,7 @@ class PromptStage:
                 node.remember_break(chars, await self._in_thread(count) if takes_long else count())
             tokens = before + (node.breaks[chars] if node is not None else 0)
             ttls[tokens] = max(ttls.get(tokens, 0.0), marker.ttl_s)
-        return tuple(Breakpoint(tokens, ttl_s) for tokens, ttl_s in sorted(ttls.items()) if tokens)
+        return tuple(Breakpoint(tokens, ttl_s) for tokens, ttl_s in sorted(ttls.items()) if tokens >= least)
 
     def _takes_long(self, tokenizer: Tokenizer, new_chars: int, unhashed_chars: int) -> bool:
         limit = self._settings.thread_chars

@@ -76,12 +76,18 @@ class ChatTemplate:
         template's own words, or with what it missed in the messages.
         """
         masked = self._masking.mask_data(messages)
+        given = {"tools": self._masking.mask_data([_described(tool) for tool in tools])} if tools else {}
         # From the end of each message, so that places further left stay valid.
         sequences = self._masking.markers[: len(markers)]
         for marker, sequence in sorted(zip(markers, sequences, strict=True), key=_place, reverse=True):
+            if marker.tool is not None:
+                _append(given["tools"][marker.tool]["function"], sequence)
+                continue
             message = masked[marker.message]
-            message["content"] = self._masking.insert(message["content"], marker.chars, sequence)
-        given = {"tools": self._masking.mask_data([_described(tool) for tool in tools])} if tools else {}
+            if marker.call is not None:
+                _append(message["tool_calls"][marker.call]["function"], sequence)
+            else:
+                message["content"] = self._masking.insert(message["content"], marker.chars, sequence)
         try:
             return self._template.render(
                 self._variables, messages=masked, add_generation_prompt=add_generation_prompt, **given
@@ -99,6 +105,20 @@ def _described(tool: Tool) -> dict[str, Any]:
     schema = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
     function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
     return {"type": "function", "function": function}
+
+
+def _append(value: Any, sequence: str) -> bool:
+    """Puts the sequence behind the last string of JSON-like data, keys not counted. False when there is none."""
+    if type(value) is not dict and type(value) is not list:
+        return False
+    keys: list[Any] = list(value) if type(value) is dict else list(range(len(value)))
+    for key in reversed(keys):
+        if type(value[key]) is str:
+            value[key] += sequence
+            return True
+        if _append(value[key], sequence):
+            return True
+    return False
 
 
 def _place(marked: tuple[Marker, str]) -> tuple[int, int]:

@@ -117,6 +117,7 @@ updates = st.builds(
     error=st.none() | texts,
     grammar_path=st.none() | texts,
     lease_read_tokens=st.none() | counts,
+    lease_reads=st.none() | st.lists(counts, max_size=3),
     lease_write_tokens=st.none() | counts,
     leases_degraded=st.none() | counts,
     logprobs=found_logprobs,

@@ -311,13 +311,15 @@ class FakeEngine:
 
     def _lease(self, submit: Submit, update: SequenceUpdate) -> None:
         leased, prompt = self.leased.setdefault(submit.salt, set()), submit.tokens
-        read = max((len(kept) // TOKEN_BYTES for kept in leased if prompt.startswith(kept)), default=0)
+        reads = sorted({len(kept) // TOKEN_BYTES for kept in leased if prompt.startswith(kept)}, reverse=True)
+        read = reads[0] if reads else 0
         if self.behaviour.leases is None or not (submit.breakpoints or read):
             return
         degraded = len(submit.breakpoints) if self.behaviour.leases == "degraded" else 0
         kept = [] if degraded else [point.tokens for point in submit.breakpoints]
         leased |= {prompt[: tokens * TOKEN_BYTES] for tokens in kept}
         update.lease_read_tokens, update.leases_degraded = read, degraded
+        update.lease_reads = reads or None
         update.lease_write_tokens = max(0, max(kept, default=0) - read)
 
     def _cached(self, submit: Submit) -> int:

@@ -20,6 +20,7 @@ from gateway.api.openai.responses.memory_store import MemoryStore
 from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import (
+    AnthropicSettings,
     AuthSettings,
     GeminiSettings,
     LeaseSettings,
@@ -88,6 +89,7 @@ ENGINE = EngineStatus("engine-1", "http://127.0.0.1:1", "ready", "demo", "demo-1
 class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
     leases: LeaseSettings = field(default_factory=LeaseSettings)
+    anthropic: AnthropicSettings = field(default_factory=AnthropicSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
@@ -113,6 +115,7 @@ def make_app(
     return build_app(
         server=given.server,
         leases=given.leases,
+        anthropic=given.anthropic,
         gemini=given.gemini,
         auth=given.auth,
         tenants=given.tenants,

@@ -8,14 +8,16 @@ from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.protocol import Hello, Load, Namespace, Sampling
+from engine.protocol import Breakpoint, Hello, Load, Namespace, Sampling
 from gateway.errors import KvasirError, ModelNotFoundError
 from gateway.types import (
     CallDelta,
+    ChatPrompt,
     Event,
     Finished,
     FinishReason,
     Lease,
+    Marker,
     Request,
     Started,
     TextDelta,
@@ -89,6 +91,9 @@ class FakeStreet:
     stop: str | None = None
     leased: Usage = NOTHING  # what the usage says of leases
     lease: Lease | None = None  # and the trace
+    traced: Mapping[str, object] = field(default_factory=dict)  # what the trace says of breakpoints and leases
+    places: Sequence[int] = ()  # in tokens, of markers that are looked for
+    looked_up: list[tuple[Marker, ...]] = field(default_factory=list)
     fails_before: Exception | None = None
     fails_after: Exception | None = None
     hold_before: asyncio.Event | None = None
@@ -106,6 +111,11 @@ class FakeStreet:
     @property
     def usage(self) -> Usage:
         return replace(self.leased, cached_tokens=self.cached_tokens)
+
+    async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
+        assert isinstance(request.prompt, ChatPrompt)
+        self.looked_up.append(request.prompt.markers)
+        return tuple(Breakpoint(tokens, 0.0) for tokens in self.places)
 
     async def count(self, request: Request) -> int:
         self.requests.append(request)
@@ -133,6 +143,8 @@ class FakeStreet:
         trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
         trace.overhead_ms = 0.5
         trace.lease = self.lease
+        for name, value in self.traced.items():
+            setattr(trace, name, value)
         yield Started("engine-1", replace(self.usage, prompt_tokens=prompt_tokens))
         for piece in () if request.prewarm else self.pieces:
             trace.completion_tokens += 1

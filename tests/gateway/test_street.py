@@ -552,6 +552,30 @@ async def test_what_each_breakpoint_writes_is_told_with_its_time_to_live() -> No
     assert (usage.lease_read_tokens, usage.lease_writes) == (2, ((3600.0, 1), (300.0, 2), (300.0, 3)))
 
 
+@pytest.mark.parametrize(
+    ("read", "written", "degraded", "kept"), [(2, 6, 0, 8), (2, 3, 1, 5), (2, 0, 3, 0), (9, 0, 0, 8), (9, 0, 1, 0)]
+)
+async def test_the_trace_says_up_to_which_breakpoint_a_prompt_is_kept(
+    read: int, written: int, degraded: int, kept: int
+) -> None:
+    points = (Breakpoint(3, 3600.0), Breakpoint(5, 300.0), Breakpoint(8, 300.0))
+    first = SequenceUpdate(1, [0], cached_tokens=0, finish="stop", lease_reads=[read, 1])
+    first.lease_read_tokens, first.lease_write_tokens, first.leases_degraded = read, written, degraded
+    asked = replace(request(), prompt=ChatPrompt([{"role": "user", "content": "p"}], markers=(Marker(0, 1, 60.0),)))
+    stages = Stages([ScriptedEngine("e", [[first]])], breakpoints=points)
+    await walk(stages, asked)
+    assert (asked.trace.breakpoints, asked.trace.lease_reads, asked.trace.kept_tokens) == (points, (read, 1), kept)
+    assert await stages.street().breakpoints(asked) == points
+
+
+async def test_a_request_whose_prefixes_are_too_short_has_no_lease() -> None:
+    first = SequenceUpdate(1, [0], cached_tokens=0, finish="stop")
+    prompt = ChatPrompt([{"role": "user", "content": "p"}], markers=(Marker(0, 1, 60.0),), min_breakpoint_tokens=99)
+    asked = replace(request(), prompt=prompt)
+    await walk(Stages([ScriptedEngine("e", [[first]])]), asked)
+    assert asked.trace.lease is None
+
+
 async def test_a_prompt_is_counted_without_an_engine_being_asked() -> None:
     stages = Stages([ScriptedEngine("e", [])])
     assert await stages.street().count(request()) == 9

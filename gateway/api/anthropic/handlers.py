@@ -10,6 +10,7 @@ import orjson
 from aiohttp import web
 
 from gateway.api.answering import Answering, reply
+from gateway.api.anthropic.accounting import Accounted
 from gateway.api.anthropic.pages import MODELS, read_page
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
 from gateway.api.anthropic.request import parse_count, parse_message
@@ -18,7 +19,7 @@ from gateway.api.anthropic.wire import read_version
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.record import RECORD
-from gateway.config import ServerSettings
+from gateway.config import AnthropicSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 
 _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]}
@@ -27,8 +28,9 @@ _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "conten
 class Anthropic:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, answering: Answering) -> None:
+    def __init__(self, server: ServerSettings, settings: AnthropicSettings, answering: Answering) -> None:
         self._server = server
+        self._settings = settings
         self._answering = answering
 
     def routes(self) -> list[Route]:
@@ -59,16 +61,18 @@ class Anthropic:
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
         tenant, version = self._answering.admit(http), read_version(http)
-        call = parse_message(await read_json(http, self._server), version)
+        asked = parse_message(await read_json(http, self._server), version, self._settings)
+        call = asked.call
         model = self._answering.model(call.model, http[RECORD])
         shape = MessageShape(model.model, http[RECORD].request_id, call.sampling.max_tokens)
-        return await self._answering.answer(http, tenant, call, model, shape)
+        street = Accounted(self._answering.street, asked.caching, shape)
+        return await self._answering.answer(http, tenant, call, model, shape, street=street)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""
         tenant = self._answering.admit(http)
         read_version(http)
-        call = parse_count(await read_json(http, self._server))
+        call = parse_count(await read_json(http, self._server), self._settings)
         model = self._answering.model(call.model, http[RECORD])
         count = await self._answering.count(http, tenant, call, model)
         return reply(orjson.dumps({"input_tokens": count}), http[RECORD])

@@ -49,6 +49,7 @@ from gateway.errors import UnsupportedError
 
 MAX_MESSAGES: Final = 100_000
 BETWEEN_TURNS: Final = "\n\n"
+MAX_WORD_CHARS: Final = 64
 
 _READERS: Final = {
     "system": {"text": plain_text},
@@ -85,15 +86,18 @@ MESSAGE: Final[JsonSchema] = {
 class Block(NamedTuple):
     """A place where a prefix may end.
 
-    message  of the template's messages
-    chars    of its content, up to the end of the block; of the call's number in it for a tool_use block
+    message  number among the template's messages; 0 for a tool
+    place    characters of its content up to the end of the block; of a call or a tool its number
+    settled  the same; of a text with more text behind it, up to its last word: how that becomes tokens depends on what
+             follows, which may be another text next time
     """
 
     kind: Kind
     path: str
     control: Mapping[str, str] | None
     message: int
-    chars: int
+    place: int
+    settled: int
 
 
 @dataclass(slots=True)
@@ -246,21 +250,33 @@ def _assistant(turn: _Turn, conversation: Conversation) -> dict[str, str]:
 def _say(role: str, parts: Sequence[Part], starts: set[int] | tuple[()], conversation: Conversation) -> dict[str, Any]:
     """One message with the texts of these parts."""
     said: list[str] = []
-    chars = calls = 0
+    chars = 0
+    calls = -1
+    last = max((number for number, part in enumerate(parts) if part.kind == "text"), default=-1)
     for number, part in enumerate(parts):
+        place = settled = chars
         if part.kind == "text":
             if said and number in starts:
                 said.append(BETWEEN_TURNS)
                 chars += len(BETWEEN_TURNS)
             said.append(part.text)
-            chars += len(part.text)
+            settled = chars + _settled_chars(part.text)
+            place = chars = chars + len(part.text)
         if part.kind == "tool_use":
-            calls += 1
-        _end(part, len(conversation.messages), calls if part.kind == "tool_use" else chars, conversation)
+            place = calls = calls + 1
+        _end(part, len(conversation.messages), place, conversation, settled if number < last else place)
     message: dict[str, Any] = {"role": role, "content": "".join(said)}
     conversation.messages.append(message)
     return message
 
 
-def _end(part: Part, message: int, chars: int, conversation: Conversation) -> None:
-    conversation.blocks.append(Block(part.kind, part.path, part.control, message, chars))
+def _settled_chars(text: str) -> int:
+    """Characters before the last word, and the blanks before that; all of them where the last word is very long, as in
+    writing without blanks."""
+    before, *last = text.rsplit(maxsplit=1)
+    return len(before) if last and len(last[0]) <= MAX_WORD_CHARS else len(text)
+
+
+def _end(part: Part, message: int, place: int, conversation: Conversation, settled: int | None = None) -> None:
+    block = Block(part.kind, part.path, part.control, message, place, place if settled is None else settled)
+    conversation.blocks.append(block)

@@ -158,7 +158,12 @@ MESSAGES: Final = _table(
     Parameter(
         "speed", choice("standard", "fast"), "`standard` or `fast`", "There is one speed, and it is `standard`.", "none"
     ),
-    Parameter("cache_control", check_control, "-", "Cache controls are not supported yet.", "refused"),
+    Parameter(
+        "cache_control",
+        check_control,
+        "object: `type` `ephemeral`, `ttl` `5m` or `1h`",
+        "Marks the last block that can be cached; see below.",
+    ),
     Parameter("diagnostics", diagnostics, "-", "Diagnostics are not supported yet.", "refused"),
     Parameter(
         "tools",

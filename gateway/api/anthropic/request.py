@@ -1,21 +1,32 @@
-"""JSON bodies of /v1/messages and /v1/messages/count_tokens into a Call. Pure."""
+"""JSON bodies of /v1/messages and /v1/messages/count_tokens into a Call, and what a message asks of the cache. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.protocol import Sampling
-from gateway.api.anthropic.messages import converse
+from gateway.api.anthropic.caching import Caching, read_caching
+from gateway.api.anthropic.messages import Block, converse
 from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING
-from gateway.api.anthropic.tools import use_of
+from gateway.api.anthropic.tools import DefinedTool, use_of
 from gateway.api.anthropic.wire import Version
 from gateway.api.call import Call
 from gateway.api.fields import invalid, read, unknown_parameter
+from gateway.config import AnthropicSettings
 from gateway.errors import UnsupportedError
 from gateway.types import ChatPrompt
 
 
-def parse_message(body: dict[str, Any], version: Version) -> Call:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A message that is asked for: the call, and what it asks of the cache."""
+
+    call: Call
+    caching: Caching
+
+
+def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSettings) -> Asked:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
     if version != "2023-06-01":
         for name in SAMPLING:
@@ -31,9 +42,10 @@ def parse_message(body: dict[str, Any], version: Version) -> Call:
     if constraint is not None and tool_use is not None:
         why = "it is not possible together with tools that may be called; send a `tool_choice` of type none"
         raise UnsupportedError(why, param="output_config.format", reason=why)
-    return Call(
+    prompt, caching = _prompt(values, settings)
+    call = Call(
         model=values["model"],
-        prompts=(_prompt(values),),
+        prompts=(prompt,),
         prompt_param="messages",
         sampling=Sampling(
             max_tokens=max_tokens,
@@ -48,14 +60,15 @@ def parse_message(body: dict[str, Any], version: Version) -> Call:
         constraint=constraint,
         tool_use=tool_use,
     )
+    return Asked(call, caching)
 
 
-def parse_count(body: dict[str, Any]) -> Call:
+def parse_count(body: dict[str, Any], settings: AnthropicSettings) -> Call:
     """As parse_message, for a request that is only counted."""
     values = read(body, COUNT, required=("model", "messages"))
     return Call(
         model=values["model"],
-        prompts=(_prompt(values),),
+        prompts=(replace(_prompt(values, settings)[0], markers=()),),
         prompt_param="messages",
         sampling=Sampling(max_tokens=0),
         prewarm=True,
@@ -63,9 +76,19 @@ def parse_count(body: dict[str, Any]) -> Call:
     )
 
 
-def _prompt(values: dict[str, Any]) -> ChatPrompt:
-    tools = tuple(defined.tool for defined in values.get("tools", ()))
-    return ChatPrompt(converse(values.get("system", ()), values["messages"]).messages, tools=tools)
+def _prompt(values: dict[str, Any], settings: AnthropicSettings) -> tuple[ChatPrompt, Caching]:
+    defined: list[DefinedTool] = values.get("tools", [])
+    conversation = converse(values.get("system", ()), values["messages"])
+    blocks = [Block("tool", tool.path, tool.control, 0, number, number) for number, tool in enumerate(defined)]
+    blocks += conversation.blocks
+    caching = read_caching(blocks, values.get("cache_control"), settings.lookback_blocks)
+    prompt = ChatPrompt(
+        conversation.messages,
+        markers=caching.markers,
+        tools=tuple(tool.tool for tool in defined),
+        min_breakpoint_tokens=settings.min_tokens_of(values["model"]),
+    )
+    return prompt, caching
 
 
 def _check_thinking(values: dict[str, Any]) -> None:

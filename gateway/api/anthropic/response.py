@@ -14,6 +14,7 @@ import orjson
 from pydantic_core import from_json
 
 from gateway.api.answers import Answer
+from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.wire import error_json
 from gateway.api.sse import event, json_text
 from gateway.errors import KvasirError
@@ -26,23 +27,33 @@ _NO_END: Final = {"stop_reason": None, "stop_sequence": None, "stop_details": No
 _MESSAGE_STOP: Final = event("message_stop", {"type": "message_stop"})
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """`input_tokens` are those that were neither read from the cache nor written to it."""
+def usage_json(usage: Usage, cached: Cached, lease: str | None) -> dict[str, Any]:
+    """`input_tokens` are those that were neither read from the cache nor written to it.
+
+    `cache_lease` is ours, and there only when the request has breakpoints.
+    """
     return {
-        "input_tokens": usage.prompt_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
-        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "input_tokens": usage.prompt_tokens - cached.read - cached.written,
+        "cache_creation_input_tokens": cached.written,
+        "cache_read_input_tokens": cached.read,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": cached.written_5m,
+            "ephemeral_1h_input_tokens": cached.written_1h,
+        },
         "output_tokens": usage.completion_tokens,
         "service_tier": "standard",
+        **({} if lease is None else {"cache_lease": lease}),
     }
 
 
 class MessageShape:
-    """One message. `max_tokens` are those that the client asked for."""
+    """One message. `max_tokens` are those that the client asked for. `cached` and `lease`, which is `kept` or
+    `degraded`, are filled in before the first byte is written."""
 
     def __init__(self, model: str, request_id: str, max_tokens: int) -> None:
         self.message_id: Final = f"msg_{secrets.token_hex(16)}"
+        self.cached = Cached()
+        self.lease: str | None = None
         self._model = model
         self._request_id = request_id
         self._max_tokens = max_tokens
@@ -56,7 +67,7 @@ class MessageShape:
         content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
         content += [{**_tool_use(call.name), "input": _input(call.arguments)} for call in answer.calls]
         end = _end(answer.reason, answer.stop, usage, self._max_tokens)
-        return orjson.dumps({**self._message(content), **end, "usage": usage_json(usage)})
+        return orjson.dumps({**self._message(content), **end, "usage": self._usage(usage)})
 
     def prelude(self) -> bytes:
         """Nothing goes out before the usage of the prompt is known."""
@@ -64,7 +75,7 @@ class MessageShape:
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
         """The message without its content, and the usage of its prompt."""
-        message = {**self._message([]), **_NO_END, "usage": usage_json(started.usage)}
+        message = {**self._message([]), **_NO_END, "usage": self._usage(started.usage)}
         return event("message_start", {"type": "message_start", "message": message})
 
     def text(self, index: int, delta: TextDelta) -> bytes:
@@ -82,7 +93,7 @@ class MessageShape:
     def closing(self, index: int, finished: Finished) -> bytes:
         """The end of the last block, and why there is no other."""
         end = _end(finished.reason, finished.stop, finished.usage, self._max_tokens)
-        usage = usage_json(finished.usage)
+        usage = self._usage(finished.usage)
         told = {"type": "message_delta", "delta": end, "usage": {key: usage[key] for key in _CUMULATIVE}}
         return self._stop() + event("message_delta", told)
 
@@ -91,6 +102,9 @@ class MessageShape:
 
     def failure(self, error: KvasirError) -> bytes:
         return event("error", error_json(error, self._request_id))
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        return usage_json(usage, self.cached, self.lease)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

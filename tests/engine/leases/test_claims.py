@@ -355,3 +355,13 @@ def test_every_sequence_ends_in_a_tiny_pool_full_of_leases(rng: random.Random) -
         assert bench.answer(seq) == expected(tokens, max_tokens)
         read = bench.of(seq)[0].lease_read_tokens
         assert not read or tuple(tokens[:read]) in marked
+
+
+def test_all_leases_that_a_marked_prompt_begins_with_are_told_longest_first() -> None:
+    bench = make(num_blocks=200)
+    run(bench, 1, prompt(50), (22, 60.0), (42, 60.0))
+    run(bench, 2, [*prompt(50), *prompt(30, 1)], (60, 60.0))
+    run(bench, 3, [*prompt(42), 1, 2, 3], (42, 60.0))
+    run(bench, 4, prompt(50))
+    assert [bench.of(seq)[0].lease_reads for seq in (1, 2, 3, 4)] == [None, [42, 22], [42, 22], None]
+    assert bench.of(4)[0].lease_read_tokens == 42, "who marks nothing is told of the longest alone"

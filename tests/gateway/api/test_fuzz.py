@@ -17,7 +17,7 @@ from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.responses.parameters import RESPONSE
 from gateway.api.openai.responses.request import parse, to_call
-from gateway.config import LeaseSettings
+from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import running
@@ -123,7 +123,7 @@ def test_any_response_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=TURNED)
 def test_any_message_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
-    check(lambda: settle(parse_message(body, "2023-06-01"), hello()))
+    check(lambda: settle(parse_message(body, "2023-06-01", AnthropicSettings()).call, hello()))
 
 
 def check(parse: Any) -> None:

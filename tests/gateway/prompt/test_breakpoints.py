@@ -16,7 +16,7 @@ from gateway.config import PromptSettings
 from gateway.prompt.masking import Masking
 from gateway.prompt.stage import PromptStage
 from gateway.prompt.template import ChatTemplate
-from gateway.types import MAX_BREAKPOINTS, ChatPrompt, EncodedPrompt, Marker, Request, Tenant
+from gateway.types import MAX_BREAKPOINTS, MAX_MARKERS, ChatPrompt, EncodedPrompt, Marker, Request, Tenant, Tool
 from tests.fakes import tokenisers
 
 QUICK = settings(max_examples=60, deadline=None)  # each example runs an event loop
@@ -215,3 +215,49 @@ async def test_a_template_that_reads_its_messages_gets_the_breakpoint_there_or_b
     longer = loaded.hf.decode(ids[: point.tokens + 1], skip_special_tokens=False)
     assert before.startswith(text)
     assert not before.startswith(longer)
+
+
+WITH_CALLS = (
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>"
+    "{% for message in messages %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function | tojson }}]{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+async def test_breakpoints_behind_tools_and_calls_are_behind_the_last_text_in_them() -> None:
+    loaded = await asyncio.to_thread(with_template, WITH_CALLS)
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "days": [1, 2]}}},
+        {"id": "2", "type": "function", "function": {"name": "nothing", "arguments": {}}},
+    ]
+    tools = (
+        Tool("f", "Tells.", {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}),
+        Tool("nothing", None, {"type": "object"}),
+    )
+    prompt = ChatPrompt([{"role": "assistant", "content": "a", "tool_calls": calls}], tools=tools)
+    in_tools = Marker(0, 0, 1.0, tool=0), Marker(0, 0, 2.0, tool=1)
+    in_calls = Marker(0, 0, 3.0, call=0), Marker(0, 0, 4.0, call=1)
+    encoded = await loaded.encode(replace(prompt, markers=in_tools + in_calls))
+    assert encoded.tokens == (await loaded.encode(prompt)).tokens
+    ids = array("I", encoded.tokens).tolist()
+    assert [point.ttl_s for point in encoded.breakpoints] == [1.0, 2.0, 3.0, 4.0]
+    whole = loaded.hf.decode(ids, skip_special_tokens=False)
+    for point, end in zip(encoded.breakpoints, ("Rome", '"object', "Oslo", '"nothing'), strict=True):
+        place = whole.rindex(end) + len(end)
+        before, after = (loaded.hf.decode(ids[: point.tokens + more], skip_special_tokens=False) for more in (0, 1))
+        assert len(before) <= place < len(after)
+
+
+async def test_a_breakpoint_behind_too_few_tokens_is_none(qwen: Loaded) -> None:
+    prompt = chat("first words", "more of them", markers=(Marker(0, 11, 60.0), Marker(1, 12, 60.0)))
+    short, long = (await qwen.encode(prompt)).breakpoints
+    for least, found in ((short.tokens, (short, long)), (short.tokens + 1, (long,)), (long.tokens + 1, ())):
+        assert (await qwen.encode(replace(prompt, min_breakpoint_tokens=least))).breakpoints == found
+
+
+async def test_as_many_places_as_there_are_blocks_before_a_breakpoint_are_found(qwen: Loaded) -> None:
+    text = "one two three four five six " * 20
+    places = tuple(Marker(0, chars, 0.0) for chars in range(4, 4 + MAX_MARKERS))
+    found = (await qwen.encode(chat(text, markers=places))).breakpoints
+    one_by_one = {(await qwen.encode(chat(text, markers=(place,)))).breakpoints[0].tokens for place in places[::7]}
+    assert one_by_one <= {point.tokens for point in found}

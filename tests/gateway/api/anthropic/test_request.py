@@ -8,6 +8,7 @@ import pytest
 from gateway.api.anthropic.parameters import MESSAGES
 from gateway.api.anthropic.request import parse_count, parse_message
 from gateway.api.anthropic.wire import Version, error_json
+from gateway.config import AnthropicSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt
 
@@ -15,7 +16,8 @@ USER = {"role": "user", "content": "hi"}
 
 
 def message(version: Version = "2026-10-21", **fields: Any) -> Any:
-    return parse_message({"model": "demo", "max_tokens": 7, "messages": [USER], **fields}, version)
+    body = {"model": "demo", "max_tokens": 7, "messages": [USER], **fields}
+    return parse_message(body, version, AnthropicSettings()).call
 
 
 def rendered(*messages: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -237,9 +239,9 @@ def test_the_length_of_a_conversation_is_bounded() -> None:
 
 def test_counting_takes_no_limit_and_has_the_same_prompt() -> None:
     body = {"model": "demo", "messages": [USER], "system": "Be brief."}
-    assert parse_count(body).prompts == message(system="Be brief.").prompts
+    assert parse_count(body, AnthropicSettings()).prompts == message(system="Be brief.").prompts
     with pytest.raises(BadRequestError, match="max_tokens"):
-        parse_count({**body, "max_tokens": 1})
+        parse_count({**body, "max_tokens": 1}, AnthropicSettings())
 
 
 TAKEN: list[Any] = [

@@ -8,6 +8,7 @@ import pytest
 from gateway.api.anthropic.parameters import MESSAGES
 from gateway.api.anthropic.request import parse_count, parse_message
 from gateway.api.anthropic.wire import error_json
+from gateway.config import AnthropicSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Tool, ToolUse
 
@@ -22,7 +23,8 @@ TOOLS = (
 
 
 def message(**fields: Any) -> Any:
-    return parse_message({"model": "demo", "max_tokens": 7, "messages": [USER], **fields}, "2026-10-21")
+    body = {"model": "demo", "max_tokens": 7, "messages": [USER], **fields}
+    return parse_message(body, "2026-10-21", AnthropicSettings()).call
 
 
 def refusal(**fields: Any) -> str:
@@ -35,7 +37,8 @@ def test_tools_are_part_of_the_prompt_and_may_be_called() -> None:
     call = message(tools=[WEATHER, CLOCK])
     assert call.prompts == (ChatPrompt([USER], tools=TOOLS),)
     assert call.tool_use == ToolUse(TOOLS)
-    counted = parse_count({"model": "demo", "messages": [USER], "tools": [WEATHER, CLOCK]})
+    body = {"model": "demo", "messages": [USER], "tools": [WEATHER, CLOCK]}
+    counted = parse_count(body, AnthropicSettings())
     assert (counted.prompts, counted.tool_use) == (call.prompts, call.tool_use)
 
 

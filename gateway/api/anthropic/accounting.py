@@ -1,0 +1,61 @@
+"""Stands between the street and the answer to a message: it finds out what the cache did for the prompt, in the terms
+of the Anthropic API, before the answer begins.
+
+Where an entry was read that is at none of the request's breakpoints, the blocks before those are looked for in the
+prompt; nearly all requests do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from engine.protocol import Breakpoint
+from gateway.api.anthropic.caching import Cached, Caching, account
+from gateway.api.anthropic.response import MessageShape
+from gateway.types import ChatPrompt, Event, Request, Started
+
+
+class Street(Protocol):
+    """The street."""
+
+    def answer(self, request: Request) -> AsyncGenerator[Event, None]: ...
+
+    async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
+        """Where the markers of its prompt are, in tokens."""
+        ...
+
+
+class Accounted:
+    """The street, for one message."""
+
+    def __init__(self, street: Street, caching: Caching, shape: MessageShape) -> None:
+        self._street = street
+        self._caching = caching
+        self._shape = shape
+
+    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """The events of the street. The shape knows the figures before the first of them is written."""
+        async with aclosing(self._street.answer(request)) as events:
+            async for event in events:
+                if type(event) is Started:
+                    self._shape.cached = await self._cached(request)
+                    self._shape.lease = request.trace.lease.state if request.trace.lease is not None else None
+                yield event
+
+    async def _cached(self, request: Request) -> Cached:
+        trace = request.trace
+        points, reads = trace.breakpoints, trace.lease_reads
+        entries = {point.tokens for point in points}
+        if points and reads and reads[0] not in entries and self._caching.places:
+            entries |= await self._entries(request)
+        return account(reads, entries, points, trace.kept_tokens)
+
+    async def _entries(self, request: Request) -> set[int]:
+        prompt = request.prompt
+        if not isinstance(prompt, ChatPrompt):
+            return set()
+        asked = replace(request, prompt=replace(prompt, markers=self._caching.places))
+        return {point.tokens for point in await self._street.breakpoints(asked)}
