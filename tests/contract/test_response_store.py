@@ -186,7 +186,8 @@ async def test_a_redis_that_forgot_half_of_it_is_kept_in_as_before(redis_url: st
         await redis.aclose()
 
 
-KEPT = Kept({"id": "resp_1", "output": [{"id": "msg_2"}]}, [{"id": "msg_1"}])
+ID = f"resp_{'0a' * 16}"
+KEPT = Kept({"id": ID, "output": [{"id": "msg_2"}]}, [{"id": "msg_1"}])
 
 
 async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
@@ -198,19 +199,19 @@ async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
     store = ResponseStore(backend, retry_s=10.0, now=lambda: clock[0])
     try:
         assert await store.put("a", KEPT)
-        assert await store.find("a", "resp_1") == KEPT
+        assert await store.find("a", ID) == KEPT
         own_redis.kill()
         for _ in range(3):
             assert not await store.put("a", KEPT)
         for ask in (store.find, store.delete):
             with pytest.raises(OverloadedError) as down:
-                await ask("a", "resp_1")
+                await ask("a", ID)
             assert down.value.retry_after_s == 10.0
         own_redis.start()
         assert not await store.put("a", KEPT)  # not asked again so soon
         clock[0] += 10.0
         assert await store.put("a", KEPT)
-        assert await store.find("a", "resp_1") == KEPT
+        assert await store.find("a", ID) == KEPT
     finally:
         await redis.aclose()
     assert store.outcomes == {"kept": 2, "too_large": 0, "failed": 4}

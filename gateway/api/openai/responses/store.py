@@ -8,6 +8,7 @@ costs no answer.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,6 +23,8 @@ from gateway.errors import OverloadedError
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+_ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 
 OUTCOMES: Final = ("kept", "too_large", "failed")
 
@@ -85,12 +88,16 @@ class ResponseStore:
         return done
 
     async def find(self, tenant: str, response_id: str) -> Kept | None:
-        """Raises OverloadedError when it cannot be known."""
+        """Raises OverloadedError when it cannot be known. What is no id of ours is not there."""
+        if not _ID.fullmatch(response_id):
+            return None
         body = await self._ask_for(lambda: self._backend.find(tenant, response_id))
         return None if body is None else Kept(**orjson.loads(body))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there. Raises OverloadedError when it cannot be known."""
+        if not _ID.fullmatch(response_id):
+            return False
         return await self._ask_for(lambda: self._backend.delete(tenant, response_id))
 
     async def _ask_for(self, question: Callable[[], Awaitable[_T]]) -> _T:

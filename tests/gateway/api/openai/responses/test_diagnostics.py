@@ -79,7 +79,7 @@ async def test_a_comparison_costs_no_answer() -> None:
             raise StoreDownError("away")
 
     async with running(backend=DownStore()) as gateway, gateway.sdk() as client:
-        options: Any = {"comparison_response_id": "resp_x"}
+        options: Any = {"comparison_response_id": f"resp_{'0a' * 16}"}
         answer = await client.responses.create(model="demo", input="hi", prompt_cache_options=options)
         assert answer.prompt_cache_diagnostics is not None
         assert answer.prompt_cache_diagnostics.type == "unavailable"

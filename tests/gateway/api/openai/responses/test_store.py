@@ -8,9 +8,11 @@ from typing import Any
 
 import openai
 import pytest
+from redis.asyncio import Redis
 
 from engine.protocol import Hello
 from gateway.api.openai.responses.memory_store import MemoryStore
+from gateway.api.openai.responses.redis_store import RedisStore
 from gateway.api.openai.responses.store import StoreDownError
 from gateway.config import StoredResponseSettings, TenantSettings
 from gateway.errors import EngineLostError
@@ -166,7 +168,7 @@ async def test_what_was_deleted_or_never_kept_is_not_found() -> None:
             client.responses.cancel,
             client.responses.input_items.list,
         ]
-        for name in (kept.id, forgotten.id, "resp_x"):
+        for name in (kept.id, forgotten.id, "resp_x", f"{kept.id}0", "\u00fc/x y"):
             for ask in asks:
                 with pytest.raises(openai.NotFoundError):
                     await ask(name)
@@ -176,6 +178,19 @@ async def test_what_was_deleted_or_never_kept_is_not_found() -> None:
                 "previous_response_not_found",
                 "previous_response_id",
             )
+
+
+async def test_a_name_that_is_no_text_is_not_found_in_redis_either(redis_url: str) -> None:
+    redis: Redis = Redis.from_url(redis_url)
+    backend = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
+    try:
+        async with running(backend=backend) as gateway, gateway.sdk() as client:
+            kept = await client.responses.create(model="demo", input="hi")
+            assert (await client.responses.retrieve(kept.id)).to_dict() == kept.to_dict()
+            for name in ("%ff", "%00", "%ed%a0%bd", "*", "%2e.order"):
+                assert (await gateway.get(f"/v1/responses/{name}"))[0] == 404
+    finally:
+        await redis.aclose()
 
 
 async def test_what_one_tenant_kept_does_not_exist_for_another() -> None:
