@@ -90,7 +90,8 @@ class Tool:
     """A function that a model may call.
 
     parameters  a JSON Schema of type object for its arguments; None takes no arguments
-    strict      its arguments are held to the schema also where the model chooses to call it
+    strict      its arguments are held to the schema also where the model chooses to call it, if its calls begin with a
+                token of their own
     path        of `parameters` in the client's request, for error messages
     """
 

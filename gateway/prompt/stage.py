@@ -29,7 +29,7 @@ from gateway.prompt.segments import ChainMemo, ChainState, Node, Path, PromptMem
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import Link, Tokenizer
 from gateway.prompt.tool_calls import CallParser
-from gateway.prompt.tool_grammar import calls_only, calls_or
+from gateway.prompt.tool_grammar import calls_only, calls_or, calls_within
 from gateway.prompt.tool_styles import PROBE, ToolStyle, find_style, shorten_ids
 from gateway.types import (
     ChatPrompt,
@@ -148,15 +148,16 @@ class PromptStage:
 
     def constraint(self, request: Request, model: Hello) -> Constraint | None:
         use, text = request.tool_use, request.constraint
-        if use is None or (use.mode == "auto" and text is None):
+        if use is None:
             return text
         loaded = self._get(model)
         style, added = _style_of(loaded), loaded.tokenizer.added
-        return (
-            calls_only(style, use, added)
-            if use.mode == "required" or text is None
-            else calls_or(text, style, use, added)
-        )
+        if use.mode == "required":
+            return calls_only(style, use, added)
+        if text is not None:
+            return calls_or(text, style, use, added)
+        # An answer that does not end by itself has no grammar.
+        return None if request.sampling.ignore_eos else calls_within(style, use, added, model.eos_ids)
 
     def reader(self, request: Request, model: Hello) -> AnswerReader:
         loaded, use = self._get(model), request.tool_use

@@ -1,4 +1,4 @@
-"""What an answer has to be that must call a tool, or that may be a call or JSON: the grammar of it.
+"""What an answer has to be that must call a tool, or may be a call or JSON, or may call strict tools: its grammar.
 
 Where a call has to be made, the opener of the style goes into the prompt, as the template would write it, and behind it
 the engine allows nothing but calls in the model's own style, with the arguments that each tool's schema allows. Every
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from engine.protocol import MAX_GRAMMAR_BYTES, Grammar
@@ -48,6 +49,28 @@ def calls_or(text: Constraint, style: ToolStyle, use: ToolUse, added: Mapping[st
     schema = json.loads(text.grammar.text) if text.grammar.kind == "json_schema" else {"type": "object"}
     rules = [f"start: @text | {_said(style.opener, added)} calls", *_calls(style, use, added)]
     return _constraint(rules, use, {"text": schema}, text.param)
+
+
+def calls_within(style: ToolStyle, use: ToolUse, added: Mapping[str, int], ends: Collection[int]) -> Constraint | None:
+    """Any text, with calls in it whose arguments are held to the schemas of strict tools, and are objects for others.
+    None where nothing is strict, and for models whose calls do not begin with a token of their own: what may become a
+    call is text there until it is one. Raises BadRequestError for schemas that are too long.
+
+    ends  tokens that end an answer, which are no text
+    """
+    if not any(tool.strict for tool in use.callable) or style.opener not in added or style.bare:
+        return None
+    opener = added[style.opener]
+    others = "".join(f" | <[{token}]>" for token in sorted(set(added.values()) - {opener, *ends}))
+    spelled = re.escape(style.opener).replace("/", r"\/")
+    rules = [
+        f"start: free (<[{opener}]> calls free)*",
+        f"free: TEXT? (({others[3:]}) TEXT?)*" if others else "free: TEXT?",
+        rf"TEXT: /(.|\n)+/ & ~/(.|\n)*{spelled}(.|\n)*/",
+    ]
+    loose = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in use.callable]
+    use = replace(use, callable=tuple(loose))
+    return _constraint([*rules, *_calls(style, use, added)], use, {}, "tools")
 
 
 def _calls(style: ToolStyle, use: ToolUse, added: Mapping[str, int]) -> list[str]:

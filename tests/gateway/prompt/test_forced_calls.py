@@ -213,6 +213,72 @@ def test_an_answer_under_a_grammar_of_the_client_has_no_place_for_a_call(qwen: L
     assert forced.grammar.kind == "lark_schemas"  # there is no text that it could be about
 
 
+STRICT = (replace(TOOLS[0], strict=True), *TOOLS[1:])
+
+
+def follow(loaded: Loaded, grammar: Grammar, tokens: list[int]) -> int:
+    """How many of the tokens the grammar allows."""
+    matcher, mask = loaded.grammars.compile(grammar), np.empty(loaded.hello.vocab_size, np.bool_)
+    for count, token in enumerate(tokens):
+        if not (matcher.mask(mask) and mask[token]):
+            return count
+        matcher.consume([token])
+    return len(tokens)
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes", "mistral", "tekken"])
+def test_calls_of_strict_tools_are_held_to_their_schemas_also_where_the_model_may_choose(name: str) -> None:
+    loaded = Loaded(name)
+    request = loaded.request(ToolUse(STRICT))
+    grammar = loaded.stage.constraint(request, loaded.hello)
+    assert grammar is not None
+    opener = "<tool_call>" if name in ("qwen", "hermes") else "[TOOL_CALLS]"
+    text = loaded.hf.encode(f"Well, a < b [TOOL {opener[:-1]}.\n\n", add_special_tokens=False).ids
+    assert follow(loaded, grammar.grammar, text) == len(text)
+    found = set()
+    for seed in range(12):
+        # What the grammar allows behind the opener, up to where it may end.
+        rng, tokens = random.Random(seed), [*text, loaded.hf.token_to_id(opener)]
+        matcher, mask = loaded.grammars.compile(grammar.grammar), np.empty(loaded.hello.vocab_size, np.bool_)
+        matcher.consume(tokens)
+        while not matcher.is_complete:
+            assert matcher.mask(mask)
+            tokens.append(int(rng.choice(np.flatnonzero(mask))))
+            matcher.consume(tokens[-1:])
+        events = loaded.read(request, tokens)
+        for called, arguments in calls_in([event for event in events if isinstance(event, CallDelta)]):
+            found.add(called)
+            assert isinstance(arguments, dict)
+            if called == "tree-of_1":
+                jsonschema.validate(arguments, TREE)
+    assert "tree-of_1" in found
+    # What would be read as an opener, and not be held to anything behind it, cannot be written.
+    ids = loaded.hf.token_to_id
+    spelled = [ids(char) or ids(f"<0x{ord(char):02X}>") for char in f"x{opener}y"]
+    assert follow(loaded, grammar.grammar, spelled) == len(f"x{opener}") - 1
+    loaded.stage.close()
+
+
+def test_tools_that_are_not_strict_or_calls_without_an_opener_leave_text_alone(loaded: Loaded) -> None:
+    assert loaded.stage.constraint(loaded.request(ToolUse(TOOLS)), loaded.hello) is None
+    held = loaded.stage.constraint(loaded.request(ToolUse(STRICT)), loaded.hello)
+    assert (held is None) is (loaded.name in ("llama3", "demo"))
+    endless = replace(loaded.request(ToolUse(STRICT)), sampling=Sampling(max_tokens=5, ignore_eos=True))
+    assert loaded.stage.constraint(endless, loaded.hello) is None
+
+
+def test_a_thinking_model_thinks_before_it_calls_a_strict_tool() -> None:
+    loaded = Loaded("thinking")
+    held = loaded.stage.constraint(loaded.request(ToolUse(STRICT)), loaded.hello)
+    assert held is not None
+    call = '<tool_call>\n{"name": "tree-of_1", "arguments": {"n": 1}}\n</tool_call>'
+    tokens = loaded.hf.encode(f"<think>\nWell.\n</think>\n\n{call}\n{call} So.", add_special_tokens=False).ids
+    assert follow(loaded, held.grammar, tokens) == len(tokens)
+    wrong = loaded.hf.encode(call.replace("1}", "2}"), add_special_tokens=False).ids
+    assert follow(loaded, held.grammar, wrong) < len(wrong)
+    loaded.stage.close()
+
+
 def test_schemas_beyond_the_limit_of_a_grammar_are_refused(qwen: Loaded) -> None:
     long = Tool("f", None, {"enum": ["x" * MAX_GRAMMAR_BYTES]})
     with pytest.raises(BadRequestError, match="too long") as caught:
