@@ -102,6 +102,7 @@ class Gateway:
             decoders=self.prompts,
             embedder=self.embedder,
             responses=self.responses,
+            fingerprints=self._fingerprint_backend(),
             contents=self.contents,
             now=time.time,
             sources=Sources(
@@ -122,6 +123,13 @@ class Gateway:
         if self.redis is None:
             return MemoryStore(settings.stored_responses)
         return RedisStore(self.redis, settings.stored_responses, timeout_s=settings.redis.timeout_s)
+
+    def _fingerprint_backend(self) -> Backend:
+        settings = self.settings
+        if self.redis is None:
+            return MemoryStore(settings.anthropic.fingerprints)
+        limits, timeout_s = settings.anthropic.fingerprints, settings.redis.timeout_s
+        return RedisStore(self.redis, limits, timeout_s=timeout_s, name="fingerprints")
 
     def _connect(self, name: str, url: str) -> BundledEngine:
         return BundledEngine(

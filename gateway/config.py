@@ -197,6 +197,25 @@ class AnthropicSettings(Section):
         (), description="The same for single models, as `MODEL=TOKENS`; several separated by commas."
     )
 
+    diagnostics_ttl_s: Annotated[float, Field(gt=0)] = Field(
+        3600.0, description="Seconds that the hashes of a prompt are remembered whose request asks for diagnostics."
+    )
+    diagnostics_max_prompts: Annotated[int, Field(ge=0)] = Field(
+        1000, description="Prompts of one tenant whose hashes are remembered at most, the latest; 0 remembers none."
+    )
+    diagnostics_max_bytes: Annotated[int, Field(ge=0)] = Field(
+        8 << 20, description="Bytes of hashes of one tenant's prompts that are remembered at most."
+    )
+
+    @property
+    def fingerprints(self) -> StoredResponseSettings:
+        """The limits of what is remembered."""
+        return StoredResponseSettings(
+            ttl_s=self.diagnostics_ttl_s,
+            max_responses=self.diagnostics_max_prompts,
+            max_bytes=self.diagnostics_max_bytes,
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _split_models(cls, data: object) -> object:

@@ -30,7 +30,7 @@ from gateway.api.namespaces import Namespaces
 from gateway.api.openai.embeddings import Embedder, Embeddings
 from gateway.api.openai.handlers import OpenAI
 from gateway.api.openai.responses.handlers import Responses
-from gateway.api.openai.responses.store import ResponseStore
+from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
 from gateway.config import (
@@ -63,6 +63,7 @@ def build_app(
     decoders: Decoders,
     embedder: Embedder,
     responses: ResponseStore,
+    fingerprints: Backend,
     contents: ContentStore,
     now: Callable[[], float],
     sources: Sources,
@@ -72,6 +73,7 @@ def build_app(
     street, models, decoders   the street, the registry and the prompt stage
     embedder                   for /v1/embeddings
     responses                  what /v1/responses keeps
+    fingerprints               keeps hashes of prompts, for Anthropic's diagnostics
     contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
     sources                    what /health, /metrics and /admin/stats show
     """
@@ -85,7 +87,7 @@ def build_app(
             *Responses(server, leases, answering, responses).routes(),
             *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
-        ANTHROPIC.name: Anthropic(server, anthropic, answering).routes(),
+        ANTHROPIC.name: Anthropic(server, anthropic, answering, fingerprints).routes(),
         GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
         OWN: Admin(keys, sources, metrics).routes(),
     }

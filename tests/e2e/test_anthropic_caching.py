@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,9 +175,47 @@ def test_both_apis_share_what_they_cache(caching: Server) -> None:
     assert (other.usage.prompt_tokens_details.cached_tokens or 0) >= created
 
 
+def test_a_miss_is_explained_to_the_word(caching: Server) -> None:
+    def ask_about(book: str, previous: str | None) -> Any:
+        fields: Any = {"system": [text(f"Explained. {book}", **MARK)], "diagnostics": {"previous_message_id": previous}}
+        messages: Any = [user(text("Why?"))]
+        return caching.anthropic().messages.create(model="demo", max_tokens=4, messages=messages, **fields)
+
+    first = ask_about(BOOK, None)
+    second = ask_about(BOOK, first.id)
+    assert (first.to_dict()["diagnostics"], second.diagnostics) == (None, None)
+    assert figures(second)[2] == figures(first)[1]
+    third = ask_about(BOOK.replace("of class 1", "of rank 1", 1), second.id)
+    assert third.diagnostics is not None
+    assert third.diagnostics.cache_miss_reason.to_dict() == {
+        "type": "system_changed",
+        "cache_missed_input_tokens": figures(first)[1],
+        "path": "system.0",
+        "word": BOOK.split().index("1:") + 5,
+        "text": "rank",
+    }
+
+
 def test_where_there_is_no_room_to_keep_a_prefix_nothing_is_claimed(tmp_path: Path) -> None:
     flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32", "--engine-lease-share", "0.0001")
     with Server(tmp_path, *flags) as server:
         answer = create(server, [user(text(f"Budget. {BOOK}", **MARK), text("Why?"))])
         assert figures(answer)[1:] == (0, 0)
         assert answer.usage.to_dict()["cache_lease"] == "degraded"
+
+
+def test_the_example_shows_creation_reads_and_the_reason_of_a_miss(caching: Server) -> None:
+    script = Path(__file__).parents[2] / "deploy/examples/anthropic_caching.py"
+    done = subprocess.run(
+        [sys.executable, str(script), caching.url], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *asked, why = done.stdout.splitlines()
+    told = [tuple(map(int, re.findall(r"(\d+) (?:created|read)", line))) for line in asked]
+    size = told[0][0]
+    assert size > 500
+    assert told[:3] == [(size, 0), (0, size), (0, size)]
+    assert told[3][0] > 500
+    assert told[3][1] == 0
+    for part in ("'system_changed'", f"'cache_missed_input_tokens': {size}", "'path': 'system.0'", "'traveller'"):
+        assert part in why

@@ -96,6 +96,7 @@ class Options:
     gemini: GeminiSettings = field(default_factory=GeminiSettings)
     now: Callable[[], float] = time.time
     embedder: Embedder = field(default_factory=no_embedder)
+    fingerprints: Backend | None = None  # of prompts; None is memory
     backend: Backend | None = None  # of stored responses; None is memory
 
 
@@ -126,6 +127,7 @@ def make_app(
         decoders=FakeDecoders(),
         embedder=given.embedder,
         responses=responses,
+        fingerprints=given.fingerprints or MemoryStore(given.anthropic.fingerprints),
         contents=MemoryContents(given.gemini, given.now),
         now=given.now,
         sources=Sources(

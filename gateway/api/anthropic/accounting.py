@@ -14,8 +14,9 @@ from typing import Protocol
 
 from engine.protocol import Breakpoint
 from gateway.api.anthropic.caching import Cached, Caching, account
+from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.response import MessageShape
-from gateway.types import ChatPrompt, Event, Request, Started
+from gateway.types import ChatPrompt, Event, Finished, Request, Started
 
 
 class Street(Protocol):
@@ -31,19 +32,29 @@ class Street(Protocol):
 class Accounted:
     """The street, for one message."""
 
-    def __init__(self, street: Street, caching: Caching, shape: MessageShape) -> None:
+    def __init__(self, street: Street, caching: Caching, shape: MessageShape, diagnosis: Diagnosis | None) -> None:
+        """`diagnosis` None: nobody asks for one, and nothing is remembered."""
         self._street = street
         self._caching = caching
         self._shape = shape
+        self._diagnosis = diagnosis
 
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """The events of the street. The shape knows the figures before the first of them is written."""
         async with aclosing(self._street.answer(request)) as events:
             async for event in events:
                 if type(event) is Started:
-                    self._shape.cached = await self._cached(request)
-                    self._shape.lease = request.trace.lease.state if request.trace.lease is not None else None
+                    await self._begin(request)
+                elif type(event) is Finished and self._diagnosis is not None:
+                    await self._diagnosis.remember(request, self._shape.cached)
                 yield event
+
+    async def _begin(self, request: Request) -> None:
+        shape = self._shape
+        shape.cached = await self._cached(request)
+        shape.lease = request.trace.lease.state if request.trace.lease is not None else None
+        if self._diagnosis is not None:
+            shape.more = {"diagnostics": await self._diagnosis.tell(request, shape.cached)}
 
     async def _cached(self, request: Request) -> Cached:
         trace = request.trace

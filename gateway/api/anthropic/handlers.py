@@ -11,6 +11,7 @@ from aiohttp import web
 
 from gateway.api.answering import Answering, reply
 from gateway.api.anthropic.accounting import Accounted
+from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.pages import MODELS, read_page
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
 from gateway.api.anthropic.request import parse_count, parse_message
@@ -18,6 +19,7 @@ from gateway.api.anthropic.response import MessageShape, model_json
 from gateway.api.anthropic.wire import read_version
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
+from gateway.api.openai.responses.store import Backend
 from gateway.api.record import RECORD
 from gateway.config import AnthropicSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
@@ -28,8 +30,12 @@ _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "conten
 class Anthropic:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, settings: AnthropicSettings, answering: Answering) -> None:
+    def __init__(
+        self, server: ServerSettings, settings: AnthropicSettings, answering: Answering, fingerprints: Backend
+    ) -> None:
+        """`fingerprints` keeps those of prompts, for diagnostics."""
         self._server = server
+        self._fingerprints = fingerprints
         self._settings = settings
         self._answering = answering
 
@@ -65,7 +71,8 @@ class Anthropic:
         call = asked.call
         model = self._answering.model(call.model, http[RECORD])
         shape = MessageShape(model.model, http[RECORD].request_id, call.sampling.max_tokens)
-        street = Accounted(self._answering.street, asked.caching, shape)
+        diagnosis = Diagnosis(self._fingerprints, asked.question, shape.message_id) if asked.question else None
+        street = Accounted(self._answering.street, asked.caching, shape, diagnosis)
         return await self._answering.answer(http, tenant, call, model, shape, street=street)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:

@@ -164,7 +164,12 @@ MESSAGES: Final = _table(
         "object: `type` `ephemeral`, `ttl` `5m` or `1h`",
         "Marks the last block that can be cached; see below.",
     ),
-    Parameter("diagnostics", diagnostics, "-", "Diagnostics are not supported yet.", "refused"),
+    Parameter(
+        "diagnostics",
+        diagnostics,
+        "object: `previous_message_id`, a string or null",
+        "Why less was read than the message with this id left in the cache; see below.",
+    ),
     Parameter(
         "tools",
         read_tools,

@@ -7,6 +7,8 @@ from typing import Any
 
 from engine.protocol import Sampling
 from gateway.api.anthropic.caching import Caching, read_caching
+from gateway.api.anthropic.diagnosis import Question
+from gateway.api.anthropic.fingerprint import Piece, json_text
 from gateway.api.anthropic.messages import Block, converse
 from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING
 from gateway.api.anthropic.tools import DefinedTool, use_of
@@ -20,10 +22,11 @@ from gateway.types import ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A message that is asked for: the call, and what it asks of the cache."""
+    """A message that is asked for: the call, what it asks of the cache, and what it wants to know about it."""
 
     call: Call
     caching: Caching
+    question: Question | None
 
 
 def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSettings) -> Asked:
@@ -60,7 +63,8 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
         constraint=constraint,
         tool_use=tool_use,
     )
-    return Asked(call, caching)
+    question = Question(_pieces(values), values["diagnostics"]) if "diagnostics" in values else None
+    return Asked(call, caching, question)
 
 
 def parse_count(body: dict[str, Any], settings: AnthropicSettings) -> Call:
@@ -89,6 +93,23 @@ def _prompt(values: dict[str, Any], settings: AnthropicSettings) -> tuple[ChatPr
         min_breakpoint_tokens=settings.min_tokens_of(values["model"]),
     )
     return prompt, caching
+
+
+def _pieces(values: dict[str, Any]) -> list[Piece]:
+    """What the prompt is made of, for comparing it with another. Where breakpoints are is no part of it."""
+    pieces = [
+        Piece(
+            "tools", defined.path, "", json_text([defined.tool.name, defined.tool.description, defined.tool.parameters])
+        )
+        for defined in values.get("tools", ())
+    ]
+    pieces += [Piece("system", part.path, "", part.text) for part in values.get("system", ())]
+    for turn in values["messages"]:
+        for part in turn.parts:
+            kind = f"{turn.role} {part.kind} {part.call_id}"
+            said = part.text if part.call is None else json_text(part.call["function"])
+            pieces.append(Piece("messages", part.path, kind, said))
+    return pieces
 
 
 def _check_thinking(values: dict[str, Any]) -> None:

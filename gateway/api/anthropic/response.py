@@ -47,13 +47,14 @@ def usage_json(usage: Usage, cached: Cached, lease: str | None) -> dict[str, Any
 
 
 class MessageShape:
-    """One message. `max_tokens` are those that the client asked for. `cached` and `lease`, which is `kept` or
-    `degraded`, are filled in before the first byte is written."""
+    """One message. `max_tokens` are those that the client asked for. `cached`, `lease`, which is `kept` or
+    `degraded`, and `more`, fields of the message, are filled in before the first byte is written."""
 
     def __init__(self, model: str, request_id: str, max_tokens: int) -> None:
         self.message_id: Final = f"msg_{secrets.token_hex(16)}"
         self.cached = Cached()
         self.lease: str | None = None
+        self.more: dict[str, Any] = {}
         self._model = model
         self._request_id = request_id
         self._max_tokens = max_tokens
@@ -113,6 +114,7 @@ class MessageShape:
             "role": "assistant",
             "model": self._model,
             "content": content,
+            **self.more,
         }
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:

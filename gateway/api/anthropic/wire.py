@@ -59,6 +59,11 @@ def error_json(error: KvasirError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": printable(_message(error))}, "request_id": request_id}
 
 
+def dotted(path: str) -> str:
+    """A path as this API writes it: `messages.0.content`."""
+    return _INDEX.sub(r".\1", path)
+
+
 def _message(error: KvasirError) -> str:
     match error:
         case ContextLengthError():
@@ -66,8 +71,7 @@ def _message(error: KvasirError) -> str:
             return f"prompt is too long: {error.prompt_tokens} tokens > {room} maximum"
         case KvasirError(param=None):
             return error.message
-    path = _INDEX.sub(r".\1", error.param or "")
-    return f"{path}: {error.message if error.reason is None else error.reason}"
+    return f"{dotted(error.param or '')}: {error.message if error.reason is None else error.reason}"
 
 
 def _speaks(http: web.Request) -> bool:

@@ -28,8 +28,11 @@ MAX_CALLS: Final = 32
 class RedisStore:
     """See Backend in store.py."""
 
-    def __init__(self, redis: Redis, settings: StoredResponseSettings, *, timeout_s: float) -> None:
-        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
+    def __init__(
+        self, redis: Redis, settings: StoredResponseSettings, *, timeout_s: float, name: str = "responses"
+    ) -> None:
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `name` is that of the keys."""
+        self._name = name
         self._redis = redis
         self._settings = settings
         self._timeout_s = timeout_s
@@ -42,15 +45,15 @@ class RedisStore:
         if len(body) > settings.max_bytes or not settings.max_responses:
             return False
         limits = [round(settings.ttl_s * 1e3), settings.max_responses, settings.max_bytes]
-        await self._ask(self._put(keys=_keys(tenant), args=[response_id, body, *limits]))
+        await self._ask(self._put(keys=_keys(self._name, tenant), args=[response_id, body, *limits]))
         return True
 
     async def find(self, tenant: str, response_id: str) -> bytes | None:
-        body: Any = await self._ask(self._redis.get(f"{_prefix(tenant)}:{response_id}"))
+        body: Any = await self._ask(self._redis.get(f"{_prefix(self._name, tenant)}:{response_id}"))
         return None if body is None else bytes(body)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        return bool(await self._ask(self._delete(keys=_keys(tenant), args=[response_id])))
+        return bool(await self._ask(self._delete(keys=_keys(self._name, tenant), args=[response_id])))
 
     async def _ask(self, call: Awaitable[_T]) -> _T:
         try:
@@ -60,13 +63,13 @@ class RedisStore:
             raise StoreDownError(str(error) or type(error).__name__) from error
 
 
-def _prefix(tenant: str) -> str:
-    return f"kvasir:{{responses:{tenant}}}"
+def _prefix(name: str, tenant: str) -> str:
+    return f"kvasir:{{{name}:{tenant}}}"
 
 
-def _keys(tenant: str) -> list[str]:
+def _keys(name: str, tenant: str) -> list[str]:
     """KEYS of the scripts; the third is what the ids of bodies are put behind."""
-    prefix = _prefix(tenant)
+    prefix = _prefix(name, tenant)
     return [f"{prefix}.order", f"{prefix}.sizes", f"{prefix}:"]
 
 

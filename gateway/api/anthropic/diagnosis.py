@@ -1,0 +1,84 @@
+"""`diagnostics` of one message: what it changed against the one that its client names, and what is remembered of it for
+the next. fingerprint.py compares; the backend keeps bytes by tenant and key, for a while.
+
+A backend that is down costs no answer: nothing is remembered, and what cannot be known is `unavailable`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.api.anthropic.caching import Cached
+from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
+from gateway.api.anthropic.wire import dotted
+from gateway.api.openai.responses.store import Backend, StoreDownError
+from gateway.types import Request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a client asks: how this prompt differs from that of an earlier message; None on the first turn."""
+
+    pieces: Sequence[Piece]
+    previous_message_id: str | None
+
+
+class Diagnosis:
+    """For one message."""
+
+    def __init__(self, backend: Backend, question: Question, message_id: str) -> None:
+        self._backend = backend
+        self._question = question
+        self._message_id = message_id
+
+    async def tell(self, request: Request, cached: Cached) -> dict[str, Any] | None:
+        """The `diagnostics` of the answer. None for a first turn, and where nothing was changed and all was read."""
+        previous = self._question.previous_message_id
+        if previous is None:
+            return None
+        try:
+            written = await self._backend.find(request.tenant.name, store_key(previous))
+        except StoreDownError as error:
+            log.warning("a prompt cannot be compared: %s", error)
+            return _reason("unavailable", detail="what is remembered cannot be reached")
+        if written is None:
+            return _reason("previous_message_not_found")
+        return self._compared(Fingerprint.from_json(written), previous, request, cached)
+
+    async def remember(self, request: Request, cached: Cached) -> None:
+        """For the next message. Never raises."""
+        pieces = self._question.pieces
+        taken = take(self._message_id, request.model, request.salt, pieces, cached.read + cached.written)
+        try:
+            await self._backend.put(request.tenant.name, store_key(self._message_id), taken.to_json())
+        except StoreDownError as error:
+            log.warning("a prompt is not remembered: %s", error)
+
+    def _compared(self, before: Fingerprint, previous: str, request: Request, cached: Cached) -> dict[str, Any] | None:
+        change = compare(before, previous, request.model, request.salt, self._question.pieces)
+        missed = max(0, before.cached_tokens - cached.read)
+        if change is not None:
+            path = None if change.path is None else dotted(change.path)
+            told = {"path": path, "word": change.word, "text": change.text}
+            known = {key: value for key, value in told.items() if value is not None}
+            return _reason(f"{change.section or 'model'}_changed", cache_missed_input_tokens=missed, **known)
+        if not missed or not (request.trace.breakpoints or request.trace.lease):
+            return None
+        return _reason("unavailable", detail=self._why(before, previous, request))
+
+    def _why(self, before: Fingerprint, previous: str, request: Request) -> str:
+        """Why a prompt was not read that begins as the one before did."""
+        if not same_scope(before, previous, request.salt):
+            return "the requests are in different namespaces"
+        if any(tokens >= before.cached_tokens for tokens in request.trace.lease_reads):
+            return "the entry is further before the breakpoints than the look back goes"
+        return "the entry has expired, or there was no room to keep it"
+
+
+def _reason(kind: str, **more: Any) -> dict[str, Any]:
+    return {"cache_miss_reason": {"type": kind, **more}}
