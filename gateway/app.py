@@ -103,6 +103,7 @@ class Gateway:
             embedder=self.embedder,
             responses=self.responses,
             fingerprints=self._fingerprint_backend(),
+            stored_responses=settings.stored_responses,
             contents=self.contents,
             now=time.time,
             sources=Sources(

@@ -157,6 +157,9 @@ class StoredResponseSettings(Section):
         33554432,
         description="Bytes of one tenant's responses, with the items that they answered, that are kept at most.",
     )
+    max_background: Annotated[int, Field(ge=0)] = Field(
+        256, description="Responses that one gateway works on in the background at a time; the next one gets 429."
+    )
 
 
 class GeminiSettings(Section):

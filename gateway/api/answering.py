@@ -162,7 +162,12 @@ class Answering:
         self, http: web.Request, tenant: Tenant, call: Call, model: Hello, *, street: Answers | None = None
     ) -> tuple[list[Answer], Usage]:
         """The answers that are told, and the usage of all that were generated."""
-        requests = self.requests(http, tenant, call, model)
+        return await self.collected(self.requests(http, tenant, call, model), call, model, street=street)
+
+    async def collected(
+        self, requests: list[Request], call: Call, model: Hello, *, street: Answers | None = None
+    ) -> tuple[list[Answer], Usage]:
+        """As `collect`, of the call's own requests."""
         echo, at_once = self._echo(call, model), self._server.prompts_at_once
         answers = await collect(street or self.street, requests, echo, at_once=at_once)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))

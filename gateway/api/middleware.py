@@ -10,7 +10,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import orjson
 from aiohttp import web
@@ -33,22 +34,30 @@ def observed(observer: Observer) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = _record(request)
-        observer.started(record)
-        try:
-            response = await _answered(request, handler, record)
-            record.status = record.status or response.status
-            if not response.prepared:
-                response.headers.update(common_headers(record))
-            return response
-        except asyncio.CancelledError:
-            record.status = CLIENT_LEFT
-            raise
-        finally:
-            record.total_ms = elapsed_ms(record)
-            observer.finished(record)
-            _log(record)
+        with noted(observer, record):
+            try:
+                response = await _answered(request, handler, record)
+                record.status = record.status or response.status
+                if not response.prepared:
+                    response.headers.update(common_headers(record))
+                return response
+            except asyncio.CancelledError:
+                record.status = CLIENT_LEFT
+                raise
 
     return middleware
+
+
+@contextmanager
+def noted(observer: Observer, record: Record) -> Iterator[None]:
+    """Around what is done for one record: it is counted, and has its line in the log, however it ends."""
+    observer.started(record)
+    try:
+        yield
+    finally:
+        record.total_ms = elapsed_ms(record)
+        observer.finished(record)
+        _log(record)
 
 
 async def _answered(http: web.Request, handler: Handler, record: Record) -> web.StreamResponse:

@@ -29,6 +29,7 @@ from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.embeddings import Embedder, Embeddings
 from gateway.api.openai.handlers import OpenAI
+from gateway.api.openai.responses.background import Background
 from gateway.api.openai.responses.handlers import Responses
 from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.openai.wire import OPENAI
@@ -41,6 +42,7 @@ from gateway.config import (
     LeaseSettings,
     NamespaceSettings,
     ServerSettings,
+    StoredResponseSettings,
     TenantSettings,
 )
 
@@ -64,6 +66,7 @@ def build_app(
     embedder: Embedder,
     responses: ResponseStore,
     fingerprints: Backend,
+    stored_responses: StoredResponseSettings,
     contents: ContentStore,
     now: Callable[[], float],
     sources: Sources,
@@ -81,10 +84,11 @@ def build_app(
     metrics = Metrics(sources)
     answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders, embedder.models())
     cached = CachedContents(server, gemini, answering, contents, now)
+    background = Background(responses, metrics, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
     by_dialect = {
         OPENAI.name: [
             *OpenAI(server, leases, answering).routes(),
-            *Responses(server, leases, answering, responses).routes(),
+            *Responses(server, leases, answering, responses, background).routes(),
             *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
         ANTHROPIC.name: Anthropic(server, anthropic, answering, fingerprints).routes(),
@@ -95,6 +99,7 @@ def build_app(
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(metrics)], client_max_size=0)
     app[ROUTES] = docs.routes
+    app.on_shutdown.append(lambda _: background.close())
     for (method, path), handler in handlers_of(docs.routes).items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
     return app

@@ -162,11 +162,25 @@ def test_a_call_that_has_to_be_made_validates_and_its_output_is_answered(server:
     assert cached(after) > 0
 
 
+def test_a_response_in_the_background_is_polled_or_cancelled(server: Server) -> None:
+    client = server.client()
+    begun = ask(server, "Tell me a story.", background=True)
+    assert begun.status == "in_progress"
+    long = ask(
+        server, "Tell me everything.", background=True, max_output_tokens=10_000, extra_body={"ignore_eos": True}
+    )
+    assert client.responses.cancel(long.id).status == "cancelled"
+    server.wait_until(lambda: client.responses.retrieve(begun.id).status != "in_progress", "the response has ended")
+    done = client.responses.retrieve(begun.id)
+    assert done.output_text == ask(server, "Tell me a story.").output_text
+    assert client.responses.retrieve(long.id).status == "cancelled"
+
+
 def test_what_cannot_be_done_is_refused(server: Server) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_output_tokens": 15}, "max_output_tokens"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"prompt_cache_options": {"ttl": "31m"}}, "prompt_cache_options.ttl"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema.not"),
     ]

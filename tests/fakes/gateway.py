@@ -97,6 +97,7 @@ class Options:
     now: Callable[[], float] = time.time
     embedder: Embedder = field(default_factory=no_embedder)
     fingerprints: Backend | None = None  # of prompts; None is memory
+    stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     backend: Backend | None = None  # of stored responses; None is memory
 
 
@@ -112,7 +113,7 @@ def make_app(
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
-    responses = ResponseStore(given.backend or MemoryStore(StoredResponseSettings()), retry_s=60.0)
+    responses = ResponseStore(given.backend or MemoryStore(given.stored_responses), retry_s=60.0)
     return build_app(
         server=given.server,
         leases=given.leases,
@@ -128,6 +129,7 @@ def make_app(
         embedder=given.embedder,
         responses=responses,
         fingerprints=given.fingerprints or MemoryStore(given.anthropic.fingerprints),
+        stored_responses=given.stored_responses,
         contents=MemoryContents(given.gemini, given.now),
         now=given.now,
         sources=Sources(

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -15,10 +15,12 @@ from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
+from gateway.api.openai.responses.background import RETRY_AFTER_S, Background, settled
 from gateway.api.openai.responses.diagnostics import diagnose
-from gateway.api.openai.responses.items import Item, response_of, with_ids
+from gateway.api.openai.responses.items import Item, with_ids
 from gateway.api.openai.responses.keeping import ResponseKeeper
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
+from gateway.api.openai.responses.references import resolved
 from gateway.api.openai.responses.request import Asked, parse, parse_count, shortened, to_call, turns
 from gateway.api.openai.responses.response import Diagnose, ResponseShape, new_token
 from gateway.api.openai.responses.store import Kept, ResponseStore
@@ -27,20 +29,23 @@ from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
 from gateway.types import Tenant
 
-MAX_REFERENCED: Final = 16
-"""Responses whose items one input may refer to."""
-
 
 class Responses:
     """Holds what its handlers need."""
 
     def __init__(
-        self, server: ServerSettings, leases: LeaseSettings, answering: Answering, store: ResponseStore
+        self,
+        server: ServerSettings,
+        leases: LeaseSettings,
+        answering: Answering,
+        store: ResponseStore,
+        background: Background,
     ) -> None:
         self._server = server
         self._leases = leases
         self._answering = answering
         self._store = store
+        self._background = background
 
     def routes(self) -> list[Route]:
         example = {"model": EXAMPLE_MODEL, "input": "Hello."}
@@ -69,7 +74,7 @@ class Responses:
             Route("POST", "/v1/responses/compact", self.compact, "Refused: conversations are not compacted."),
             Route("GET", one, self.retrieve, "A kept response.", query=IN_RESPONSE_URL),
             Route("DELETE", one, self.delete, "Deletes a kept response."),
-            Route("POST", f"{one}/cancel", self.cancel, "Refused: no response runs in the background."),
+            Route("POST", f"{one}/cancel", self.cancel, "Ends a response that runs in the background."),
             Route("GET", f"{one}/input_items", self.input_items, "What a response answered.", query=IN_ITEMS_URL),
         ]
 
@@ -84,6 +89,8 @@ class Responses:
         call = await self._call(http, tenant, asked, items, model)
         diagnosis = await self._diagnosis(tenant, asked, items)
         shape = ResponseShape(asked, token, leases=self._leases, diagnose=diagnosis)
+        if asked.values.get("background"):
+            return await self._begin(http, tenant, call, model, shape, items)
         keeper = None
         if asked.values.get("store", True):
             keeper = ResponseKeeper(self._store, tenant.name, shape, items)
@@ -100,6 +107,18 @@ class Responses:
         else:
             await keeper.completed(usage)
         return reply(orjson.dumps(shape.response), record, **kvasir_headers(record))
+
+    async def _begin(
+        self, http: web.Request, tenant: Tenant, call: Call, model: Hello, shape: ResponseShape, items: list[Item]
+    ) -> web.Response:
+        """In the background. Answers with the response as it is then."""
+        self._background.admit()
+        requests = self._answering.requests(http, tenant, call, model)
+        shape.response["store"] = True
+        begun = orjson.dumps(shape.response)
+        work = self._answering.collected(requests, call, model)
+        await self._background.start(http[RECORD], shape, items, work)
+        return reply(begun, http[RECORD])
 
     async def input_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens"""
@@ -127,12 +146,23 @@ class Responses:
         response_id = http.match_info["response_id"]
         if not await self._store.delete(tenant.name, response_id):
             raise _not_found(response_id)
+        await self._background.cancel(response_id)
         return _told({"id": response_id, "object": "response", "deleted": True}, http)
 
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{response_id}/cancel"""
-        await self._get(http, self._answering.admit(http))
-        raise BadRequestError("Only a response that runs in the background can be cancelled; close the stream instead.")
+        tenant = self._answering.admit(http)
+        kept = await self._get(http, tenant)
+        if not kept.response["background"]:
+            raise BadRequestError("Only a response that runs in the background can be cancelled; close the stream.")
+        if kept.response["status"] == "in_progress":
+            await self._background.cancel(kept.response["id"])
+            kept = await self._get(http, tenant)
+        if kept.response["status"] == "in_progress":  # another gateway works on it, and will find it cancelled
+            kept.response["status"] = "cancelled"
+            if not await self._store.put(tenant.name, kept):
+                raise OverloadedError("Stored responses cannot be reached at the moment.", retry_after_s=RETRY_AFTER_S)
+        return _told(kept.response, http)
 
     async def input_items(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}/input_items"""
@@ -160,46 +190,28 @@ class Responses:
         response_id = http.match_info["response_id"]
         if (kept := await self._store.find(tenant.name, response_id)) is None:
             raise _not_found(response_id)
-        return kept
+        return settled(kept, self._server.request_timeout_s)
 
     async def _items(self, tenant: Tenant, asked: Asked) -> list[Item]:
-        """What an input is altogether: the previous response's conversation, and its own items, without references."""
+        previous = await self._find_previous(tenant, asked)
+        return [*previous, *await resolved(self._store, tenant.name, asked.items)]
+
+    async def _find_previous(self, tenant: Tenant, asked: Asked) -> list[Item]:
+        """The conversation of the response that is gone on from; nothing without one."""
         previous = asked.values.get("previous_response_id")
         if previous is None:
-            return await self._resolved(tenant, asked.items)
+            return []
         if (kept := await self._store.find(tenant.name, previous)) is None:
             raise BadRequestError(
                 f"Previous response with id '{shown(previous)}' not found.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return [*kept.conversation, *await self._resolved(tenant, asked.items)]
-
-    async def _resolved(self, tenant: Tenant, items: Sequence[Item]) -> list[Item]:
-        """With the items that are referred to, in place of the references."""
-        known: dict[str, dict[str, Item]] = {}
-        resolved = []
-        for index, item in enumerate(items):
-            if item["type"] == "item_reference":
-                response_id = response_of(item["id"]) or ""
-                if response_id not in known:
-                    known[response_id] = await self._by_id(tenant, response_id, len(known))
-                if (found := known[response_id].get(item["id"])) is None:
-                    raise _bad_reference(index, f"there is no item with the id '{shown(item['id'])}'")
-                resolved.append(found)
-            else:
-                resolved.append(item)
-        return resolved
-
-    async def _by_id(self, tenant: Tenant, response_id: str, number: int) -> dict[str, Item]:
-        if number == MAX_REFERENCED:
+        if settled(kept, self._server.request_timeout_s).response["status"] == "in_progress":
             raise BadRequestError(
-                f"Invalid 'input': it refers to items of more than {MAX_REFERENCED} responses.",
-                param="input",
-                code="invalid_value",
+                f"The response '{previous}' is still in progress.", param="previous_response_id", code="invalid_value"
             )
-        kept = await self._store.find(tenant.name, response_id) if response_id else None
-        return {item["id"]: item for item in kept.conversation} if kept else {}
+        return kept.conversation
 
     async def _diagnosis(self, tenant: Tenant, asked: Asked, items: list[Item]) -> Diagnose | None:
         """None where no comparison is asked for."""
@@ -241,11 +253,6 @@ def _after(items: Sequence[Item], after: str) -> list[Item]:
         if item["id"] == after:
             return list(items[index + 1 :])
     raise BadRequestError(f"There is no item with the id '{shown(after)}'.", param="after", code="invalid_value")
-
-
-def _bad_reference(index: int, why: str) -> BadRequestError:
-    path = f"input[{index}].id"
-    return BadRequestError(f"Invalid '{path}': {why}.", param=path, code="invalid_value")
 
 
 def _not_found(response_id: str) -> NotFoundError:

@@ -54,6 +54,14 @@ def parse(body: dict[str, Any]) -> Asked:
             param="ignore_eos",
             code="invalid_parameter_combination",
         )
+    for name, wanted in (("stream", False), ("store", True)):
+        if values.get("background") and values.get(name, wanted) is not wanted:
+            raise BadRequestError(
+                f"Invalid 'background': a response that runs in the background is kept, and asked for with GET; "
+                f"'{name}' has to be {str(wanted).lower()}.",
+                param="background",
+                code="invalid_parameter_combination",
+            )
     check_min_tokens(values, values.get("max_output_tokens", 0), unlimited=True)
     return Asked(body, values)
 

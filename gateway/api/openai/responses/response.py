@@ -149,8 +149,7 @@ class ResponseShape:
     def fail(self, error: KvasirError) -> None:
         """What is open is closed, with events that `failure` tells."""
         self._unsent = self._close(cut=True)
-        self.response["status"] = "failed"
-        self.response["error"] = {"code": _error_code(error), "message": printable(error.message)}
+        self.response = failed_response(self.response, error)
 
     def cancel(self) -> None:
         """For a client that hears nothing more of it."""
@@ -251,6 +250,12 @@ class ResponseShape:
         return told
 
 
+def failed_response(response: dict[str, Any], error: KvasirError) -> dict[str, Any]:
+    """The same, failed."""
+    told = {"code": _error_code(error), "message": printable(error.message)}
+    return {**response, "status": "failed", "error": told}
+
+
 class _Text:
     """A message that is being written; its one part gets its text at the end."""
 
@@ -296,7 +301,7 @@ def _new_response(asked: Asked, token: str) -> dict[str, Any]:
         "created_at": int(time.time()),
         "completed_at": None,
         "status": "in_progress",
-        "background": False,
+        "background": values.get("background", False),
         "error": None,
         "incomplete_details": None,
         "instructions": values.get("instructions"),

@@ -129,6 +129,17 @@ async def test_items_are_referred_to_by_their_ids() -> None:
             assert refused.value.param == "input[2].id"
 
 
+async def test_references_lead_to_so_many_responses_and_no_more() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        said = [(await client.responses.create(model="demo", input="hi")).output[0].id for _ in range(17)]
+        items: Any = [{"type": "item_reference", "id": item} for item in said]
+        await client.responses.create(model="demo", input=items[:16] * 2)
+        assert len(messages(gateway)) == 32
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="demo", input=items)
+        assert refused.value.param == "input"
+
+
 async def test_what_a_response_answered_is_listed_page_by_page() -> None:
     async with running() as gateway, gateway.sdk() as client:
         first = await client.responses.create(

@@ -1,0 +1,124 @@
+"""Responses that are worked on while nobody waits for them: begun by one request, asked for by others.
+
+They run in the gateway that was asked, and are no more durable than it: one that is stopped gives them the time of its
+shutdown and keeps what is left as failed. Of a gateway that was killed, whoever looks finds the response past its time
+and tells that it failed (`settled`). What is cancelled or deleted through another gateway is thrown away at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, Final
+
+from gateway import tasks
+from gateway.api.answers import Answer
+from gateway.api.middleware import noted
+from gateway.api.openai.responses.items import Item
+from gateway.api.openai.responses.response import ResponseShape, failed_response
+from gateway.api.openai.responses.store import Kept, ResponseStore
+from gateway.api.record import CLIENT_LEFT, Observer, Record
+from gateway.errors import KvasirError, OverloadedError, QueueFullError
+from gateway.types import Usage
+
+log = logging.getLogger(__name__)
+
+ENDPOINT: Final = "/v1/responses (background)"
+"""Under which the work is metered; the request that began it is metered as any other, without tokens."""
+
+LATE_S: Final = 60.0
+"""After its deadline, before a response that is still in progress is taken for lost: clocks differ."""
+
+RETRY_AFTER_S: Final = 5.0
+CANCEL_LIMIT_S: Final = 5.0
+
+Work = Coroutine[Any, Any, tuple[list[Answer], Usage]]
+
+
+class Background:
+    """The background responses of this gateway. `close` ends them."""
+
+    def __init__(self, store: ResponseStore, observer: Observer, *, most: int, shutdown_s: float) -> None:
+        self._store = store
+        self._observer = observer
+        self._most = most
+        self._shutdown_s = shutdown_s
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._closing = False
+
+    def admit(self) -> None:
+        """Raises QueueFullError when there are too many already."""
+        if self._closing or len(self._running) >= self._most:
+            raise QueueFullError(
+                f"{self._most} responses run in the background already (stored_responses.max_background).",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    async def start(self, record: Record, shape: ResponseShape, items: list[Item], work: Work) -> None:
+        """Begins `work`, once the response is kept as in progress. Raises OverloadedError when it cannot be kept."""
+        tenant, response = record.tenant or "", shape.response
+        if not await self._store.put(tenant, Kept(response, items)):
+            work.close()
+            raise OverloadedError("A background response cannot be kept at the moment.", retry_after_s=RETRY_AFTER_S)
+        own = replace(record, endpoint=ENDPOINT, traces=record.traces, status=200)
+        record.traces = []
+        task = tasks.spawn(self._run(own, tenant, shape, items, work), name="background response")
+        self._running[response["id"]] = task
+        task.add_done_callback(lambda _: self._running.pop(response["id"], None))
+        await asyncio.sleep(0)  # it runs from here on, so that cancelling it meets its handlers
+
+    async def cancel(self, response_id: str) -> None:
+        """Returns when it has ended, if it runs here."""
+        if (task := self._running.get(response_id)) is not None:
+            task.cancel()
+            await asyncio.wait([task], timeout=CANCEL_LIMIT_S)
+
+    async def close(self) -> None:
+        """Gives what runs the time of a shutdown, and ends the rest, which is kept as failed."""
+        running = list(self._running.values())
+        if running:
+            await asyncio.wait(running, timeout=self._shutdown_s)
+        self._closing = True
+        for task in running:
+            await tasks.cancel(task)
+
+    async def _run(self, record: Record, tenant: str, shape: ResponseShape, items: list[Item], work: Work) -> None:
+        with noted(self._observer, record):
+            try:
+                (answer,), usage = await work
+                shape.take(answer)
+                shape.finish(usage)
+            except asyncio.CancelledError:
+                record.status = CLIENT_LEFT
+                if self._closing:
+                    shape.fail(KvasirError("The server was stopped before the response was complete."))
+                else:
+                    shape.cancel()
+            except KvasirError as error:
+                record.status = error.status
+                shape.fail(error)
+            except Exception:
+                log.exception("background response of request %s failed", record.request_id)
+                record.status = KvasirError.status
+                shape.fail(KvasirError("The server had an error while it answered."))
+            if await self._wanted(tenant, shape.response["id"]):
+                await self._store.put(tenant, Kept(shape.response, items))
+
+    async def _wanted(self, tenant: str, response_id: str) -> bool:
+        """Not one that was deleted, or cancelled through another gateway."""
+        try:
+            kept = await self._store.find(tenant, response_id)
+        except OverloadedError:
+            return True
+        return kept is not None and kept.response["status"] == "in_progress"
+
+
+def settled(kept: Kept, timeout_s: float) -> Kept:
+    """As it is, but for one whose gateway must be gone: it is in progress and past the time that a request may take."""
+    response = kept.response
+    if response["status"] != "in_progress" or time.time() < response["created_at"] + timeout_s + LATE_S:
+        return kept
+    return Kept(failed_response(response, KvasirError("The gateway that worked on it ended.")), kept.items)
