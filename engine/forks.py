@@ -91,7 +91,7 @@ def find_source(sequence: Sequence, plan: Plan) -> tuple[Sequence | None, bool]:
     if siblings is None or sequence.num_generated:
         return None, False
     for other in siblings.members:
-        if other.status is not Status.RUNNING or other in plan.forks:
+        if other.status is not Status.RUNNING:
             continue
         if other.num_generated:  # not one that recomputes what a preemption took
             if siblings.row is not None and other.num_tokens - other.num_computed == 1:

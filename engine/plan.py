@@ -63,9 +63,9 @@ class Plan:
         if sequence.scheduled_s is None:
             sequence.scheduled_s = self.now
 
-    def depends_on(self, source: Sequence) -> list[Sequence]:
-        """The forks that sample from what a source computes in this very step."""
-        return [fork for fork, its_source in self.forks.items() if its_source is source and not source.num_generated]
+    def forks_of(self, source: Sequence) -> list[Sequence]:
+        """Who forks in this step from a source, perhaps from what it is about to compute."""
+        return [fork for fork, its_source in self.forks.items() if its_source is source]
 
     def drop(self, sequence: Sequence) -> None:
         """Takes a sequence out again. New blocks of it stay in `fresh`: to zero one that is free harms nobody."""

@@ -89,9 +89,9 @@ class Planner:
         return True
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        """Back to the head of its lane, to be recomputed, and with it who forks from what it would have computed.
+        """Back to the head of its lane, to be recomputed, and with it who forks from it in this step.
         Registered blocks stay findable until they are evicted."""
-        for fork in plan.depends_on(sequence):
+        for fork in plan.forks_of(sequence):
             self._preempt(fork, plan)
         plan.drop(sequence)
         self._tables.release(sequence)

@@ -315,8 +315,6 @@ class Scheduler:
     def _fail_not_finite(self, sequence: Sequence) -> None:
         self.counters.not_finite += 1
         forgotten = self.tables.quarantine(sequence)
-        if sequence.siblings is not None and not sequence.num_generated:
-            sequence.siblings.row = None
         self.leases.drop_lost()
         log.error(
             "numbers that are not finite: sequence ended, %d blocks unregistered (request %s)",

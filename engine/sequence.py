@@ -57,7 +57,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_registered: int = 0  # leading blocks of block_table that the pool can find by digest
-    shares_tail: bool = False  # the block that it writes next may be another's, too
+    shares_tail: bool = False  # a fork that has written nothing: the last block of its prompt is its source's
     cached_tokens: int | None = None  # prompt tokens reused at the first admission; later admissions do not change it
     findable_tokens: int = 0  # leading tokens that could be reused when it arrived
     preemptions: int = 0

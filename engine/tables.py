@@ -7,7 +7,6 @@ below them.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from engine.plan import MIN_TAIL_TOKENS
@@ -25,14 +24,11 @@ class _Chain:
     lent    the tip is not in the sequence's own table: another sequence registered the same content first. It carries
             a reference of this sequence, so that it is still the parent when the next block comes
     broken  nothing more is registered: a digest stood for something else, or the client wants it so
-    late    it forked from a sequence that had begun to write behind the prompt: its last block is no good for it, even
-            if nobody else has it any more
     """
 
     tip: int | None = None
     lent: bool = False
     broken: bool = False
-    late: bool = False
 
 
 class BlockTables:
@@ -44,7 +40,7 @@ class BlockTables:
         self._namespace = namespace
         self._chains: dict[Sequence, _Chain] = {}
         self._copies: dict[Sequence, Copy] = {}  # that the next step makes
-        self._sources: Counter[int] = Counter()  # of these, each with a reference until the step is over
+        self._sources: list[int] = []  # of these, each with a reference until the step is over
 
     def __len__(self) -> int:
         """Sequences that hold blocks."""
@@ -95,8 +91,8 @@ class BlockTables:
 
     def fork(self, sequence: Sequence, source: Sequence, headroom: int) -> list[int] | None:
         """Gives a sequence the blocks of another one's prompt, which is its own, too: nothing is left to compute. The
-        last one, if it is not full, is shared until one of the two writes into it (`grow`); a source that has a token
-        writes on, and the fork copies what is the prompt's.
+        last one, if it is not full, is shared until the fork writes into it (`grow`). The source writes into it behind
+        the prompt, where the fork does not read.
 
         headroom  blocks that must be left over for others to grow into, besides the one for that copy
         Returns no new blocks; None, and changes nothing, when there is too little room. Call `follow` after the step.
@@ -106,12 +102,10 @@ class BlockTables:
             return None
         sequence.block_table = source.block_table[: self.blocks_for(sequence.num_tokens)]
         self.pool.acquire(sequence.block_table)
-        is_late = bool(source.num_generated)
-        self._chains[sequence] = _Chain(broken=not sequence.use_cache, late=is_late)
+        self._chains[sequence] = _Chain(broken=not sequence.use_cache)
         sequence.num_computed = sequence.num_tokens
         sequence.num_registered = 0
         sequence.shares_tail = has_tail
-        source.shares_tail |= has_tail and not is_late
         return []
 
     def follow(self, sequence: Sequence, source: Sequence) -> None:
@@ -134,17 +128,14 @@ class BlockTables:
     def settle(self) -> None:
         """The last step is over, or there is none: nothing is to be copied any more."""
         self._copies.clear()
-        self.pool.release(list(self._sources.elements()))
+        self.pool.release(self._sources)
         self._sources.clear()
 
     def grow(self, sequence: Sequence) -> list[int] | None:
         """Makes room for a sequence's next token: the table covers all tokens, and what is written is its own. Returns
         the new blocks, often none; None when there are too few."""
         if sequence.shares_tail:
-            fresh = self._own_tail(sequence)
-            sequence.shares_tail = fresh is None
-            if fresh != []:
-                return fresh
+            return self._own_tail(sequence)
         missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
         if missing <= 0:
             return []
@@ -211,19 +202,14 @@ class BlockTables:
         return max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // self.pool.block_size
 
     def _own_tail(self, sequence: Sequence) -> list[int] | None:
-        """Copies the block that the next token goes to, unless nobody else has it: the last one to write keeps it."""
-        index, count = divmod(sequence.num_computed, self.pool.block_size)
-        if index >= len(sequence.block_table):
-            return []
-        block = sequence.block_table[index]
-        others = self.pool.num_references(block) - self._sources[block] - 1
-        if not others and not self._chains[sequence].late:
-            return []
+        """A fresh block in the place of a fork's last one. What is the prompt's is copied in the next step."""
         fresh = self.pool.allocate(1)
         if fresh is not None:
-            self._copies[sequence] = Copy(block, fresh[0], count)
-            self._sources[block] += 1  # the sequence's reference: nobody may write the block before it is copied
-            sequence.block_table[index] = fresh[0]
+            shared, count = sequence.block_table[-1], sequence.num_computed % self.pool.block_size
+            self._copies[sequence] = Copy(shared, fresh[0], count)
+            self._sources.append(shared)  # with the fork's reference: nobody may fill the block before it is copied
+            sequence.block_table[-1] = fresh[0]
+            sequence.shares_tail = False
         return fresh
 
     def _full(self, sequence: Sequence, num_blocks: int) -> Chain:

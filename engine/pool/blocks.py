@@ -100,9 +100,6 @@ class BlockPool:
         pins = self._pins
         return self.available - sum(not pins[block] for block in blocks)
 
-    def num_references(self, block: int) -> int:
-        return self._refs[block]
-
     def is_registered(self, block: int) -> bool:
         return self._digest[block] is not None
 

@@ -40,7 +40,7 @@ def test_all_have_their_first_token_after_the_same_step() -> None:
     assert [len(bench.answer(seq)) for seq in range(8)] == [1] * 8
 
 
-def test_a_partly_filled_block_is_shared_until_each_writes_and_the_last_one_keeps_it() -> None:
+def test_a_partly_filled_block_is_shared_until_a_fork_writes() -> None:
     bench = make()
     ask(bench, range(3), prompt(6))
     bench.step()
@@ -171,15 +171,77 @@ def test_a_fork_is_preempted_and_goes_on_as_if_it_were_alone() -> None:
     assert bench.scheduler.counters.preemptions > 0
 
 
-def test_the_copy_of_one_that_is_preempted_in_the_same_step_is_not_made() -> None:
-    """The batch lane gives way in the step in which both were to write."""
-    bench = make(16)
+@pytest.mark.parametrize("length", [15, 31])
+def test_who_gives_way_in_the_step_in_which_its_block_was_to_be_copied_leaves_nothing_behind(length: int) -> None:
+    """A longer one needs the whole pool, which has it when nothing is to be copied any more."""
+    bench = make(8)
     ask(bench, range(2), prompt(6), max_tokens=8, lane="batch")
     bench.step()
-    bench.submit(9, prompt(50), max_tokens=1)
+    bench.submit(9, prompt(length), max_tokens=1)
+    bench.step()
+    assert bench.answer(9) == expected(prompt(length), 1)
     bench.finish()
     check(bench, range(2), prompt(6), 8)
-    assert bench.answer(9) == expected(prompt(50), 1)
+
+
+def test_forks_give_way_together_with_the_one_that_computes_for_them() -> None:
+    bench = make()
+    source, fork = (bench.submit(seq, prompt(15), group=(1, 2)) for seq in range(2))
+    assert source is not None
+    assert fork is not None
+    planner = bench.scheduler._planner
+    plan = planner.plan(1.0)
+    assert (list(plan.work), list(plan.forks)) == ([source], [fork])
+    planner._preempt(source, plan)
+    assert plan.is_empty
+    assert (source.status, fork.status, bench.pool.num_live) == (Status.WAITING, Status.WAITING, 0)
+    bench.finish()
+    check(bench, range(2), prompt(15))
+
+
+def test_no_more_fork_than_there_is_room_to_write_for() -> None:
+    bench = make(8)
+    ask(bench, range(8), prompt(15), max_tokens=2)
+    bench.step()
+    assert bench.scheduler.num_running == 4  # four blocks, and four to copy into and to grow
+    bench.finish()
+    check(bench, range(8), prompt(15), 2)
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_a_fork_keeps_what_its_blocks_are_found_behind() -> None:
+    """Its source computed the prompt's end at the same time as another, whose blocks are the ones that can be found."""
+    bench = make(24, step_tokens=32)
+    ask(bench, range(1), prompt(48), max_tokens=1, lane="batch")
+    ask(bench, range(1, 2), prompt(48), max_tokens=12, lane="batch")
+    bench.step()
+    bench.submit(8, prompt(48), max_tokens=1)
+    bench.step()
+    assert [len(bench.answer(seq)) for seq in (0, 1, 8)] == [1, 1, 1]
+    bench.submit(9, prompt(36, start=1), max_tokens=1)  # would evict them
+    bench.finish()
+    check(bench, range(1, 2), prompt(48), 12)
+    bench.submit(10, prompt(48) + bench.answer(1))
+    bench.finish()
+    assert bench.of(10)[0].cached_tokens == 56
+
+
+def test_a_fork_of_one_that_may_not_register_any_more_does_not_either() -> None:
+    bench = make()
+    ask(bench, range(1), prompt(15), max_tokens=30)
+    bench.step()
+    bench.submit(8, [*prompt(12), 1, 2, 3, 4, 5])
+    bench.runner.poisoned.add(("g", 8))  # which takes everything that it reused with it
+    bench.step()
+    bench.submit(9, prompt(15), max_tokens=1)
+    bench.step()
+    ask(bench, range(1, 2), prompt(15), max_tokens=9)
+    bench.finish()
+    check(bench, range(1, 2), prompt(15), 9)
+    assert bench.scheduler.counters.forks == 1
+    bench.submit(10, prompt(15) + bench.answer(1))
+    bench.finish()
+    assert bench.of(10)[0].cached_tokens == 12
 
 
 def test_forks_take_nothing_of_the_budget() -> None:
