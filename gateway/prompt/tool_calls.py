@@ -7,46 +7,48 @@ however the text is cut into pieces, what comes out is the same.
 
 A name that may not be called makes no call, in any style: an app looks functions up by name, and what it did not
 offer, or took back for this answer, is nothing that it could run. Stop strings are looked for in text alone, because
-arguments that end in the middle are of no use. Knows no tokens. Implements street.Calls; decode.py is the neighbour
-before it, tool_styles.py says how a model writes.
+arguments that end in the middle are of no use. Knows no tokens. The neighbours are reader.py, which gives the text, and
+tool_styles.py, which says how a model writes.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from gateway.prompt.decode import StopStrings
+from gateway.prompt.json_scan import (
+    BLANKS,
+    MAX_BLANKS,
+    Braces,
+    NoMatchError,
+    Scan,
+    expect,
+    read_string,
+    skip_blanks,
+    unquote,
+)
 from gateway.prompt.tool_styles import ToolStyle
 from gateway.types import CallDelta, TextDelta, ToolUse
 
-MAX_BLANKS: Final = 64
-"""Characters of white space in a row that are held back, or that a call has between two of its parts."""
 MAX_HELD: Final = 65_536
 """Characters of what may be a call that are held back. Only arguments in front of their name need so many."""
-MAX_STRING: Final = 1_024
-"""Characters of a key, of the name, and of any other string in front of the arguments."""
 
-_BLANKS: Final = " \t\r\n"
 _ARGUMENTS: Final = ("arguments", "parameters")  # models take one for the other
 _OTHERS: Final = ("id", "type")  # strings that some models write beside the name
 
 Piece = tuple[str, TextDelta | CallDelta | None]
 """Characters of the answer, and what they are to be told as; None for the syntax around calls."""
 
-_Scan = Generator[None, str, str]
-"""Is sent one character after the other, and raises _NoCallError at the first that is no part of a call. Ends with the
-last one that is, and returns it where nothing else is said."""
-
-
-class _NoCallError(Exception):
-    """The character that was read last cannot be part of a call."""
-
 
 class CallParser:
-    """One answer. See street.Calls."""
+    """One answer.
+
+    met    the stop string that was met in its text; what follows is not part of the answer
+    made   calls so far
+    done   the only call that is wanted is there
+    """
 
     def __init__(self, style: ToolStyle, use: ToolUse, stop: Sequence[str]) -> None:
         self.met: str | None = None
@@ -59,14 +61,14 @@ class CallParser:
         self._stop = [string for string in stop if string]
         self._stops = StopStrings(self._stop)
         firsts = style.opener[:1] + ("{" if style.bare else "")
-        self._starts = re.compile(f"[{_BLANKS}{re.escape(firsts)}]")
+        self._starts = re.compile(f"[{BLANKS}{re.escape(firsts)}]")
         self._pieces: list[Piece] = []
         self._text: list[str] = []  # is certain to be text
         self._told: list[str] = []  # is certain to be arguments
         self._held: list[str] = []  # blanks, or what may be part of a call, with the blanks in front of it
         self._line_begins = True
         self._behind_call = False  # nothing but syntax and blanks came since the last call
-        self._scan: _Scan | None = None
+        self._scan: Scan | None = None
         self._scan_called = False  # this scan has found a call; what it holds back came behind that
         if self._forced:
             self._start(self._read_calls())
@@ -108,7 +110,7 @@ class CallParser:
             self._held.clear()
             return end
         char = text[at]
-        if char in _BLANKS:
+        if char in BLANKS:
             self._held.append(char)
             self._line_begins |= char == "\n"
             if len(self._held) > MAX_BLANKS:
@@ -160,7 +162,7 @@ class CallParser:
 
     # -- what may be a call -------------------------------------------------------------------------------------------
 
-    def _start(self, scan: _Scan) -> None:
+    def _start(self, scan: Scan) -> None:
         self._scan, self._scan_called, self._behind_call = scan, False, False
         next(scan)
 
@@ -174,7 +176,7 @@ class CallParser:
             except StopIteration:
                 self._scan = None
                 return at + 1
-            except _NoCallError:
+            except NoMatchError:
                 self._held.pop()
                 self._give_up()
                 return at
@@ -192,7 +194,7 @@ class CallParser:
             self._scan_called = False
             self._read(held)
         else:
-            text = held.rstrip(_BLANKS)
+            text = held.rstrip(BLANKS)
             blanks = held[len(text) :]  # may stand in front of the next one
             self._say(text if len(blanks) <= MAX_BLANKS else held)
             self._held = list(blanks) if len(blanks) <= MAX_BLANKS else []
@@ -226,156 +228,101 @@ class CallParser:
 
     # -- scans --------------------------------------------------------------------------------------------------------
 
-    def _read_opener(self) -> _Scan:
+    def _read_opener(self) -> Scan:
         char = yield
         if self._style.bare and char == "{":
             return (yield from self._read_calls(char))
         for expected in self._style.opener:
-            _expect(char, expected)
+            expect(char, expected)
             char = yield
         return (yield from self._read_calls(char))
 
-    def _read_calls(self, char: str = "") -> _Scan:
+    def _read_calls(self, char: str = "") -> Scan:
         """From the character behind the opener on, which is still to be read where none is given."""
         char = char or (yield)
-        char = yield from _skip_blanks(char)
+        char = yield from skip_blanks(char)
         if self._style.listed:
-            _expect(char, "[")
-            char = yield from _skip_blanks((yield))
+            expect(char, "[")
+            char = yield from skip_blanks((yield))
         while True:
             yield from self._read_call(char)
-            char = yield from _skip_blanks((yield))
+            char = yield from skip_blanks((yield))
             if self._style.closer:
                 return (yield from self._read_closer(char))
             if self._style.listed and char == "]":
                 self._drop()
                 return char
             if char == ("," if self._style.listed else ";"):
-                char = yield from _skip_blanks((yield))
+                char = yield from skip_blanks((yield))
             elif self._style.listed:
-                raise _NoCallError
+                raise NoMatchError
             self._behind_call = char != "{"
 
-    def _read_closer(self, char: str) -> _Scan:
+    def _read_closer(self, char: str) -> Scan:
         for expected in self._style.closer[:-1]:
-            _expect(char, expected)
+            expect(char, expected)
             char = yield
-        _expect(char, self._style.closer[-1])
+        expect(char, self._style.closer[-1])
         self._drop()
         return char
 
-    def _read_call(self, char: str) -> _Scan:
+    def _read_call(self, char: str) -> Scan:
         """One object, from its "{" to its "}"."""
-        _expect(char, "{")
+        expect(char, "{")
         name, arguments = "", ""
         while not (name and arguments):
-            char = yield from _skip_blanks((yield))
-            quoted = yield from _read_string(char)
-            key = _unquote(quoted)
-            char = yield from _skip_blanks((yield))
-            _expect(char, ":")
-            char = yield from _skip_blanks((yield))
+            char = yield from skip_blanks((yield))
+            quoted = yield from read_string(char)
+            key = unquote(quoted)
+            char = yield from skip_blanks((yield))
+            expect(char, ":")
+            char = yield from skip_blanks((yield))
             if key == "name" and not name:
-                quoted = yield from _read_string(char)
-                name = _unquote(quoted)
+                quoted = yield from read_string(char)
+                name = unquote(quoted)
                 if name not in self._names:
-                    raise _NoCallError
+                    raise NoMatchError
                 if arguments:
                     self._call(name, arguments)
                     break
             elif key in _ARGUMENTS and not arguments:
-                _expect(char, "{")
+                expect(char, "{")
                 arguments = yield from self._read_arguments(name)
                 if name:
                     break
             elif key in _OTHERS:
-                yield from _read_string(char)
+                yield from read_string(char)
             else:
-                raise _NoCallError
-            char = yield from _skip_blanks((yield))
+                raise NoMatchError
+            char = yield from skip_blanks((yield))
             if char == "}" and name and not self._style.bare:  # some leave empty arguments out
                 self._call(name, "{}")
                 self._end_call()
                 return char
-            _expect(char, ",")
+            expect(char, ",")
         self._end_call()
         return (yield from self._read_rest())
 
-    def _read_arguments(self, name: str) -> _Scan:
+    def _read_arguments(self, name: str) -> Scan:
         """From behind the "{" to its "}". Told when the name is known, and returned when it is not."""
         if name:
             brace = self._held.pop()
             self._call(name)
             self._told.append(brace)
-        kept, braces, closed = ["{"], _Braces(), False
+        kept, braces, closed = ["{"], Braces(), False
         while not closed:
             char = yield
             (self._told if name else kept).append(self._held.pop() if name else char)
             closed = braces.closed_by(char)
         return "".join(kept)
 
-    def _read_rest(self) -> _Scan:
+    def _read_rest(self) -> Scan:
         """What a model writes behind the arguments, up to the "}" of the call."""
-        char = yield from _skip_blanks((yield))
+        char = yield from skip_blanks((yield))
         if char == ",":
-            braces = _Braces()
+            braces = Braces()
             while not braces.closed_by(char):
                 char = yield
-        _expect(char, "}")
+        expect(char, "}")
         self._drop()
         return char
-
-
-class _Braces:
-    """Finds the brace that closes an object, behind the one that opens it."""
-
-    def __init__(self) -> None:
-        self._open = 1
-        self._in_string = self._escaped = False
-
-    def closed_by(self, char: str) -> bool:
-        if self._in_string:
-            self._in_string = self._escaped or char != '"'
-            self._escaped = char == "\\" and not self._escaped
-        elif char == '"':
-            self._in_string = True
-        else:
-            self._open += (char == "{") - (char == "}")
-        return not self._open
-
-
-def _expect(char: str, expected: str) -> None:
-    if char != expected:
-        raise _NoCallError
-
-
-def _skip_blanks(char: str) -> _Scan:
-    """The first character that is none, `char` or a later one."""
-    count = 0
-    while char in _BLANKS:
-        count += 1
-        if count > MAX_BLANKS:
-            raise _NoCallError
-        char = yield
-    return char
-
-
-def _read_string(char: str) -> _Scan:
-    """The string that begins with `char`, quotes included."""
-    _expect(char, '"')
-    chars, escaped = ['"'], False
-    while True:
-        char = yield
-        chars.append(char)
-        if char == '"' and not escaped:
-            return "".join(chars)
-        escaped = char == "\\" and not escaped
-        if len(chars) > MAX_STRING:
-            raise _NoCallError
-
-
-def _unquote(quoted: str) -> str:
-    try:
-        return str(json.loads(quoted))
-    except ValueError:
-        raise _NoCallError from None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prompt import tool_calls
+from gateway.prompt import json_scan, tool_calls
 from gateway.prompt.tool_calls import CallParser, Piece
 from gateway.prompt.tool_styles import HERMES, JSON, LLAMA3, MISTRAL, STYLES, ToolStyle
 from gateway.types import CallDelta, TextDelta, Tool, ToolUse
@@ -263,7 +263,7 @@ def test_what_is_held_back_has_a_limit() -> None:
     long = '<tool_call>{"arguments": {"a": "' + "x" * (tool_calls.MAX_HELD + 10)
     reading = parser()
     assert "".join(source for source, event in reading.feed(long) if type(event) is TextDelta).startswith("<tool_call>")
-    name = '<tool_call>{"name": "' + "y" * (tool_calls.MAX_STRING + 10)
+    name = '<tool_call>{"name": "' + "y" * (json_scan.MAX_STRING + 10)
     assert parser().feed(name)
-    blanks = "<tool_call>" + " " * (tool_calls.MAX_BLANKS + 1)
+    blanks = "<tool_call>" + " " * (json_scan.MAX_BLANKS + 1)
     assert parser().feed(blanks)
