@@ -21,11 +21,13 @@ class MemoryContents:
 
     async def put(self, tenant: str, content: CachedContent) -> None:
         """See base.py."""
+        self._drop_ended()
         check_room(self._kept(tenant).values(), content, self._limits)
         self._tenants.setdefault(tenant, {})[content.name] = content
 
     def copy(self, tenant: str, content: CachedContent) -> None:
         """Keeps it in any case: what ends soonest makes way for it."""
+        self._drop_ended()
         kept = self._kept(tenant)
         kept.pop(content.name, None)
         num_bytes = sum(one.num_bytes for one in kept.values())
@@ -60,11 +62,16 @@ class MemoryContents:
         return self._kept(tenant).pop(name, None) is not None
 
     def _kept(self, tenant: str) -> dict[str, CachedContent]:
-        """What has not ended; what has is dropped, of all tenants, so that nothing stays that nobody asks for."""
+        """What has not ended; what has is dropped."""
+        kept = self._tenants.get(tenant, {})
         now = self._now()
-        for owner, kept in list(self._tenants.items()):
-            for name in [name for name, content in kept.items() if content.expires_s <= now]:
-                del kept[name]
-            if not kept:
-                del self._tenants[owner]
-        return self._tenants.get(tenant, {})
+        for name in [name for name, content in kept.items() if content.expires_s <= now]:
+            del kept[name]
+        if not kept:
+            self._tenants.pop(tenant, None)
+        return kept
+
+    def _drop_ended(self) -> None:
+        """Of all tenants, so that nothing stays that nobody asks for."""
+        for tenant in list(self._tenants):
+            self._kept(tenant)

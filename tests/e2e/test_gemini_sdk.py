@@ -284,6 +284,19 @@ def test_what_has_ended_is_not_found(server: Server, sdk: genai.Client) -> None:
     server.wait_until(is_gone, "the cached content has ended", limit_s=10)
 
 
+def test_what_is_kept_outlives_a_restart_of_everything(tmp_path: Path) -> None:
+    flags = ("--kv-cache-bytes", str(32 << 20), "--engine-disk-bytes", str(64 << 20), "--dtype", "float32")
+    with Server(tmp_path, *flags) as server:
+        body = {"model": "models/demo", "contents": [{"parts": [{"text": POLICY}]}], "ttl": "300s"}
+        resource = post(server, "/v1/cachedContents", body)
+        assert resource["cacheLease"] == "kept"
+        server.wait_until(lambda: bool(list(tmp_path.rglob("*.leases"))), "the lease is written")
+    with Server(tmp_path, *flags) as server:
+        asked = {"contents": [{"parts": [{"text": "Well?"}]}], "cachedContent": resource["name"]}
+        answer = post(server, "/v1/models/demo:generateContent", asked)
+        assert answer["usageMetadata"]["cachedContentTokenCount"] >= resource["usageMetadata"]["totalTokenCount"]
+
+
 def test_without_room_a_cached_content_says_that_its_lease_degraded(tmp_path: Path) -> None:
     flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32", "--engine-lease-share", "0.0001")
     with Server(tmp_path, *flags) as server:

@@ -19,6 +19,8 @@ OLDER = [
     ("openai", "openai==2.54.0"),
     ("anthropic", "anthropic==0.125.0"),
     ("anthropic", "anthropic==1.17.0"),
+    ("gemini", "google-genai==1.75.0"),
+    ("gemini", "google-genai==2.34.0"),
 ]
 LIMIT_S = 300.0
 

@@ -149,8 +149,84 @@ def tour_anthropic(url: str, model: str) -> dict[str, Any]:
     return seen
 
 
+def tour_gemini(url: str, model: str) -> dict[str, Any]:
+    """Answers, streams, functions, cached contents, models and errors of the Gemini API."""
+    from google import genai
+    from google.genai import errors, types
+
+    client = genai.Client(api_key="any-key", http_options=types.HttpOptions(base_url=url, timeout=60_000))
+    question, greedy = QUESTION[1]["content"], {"temperature": 0, "max_output_tokens": 12}
+    ask = {"model": model, "contents": question}
+    brief: Any = {**greedy, "system_instruction": QUESTION[0]["content"]}
+
+    def plain() -> Any:
+        answer = client.models.generate_content(**ask, config=brief)
+        return answer.text, answer.candidates[0].finish_reason.value, answer.usage_metadata.total_token_count  # type: ignore[index,union-attr]
+
+    def streamed() -> Any:
+        chunks = list(client.models.generate_content_stream(**ask, config=brief))
+        return "".join(chunk.text or "" for chunk in chunks), chunks[-1].usage_metadata.total_token_count  # type: ignore[union-attr]
+
+    def forced() -> Any:
+        config: Any = {
+            **greedy,
+            "max_output_tokens": 60,
+            "tools": [{"function_declarations": [{**TOOL, "parameters": None, "parameters_json_schema": SCHEMA}]}],
+            "tool_config": {"function_calling_config": {"mode": "ANY", "allowed_function_names": ["look_up"]}},
+        }
+        call = (client.models.generate_content(**ask, config=config).function_calls or [])[0]
+        return call.name, call.args
+
+    def structured() -> Any:
+        wide = {**greedy, "max_output_tokens": 60}
+        config: Any = {**wide, "response_mime_type": "application/json", "response_schema": KIND}
+        return client.models.generate_content(**ask, config=config).parsed
+
+    def kept() -> Any:
+        config: Any = {"contents": "Alice was here. " * 40, "system_instruction": "You are brief.", "ttl": "300s"}
+        content = client.caches.create(model=model, config=config)
+        answer = client.models.generate_content(**ask, config={**greedy, "cached_content": content.name})  # type: ignore[arg-type]
+        listed = [one.name == content.name for one in client.caches.list(config={"page_size": 1})]
+        later = client.caches.update(name=content.name or "", config={"ttl": "600s"})
+        client.caches.delete(name=content.name or "")
+        gone = error(lambda: client.caches.get(name=content.name or ""))
+        tokens = content.usage_metadata.total_token_count  # type: ignore[union-attr]
+        read = answer.usage_metadata.cached_content_token_count >= tokens  # type: ignore[operator,union-attr]
+        return answer.text, tokens, read, listed, later.expire_time > content.expire_time, gone[:3]  # type: ignore[operator]
+
+    def counted() -> Any:
+        return client.models.count_tokens(**ask).total_tokens
+
+    def models() -> Any:
+        return [one.name for one in client.models.list()], client.models.get(model=model).input_token_limit
+
+    def unknown_model() -> Any:
+        return error(lambda: client.models.generate_content(model="nobody", contents="a"))
+
+    def wrong_value() -> Any:
+        return error(lambda: client.models.generate_content(**ask, config={"temperature": 7}))
+
+    def error(ask: Callable[[], Any]) -> Any:
+        try:
+            ask()
+        except errors.APIError as refused:
+            return type(refused).__name__, refused.code, refused.status, refused.message
+        return None
+
+    async def asynchronous() -> Any:
+        stream = await client.aio.models.generate_content_stream(**ask, config=brief)
+        return "".join([chunk.text or "" async for chunk in stream])
+
+    steps = (plain, streamed, forced, structured, kept, counted, models, unknown_model, wrong_value)
+    seen = {step.__name__: step() for step in steps}
+    seen["asynchronous"] = asyncio.run(asynchronous())
+    return seen
+
+
+SCHEMA = TOOL["parameters"]
+KIND = {"type": "OBJECT", "properties": {"kind": {"type": "STRING", "enum": ["rabbit", "queen"]}}, "required": ["kind"]}
 EMBEDDER = "all-MiniLM-L6-v2"
-TOURS = {"openai": tour_openai, "anthropic": tour_anthropic}
+TOURS = {"openai": tour_openai, "anthropic": tour_anthropic, "gemini": tour_gemini}
 
 if __name__ == "__main__":
     name, url, model = sys.argv[1:]
