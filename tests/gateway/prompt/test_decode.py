@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +62,31 @@ def test_any_tokens_give_the_same_text_however_they_are_cut(model: Model, data: 
     at, stop = data.draw(CUTS), data.draw(STOPS)
     one_by_one = run(model.decoding.decoder(stop), [[token] for token in tokens])
     assert run(model.decoding.decoder(stop), cut(tokens, at)) == one_by_one
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("ab🙂👨\u200d👩 x", "👨\u200d👩"),  # the stop string begins with a character of four bytes, and joins two
+        ("ne\u0301e\u0301 e\u0301!", "\u0301 "),  # it begins with an accent that belongs to the letter before it
+        ("漢字\n\n漢", "\n漢"),
+        ("aaab", "aab"),  # it begins within what looked like it
+        ("🙂🙃🙂", "🙃🙃"),  # it never comes
+    ],
+)
+def test_at_every_place_where_a_stream_can_be_cut_it_is_a_beginning_of_the_unstreamed_text(
+    model: Model, text: str, stop: str
+) -> None:
+    tokens = model.encode(text)
+    whole = model.decoding.decoder(())
+    unstreamed = (whole.feed(tokens) + whole.flush()).partition(stop)[0]
+    inner = range(1, min(len(tokens), 11))  # the first eleven tokens in every way, what follows in one piece
+    for cuts in (places for count in range(len(inner) + 1) for places in combinations(inner, count)):
+        decoder, shown = model.decoding.decoder((stop,)), ""
+        for piece in cut(tokens, list(cuts)):
+            shown += decoder.feed(piece)
+            assert unstreamed.startswith(shown), f"{cuts}: more than comes before the stop string"
+        assert shown + decoder.flush() == unstreamed, f"{cuts}"
 
 
 @UNHURRIED
