@@ -172,6 +172,9 @@ class GeminiSettings(Section):
     max_contents: Annotated[int, Field(ge=1)] = Field(
         1000, description="Cached contents that one tenant keeps at most; the next one gets 429."
     )
+    max_content_bytes: Annotated[int, Field(ge=1024)] = Field(
+        8 << 20, description="Bytes of JSON that one cached content has at most; a larger one is refused."
+    )
     max_bytes: Annotated[int, Field(ge=1024)] = Field(
         64 << 20, description="Bytes of JSON that the cached contents of one tenant have at most."
     )

@@ -110,8 +110,8 @@ class CachedContents:
             raise BadRequestError("'model' is not specified.", param="model", code="missing_required_parameter")
         name, now_s = model_name(values["model"]), self._now()
         end_s = expires_s(values, now_s, self._settings, default=True)
+        kept = kept_part(body, self._settings)
         tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s)
-        kept = kept_part(body)
         content = CachedContent(
             name=new_name(),
             model=name,

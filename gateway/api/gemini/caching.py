@@ -69,10 +69,17 @@ def new_name() -> str:
     return secrets.token_hex(16)
 
 
-def kept_part(body: dict[str, Any]) -> bytes:
-    """What of a checked body is kept, as it came."""
+def kept_part(body: dict[str, Any], limits: GeminiSettings) -> bytes:
+    """What of a checked body is kept, as it came. Raises BadRequestError when it is too large."""
     found = given(body, CREATE)
-    return orjson.dumps({name: found[name] for name in _KEPT if name in found})
+    kept = orjson.dumps({name: found[name] for name in _KEPT if name in found})
+    if len(kept) > limits.max_content_bytes:
+        raise BadRequestError(
+            f"Cached content is too large: {len(kept)} bytes of JSON, and {limits.max_content_bytes} are possible "
+            "(gemini.max_content_bytes).",
+            param="contents",
+        )
+    return kept
 
 
 def kept_values(content: CachedContent) -> dict[str, Any]:

@@ -259,6 +259,15 @@ async def test_a_default_and_bounds_are_the_operators() -> None:
         assert "total_token_count=40, min_total_token_count=41" in answer["error"]["message"]
 
 
+async def test_what_is_too_large_is_refused_before_it_is_computed() -> None:
+    async with running(now=Clock(), gemini=GeminiSettings(max_content_bytes=1024)) as gateway:
+        long = {"contents": [{"parts": [{"text": "x" * 1024}]}]}
+        status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE | long)
+        assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT")
+        assert "gemini.max_content_bytes" in answer["error"]["message"]
+        assert not gateway.street.requests
+
+
 async def test_past_the_limit_of_a_tenant_nothing_more_is_kept() -> None:
     async with running(now=Clock(), gemini=GeminiSettings(max_contents=2)) as gateway:
         name = (await made(gateway))["name"]
