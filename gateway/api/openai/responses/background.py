@@ -18,7 +18,8 @@ from gateway import tasks
 from gateway.api.answers import Answer
 from gateway.api.middleware import noted
 from gateway.api.openai.responses.items import Item
-from gateway.api.openai.responses.response import ResponseShape, failed_response
+from gateway.api.openai.responses.response import failed_response
+from gateway.api.openai.responses.shape import ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.record import CLIENT_LEFT, Observer, Record
 from gateway.errors import KvasirError, OverloadedError, QueueFullError

@@ -1,5 +1,4 @@
-"""The routes of the Responses API. request.py reads what comes in, response.py writes what goes out, store.py keeps
-it."""
+"""The routes of the Responses API. request.py reads what comes in, shape.py writes what goes out, store.py keeps it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ from gateway.api.openai.responses.keeping import ResponseKeeper
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
 from gateway.api.openai.responses.references import resolved
 from gateway.api.openai.responses.request import Asked, parse, parse_count, shortened, to_call, turns
-from gateway.api.openai.responses.response import Diagnose, ResponseShape, new_token
+from gateway.api.openai.responses.response import new_token
+from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.record import RECORD, kvasir_headers
 from gateway.config import LeaseSettings, ServerSettings

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from gateway import tasks
 from gateway.api.openai.responses.items import Item
-from gateway.api.openai.responses.response import ResponseShape
+from gateway.api.openai.responses.shape import ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.errors import KvasirError
 from gateway.types import Usage
