@@ -36,7 +36,7 @@ def main(url: str = "http://127.0.0.1:8080", model: str = "demo", key: str = "no
         usage, total = answer.usage, answer.usage.input_tokens
         total += usage.cache_creation_input_tokens + usage.cache_read_input_tokens
         print(
-            f"{question:24} {total:5} tokens: {usage.cache_creation_input_tokens:5} created, "
+            f"{question:26} {total:5} tokens: {usage.cache_creation_input_tokens:5} created, "
             f"{usage.cache_read_input_tokens:5} read, {usage.input_tokens:3} others"
         )
         return answer
