@@ -125,6 +125,7 @@ class ChatPrompt:
     markers: tuple[Marker, ...] = ()  # MAX_BREAKPOINTS at most, where the prompt goes to an engine
     tools: tuple[Tool, ...] = ()
     min_breakpoint_tokens: int = 0  # a marker after fewer is no breakpoint
+    continues: bool = False  # the answer goes on with the last message, which is an assistant's
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def build_app(
             *Responses(server, leases, answering, responses, background).routes(),
             *Embeddings(server, embeddings, answering, embedder).routes(),
         ],
-        ANTHROPIC.name: Anthropic(server, anthropic, answering, fingerprints).routes(),
+        ANTHROPIC.name: Anthropic(server, leases, anthropic, answering, fingerprints).routes(),
         GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
         OWN: Admin(keys, sources, metrics).routes(),
     }

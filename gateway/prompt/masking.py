@@ -42,7 +42,7 @@ class Masking:
         self._break: Final = self.mark + broken
         codes = {self.mark: typed} | {single: next(unused) for single in sorted(specials - longer)}
         self._coded = str.maketrans({char: self.mark + code for char, code in codes.items()})
-        self.markers: Final = tuple(self.mark + next(unused) for _ in range(MAX_MARKERS))
+        self.markers: Final = tuple(self.mark + next(unused) for _ in range(MAX_MARKERS + 1))
         self._meaning = {broken: ""} | {marker[-1]: "" for marker in self.markers}
         self._meaning |= {code: char for char, code in codes.items()}
         self.sequences: Final = tuple(self.mark + code for code in self._meaning)

@@ -120,8 +120,8 @@ class PromptMemo:
         last = prompt.messages[-1].get("content") if prompt.messages else None
         last = last if type(last) is str else None
         sizes = len(prompt.messages), len(prompt.tools), num_chars
-        markers = prompt.markers, prompt.min_breakpoint_tokens
-        return namespace, prompt.add_generation_prompt, markers, sizes, last, ending
+        markers, end = (prompt.markers, prompt.min_breakpoint_tokens), (prompt.add_generation_prompt, prompt.continues)
+        return namespace, end, markers, sizes, last, ending
 
     def find(self, key: Hashable, prompt: ChatPrompt) -> EncodedPrompt | None:
         """What a prompt of equal messages and tools was encoded to, with `new_tokens` 0."""

@@ -295,6 +295,8 @@ def _render(model: _Model, prompt: ChatPrompt, opener: str, markers: Sequence[Ma
     messages: Sequence[Mapping[str, Any]] = prompt.messages
     if isinstance(model.tool_style, ToolStyle) and model.tool_style.short_ids:
         messages = shorten_ids(messages)
+    if prompt.continues:
+        return model.template.render_open(messages, markers, tools=prompt.tools)
     text = model.template.render(
         messages, markers, tools=prompt.tools, add_generation_prompt=prompt.add_generation_prompt
     )

@@ -62,6 +62,23 @@ class ChatTemplate:
         self.is_timeless = "strftime_now" not in source  # the same messages always render to the same text
         self._variables = {"tools": None, "documents": None, **special_tokens}
 
+    def render_open(
+        self, messages: Sequence[Mapping[str, Any]], markers: Sequence[Marker] = (), *, tools: Sequence[Tool] = ()
+    ) -> str:
+        """As `render`, up to the end of the last message's content, from where it goes on.
+
+        Raises BadRequestError for a template that does not show that content as it is.
+        """
+        last = len(messages) - 1
+        end = Marker(last, len(messages[last]["content"]), 0.0)
+        marked = self.render(messages, (*markers, end), tools=tools, add_generation_prompt=False)
+        text, found, _ = marked.rpartition(self._masking.markers[len(markers)])
+        closed = text if markers else self.render(messages, tools=tools, add_generation_prompt=False)
+        if not found or not closed.startswith(text):
+            why = "The chat template of this model changes the last message, so that no answer can go on with it."
+            raise BadRequestError(why, param="messages")
+        return text
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -79,7 +96,8 @@ class ChatTemplate:
         given = {"tools": self._masking.mask_data([_described(tool) for tool in tools])} if tools else {}
         # From the end of each message, so that places further left stay valid.
         sequences = self._masking.markers[: len(markers)]
-        for marker, sequence in sorted(zip(markers, sequences, strict=True), key=_place, reverse=True):
+        for _, _, number in sorted((marker.message, marker.chars, i) for i, marker in enumerate(markers))[::-1]:
+            marker, sequence = markers[number], sequences[number]
             if marker.tool is not None:
                 _append(given["tools"][marker.tool]["function"], sequence)
                 continue
@@ -119,10 +137,6 @@ def _append(value: Any, sequence: str) -> bool:
         if _append(value[key], sequence):
             return True
     return False
-
-
-def _place(marked: tuple[Marker, str]) -> tuple[int, int]:
-    return marked[0].message, marked[0].chars
 
 
 class _Environment(ImmutableSandboxedEnvironment):

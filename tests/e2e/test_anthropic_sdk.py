@@ -158,3 +158,14 @@ def test_a_tool_that_has_to_be_called_is_called_and_its_result_is_taken(server: 
     counted = server.anthropic().messages.count_tokens(**asked, tools=[WEATHER])
     after = server.anthropic().messages.create(**asked, tools=[WEATHER], max_tokens=4)
     assert after.usage.input_tokens == counted.input_tokens > answer.usage.input_tokens
+
+
+def test_an_answer_goes_on_with_what_it_was_given(server: Server) -> None:
+    whole = said(ask(server, "Tell me of bags.", max_tokens=40, **GREEDY))
+    begun = whole[: whole.rindex(" ", 0, len(whole) // 2)].rstrip()
+    rest = ask(server, "Tell me of bags.", begun, max_tokens=40, **GREEDY)
+    assert whole.startswith(begun + said(rest)[: len(whole) - len(begun)])
+    assert len(said(rest)) > 10
+    messages: Any = [{"role": "user", "content": "Tell me of bags."}, {"role": "assistant", "content": begun}]
+    counted = server.anthropic().messages.count_tokens(model="demo", system=POLICY, messages=messages)
+    assert counted.input_tokens == rest.usage.input_tokens

@@ -18,7 +18,7 @@ from engine.protocol import Breakpoint
 from gateway.api.anthropic.messages import Block
 from gateway.api.fields import invalid
 from gateway.config import duration_s
-from gateway.errors import BadRequestError
+from gateway.errors import BadRequestError, UnsupportedError
 from gateway.types import MAX_BREAKPOINTS, MAX_MARKERS, Marker
 
 DEFAULT_TTL: Final = "5m"
@@ -51,10 +51,13 @@ class Cached:
         return self.written_5m + self.written_1h
 
 
-def read_caching(blocks: Sequence[Block], automatic: Mapping[str, str] | None, lookback: int) -> Caching:
-    """`blocks` in the order of the prompt: tools, system, messages. `lookback` counts the marked block itself.
+def read_caching(
+    blocks: Sequence[Block], automatic: Mapping[str, str] | None, lookback: int, ttls: Sequence[str]
+) -> Caching:
+    """`blocks` in the order of the prompt: tools, system, messages. `lookback` counts the marked block itself. `ttls`
+    are those that the operator allows.
 
-    Raises BadRequestError for more than 4 markers, and for a 1h one behind a 5m one.
+    Raises BadRequestError for more than 4 markers, for a 1h one behind a 5m one, and for a time that is not allowed.
     """
     marked = {number: _ttl(block.control) for number, block in enumerate(blocks) if block.control is not None}
     if len(marked) > MAX_BREAKPOINTS:
@@ -64,6 +67,7 @@ def read_caching(blocks: Sequence[Block], automatic: Mapping[str, str] | None, l
     if not marked:
         return Caching()
     _check_order(marked, blocks)
+    _check_allowed(marked, blocks, ttls)
     markers = tuple(_marker(blocks[number], duration_s(ttl)) for number, ttl in sorted(marked.items()))
     places: list[Marker] = []
     for number in sorted(set(_before(blocks, marked, lookback)), reverse=True):
@@ -127,6 +131,14 @@ def _check_order(marked: Mapping[int, str], blocks: Sequence[Block]) -> None:
                 "are processed in the following order: `tools`, `system`, `messages`",
             )
         shorter = shorter or ttl != "1h"
+
+
+def _check_allowed(marked: Mapping[int, str], blocks: Sequence[Block], ttls: Sequence[str]) -> None:
+    allowed = {duration_s(ttl) for ttl in ttls}
+    for number, ttl in marked.items():
+        if duration_s(ttl) not in allowed:
+            why = f"this server keeps nothing for {ttl} (leases.ttls: {', '.join(ttls)})"
+            raise UnsupportedError(why, param=f"{blocks[number].path}.cache_control.ttl", reason=why)
 
 
 def _before(blocks: Sequence[Block], marked: Collection[int], lookback: int) -> Iterator[int]:

@@ -21,7 +21,7 @@ from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.openai.responses.store import Backend
 from gateway.api.record import RECORD
-from gateway.config import AnthropicSettings, ServerSettings
+from gateway.config import AnthropicSettings, LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 
 _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]}
@@ -31,10 +31,16 @@ class Anthropic:
     """Holds what its handlers need."""
 
     def __init__(
-        self, server: ServerSettings, settings: AnthropicSettings, answering: Answering, fingerprints: Backend
+        self,
+        server: ServerSettings,
+        leases: LeaseSettings,
+        settings: AnthropicSettings,
+        answering: Answering,
+        fingerprints: Backend,
     ) -> None:
         """`fingerprints` keeps those of prompts, for diagnostics."""
         self._server = server
+        self._leases = leases
         self._fingerprints = fingerprints
         self._settings = settings
         self._answering = answering
@@ -67,7 +73,7 @@ class Anthropic:
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
         tenant, version = self._answering.admit(http), read_version(http)
-        asked = parse_message(await read_json(http, self._server), version, self._settings)
+        asked = parse_message(await read_json(http, self._server), version, self._settings, self._leases)
         call = asked.call
         model = self._answering.model(call.model, http[RECORD])
         shape = MessageShape(model.model, http[RECORD].request_id, call.sampling.max_tokens)
@@ -79,7 +85,7 @@ class Anthropic:
         """POST /v1/messages/count_tokens"""
         tenant = self._answering.admit(http)
         read_version(http)
-        call = parse_count(await read_json(http, self._server), self._settings)
+        call = parse_count(await read_json(http, self._server), self._settings, self._leases)
         model = self._answering.model(call.model, http[RECORD])
         count = await self._answering.count(http, tenant, call, model)
         return reply(orjson.dumps({"input_tokens": count}), http[RECORD])

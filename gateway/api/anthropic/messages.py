@@ -45,7 +45,6 @@ from gateway.api.fields import (
     wrong_type,
     wrong_value,
 )
-from gateway.errors import UnsupportedError
 
 MAX_MESSAGES: Final = 100_000
 BETWEEN_TURNS: Final = "\n\n"
@@ -106,6 +105,7 @@ class Conversation:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    continues: bool = False  # the last message is the beginning of the answer
 
 
 class _Turn(NamedTuple):
@@ -166,8 +166,8 @@ def converse(system: Sequence[Part], turns: Sequence[_Turn]) -> Conversation:
         else:
             called = _assistant(turn, conversation)
     if turns[-1].role == "assistant":
-        why = "This server does not continue an answer: the conversation must end with a user message."
-        raise UnsupportedError(why, param=turns[-1].path, reason=why)
+        _check_open(turns[-1])
+        conversation.continues = True
     return conversation
 
 
@@ -195,6 +195,15 @@ def _check_place(turns: Sequence[_Turn], number: int) -> None:
         raise invalid(path, "a system message must follow a user turn")
     if number + 1 < len(turns) and turns[number + 1].role != "assistant":
         raise invalid(path, "a system message must precede an assistant turn or end the list")
+
+
+def _check_open(turn: _Turn) -> None:
+    """Whether an answer can go on with this turn."""
+    last = turn.parts[-1]
+    if any(part.kind == "tool_use" for part in turn.parts) or last.kind != "text":
+        raise invalid(last.path, "an answer goes on with text; the last turn of the assistant ends with something else")
+    if last.text != last.text.rstrip():
+        raise invalid(last.path, "final assistant content cannot end with trailing whitespace")
 
 
 def _user(turn: _Turn, called: Mapping[str, str], conversation: Conversation) -> None:

@@ -15,8 +15,7 @@ from gateway.api.anthropic.tools import DefinedTool, use_of
 from gateway.api.anthropic.wire import Version
 from gateway.api.call import Call
 from gateway.api.fields import invalid, read, unknown_parameter
-from gateway.config import AnthropicSettings
-from gateway.errors import UnsupportedError
+from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.types import ChatPrompt
 
 
@@ -29,7 +28,7 @@ class Asked:
     question: Question | None
 
 
-def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSettings) -> Asked:
+def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSettings, leases: LeaseSettings) -> Asked:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
     if version != "2023-06-01":
         for name in SAMPLING:
@@ -40,12 +39,13 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
     _check_thinking(values)
     if not max_tokens:
         _check_prewarm(values)
+    if values["messages"][-1].role == "assistant" and (_forced(values) or "format" in values.get("output_config", {})):
+        raise invalid(
+            "messages", "an answer that goes on with the last message is text, and nothing else can be forced"
+        )
     constraint = values.get("output_config", {}).get("format")
     tool_use = use_of(values.get("tools", ()), values.get("tool_choice"))
-    if constraint is not None and tool_use is not None:
-        why = "it is not possible together with tools that may be called; send a `tool_choice` of type none"
-        raise UnsupportedError(why, param="output_config.format", reason=why)
-    prompt, caching = _prompt(values, settings)
+    prompt, caching = _prompt(values, settings, leases)
     call = Call(
         model=values["model"],
         prompts=(prompt,),
@@ -67,12 +67,12 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
     return Asked(call, caching, question)
 
 
-def parse_count(body: dict[str, Any], settings: AnthropicSettings) -> Call:
+def parse_count(body: dict[str, Any], settings: AnthropicSettings, leases: LeaseSettings) -> Call:
     """As parse_message, for a request that is only counted."""
     values = read(body, COUNT, required=("model", "messages"))
     return Call(
         model=values["model"],
-        prompts=(replace(_prompt(values, settings)[0], markers=()),),
+        prompts=(replace(_prompt(values, settings, leases)[0], markers=()),),
         prompt_param="messages",
         sampling=Sampling(max_tokens=0),
         prewarm=True,
@@ -80,17 +80,18 @@ def parse_count(body: dict[str, Any], settings: AnthropicSettings) -> Call:
     )
 
 
-def _prompt(values: dict[str, Any], settings: AnthropicSettings) -> tuple[ChatPrompt, Caching]:
+def _prompt(values: dict[str, Any], settings: AnthropicSettings, leases: LeaseSettings) -> tuple[ChatPrompt, Caching]:
     defined: list[DefinedTool] = values.get("tools", [])
     conversation = converse(values.get("system", ()), values["messages"])
     blocks = [Block("tool", tool.path, tool.control, 0, number, number) for number, tool in enumerate(defined)]
     blocks += conversation.blocks
-    caching = read_caching(blocks, values.get("cache_control"), settings.lookback_blocks)
+    caching = read_caching(blocks, values.get("cache_control"), settings.lookback_blocks, leases.ttls)
     prompt = ChatPrompt(
         conversation.messages,
         markers=caching.markers,
         tools=tuple(tool.tool for tool in defined),
         min_breakpoint_tokens=settings.min_tokens_of(values["model"]),
+        continues=conversation.continues,
     )
     return prompt, caching
 

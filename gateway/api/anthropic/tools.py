@@ -1,7 +1,6 @@
 """`tools` and `tool_choice` of the Anthropic API into types.Tool and types.ToolUse. Pure.
 
-A strict tool's schema is in the API's subset of JSON Schema, as that of `output_config.format`. Where a call is forced,
-the engine holds it to the schema; elsewhere the model does what it can.
+A strict tool's schema is in the API's subset of JSON Schema, as that of `output_config.format`.
 """
 
 from __future__ import annotations

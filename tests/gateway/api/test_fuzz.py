@@ -123,7 +123,7 @@ def test_any_response_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=TURNED)
 def test_any_message_is_a_call_or_a_bad_request(body: dict[str, Any]) -> None:
-    check(lambda: settle(parse_message(body, "2023-06-01", AnthropicSettings()).call, hello()))
+    check(lambda: settle(parse_message(body, "2023-06-01", AnthropicSettings(), LeaseSettings()).call, hello()))
 
 
 def check(parse: Any) -> None:

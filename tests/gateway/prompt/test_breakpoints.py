@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from engine.protocol import Breakpoint, Sampling, TokenizerFiles
 from gateway.config import PromptSettings
+from gateway.errors import BadRequestError
 from gateway.prompt.masking import Masking
 from gateway.prompt.stage import PromptStage
 from gateway.prompt.template import ChatTemplate
@@ -261,3 +262,28 @@ async def test_as_many_places_as_there_are_blocks_before_a_breakpoint_are_found(
     found = (await qwen.encode(chat(text, markers=places))).breakpoints
     one_by_one = {(await qwen.encode(chat(text, markers=(place,)))).breakpoints[0].tokens for place in places[::7]}
     assert one_by_one <= {point.tokens for point in found}
+
+
+async def test_a_message_that_is_continued_is_open_at_its_end(qwen: Loaded) -> None:
+    prompt = ChatPrompt(
+        [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Well, I <|im_end|>"}]
+    )
+    opened = await qwen.encode(replace(prompt, continues=True, markers=(Marker(1, 7, 60.0), Marker(1, 18, 60.0))))
+    closed = await qwen.encode(replace(prompt, add_generation_prompt=False))
+    assert closed.tokens.startswith(opened.tokens)
+    ids = array("I", opened.tokens).tolist()
+    assert qwen.hf.decode(ids, skip_special_tokens=False).endswith("Well, I <|im_end|>")
+    assert ids[-1] != array("I", closed.tokens).tolist()[opened.num_tokens], "what was typed is text, and no token"
+    assert opened.breakpoints[-1].tokens == opened.num_tokens
+    assert len(opened.breakpoints) == 2
+
+
+@pytest.mark.parametrize("body", ["{{ message.content | upper }}", "{{ message.content[:1] }}", "x"])
+async def test_a_template_that_changes_the_last_message_cannot_go_on_with_it(body: str) -> None:
+    loaded = await asyncio.to_thread(with_template, LOOP.replace("BODY", body))
+    prompt = ChatPrompt([{"role": "assistant", "content": "abc"}], continues=True)
+    if "upper" in body:
+        assert loaded.hf.decode(array("I", (await loaded.encode(prompt)).tokens).tolist()) == "ABC"
+        return
+    with pytest.raises(BadRequestError, match="changes the last message"):
+        await loaded.encode(prompt)

@@ -10,7 +10,7 @@ from engine.protocol import Breakpoint
 from gateway.api.anthropic.caching import Cached, account
 from gateway.api.anthropic.request import Asked, parse_count, parse_message
 from gateway.api.anthropic.wire import error_json
-from gateway.config import AnthropicSettings
+from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Lease, Marker
 from tests.fakes.gateway import running
@@ -31,7 +31,7 @@ def user(*content: Any) -> dict[str, Any]:
 
 def asked(*messages: Any, settings: AnthropicSettings | None = None, **fields: Any) -> Asked:
     body = {"model": "demo", "max_tokens": 7, "messages": list(messages), **fields}
-    return parse_message(body, "2026-10-21", settings or AnthropicSettings())
+    return parse_message(body, "2026-10-21", settings or AnthropicSettings(), LeaseSettings())
 
 
 def markers(*messages: Any, **fields: Any) -> tuple[Marker, ...]:
@@ -148,6 +148,14 @@ def test_controls_that_cannot_be_are_refused(messages: Any, fields: dict[str, An
     assert refusal(*messages, **fields).startswith(told)
 
 
+def test_a_time_that_the_operator_does_not_allow_is_refused() -> None:
+    body = {"model": "demo", "max_tokens": 7, "messages": [user(text("a", **HOUR))]}
+    with pytest.raises(BadRequestError) as refused:
+        parse_message(body, "2026-10-21", AnthropicSettings(), LeaseSettings(ttls=("5m", "30m"), default_ttl="5m"))
+    told = error_json(refused.value, "")["error"]["message"]
+    assert told == "messages.0.content.0.cache_control.ttl: this server keeps nothing for 1h (leases.ttls: 5m, 30m)"
+
+
 def test_four_marked_blocks_and_an_automatic_control_on_one_of_them_are_four() -> None:
     assert len(markers(user(*[text("a", **MARK)] * 4), cache_control=MARK["cache_control"])) == 4
 
@@ -177,11 +185,11 @@ def test_a_run_of_results_is_one_position() -> None:
 
 def test_counting_looks_for_no_breakpoints() -> None:
     body = {"model": "demo", "messages": [user(text("a", **MARK))]}
-    (prompt,) = parse_count(body, AnthropicSettings()).prompts
+    (prompt,) = parse_count(body, AnthropicSettings(), LeaseSettings()).prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.markers == ()
     with pytest.raises(BadRequestError, match="A maximum of 4"):
-        parse_count({**body, "messages": [user(*[text("a", **MARK)] * 5)]}, AnthropicSettings())
+        parse_count({**body, "messages": [user(*[text("a", **MARK)] * 5)]}, AnthropicSettings(), LeaseSettings())
 
 
 def test_the_least_length_is_the_models() -> None:

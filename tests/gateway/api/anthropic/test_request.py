@@ -8,7 +8,7 @@ import pytest
 from gateway.api.anthropic.parameters import MESSAGES
 from gateway.api.anthropic.request import parse_count, parse_message
 from gateway.api.anthropic.wire import Version, error_json
-from gateway.config import AnthropicSettings
+from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt
 
@@ -17,7 +17,7 @@ USER = {"role": "user", "content": "hi"}
 
 def message(version: Version = "2026-10-21", **fields: Any) -> Any:
     body = {"model": "demo", "max_tokens": 7, "messages": [USER], **fields}
-    return parse_message(body, version, AnthropicSettings()).call
+    return parse_message(body, version, AnthropicSettings(), LeaseSettings()).call
 
 
 def rendered(*messages: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -153,6 +153,24 @@ def test_instructions_in_the_middle_follow_a_user_turn() -> None:
     assert refusal(messages=[USER, system, USER]).startswith("messages.1: a system message must precede")
 
 
+def test_an_answer_may_go_on_with_the_last_message() -> None:
+    call = message(messages=[USER, {"role": "assistant", "content": "The answer is ("}])
+    assert call.prompts[0].continues
+    assert not message().prompts[0].continues
+    for content, told in (
+        ("It is ", "messages.1.content: final assistant content cannot end with trailing whitespace"),
+        ([CALL], "messages.1.content.0: an answer goes on with text"),
+        (
+            [block("text", text="a"), block("thinking", thinking="b")],
+            "messages.1.content.1: an answer goes on with text",
+        ),
+    ):
+        assert refusal(messages=[USER, {"role": "assistant", "content": content}]).startswith(told)
+    asked = {"format": {"type": "json_schema", "schema": {"type": "string"}}}
+    told = refusal(messages=[USER, {"role": "assistant", "content": "a"}], output_config=asked)
+    assert told.startswith("messages: an answer that goes on")
+
+
 def test_tool_calls_and_their_results_are_as_templates_have_them() -> None:
     said = rendered(
         USER,
@@ -239,9 +257,9 @@ def test_the_length_of_a_conversation_is_bounded() -> None:
 
 def test_counting_takes_no_limit_and_has_the_same_prompt() -> None:
     body = {"model": "demo", "messages": [USER], "system": "Be brief."}
-    assert parse_count(body, AnthropicSettings()).prompts == message(system="Be brief.").prompts
+    assert parse_count(body, AnthropicSettings(), LeaseSettings()).prompts == message(system="Be brief.").prompts
     with pytest.raises(BadRequestError, match="max_tokens"):
-        parse_count({**body, "max_tokens": 1}, AnthropicSettings())
+        parse_count({**body, "max_tokens": 1}, AnthropicSettings(), LeaseSettings())
 
 
 TAKEN: list[Any] = [

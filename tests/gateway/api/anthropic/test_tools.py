@@ -8,7 +8,7 @@ import pytest
 from gateway.api.anthropic.parameters import MESSAGES
 from gateway.api.anthropic.request import parse_count, parse_message
 from gateway.api.anthropic.wire import error_json
-from gateway.config import AnthropicSettings
+from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Tool, ToolUse
 
@@ -24,7 +24,7 @@ TOOLS = (
 
 def message(**fields: Any) -> Any:
     body = {"model": "demo", "max_tokens": 7, "messages": [USER], **fields}
-    return parse_message(body, "2026-10-21", AnthropicSettings()).call
+    return parse_message(body, "2026-10-21", AnthropicSettings(), LeaseSettings()).call
 
 
 def refusal(**fields: Any) -> str:
@@ -38,7 +38,7 @@ def test_tools_are_part_of_the_prompt_and_may_be_called() -> None:
     assert call.prompts == (ChatPrompt([USER], tools=TOOLS),)
     assert call.tool_use == ToolUse(TOOLS)
     body = {"model": "demo", "messages": [USER], "tools": [WEATHER, CLOCK]}
-    counted = parse_count(body, AnthropicSettings())
+    counted = parse_count(body, AnthropicSettings(), LeaseSettings())
     assert (counted.prompts, counted.tool_use) == (call.prompts, call.tool_use)
 
 
@@ -114,10 +114,6 @@ STRICT = {**CLOCK, "strict": True, "input_schema": {"type": "object", "additiona
                 "thinking": {"type": "enabled", "budget_tokens": 1024},
             },
             "thinking: thinking may not be enabled when `tool_choice` forces tool use",
-        ),
-        (
-            {"tools": [CLOCK], "output_config": {"format": {"type": "json_schema", "schema": {"type": "string"}}}},
-            "output_config.format: it is not possible together with tools",
         ),
     ],
 )  # fmt: skip
