@@ -157,9 +157,17 @@ class StoredResponseSettings(Section):
         33554432,
         description="Bytes of one tenant's responses, with the items that they answered, that are kept at most.",
     )
+    max_response_bytes: Annotated[int, Field(ge=0)] = Field(
+        8388608, description="Bytes of one response, with the items that it answered; a larger one is not kept."
+    )
     max_background: Annotated[int, Field(ge=0)] = Field(
         256, description="Responses that one gateway works on in the background at a time; the next one gets 429."
     )
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of what is kept."""
+        return min(self.max_response_bytes, self.max_bytes)
 
 
 class GeminiSettings(Section):

@@ -129,6 +129,14 @@ async def test_what_is_over_its_time_is_gone_and_makes_room(one: Made) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_one_response_has_a_limit_of_its_own(kind: str, redis_url: str) -> None:
+    async with made(kind, redis_url, StoredResponseSettings(max_response_bytes=10)) as built:
+        assert await built.backend.put("a", "1", b"x" * 10)
+        assert not await built.backend.put("a", "2", b"x" * 11)
+        assert await held(built.backend) == ["1"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_no_responses_may_be_kept_at_all(kind: str, redis_url: str) -> None:
     async with made(kind, redis_url, StoredResponseSettings(max_responses=0)) as built:
         assert not await built.backend.put("a", "1", b"x")

@@ -26,7 +26,7 @@ class MemoryStore:
 
     async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
         settings = self._settings
-        if len(body) > settings.max_bytes or not settings.max_responses:
+        if len(body) > settings.largest_bytes or not settings.max_responses:
             return False
         held = self._held(tenant)
         self._remove(tenant, response_id)

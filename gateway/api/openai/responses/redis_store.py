@@ -42,7 +42,7 @@ class RedisStore:
 
     async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
         settings = self._settings
-        if len(body) > settings.max_bytes or not settings.max_responses:
+        if len(body) > settings.largest_bytes or not settings.max_responses:
             return False
         limits = [round(settings.ttl_s * 1e3), settings.max_responses, settings.max_bytes]
         await self._ask(self._put(keys=_keys(self._name, tenant), args=[response_id, body, *limits]))

@@ -37,7 +37,7 @@ class Backend(Protocol):
     """Bytes by tenant and id. Every method raises StoreDownError."""
 
     async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
-        """In place of what was kept under this id. False, and nothing changed, if it is larger than all may be."""
+        """In place of what was kept under this id. False, and nothing changed, if it is larger than one may be."""
         ...
 
     async def find(self, tenant: str, response_id: str) -> bytes | None: ...
