@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.protocol import Breakpoint
 from gateway.config import ServerSettings, TenantSettings
 from gateway.errors import (
     ContextLengthError,
@@ -16,13 +17,15 @@ from gateway.errors import (
     NoEngineError,
     QueueFullError,
 )
-from gateway.types import CallDelta
+from gateway.types import CallDelta, Lease
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.golden import assert_golden
 from tests.fakes.street import FakeStreet
 
 VERSION = {"anthropic-version": "2026-10-21"}
 BODY: dict[str, Any] = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+POINTS = (Breakpoint(10, 3600.0), Breakpoint(30, 300.0), Breakpoint(36, 300.0))
+KEPT: dict[str, Any] = {"breakpoints": POINTS, "kept_tokens": 36, "lease_reads": (10,), "lease": Lease(0, POINTS[-1])}
 CALLS = (
     "I",
     " look.",
@@ -41,6 +44,8 @@ ANSWERS: dict[str, tuple[FakeStreet, dict[str, Any]]] = {
     "stop_sequence": (FakeStreet(("a",), stop="END"), {"stop_sequences": ["END"]}),
     "tool_use": (FakeStreet(CALLS, reason="tool_calls"), {}),
     "tool_use_cut": (FakeStreet(CALLS[2:4], reason="length"), {"max_tokens": 2}),
+    "cached": (FakeStreet(("a",), traced=KEPT), {"diagnostics": {"previous_message_id": None}}),
+    "degraded": (FakeStreet(("a",), traced={**KEPT, "kept_tokens": 0, "lease": Lease(2, None)}), {}),
     "failure": (FakeStreet(("a",), fails_after=EngineLostError("The engine was lost.")), {}),
 }
 
