@@ -6,13 +6,14 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from hypothesis import strategies as st
 
+from tests.fakes.bodies import BODIES
 from tests.fakes.instances import PLAIN, broken, instances
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "BREW")
@@ -36,22 +37,30 @@ class Asking:
 def askings(document: Mapping[str, Any], headers: Mapping[str, Mapping[str, str]]) -> st.SearchStrategy[Asking]:
     """`headers`: by tag, what a client of that dialect sends."""
     definitions = {f"#/components/schemas/{name}": one for name, one in document["components"]["schemas"].items()}
-    right: list[tuple[int, st.SearchStrategy[Asking]]] = []
-    wrong: list[tuple[int, st.SearchStrategy[Asking]]] = []
+    whole = _by_tag(document, headers, definitions, lambda bodies: bodies)
+    wrong = _by_tag(document, headers, definitions, lambda bodies: broken(bodies), fits=False)
+    return _mixed([(4, whole), (4, wrong), (1, _elsewhere(whole)), (1, _garbled(whole)), (2, _with_odd_headers(whole))])
+
+
+def _by_tag(
+    document: Mapping[str, Any],
+    headers: Mapping[str, Mapping[str, str]],
+    definitions: Mapping[str, Any],
+    made_of: Callable[[st.SearchStrategy[Any]], st.SearchStrategy[Any]],
+    *,
+    fits: bool = True,
+) -> st.SearchStrategy[Asking]:
+    """Each dialect as often as another, whatever it has of routes; those with a body more often than those without."""
+    found: dict[str, list[tuple[int, st.SearchStrategy[Asking]]]] = {}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
+            targets = _targets(path, operation, definitions)
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json")
             for tag in operation["tags"]:
-                sent = headers.get(tag, {})
-                content = operation.get("requestBody", {}).get("content", {}).get("application/json")
-                bodies = None if content is None else _bodies(content, tag, definitions)
-                targets = _targets(path, operation, definitions)
-                right.append((1 if bodies is None else 6, _asked(path, method, targets, bodies, sent)))
-                if bodies is not None:
-                    wrong.append((1, _asked(path, method, targets, broken(bodies), sent, fits=False)))
-    whole = _mixed(right)
-    return _mixed(
-        [(4, whole), (4, _mixed(wrong)), (1, _elsewhere(whole)), (1, _garbled(whole)), (2, _with_odd_headers(whole))]
-    )
+                bodies = None if content is None else made_of(_bodies(content, tag, BODIES.get(path, ()), definitions))
+                asked = _asked(path, method, targets, bodies, headers.get(tag, {}), fits=fits)
+                found.setdefault(tag, []).append((1 if bodies is None else 6, asked))
+    return _mixed([(4 if tag in headers else 1, _mixed(several)) for tag, several in found.items()])
 
 
 def _mixed(weighted: Sequence[tuple[int, st.SearchStrategy[Asking]]]) -> st.SearchStrategy[Asking]:
@@ -60,21 +69,28 @@ def _mixed(weighted: Sequence[tuple[int, st.SearchStrategy[Asking]]]) -> st.Sear
     return st.sampled_from(choices).flatmap(lambda index: weighted[index][1])
 
 
-def _bodies(content: Any, tag: str, definitions: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    """Values that fit the dialect's schema; half of them ask what its example asks, in other ways."""
+def _bodies(
+    content: Any, tag: str, rich: Sequence[Any], definitions: Mapping[str, Any]
+) -> st.SearchStrategy[dict[str, Any]]:
+    """Values that fit the dialect's schema: the example's and the rich ones, some with more of what the schema has, and
+    others that are of the schema alone, mostly for a model that there is."""
     several = content["schema"].get("anyOf", [content["schema"]])
     schema = next((one for one in several if one["$ref"].rpartition("/")[2].startswith(f"{tag}_")), several[0])
     example = content["examples"].get(tag, {}).get("value", {})
     model = {"model": example["model"]} if "model" in example else {}
     fitting = instances(schema, definitions)
+    known = st.sampled_from([example, *rich])
 
     @st.composite
-    def build(draw: st.DrawFn) -> Any:
+    def build(draw: st.DrawFn) -> dict[str, Any]:
+        how = draw(st.sampled_from(("known", "known", "known", "more", "more", "model", "model", "strange")))
+        if how == "known":
+            return dict(draw(known))
         value = draw(fitting)
-        how = draw(st.sampled_from(("example", "example", "model", "model", "model", "strange")))
-        if how == "strange" and model:
-            return {**value, "model": draw(st.sampled_from(STRANGE_MODELS))}
-        return {**value, **(example if how == "example" else model)}
+        if how == "more":
+            return {**value, **draw(known)}
+        strange = {"model": draw(st.sampled_from(STRANGE_MODELS))} if model and how == "strange" else model
+        return {**value, **strange}
 
     return build()
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
+
+from tests.fakes.schemas import wild_schemas
 
 KNOWN = {"type", "enum", "const", "anyOf", "oneOf", "$ref", "description", "title", "format", "default", "examples"}
 KNOWN |= {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"}
@@ -58,9 +60,17 @@ def instances(schema: Any, definitions: Mapping[str, Any] | None = None) -> st.S
         return st.sampled_from(schema["enum"])
     for several in ("anyOf", "oneOf"):
         if several in schema:
-            return st.one_of([instances(one, definitions) for one in schema[several]])
+            return _one_of(schema[several], definitions)
     kinds = schema.get("type", ["null", "boolean", "integer", "string", "array", "object"])
     return st.one_of([_of_type(kind, schema, definitions) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+
+
+def _one_of(several: Sequence[Any], definitions: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    """Null where it may be, but seldom: it asks for nothing."""
+    some = [instances(one, definitions) for one in several if one != {"type": "null"}]
+    if len(some) < len(several):
+        return st.integers(0, 9).flatmap(lambda which: st.none() if which == 0 else st.one_of(some))
+    return st.one_of(some)
 
 
 def _of_type(kind: str, schema: Any, definitions: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -120,7 +130,8 @@ def _objects(schema: Any, definitions: Mapping[str, Any]) -> st.SearchStrategy[d
         room = int(min(high, max(low, MOST))) - len(value)
         least = max(0, low - len(value))
         if optional and room > 0:
-            for name in draw(st.lists(st.sampled_from(optional), max_size=room, min_size=least, unique=True)):
+            count = draw(st.integers(least, min(room, len(optional))))
+            for name in draw(st.lists(st.sampled_from(optional), min_size=count, max_size=count, unique=True)):
                 value[name] = draw(known[name])
         if free is not None and room > 0:
             value |= draw(st.dictionaries(names, free, max_size=room, min_size=least if not optional else 0))
@@ -144,6 +155,7 @@ WRONG = st.one_of(
     st.sampled_from((math.nan, math.inf, -math.inf, 1e308 * 10, 2**63, -(2**63) - 1, 10**400, -1, 0.5, 1.0)),
     st.sampled_from(("\ud83d", "a\udfffb", "x" * 70_000, "\x00" * 300, "9" * 5000, "[" * 5000)),
     st.integers(1, 200).map(_deep),
+    wild_schemas(),
     st.sampled_from(([], {}, [[]], [None], {"": None}, {"type": []}, {"$ref": "#"})),
 )
 

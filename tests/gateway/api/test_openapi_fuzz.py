@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,8 +30,9 @@ from gateway.errors import EngineFailedError, EngineLostError, OverloadedError, 
 from gateway.types import CallDelta
 from tests.fakes import tool_templates
 from tests.fakes.askings import Asking, askings
+from tests.fakes.bodies import BODIES
 from tests.fakes.embedding import FakeTextModel, fake_embedder
-from tests.fakes.gateway import LIMIT_S, make_app, running
+from tests.fakes.gateway import LIMIT_S, Gateway, make_app, running
 from tests.fakes.instances import instances
 from tests.fakes.street import FakeStreet
 from tests.fakes.whole import whole
@@ -295,6 +296,21 @@ def test_the_same_holds_with_all_stages_between(template: str) -> None:
 @pytest.mark.parametrize("template", tool_templates.ALL)
 def test_the_same_holds_for_every_style_of_tool_calls(template: str) -> None:
     assert fuzz_engine(500, tool_templates.ALL[template]())["openai 200"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_what_the_fuzzer_begins_with_is_answered(path: str) -> None:
+    async with running() as gateway:
+        for body in BODIES[path]:
+            for name, headers in ASKS_WITH.items():
+                if name in json.loads((await gateway.get("/openapi.json"))[1])["paths"][path]["post"]["tags"]:
+                    status, answer, _ = await _post(gateway, path.replace("{model}", "demo"), body, headers)
+                    assert status == 200, (body, answer)
+
+
+async def _post(gateway: Gateway, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, str, Any]:
+    async with gateway.session.post(gateway.url + path, json=body, headers=headers) as answer:
+        return answer.status, await answer.text(), answer.headers
 
 
 WRITTEN = json.loads(json.dumps(document(make_app()[ROUTES], DIALECTS, "1")))["components"]["schemas"]
