@@ -170,7 +170,9 @@ def is_no_http(asking: Asking) -> bool:
 def spoken(asking: Asking) -> Dialect:
     """The dialect of a request, as whoever sent it expects it."""
     url = URL(asking.target, encoded=True)
-    asked = SimpleNamespace(method=asking.method, path=url.path, query=url.query, headers=CIMultiDict(asking.headers))
+    asked = SimpleNamespace(
+        method=asking.method, path=url.path, query=url.query, headers=CIMultiDict(asking.headers), rel_url=url
+    )
     return dialect_of(cast("web.Request", asked))
 
 

@@ -144,6 +144,14 @@ def test_turns_of_one_role_are_one_message() -> None:
     assert said == [{"role": "user", "content": "hi\n\nab"}, answer, USER]
 
 
+@pytest.mark.parametrize("blanks", [" ", "\n\n", "\u2028", " \t "])
+def test_a_turn_of_blanks_is_rendered_as_it_is(blanks: str) -> None:
+    (turn,) = rendered({"role": "user", "content": blanks})
+    assert turn == {"role": "user", "content": blanks}
+    (both,) = rendered({"role": "user", "content": blanks}, USER)
+    assert (both["content"][: len(blanks)], both["content"][-2:]) == (blanks, "hi")
+
+
 def test_instructions_in_the_middle_follow_a_user_turn() -> None:
     system, answer = {"role": "system", "content": "Shout."}, {"role": "assistant", "content": "A"}
     assert rendered(USER, system) == [USER, system]
