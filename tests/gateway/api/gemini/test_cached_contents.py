@@ -259,6 +259,17 @@ async def test_a_default_and_bounds_are_the_operators() -> None:
         assert "total_token_count=40, min_total_token_count=41" in answer["error"]["message"]
 
 
+async def test_nothing_that_is_kept_or_asked_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    async with running(now=Clock()) as gateway:
+        name = (await made(gateway, displayName="Handbook"))["name"]
+        body = {"contents": [QUESTION], "cachedContent": name}
+        assert (await ask(gateway, "POST", "/v1/models/demo:generateContent?key=a-secret-key", body))[0] == 200
+    assert "generateContent" in caplog.text
+    for secret in ("A long document.", "Be brief.", "Well?", "Handbook", "a-secret-key"):
+        assert secret not in caplog.text
+
+
 async def test_what_is_too_large_is_refused_before_it_is_computed() -> None:
     async with running(now=Clock(), gemini=GeminiSettings(max_content_bytes=1024)) as gateway:
         long = {"contents": [{"parts": [{"text": "x" * 1024}]}]}
