@@ -144,6 +144,9 @@ def item_id(kind: str, token: str, number: str) -> str:
 
 
 def _item(item: Any, path: str) -> Item:
+    if type(item) is dict and len(item) == 2 and type(item.get("content")) is str and item.get("role") in ROLES:
+        part = _told if item["role"] == "assistant" else _asked  # as nearly all of a long conversation are
+        return {"type": "message", "status": "completed", "role": item["role"], "content": [part(item["content"])]}
     kind = an_object(item, path).get("type")
     if kind is None:
         kind = "item_reference" if "role" not in item and "id" in item else "message"
@@ -167,7 +170,7 @@ def _message(item: Item, path: str) -> Item:
     parts = _assistant_part if role == "assistant" else _input_part
     content = item["content"]
     if type(content) is str:
-        content = [_told(content) if role == "assistant" else {"type": "input_text", "text": content}]
+        content = [_told(content) if role == "assistant" else _asked(content)]
     elif type(content) is list:
         content = [
             parts(part, f"{path}.content[{index}]") for index, part in enumerate(an_array(content, f"{path}.content"))
@@ -249,6 +252,10 @@ def _assistant_part(part: Any, path: str) -> Item:
         raise wrong_value(f"{path}.type", kind, ("output_text", "refusal"))
     _only(part, path, ("type", "text", "annotations", "logprobs", "parsed"))
     return _told(_given(part, path, "text"))
+
+
+def _asked(said: str) -> Item:
+    return {"type": "input_text", "text": said}
 
 
 def _told(said: str) -> Item:
