@@ -6,8 +6,7 @@ Knows no turns and no order; messages.py puts the parts together.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 
@@ -46,8 +45,7 @@ _unsupported: Final = {
 Kind = Literal["tool", "text", "tool_use", "tool_result", "thinking"]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A block of a message, checked.
 
     text     of a text, a document or a tool's result; what was thought

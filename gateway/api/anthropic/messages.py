@@ -135,19 +135,29 @@ def read_turns(value: Any, path: str) -> list[_Turn]:
     turns: list[_Turn] = []
     for index, item in enumerate(value):
         where = f"{path}[{index}]"
-        only(an_object(item, where), where, "role", "content")
-        role = item.get("role")
-        if role is None:
-            raise missing(f"{where}.role")
-        if role not in ROLES:
-            raise wrong_value(f"{where}.role", role, ROLES)
-        parts = _content(item.get("content"), f"{where}.content", role)
+        role, content = _role_and_content(item, where)
+        # Nearly all messages of a long conversation are this plain.
+        plain = type(content) is str and content and not content.isspace()
+        parts = [Part("text", f"{where}.content", content)] if plain else _content(content, f"{where}.content", role)
         if turns and turns[-1].role == role:
             turns[-1].starts.add(len(turns[-1].parts))
             turns[-1].parts.extend(parts)
         else:
             turns.append(_Turn(role, where, parts, set()))
     return turns
+
+
+def _role_and_content(item: Any, path: str) -> tuple[str, Any]:
+    if type(item) is not dict or len(item) != 2:
+        only(an_object(item, path), path, "role", "content")
+    role = item.get("role")
+    if role is None:
+        raise missing(f"{path}.role")
+    if role not in ROLES:
+        raise wrong_value(f"{path}.role", role, ROLES)
+    if "content" not in item:
+        only(item, path, "role", "content")
+    return role, item.get("content")
 
 
 def converse(system: Sequence[Part], turns: Sequence[_Turn]) -> Conversation:
@@ -177,6 +187,8 @@ def _content(value: Any, path: str, role: str) -> list[Part]:
     if type(value) is str:
         if not value:
             raise invalid(path, f"{role} messages must have non-empty content")
+        if value.isspace():
+            raise invalid(path, "text content blocks must contain non-whitespace text")
         return [Part("text", path, value)]
     if type(value) is not list:
         raise wrong_type(path, "a string or an array of blocks", value)
@@ -207,6 +219,9 @@ def _check_open(turn: _Turn) -> None:
 
 
 def _user(turn: _Turn, called: Mapping[str, str], conversation: Conversation) -> None:
+    if not called and len(turn.parts) == 1 and turn.parts[0].kind == "text":
+        _say("user", turn.parts, (), conversation)
+        return
     unanswered = dict(called)
     texts: list[Part] = []
     starts: set[int] = set()
@@ -241,8 +256,10 @@ def _assistant(turn: _Turn, conversation: Conversation) -> dict[str, str]:
     """Returns the tools that it calls."""
     calls: list[dict[str, Any]] = []
     called: dict[str, str] = {}
-    thoughts = [part.text for part in turn.parts if part.kind == "thinking" and part.text]
     message = _say("assistant", turn.parts, turn.starts, conversation)
+    if len(turn.parts) == 1 and turn.parts[0].kind == "text":
+        return called
+    thoughts = [part.text for part in turn.parts if part.kind == "thinking" and part.text]
     for part in turn.parts:
         if part.call is not None:
             if part.call_id in called:
@@ -258,6 +275,12 @@ def _assistant(turn: _Turn, conversation: Conversation) -> dict[str, str]:
 
 def _say(role: str, parts: Sequence[Part], starts: set[int] | tuple[()], conversation: Conversation) -> dict[str, Any]:
     """One message with the texts of these parts."""
+    if len(parts) == 1 and parts[0].kind == "text":
+        (part,) = parts
+        _end(part, len(conversation.messages), len(part.text), conversation)
+        plain: dict[str, Any] = {"role": role, "content": part.text}
+        conversation.messages.append(plain)
+        return plain
     said: list[str] = []
     chars = 0
     calls = -1
@@ -269,7 +292,7 @@ def _say(role: str, parts: Sequence[Part], starts: set[int] | tuple[()], convers
                 said.append(BETWEEN_TURNS)
                 chars += len(BETWEEN_TURNS)
             said.append(part.text)
-            settled = chars + _settled_chars(part.text)
+            settled = chars + (_settled_chars(part.text) if number < last else len(part.text))
             place = chars = chars + len(part.text)
         if part.kind == "tool_use":
             place = calls = calls + 1

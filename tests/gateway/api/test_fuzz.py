@@ -86,7 +86,10 @@ BLOCKS = st.lists(
 )
 TURNS = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system"]) | SCALARS, "content": BLOCKS | st.text(max_size=5)}
+        {
+            "role": st.sampled_from(["user", "assistant", "system"]) | SCALARS,
+            "content": BLOCKS | st.text(" \nab", max_size=5),
+        }
     ),
     max_size=4,
 )

@@ -77,6 +77,16 @@ def test_sampling_parameters_are_of_the_older_version_alone() -> None:
         ({"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages.0.content: user messages must have non-empty"),
+        (
+            {"messages": [{"role": "user", "content": " \n"}]},
+            "messages.0.content: text content blocks must contain non",
+        ),
+        (
+            {"messages": [USER, {"role": "user", "content": " "}]},
+            "messages.1.content: text content blocks must contain",
+        ),
+        ({"system": " "}, "system: text content blocks must contain non-whitespace text"),
+        ({"messages": [{"role": "user", "other": 1}]}, "messages.0.other: Extra inputs are not permitted"),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content: user messages must have non-empty"),
         ({"messages": [{**USER, "name": "x"}]}, "messages.0.name: Extra inputs are not permitted"),
         ({"stop_sequences": ["a", " "]}, "stop_sequences.1: each stop sequence must contain non-whitespace"),
@@ -145,11 +155,10 @@ def test_turns_of_one_role_are_one_message() -> None:
 
 
 @pytest.mark.parametrize("blanks", [" ", "\n\n", "\u2028", " \t "])
-def test_a_turn_of_blanks_is_rendered_as_it_is(blanks: str) -> None:
-    (turn,) = rendered({"role": "user", "content": blanks})
-    assert turn == {"role": "user", "content": blanks}
-    (both,) = rendered({"role": "user", "content": blanks}, USER)
-    assert (both["content"][: len(blanks)], both["content"][-2:]) == (blanks, "hi")
+def test_a_turn_of_blanks_is_refused_like_a_block_of_blanks(blanks: str) -> None:
+    told = "text content blocks must contain non-whitespace text"
+    assert refusal(messages=[{"role": "user", "content": blanks}]) == f"messages.0.content: {told}"
+    assert refusal(messages=[USER, {"role": "user", "content": blanks}]) == f"messages.1.content: {told}"
 
 
 def test_instructions_in_the_middle_follow_a_user_turn() -> None:
