@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.api.call import Call
-from gateway.api.fields import read
+from gateway.api.fields import empty_array, read
 from gateway.api.openai.caching import place_markers
 from gateway.api.openai.request import check_min_tokens, read_sampling
 from gateway.api.openai.responses.items import Item
@@ -80,10 +80,13 @@ def _required(body: dict[str, Any]) -> tuple[str, ...]:
 def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
     """`items` are those of earlier responses and the request's own, at the end, without references.
 
-    Raises BadRequestError for the output of a call that is not there, and for a ttl that the operator does not allow.
+    Raises BadRequestError for items that make no message, for the output of a call that is not there, and for a ttl
+    that the operator does not allow.
     """
     values = asked.values
     conversation = to_messages(values.get("instructions"), items, new=len(items) - len(asked.items))
+    if not conversation.messages:
+        raise empty_array("input")
     options = values.get("prompt_cache_options", {})
     caching = place_markers(conversation.messages, conversation.points, options, leases)
     prewarm = options.get("prewarm", False)

@@ -128,6 +128,8 @@ def test_a_prewarmed_prompt_is_computed_and_nothing_is_generated() -> None:
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "missing_required_parameter"),
     ({"input": None}, "input", "missing_required_parameter"),
+    ({"input": []}, "input", "empty_array"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input", "empty_array"),
     ({"max_output_tokens": 15}, "max_output_tokens", "integer_below_min_value"),
     ({"max_tokens": 20}, "max_tokens", "unknown_parameter"),
     ({"messages": []}, "messages", "unknown_parameter"),
