@@ -63,7 +63,7 @@ class Gateway:
     def __post_init__(self) -> None:
         settings = self.settings
         self.prompts = PromptStage(settings.prompt)
-        self.queue = OnlineQueue(settings.queue)
+        self.queue: OnlineQueue[BundledEngine] = OnlineQueue(settings.queue, Router(settings.routing))
         self.embedder = Embedder(settings.embeddings)
         redis_index = RedisIndex(self.redis, timeout_s=settings.redis.timeout_s) if self.redis is not None else None
         self.index = FallbackIndex(redis_index, self.memory, retry_s=settings.redis.retry_s)
@@ -81,7 +81,6 @@ class Gateway:
             prompts=self.prompts,
             index=self.index,
             registry=self.registry,
-            router=Router(settings.routing, queued=self.queue.waiting_for),
             queue=self.queue,
             max_attempts=settings.server.max_attempts,
         )
@@ -141,6 +140,7 @@ class Gateway:
             on_tokenizer=self.prompts.load,
             on_blocks=self.memory.apply,
             on_lost=self._lost,
+            on_load=self.queue.heard,
             prefix=self.memory.prefix,
         )
 

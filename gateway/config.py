@@ -253,6 +253,9 @@ class RoutingSettings(Section):
     prefill_tokens_per_s: Annotated[float, Field(gt=0)] = Field(
         1000.0, description="Tokens per second assumed of an engine that has not measured its own prefill yet."
     )
+    max_backlog_s: Annotated[float, Field(gt=0)] = Field(
+        0.5, description="Seconds of prefill in front of an engine beyond which requests wait in the gateway instead."
+    )
 
 
 class QueueSettings(Section):
@@ -269,6 +272,9 @@ class QueueSettings(Section):
     )
     places_per_engine: Annotated[int, Field(ge=0)] = Field(
         0, description="Requests that one engine works on; 0 takes twice what the engine runs at a time."
+    )
+    aging: Annotated[float, Field(gt=0, le=10)] = Field(
+        0.05, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
     )
 
 

@@ -3,8 +3,7 @@
     1. (responses) was it answered before?            a later stage
     2. prompts     render, split, tokenise what is new, chain the block hashes
     3. index       who holds the longest part of this prompt?
-    4. router      where will the first token come soonest?
-    5. queue       wait for a place
+    4. + 5. queue  wait for a place, where the first token will come soonest
     6. engine      stream the tokens; detokenise; stop; meter
     7. (responses) remember the answer                a later stage
 
@@ -16,9 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.protocol import Breakpoint, Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
 from gateway.errors import (
@@ -31,6 +30,7 @@ from gateway.errors import (
     OverloadedError,
 )
 from gateway.types import (
+    Ask,
     CallDelta,
     ChatPrompt,
     Constraint,
@@ -38,11 +38,11 @@ from gateway.types import (
     Event,
     Finished,
     FinishReason,
+    Group,
     Lease,
     Request,
     ScoredToken,
     Started,
-    Tenant,
     TextDelta,
     Trace,
     Usage,
@@ -138,32 +138,29 @@ class Registry(Protocol):
         ...
 
 
-class Router(Protocol):
-    """Step 4. Pure."""
+class Queue(Protocol):
+    """Steps 4 and 5. A bounded number of sequences per engine; who waits is sent to an engine when one has a place."""
 
-    def choose(self, engines: Sequence[Engine], prompt_tokens: int, cached_tokens: Mapping[str, int]) -> Engine:
-        """`cached_tokens` by incarnation. `engines` is not empty."""
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
         ...
 
+    def place(self, engines: Sequence[Any], ask: Ask) -> AbstractAsyncContextManager[Engine]:
+        """Entering returns the engine, which is one of `engines` or has joined them since; there is at least one.
 
-class Queue(Protocol):
-    """Step 5. A bounded number of sequences per engine."""
-
-    def place(self, engine: Engine, tenant: Tenant, deadline_s: float) -> AbstractAsyncContextManager[None]:
-        """Raises QueueFullError at once, DeadlineError after waiting, EngineLostError when the engine went away."""
+        Raises QueueFullError at once, DeadlineError after waiting, EngineLostError when the engines went away.
+        """
         ...
 
 
 class Street:
     """Holds the stages. Knows no dialect, no Redis and no HTTP."""
 
-    def __init__(
-        self, *, prompts: Prompts, index: Index, registry: Registry, router: Router, queue: Queue, max_attempts: int
-    ) -> None:
+    def __init__(self, *, prompts: Prompts, index: Index, registry: Registry, queue: Queue, max_attempts: int) -> None:
         self._prompts = prompts
         self._index = index
         self._registry = registry
-        self._router = router
         self._queue = queue
         self._max_attempts = max_attempts
 
@@ -191,12 +188,13 @@ class Street:
 
         lost: set[str] = set()
         for attempt in range(1, self._max_attempts + 1):
-            # 3. + 4. Choose among the engines that are there now, but not one that was just lost.
-            engine = await self._choose(request, prompt, lost)
-            waited_s = time.monotonic()
+            engine: Engine | None = None
             try:
-                # 5. Wait for a place.
-                async with self._queue.place(engine, request.tenant, request.deadline_s):
+                # 3. Who holds its prefix, of the engines that are there now?
+                engines, ask = await self._ask(request, prompt, lost)
+                waited_s = time.monotonic()
+                # 4. + 5. Wait for a place, at the one where the first token will come soonest.
+                async with self._place(request, engines, ask) as engine:
                     now = time.monotonic()
                     request.trace.queue_ms += (now - waited_s) * 1e3
                     request.trace.overhead_ms = (now - request.received_s) * 1e3 - request.trace.queue_ms
@@ -211,36 +209,48 @@ class Street:
                     raise
                 if attempt == self._max_attempts:
                     raise OverloadedError(f"No engine took the request. {error.message}", retry_after_s=1.0) from error
-                lost.add(engine.hello.incarnation)
+                if engine is not None:
+                    lost.add(engine.hello.incarnation)
                 request.trace.retries = attempt
-                log.warning(
-                    "engine %s was lost before the first token; request %s goes on", engine.name, request.request_id
-                )
+                name = engine.name if engine else "of a group"
+                log.warning("engine %s was lost before the first token; request %s goes on", name, request.request_id)
 
-    async def _choose(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> Engine:
-        """For a group the engine that its first request chose, as long as it serves."""
-        group = request.group
-        if group is None:
-            return await self._choose_best(request, prompt, lost)
-        async with group.choosing:
-            for engine in self._registry.serving(request.model):
-                if engine.hello.incarnation == group.incarnation and group.incarnation not in lost:
-                    return engine
-            engine = await self._choose_best(request, prompt, lost)
-            group.incarnation = engine.hello.incarnation
-            return engine
-
-    async def _choose_best(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> Engine:
+    async def _ask(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> tuple[Sequence[Engine], Ask]:
+        """The engines that serve its model, and what it would cost them."""
         engines = self._registry.serving(request.model)
-        engines = [engine for engine in engines if engine.hello.incarnation not in lost] or engines
-        if len(engines) == 1:
-            return engines[0]  # nothing to choose, so nothing to look up
-        if not request.use_cache:
-            return self._router.choose(engines, prompt.num_tokens, {})
+        names = [engine.hello.incarnation for engine in engines]
+        names = [name for name in names if name not in lost] or names
+        held: Mapping[str, int] = {}
+        # With one engine there is nothing to choose, and while nobody waits nothing to put in order.
+        if request.use_cache and (len(names) > 1 or self._queue.waiting):
+            held = await self._index.find(request.model, prompt.digests, names)
         block_size = engines[0].hello.namespace.block_size
-        held = await self._index.find(request.model, prompt.digests, [engine.hello.incarnation for engine in engines])
-        cached = {incarnation: blocks * block_size for incarnation, blocks in held.items()}
-        return self._router.choose(engines, prompt.num_tokens, cached)
+        return engines, Ask(
+            tenant=request.tenant.name,
+            prompt_tokens=prompt.num_tokens,
+            deadline_s=request.deadline_s,
+            cached_tokens={incarnation: blocks * block_size for incarnation, blocks in held.items()},
+            avoid=frozenset(lost),
+        )
+
+    def _place(self, request: Request, engines: Sequence[Engine], ask: Ask) -> AbstractAsyncContextManager[Engine]:
+        group = request.group
+        return self._queue.place(engines, ask) if group is None else self._place_in_group(group, engines, ask)
+
+    @asynccontextmanager
+    async def _place_in_group(self, group: Group, engines: Sequence[Engine], ask: Ask) -> AsyncGenerator[Engine, None]:
+        """At the engine of the group's first, as long as that serves. Until it has a place, the others wait for it."""
+        async with AsyncExitStack() as place:
+            engine: Engine | None = None
+            async with group.choosing:
+                if group.incarnation not in {engine.hello.incarnation for engine in engines} - ask.avoid:
+                    engine = await place.enter_async_context(self._queue.place(engines, ask))
+                    group.incarnation = engine.hello.incarnation
+            if engine is None:
+                assert group.incarnation is not None
+                ask = replace(ask, only=group.incarnation, cached_tokens={group.incarnation: ask.prompt_tokens})
+                engine = await place.enter_async_context(self._queue.place(engines, ask))
+            yield engine
 
     async def _generate(
         self, request: Request, prompt: EncodedPrompt, sampling: Sampling, engine: Engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -294,6 +294,24 @@ class EncodedPrompt:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a place at an engine is asked for, as the queue knows it.
+
+    deadline_s     monotonic clock; nothing is waited for past it
+    cached_tokens  leading tokens of the prompt that each incarnation holds; one that is missing holds none
+    only           the incarnation that it has to be, for requests that belong together
+    avoid          incarnations that failed it, and get it only where there is no other
+    """
+
+    tenant: str
+    prompt_tokens: int
+    deadline_s: float
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    only: str | None = None
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

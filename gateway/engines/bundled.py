@@ -52,6 +52,7 @@ _CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, ProtocolError,
 OnTokenizer = Callable[[Hello, TokenizerFiles], Awaitable[None]]
 OnBlocks = Callable[[str, BlockEvents], None]
 OnLost = Callable[[str], None]
+OnLoad = Callable[["BundledEngine"], None]
 Prefix = Callable[[str, bytes], int]
 
 
@@ -68,6 +69,7 @@ class BundledEngine:
         on_tokenizer: OnTokenizer,
         on_blocks: OnBlocks,
         on_lost: OnLost,
+        on_load: OnLoad,
         prefix: Prefix,
     ) -> None:
         """
@@ -76,6 +78,7 @@ class BundledEngine:
                       take its time, and may raise to refuse the engine
         on_blocks     called for an incarnation's block events, in order
         on_lost       called once for each incarnation whose connection ended
+        on_load       called with this object when it has joined, and whenever the engine has said how busy it is
         prefix        leading blocks of packed digests that an incarnation holds, as far as this gateway knows
         """
         self.name = name
@@ -85,6 +88,7 @@ class BundledEngine:
         self._on_tokenizer = on_tokenizer
         self._on_blocks = on_blocks
         self._on_lost = on_lost
+        self._on_load = on_load
         self._prefix = prefix
         self._hello: Hello | None = None
         self._tokenizer: tuple[str, str] | None = None  # model and fingerprint that on_tokenizer was called for
@@ -256,6 +260,7 @@ class BundledEngine:
         self._joined.set()
         self._told = False
         log.info("engine %s joined: %s, incarnation %s", self.name, hello.model, hello.incarnation)
+        self._on_load(self)
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse, connection: Connection) -> None:
         incarnation = connection.hello.incarnation
@@ -265,6 +270,8 @@ class BundledEngine:
                 self._on_blocks(incarnation, message)
             elif not isinstance(message, Hello) and not connection.dispatch(message):
                 raise ProtocolError(f"unexpected {type(message).__name__}")
+            elif self._connection is connection:
+                self._on_load(self)
 
     def _leave(self, connection: Connection) -> None:
         if self._connection is connection:

@@ -1,25 +1,30 @@
-"""Chooses an engine for a prompt: where will the first token come soonest? Pure: no I/O, no clock, no memory.
+"""Where will the first token come soonest? Pure: no I/O, no clock, no memory.
 
     score = expected wait + prefill_weight * own prefill         seconds, the least wins
 
 The weight above 1 makes an engine that holds the prefix attractive beyond this one request, because prefilling
 elsewhere takes time from everybody and evicts somebody's blocks; on real traces 4 was the best (docs/decisions.md). The
-registry says which engines there are; the street asks.
+queue asks for a picture of the engines, and adds to it what it means to send them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Load
 from gateway.config import RoutingSettings
+from gateway.types import Ask
 
 ASSUMED_COMPLETION_TOKENS: Final = 128
-"""Tokens that a running sequence is taken to have left, when all places of an engine are taken."""
+"""Tokens that a sequence is taken to generate."""
 
 ASSUMED_DECODE_TOKENS_PER_S: Final = 100.0
 """Of all sequences of an engine together, before it has measured its own."""
+
+ALIKE: Final = 4.0
+"""Engines whose rates differ by less than this factor from the mean are taken to be equally quick: a rate also depends
+on how long the last prompts were. Believing it let engines stand idle and made every figure worse."""
 
 
 class _Engine(Protocol):
@@ -34,58 +39,136 @@ class _Engine(Protocol):
 
 
 E = TypeVar("E", bound=_Engine)
+E_co = TypeVar("E_co", bound=_Engine, covariant=True)
 
 
-class Router:
-    """street.Router."""
+class Seat(Protocol[E_co]):
+    """An engine, and what the queue knows of it: how many requests it may have, how many it has, and a number that
+    decides where all else is equal."""
 
-    def __init__(self, settings: RoutingSettings, queued: Callable[[str], int] | None = None) -> None:
-        """`queued` says how many requests wait in this gateway for a place at the engine of an incarnation."""
+    @property
+    def engine(self) -> E_co: ...
+
+    @property
+    def places(self) -> int: ...
+
+    @property
+    def taken(self) -> int: ...
+
+    @property
+    def given_tokens(self) -> float: ...
+
+
+class Router(Generic[E]):
+    """queues.lane.Router."""
+
+    def __init__(self, settings: RoutingSettings) -> None:
         self._settings = settings
-        self._queued = queued
 
-    def choose(self, engines: Sequence[E], prompt_tokens: int, cached_tokens: Mapping[str, int]) -> E:
-        """The engine with the least score; with equal scores the one with fewer sequences, then the first by name.
-
-        cached_tokens  leading tokens of the prompt that each incarnation holds; one that is missing holds none
-        engines        at least one
-        """
-        if len(engines) == 1:
-            return engines[0]
-
-        # An engine that has measured nothing yet is taken to be as quick as the others, or nobody would ever ask it.
-        assumed = max(engine.load.prefill_tokens_per_s for engine in engines) or self._settings.prefill_tokens_per_s
-
-        def rank(engine: E) -> tuple[float, int, str, str]:
-            hello, load = engine.hello, engine.load
-            queued = self._queued(hello.incarnation) if self._queued else 0
-            own = max(0, prompt_tokens - cached_tokens.get(hello.incarnation, 0))
-            busy = load.running + load.waiting + queued
-            prefill_tokens_per_s = load.prefill_tokens_per_s or assumed
-            score_s = self.score_s(load, own, hello.max_sequences, queued, prefill_tokens_per_s)
-            return score_s, busy, engine.name, hello.incarnation
-
-        return min(engines, key=rank)
-
-    def score_s(
-        self, load: Load, own_tokens: int, max_sequences: int, queued: int, prefill_tokens_per_s: float
-    ) -> float:
-        """Seconds until the first token, with the own prefill weighted.
-
-        own_tokens            tokens of the prompt that the engine would have to prefill
-        max_sequences         sequences that the engine runs at a time
-        queued                requests in front of this one that the engine does not know yet
-        prefill_tokens_per_s  how quick the engine is at it
-        """
-        wait_s = expected_wait_s(load, max_sequences, queued, prefill_tokens_per_s)
-        return wait_s + self._settings.prefill_weight * own_tokens / prefill_tokens_per_s
+    def picture(self, seats: Iterable[Seat[E]]) -> Picture[E]:
+        """Of engines as they are now; those that drain are not in it."""
+        return Picture(list(seats), self._settings)
 
 
-def expected_wait_s(load: Load, max_sequences: int, queued: int, prefill_tokens_per_s: float) -> float:
-    """Seconds until the running step and the prefills in front are done, and a place is free when all are taken."""
-    decode_tokens_per_s = load.decode_tokens_per_s or ASSUMED_DECODE_TOKENS_PER_S
-    step_s = load.running / decode_tokens_per_s
-    prefill_s = load.prefill_backlog / prefill_tokens_per_s
-    excess = max(0, load.running + load.waiting + queued + 1 - max_sequences)
-    # max_sequences answers of that length end in length * max_sequences / rate seconds: one every length / rate.
-    return step_s + prefill_s + excess * ASSUMED_COMPLETION_TOKENS / decode_tokens_per_s
+class Picture(Generic[E]):
+    """Engines at one moment, and what is meant for them since."""
+
+    def __init__(self, seats: list[Seat[E]], settings: RoutingSettings) -> None:
+        self._settings = settings
+        loads = [seat.engine.load for seat in seats]
+        rates = _levelled([load.prefill_tokens_per_s for load in loads], settings.prefill_tokens_per_s)
+        self.tokens_per_s = max(rates, default=settings.prefill_tokens_per_s)
+        self._outlooks = {
+            seat.engine.hello.incarnation: _Outlook(seat, load, rate)
+            for seat, load, rate in zip(seats, loads, rates, strict=True)
+            if not load.draining
+        }
+
+    def choose(self, ask: Ask) -> E | None:
+        """The engine with the least score; None when there is none that it may be."""
+        outlooks = self._outlooks
+        if ask.only is not None:
+            return outlooks[ask.only].engine if ask.only in outlooks else None
+        possible = [outlook for name, outlook in outlooks.items() if name not in ask.avoid] or list(outlooks.values())
+        if len(possible) < 2:
+            return possible[0].engine if possible else None
+        return min(possible, key=lambda outlook: self._rank(outlook, ask)).engine
+
+    def score_s(self, incarnation: str, ask: Ask) -> float:
+        """Seconds until the first token, with the own prefill weighted."""
+        return self._rank(self._outlooks[incarnation], ask)[0]
+
+    def is_ready(self, incarnation: str) -> bool:
+        """Whether the engine has so little in front of it that it should be given more. One that has measured nothing
+        is: nobody knows yet how long anything takes."""
+        outlook = self._outlooks.get(incarnation)
+        if outlook is None:
+            return False
+        return not outlook.measured or outlook.backlog_s <= self._settings.max_backlog_s
+
+    def add(self, incarnation: str, ask: Ask) -> None:
+        """The engine will have this request before any that is asked about from now on."""
+        outlook = self._outlooks[incarnation]
+        outlook.add(_own_tokens(ask, incarnation))
+
+    def cost_s(self, ask: Ask) -> float:
+        """What the request takes of the engine that holds most of it, in seconds of its time."""
+        tokens = min((_own_tokens(ask, incarnation) for incarnation in self._outlooks), default=ask.prompt_tokens)
+        turn_s = max((outlook.turn_s for outlook in self._outlooks.values()), default=0.0)
+        return tokens / self.tokens_per_s + turn_s
+
+    def _rank(self, outlook: _Outlook[E], ask: Ask) -> tuple[float, float, str, str]:
+        own_s = _own_tokens(ask, outlook.incarnation) / outlook.tokens_per_s
+        score_s = outlook.wait_s() + self._settings.prefill_weight * own_s
+        return score_s, outlook.given, outlook.engine.name, outlook.incarnation
+
+
+class _Outlook(Generic[E]):
+    """What is in front of a new request at one engine."""
+
+    __slots__ = (
+        "backlog_s",
+        "busy",
+        "engine",
+        "given",
+        "incarnation",
+        "measured",
+        "places",
+        "step_s",
+        "tokens_per_s",
+        "turn_s",
+    )
+
+    def __init__(self, seat: Seat[E], load: Load, tokens_per_s: float) -> None:
+        engine, hello = seat.engine, seat.engine.hello
+        decode_tokens_per_s = load.decode_tokens_per_s or ASSUMED_DECODE_TOKENS_PER_S
+        self.engine, self.incarnation, self.given = engine, hello.incarnation, seat.given_tokens
+        self.tokens_per_s, self.measured = tokens_per_s, load.prefill_tokens_per_s > 0
+        self.backlog_s = load.prefill_backlog / tokens_per_s
+        self.step_s = load.running / decode_tokens_per_s
+        self.busy = max(load.running + load.waiting, seat.taken)  # those of all gateways; a load may be a moment old
+        self.places = min(hello.max_sequences, seat.places)
+        # n answers of that length end in length * n / rate seconds: one every length / rate.
+        self.turn_s = ASSUMED_COMPLETION_TOKENS / decode_tokens_per_s
+
+    def wait_s(self) -> float:
+        """Until the running step and the prefills in front are done, and a place is free when all are taken."""
+        excess = self.busy + 1 - self.places
+        return self.step_s + self.backlog_s + (excess * self.turn_s if excess > 0 else 0.0)
+
+    def add(self, own_tokens: int) -> None:
+        self.backlog_s += own_tokens / self.tokens_per_s
+        self.busy += 1
+        self.given += own_tokens
+
+
+def _own_tokens(ask: Ask, incarnation: str) -> int:
+    return max(0, ask.prompt_tokens - ask.cached_tokens.get(incarnation, 0))
+
+
+def _levelled(rates: list[float], assumed: float) -> list[float]:
+    """Tokens per second to reckon with. One that has measured nothing yet is taken to be as quick as the others, or
+    nobody would ever ask it."""
+    measured = [rate for rate in rates if rate]
+    mean = len(measured) / sum(1 / rate for rate in measured) if measured else assumed
+    return [rate if rate and not mean / ALIKE <= rate <= mean * ALIKE else mean for rate in rates]

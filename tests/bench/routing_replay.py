@@ -15,26 +15,27 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.protocol import Hello, Load, Namespace
-from gateway.config import RoutingSettings
+from gateway.config import QueueSettings, RoutingSettings
+from gateway.queues.lane import Lane, Seat, Waiter
 from gateway.routing.router import Router
+from gateway.types import Ask
 from tests.bench.routing_rules import RULES, Lines, Pool
 from tests.bench.traces import Trace, read_trace
 from tests.bench.virtual_engines import (
     OUTPUT_TOKEN_S,
-    TOKEN_S,
     Arrivals,
     Cache,
     Call,
     Clients,
     ClosedLoop,
     Figures,
-    Policy,
     Server,
     replay,
 )
@@ -43,22 +44,24 @@ BUSY = 0.9
 """Of round robin's engines."""
 
 MakeClients = Callable[[], Clients]
-MakePolicy = Callable[[Sequence[Server]], Policy]
 
 
 class Reported:
-    """An engine as the router knows it."""
+    """An engine as the gateway knows it."""
 
-    def __init__(self, server: Server, lines: Lines, now: float) -> None:
+    def __init__(self, server: Server) -> None:
         self.name = f"engine-{server.number}"
         self.hello = _hello(server)
-        decoding = server.current is not None and server.prefilled_s <= now
-        left_s = max(0.0, server.prefilled_s - now)
+        self.server = server
+        self.load = Load()
+
+    def step(self, now: float) -> None:
+        server = self.server
         self.load = Load(
-            waiting=lines.count(server) - decoding,
-            running=int(decoding),
-            prefill_backlog=round(left_s / TOKEN_S) + lines.backlog_tokens(server),
-            prefill_tokens_per_s=1 / TOKEN_S,
+            waiting=int(server.current is not None and server.prefilled_s > now),
+            running=int(server.current is not None and server.prefilled_s <= now),
+            prefill_backlog=max(0, round((server.prefilled_s - now) * server.tokens_per_s)),
+            prefill_tokens_per_s=server.tokens_per_s,
             decode_tokens_per_s=1 / OUTPUT_TOKEN_S,
         )
 
@@ -78,15 +81,39 @@ def _hello(server: Server) -> Hello:
     )
 
 
-def gateway(servers: Sequence[Server]) -> Policy:
-    router = Router(RoutingSettings())
+@dataclass(slots=True, eq=False)
+class Waiting(Waiter):
+    call: Call = field(kw_only=True)
 
-    def rule(lines: Lines, call: Call, now: float) -> Server:
-        engines = [Reported(server, lines, now) for server in servers]
-        cached = {str(server.number): server.cached_tokens(call.request) for server in servers}
-        return servers[int(router.choose(engines, call.request.prompt_tokens, cached).hello.incarnation)]
 
-    return Lines(servers, rule)
+class Gateway:
+    """Policy: what gateway/queues/online.py does with its lane, without its clock."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._engines = [Reported(server) for server in servers]
+        self._lane: Lane[Reported, Waiting] = Lane(QueueSettings(), Router(RoutingSettings()))
+        self._lane.seats = {
+            engine.hello.incarnation: Seat(engine, engine.hello.incarnation, places=1) for engine in self._engines
+        }
+        self._sent: list[tuple[Waiting, Seat[Reported]]] = []
+
+    def arrive(self, call: Call, now: float) -> None:
+        self._step(now)
+        cached = {engine.hello.incarnation: engine.server.cached_tokens(call.request) for engine in self._engines}
+        ask = Ask("everybody", call.request.prompt_tokens, math.inf, cached)
+        self._sent += self._lane.enter(Waiting(ask, now, call=call))
+
+    def assign(self, now: float) -> Iterator[tuple[Call, Server]]:
+        self._step(now)
+        self._sent += self._lane.assign()
+        for waiting, seat in self._sent:
+            yield waiting.call, seat.engine.server
+        self._sent.clear()
+
+    def _step(self, now: float) -> None:
+        for engine, seat in zip(self._engines, self._lane.seats.values(), strict=True):
+            engine.step(now)
+            seat.taken = int(engine.server.current is not None or any(taken is seat for _, taken in self._sent))
 
 
 def fleet(trace: Trace, count: int, share: float, *, one_cache: bool = False) -> list[Server]:
@@ -114,7 +141,7 @@ def compare(title: str, trace: Trace, clients: MakeClients, count: int, share: f
         servers = fleet(trace, count, share)
         _row(name, replay(clients(), servers, Lines(servers, rule)))
     servers = fleet(trace, count, share)
-    _row("**the gateway**", replay(clients(), servers, gateway(servers)))
+    _row("**the gateway**", replay(clients(), servers, Gateway(servers)))
     servers = fleet(trace, count, share, one_cache=True)
     _row("one pool, in order (bound)", replay(clients(), servers, Pool(servers)))
 

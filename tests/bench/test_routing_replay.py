@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.bench.routing_replay import busy_stretch, fleet, gateway
+from tests.bench.routing_replay import Gateway, busy_stretch, fleet
 from tests.bench.routing_rules import RULES, Lines, Pool
 from tests.bench.traces import Request, Trace
 from tests.bench.virtual_engines import Arrivals, Cache, ClosedLoop, prefill_s, replay
@@ -58,7 +58,7 @@ def test_in_a_closed_loop_who_has_an_answer_thinks_before_the_next_question() ->
 def test_whatever_the_rule_everybody_is_served_once(name: str) -> None:
     trace = trace_of(*((0.1 * number, [number % 3, 10 + number % 7, 20 + number], 50, "") for number in range(20)))
     servers = fleet(trace, 3, 0.5, one_cache=name == "pool")
-    policy = Pool(servers) if name == "pool" else Lines(servers, RULES[name]) if name in RULES else gateway(servers)
+    policy = Pool(servers) if name == "pool" else Lines(servers, RULES[name]) if name in RULES else Gateway(servers)
     figures = replay(Arrivals(trace, 0.1), servers, policy)
     assert len(figures.first_token_s) == 20
     assert figures.prompt_tokens == 20 * 300

@@ -24,6 +24,9 @@ PAIR_S = 1e-9
 OUTPUT_TOKEN_S = 1e-3
 """Of a generated token, as its share of a batch."""
 
+RATE_S = 30.0
+"""Of prefilling, that the measured rate is an average of."""
+
 
 def prefill_s(prompt_tokens: int, cached_tokens: int) -> float:
     new = prompt_tokens - cached_tokens
@@ -79,6 +82,7 @@ class Server:
     prefilled_s: float = 0.0  # when the prefill of that is or was done
     free_s: float = 0.0  # when it has done, or had done, all of that
     busy_s: float = 0.0
+    tokens_per_s: float = 1 / TOKEN_S  # of prefill, as it measures itself
 
     def cached_tokens(self, request: Request) -> int:
         """Of its prompt; one token is always computed."""
@@ -221,7 +225,10 @@ def _start(call: Call, server: Server, now: float, figures: Figures) -> None:
     assert server.current is None
     request, cached = call.request, server.cached_tokens(call.request)
     server.current = call
-    server.prefilled_s = now + prefill_s(request.prompt_tokens, cached)
+    own_s = prefill_s(request.prompt_tokens, cached)
+    server.prefilled_s = now + own_s
+    share = min(1.0, own_s / RATE_S)
+    server.tokens_per_s += share * ((request.prompt_tokens - cached) / own_s - server.tokens_per_s)
     server.free_s = server.prefilled_s + request.output_tokens * OUTPUT_TOKEN_S
     server.busy_s += server.free_s - now
     server.cache.use(request.blocks)

@@ -26,6 +26,7 @@ from gateway.config import (
     LeaseSettings,
     NamespaceSettings,
     QueueSettings,
+    RoutingSettings,
     ServerSettings,
     StoredResponseSettings,
     TenantSettings,
@@ -33,6 +34,7 @@ from gateway.config import (
 from gateway.contents.memory_contents import MemoryContents
 from gateway.queues.online import OnlineQueue
 from gateway.responses.embedder import Embedder
+from gateway.routing.router import Router
 from tests.fakes.embedding import no_embedder
 from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
 
@@ -85,6 +87,10 @@ class Gateway:
 ENGINE = EngineStatus("engine-1", "http://127.0.0.1:1", "ready", "demo", "demo-1", 100, 16)
 
 
+def idle_queue() -> OnlineQueue[Any]:
+    return OnlineQueue(QueueSettings(), Router(RoutingSettings()))
+
+
 @dataclass
 class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
@@ -135,7 +141,7 @@ def make_app(
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
-            queue=OnlineQueue(QueueSettings()).status,
+            queue=idle_queue().status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
             embeddings=given.embedder.figures,
             responses=lambda: responses.outcomes,

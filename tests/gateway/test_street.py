@@ -27,6 +27,7 @@ from gateway.prompt.tool_calls import CallParser
 from gateway.prompt.tool_styles import JSON
 from gateway.street import Street
 from gateway.types import (
+    Ask,
     CallDelta,
     ChatPrompt,
     Constraint,
@@ -147,7 +148,9 @@ class Stages:
     num_tokens: int = 9
     breakpoints: tuple[Breakpoint, ...] = ()
     calls: list[str] = field(default_factory=list)
+    asks: list[Ask] = field(default_factory=list)
     places: int = 0
+    waiting: int = 0
 
     async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
         self.calls.append("encode")
@@ -178,23 +181,23 @@ class Stages:
             raise NoEngineError(model, 1.0)
         return self.engines
 
-    def choose(
-        self, engines: Sequence[ScriptedEngine], prompt_tokens: int, cached_tokens: Mapping[str, int]
-    ) -> ScriptedEngine:
-        self.calls.append(f"choose {dict(cached_tokens)}")
-        return max(engines, key=lambda engine: cached_tokens.get(engine.hello.incarnation, 0))
-
     @asynccontextmanager
-    async def place(self, engine: ScriptedEngine, tenant: Tenant, deadline_s: float) -> AsyncIterator[None]:
-        self.calls.append(f"place {engine.name}")
+    async def place(self, engines: Sequence[ScriptedEngine], ask: Ask) -> AsyncIterator[ScriptedEngine]:
+        """At the one that it has to be, or of those that did not fail it the one that holds most."""
+        held = ask.cached_tokens
+        possible = [e for e in engines if e.hello.incarnation not in ask.avoid] or engines
+        possible = [e for e in possible if ask.only in (None, e.hello.incarnation)]
+        engine = max(possible, key=lambda engine: held.get(engine.hello.incarnation, 0))
+        self.calls.append(f"place {engine.name} {dict(held)}")
+        self.asks.append(ask)
         self.places += 1
         try:
-            yield
+            yield engine
         finally:
             self.places -= 1
 
     def street(self) -> Street:
-        return Street(prompts=self, index=self, registry=self, router=self, queue=self, max_attempts=3)
+        return Street(prompts=self, index=self, registry=self, queue=self, max_attempts=3)
 
 
 def request(max_tokens: int = 5, stop: tuple[str, ...] = (), deadline_s: float | None = None) -> Request:
@@ -262,7 +265,7 @@ async def test_the_stages_are_asked_in_the_order_of_the_street() -> None:
     engines = [ScriptedEngine(name, [[SequenceUpdate(1, [0], finish="stop")]]) for name in ("d", "e")]
     stages = Stages(engines, held={"e": 2})
     await walk(stages, request())
-    assert stages.calls == ["encode", "find d,e", "choose {'e': 8}", "place e"]
+    assert stages.calls == ["encode", "find d,e", "place e {'e': 8}"]
 
 
 async def test_a_request_that_prewarms_generates_nothing_and_may_fill_the_context() -> None:
@@ -280,10 +283,11 @@ async def test_a_group_goes_to_one_engine_as_long_as_that_serves() -> None:
     await walk(stages, replace(request(), group=group))
     stages.held = {"d": 2}
     await walk(stages, replace(request(), group=group, number=1))
-    assert (stages.calls.count("place e"), group.incarnation) == (2, "e")
+    assert [call for call in stages.calls if call.startswith("place")] == ["place e {'e': 8}", "place e {'e': 9}"]
+    assert (stages.asks[0].only, stages.asks[1].only, group.incarnation) == (None, "e", "e")
     stages.engines = engines[:1]
     await walk(stages, replace(request(), group=group, number=2))
-    assert (stages.calls[-1], group.incarnation) == ("place d", "d")
+    assert (stages.calls[-1], group.incarnation) == ("place d {}", "d")
 
 
 async def test_a_group_leaves_an_engine_that_was_lost() -> None:
@@ -293,21 +297,27 @@ async def test_a_group_leaves_an_engine_that_was_lost() -> None:
     ]
     stages, group = Stages(engines, held={"e": 2}), Group(2)
     await walk(stages, replace(request(), group=group))
-    assert stages.calls[-1] == "place d"
+    assert stages.calls[-1] == "place d {}"
     assert group.incarnation == "d"
 
 
 async def test_with_one_engine_there_is_nothing_to_look_up() -> None:
     stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])])
     await walk(stages, request())
-    assert stages.calls == ["encode", "place e"]
+    assert stages.calls == ["encode", "place e {}"]
+
+
+async def test_where_others_wait_it_is_looked_up_with_one_engine_as_well() -> None:
+    stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])], held={"e": 1}, waiting=1)
+    await walk(stages, request())
+    assert stages.calls == ["encode", "find e", "place e {'e': 4}"]
 
 
 async def test_a_request_without_the_cache_is_sent_anywhere_and_writes_nothing() -> None:
     engines = [ScriptedEngine(name, [[SequenceUpdate(1, [0], cached_tokens=0, finish="stop")]]) for name in ("d", "e")]
     stages = Stages(engines, held={"e": 2})
     events = await walk(stages, replace(request(), use_cache=False))
-    assert stages.calls == ["encode", "choose {}", "place d"]
+    assert stages.calls == ["encode", "place d {}"]
     assert events[-1] == Finished("stop", Usage(9, 1, cached_tokens=0, cache_write_tokens=0))
 
 

@@ -51,6 +51,7 @@ class Client:
     memory: MemoryIndex = field(default_factory=MemoryIndex)
     tokenizers: list[tuple[str, TokenizerFiles]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    heard: list[BundledEngine] = field(default_factory=list)
 
     async def on_tokenizer(self, hello: Hello, files: TokenizerFiles) -> None:
         self.tokenizers.append((hello.model, files))
@@ -74,6 +75,7 @@ async def connected(url: str, settings: EnginesSettings = QUICK, **options: Any)
             "on_tokenizer": client.on_tokenizer,
             "on_blocks": client.memory.apply,
             "on_lost": client.on_lost,
+            "on_load": client.heard.append,
             "prefix": client.memory.prefix,
             **options,
         },
@@ -398,6 +400,7 @@ def test_the_load_counts_what_was_sent_since_the_last_report() -> None:
             on_tokenizer=client.on_tokenizer,
             on_blocks=client.memory.apply,
             on_lost=client.on_lost,
+            on_load=client.heard.append,
             prefix=client.memory.prefix,
         )
         engine._hello = hello = make_hello()

@@ -95,6 +95,7 @@ def client_of(fake: FakeEngine, timeout_s: float, secret: str | None = None) -> 
         on_tokenizer=nobody,
         on_blocks=ignored,
         on_lost=ignored,
+        on_load=ignored,
         prefix=ignored,
     )
 

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config import QueueSettings
+from engine.protocol import Load
+from gateway.config import QueueSettings, RoutingSettings
 from gateway.errors import DeadlineError, EngineLostError, QueueFullError
 from gateway.queues.online import OnlineQueue
-from gateway.types import Tenant
+from gateway.routing.router import Router
+from gateway.types import Ask
 from tests.fakes.street import FakeEngine, hello
 
-NORTH, SOUTH = Tenant("north"), Tenant("south")
+NORTH, SOUTH = "north", "south"
 FAR = 1e9
 
 
@@ -48,29 +50,37 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(work())
 
 
-def queue_of(places: int = 1, waiting: int = 100, per_tenant: int = 100, max_wait_s: float = 60.0) -> OnlineQueue:
+def queue_of(
+    places: int = 1, waiting: int = 100, per_tenant: int = 100, max_wait_s: float = 60.0
+) -> OnlineQueue[FakeEngine]:
     limits = QueueSettings(
         places_per_engine=places, max_waiting=waiting, max_waiting_per_tenant=per_tenant, max_wait_s=max_wait_s
     )
-    return OnlineQueue(limits, clock=lambda: asyncio.get_running_loop().time())
+    return OnlineQueue(limits, Router(RoutingSettings()), clock=lambda: asyncio.get_running_loop().time())
+
+
+def ask(tenant: str = NORTH, deadline_s: float = FAR, prompt_tokens: int = 100, **fields: Any) -> Ask:
+    return Ask(tenant, prompt_tokens, deadline_s, **fields)
 
 
 @dataclass
 class Guests:
     """Tasks that take a place, say so in `served`, and hold it until told to leave."""
 
-    queue: OnlineQueue
-    engine: FakeEngine = field(default_factory=lambda: FakeEngine(hello()))
+    queue: OnlineQueue[FakeEngine]
+    engines: list[FakeEngine] = field(default_factory=lambda: [FakeEngine(hello())])
     served: list[str] = field(default_factory=list)
+    where: dict[str, str] = field(default_factory=dict)
     leave: dict[str, asyncio.Event] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    def come(self, name: str, tenant: Tenant = NORTH, deadline_s: float = FAR) -> asyncio.Task[None]:
+    def come(self, name: str, tenant: str = NORTH, deadline_s: float = FAR, **fields: Any) -> asyncio.Task[None]:
         self.leave[name] = asyncio.Event()
 
         async def stay() -> None:
-            async with self.queue.place(self.engine, tenant, deadline_s):
+            async with self.queue.place(self.engines, ask(tenant, deadline_s, **fields)) as engine:
                 self.served.append(name)
+                self.where[name] = engine.name
                 await self.leave[name].wait()
 
         self.tasks[name] = asyncio.create_task(stay())
@@ -83,6 +93,10 @@ class Guests:
         await turn()
 
 
+def engines(*names: str, **loads: Load) -> list[FakeEngine]:
+    return [FakeEngine(hello(incarnation=name), name, loads.get(name, Load())) for name in names]
+
+
 async def turn(times: int = 5) -> None:
     for _ in range(times):
         await asyncio.sleep(0)
@@ -91,7 +105,7 @@ async def turn(times: int = 5) -> None:
 def test_a_free_place_is_taken_without_waiting() -> None:
     async def work() -> None:
         queue = queue_of(places=2)
-        place = queue.place(FakeEngine(hello()), NORTH, FAR)
+        place = queue.place([FakeEngine(hello())], ask())
         entering = place.__aenter__()
         with pytest.raises(StopIteration):
             entering.send(None)  # not one await between asking and having it
@@ -104,7 +118,7 @@ def test_a_free_place_is_taken_without_waiting() -> None:
 
 def test_places_are_twice_what_the_engine_runs_unless_set() -> None:
     async def work() -> None:
-        guests = Guests(queue_of(places=0), FakeEngine(hello(max_sequences=3)))
+        guests = Guests(queue_of(places=0), [FakeEngine(hello(max_sequences=3))])
         for number in range(8):
             guests.come(str(number))
         await turn()
@@ -127,7 +141,7 @@ def test_tenants_take_turns_and_each_is_served_in_order() -> None:
         for name in list(guests.tasks):
             guests.leave[name].set()
         await asyncio.gather(*guests.tasks.values())
-        assert guests.served == ["first", "north-0", "south-0", "north-1", "south-1", "north-2", "north-3"]
+        assert guests.served == ["first", "south-0", "north-0", "south-1", "north-1", "north-2", "north-3"]
 
     run(work)
 
@@ -135,7 +149,7 @@ def test_tenants_take_turns_and_each_is_served_in_order() -> None:
 def test_a_newcomer_does_not_overtake_those_who_wait() -> None:
     async def work() -> None:
         guests = Guests(queue_of())
-        holder = guests.queue.place(guests.engine, NORTH, FAR)
+        holder = guests.queue.place(guests.engines, ask())
         await holder.__aenter__()
         guests.come("second")
         await turn()
@@ -176,7 +190,7 @@ def test_one_tenants_full_line_is_not_anothers() -> None:
         guests.come("d", SOUTH)
         await turn()
         assert guests.queue.status().waiting_by_tenant == {"north": 1, "south": 1}
-        await guests.go("a", "b", "d")
+        await guests.go("a", "d", "b")
 
     run(work)
 
@@ -244,7 +258,7 @@ def test_a_client_that_leaves_while_waiting_leaves_the_line() -> None:
 def test_a_place_given_to_a_client_that_left_in_the_same_turn_goes_on_to_the_next() -> None:
     async def work() -> None:
         guests = Guests(queue_of())
-        holder = guests.queue.place(guests.engine, NORTH, FAR)
+        holder = guests.queue.place(guests.engines, ask())
         await holder.__aenter__()
         waiter = guests.come("b")
         guests.come("c")
@@ -269,8 +283,6 @@ def test_an_engine_that_goes_away_sends_its_line_elsewhere_at_once() -> None:
         for task in lost:
             with pytest.raises(EngineLostError):
                 await task
-        with pytest.raises(EngineLostError):
-            await guests.come("d")
         await guests.go("a")
         assert guests.queue.status().in_flight == {}
         guests.queue.forget("never heard of")
@@ -282,19 +294,186 @@ def test_the_place_is_given_back_when_the_work_fails() -> None:
     async def work() -> None:
         queue = queue_of()
         with pytest.raises(ValueError, match="broken"):
-            async with queue.place(FakeEngine(hello()), NORTH, FAR):
+            async with queue.place([FakeEngine(hello())], ask()):
                 raise ValueError("broken")
         assert queue.status().in_flight == {}
 
     run(work)
 
 
-TENANTS = [Tenant(name) for name in "xyz"]
+TENANTS = ["x", "y", "z"]
+
+
+def warm_at(name: str, tokens: int = 100) -> dict[str, Any]:
+    return {"cached_tokens": {name: tokens}}
+
+
+def test_a_free_engine_takes_what_another_would_take_too_long_for() -> None:
+    async def work() -> None:
+        guests = Guests(queue_of(), engines("a", "b"))
+        guests.come("first", **warm_at("a"))
+        guests.come("next", **warm_at("a", 90))  # ten tokens elsewhere are less than waiting for a whole answer
+        await turn()
+        assert guests.where == {"first": "a", "next": "b"}
+        await guests.go("first", "next")
+
+    run(work)
+
+
+def test_who_is_better_off_waiting_for_its_engine_waits_and_gets_it() -> None:
+    async def work() -> None:
+        busy = Load(running=1, prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
+        guests = Guests(queue_of(), engines("a", "b", a=busy, b=Load(prefill_tokens_per_s=1000.0)))
+        guests.come("first", prompt_tokens=5000, cached_tokens={"a": 5000})
+        guests.come("next", prompt_tokens=5000, cached_tokens={"a": 5000})
+        await turn()
+        assert guests.where == {"first": "a"}
+        guests.come("new", prompt_tokens=5000)
+        await turn()
+        assert guests.where == {"first": "a", "new": "b"}
+        await guests.go("first")
+        assert guests.where["next"] == "a"
+        await guests.go("new", "next")
+
+    run(work)
+
+
+def test_a_short_prefill_overtakes_a_long_one() -> None:
+    async def work() -> None:
+        guests = Guests(queue_of())
+        guests.come("first")
+        guests.come("long", prompt_tokens=5000)
+        guests.come("short", prompt_tokens=50)
+        guests.come("cached", prompt_tokens=5000, **warm_at("demo-1", 4990))
+        await turn()
+        for name in list(guests.tasks):
+            guests.leave[name].set()
+        await asyncio.gather(*guests.tasks.values())
+        assert guests.served == ["first", "cached", "short", "long"]
+
+    run(work)
+
+
+def test_an_engine_with_much_to_prefill_is_given_more_when_it_says_that_it_has_less() -> None:
+    async def work() -> None:
+        (engine,) = engines("a")
+        guests = Guests(queue_of(places=4), [engine])
+        guests.come("first")
+        await turn()
+        engine.load = Load(running=1, prefill_backlog=10_000, prefill_tokens_per_s=1000.0)
+        guests.come("second")
+        await turn()
+        assert guests.served == ["first"]
+        guests.queue.heard(engine)
+        await turn()
+        assert guests.served == ["first"]
+        engine.load = Load(running=1, prefill_backlog=400, prefill_tokens_per_s=1000.0)
+        guests.queue.heard(engine)
+        await turn()
+        assert guests.served == ["first", "second"]
+        await guests.go("first", "second")
+
+    run(work)
+
+
+def test_an_engine_that_others_keep_busy_is_still_given_one_request() -> None:
+    async def work() -> None:
+        busy = Load(running=1, prefill_backlog=10**6, prefill_tokens_per_s=1000.0)
+        guests = Guests(queue_of(places=4), engines("a", a=busy))
+        guests.come("first")
+        await turn()
+        assert guests.served == ["first"]
+        await guests.go("first")
+
+    run(work)
+
+
+def test_an_engine_that_joins_takes_from_those_who_wait() -> None:
+    async def work() -> None:
+        guests = Guests(queue_of(), engines("a"))
+        guests.come("first")
+        guests.come("second")
+        await turn()
+        other, same = FakeEngine(hello(incarnation="x", tokenizer="other"), "x"), engines("b")[0]
+        guests.queue.heard(other)
+        await turn()
+        assert guests.where == {"first": "a"}
+        guests.queue.heard(same)
+        await turn()
+        assert guests.where == {"first": "a", "second": "b"}
+        await guests.go("first", "second")
+
+    run(work)
+
+
+def test_those_who_wait_for_several_engines_stay_when_one_is_lost() -> None:
+    async def work() -> None:
+        guests = Guests(queue_of(), engines("a", "b"))
+        guests.come("one")
+        guests.come("two")
+        guests.come("three")
+        pinned = guests.come("pinned", only="b")
+        await turn()
+        guests.queue.forget("b")
+        with pytest.raises(EngineLostError):
+            await pinned
+        assert guests.queue.status().waiting == 1
+        await guests.go("one", "two")
+        assert guests.where["three"] == "a"
+        await guests.go("three")
+
+    run(work)
+
+
+def test_answers_that_belong_together_go_to_their_engine_whatever_it_has_to_prefill() -> None:
+    async def work() -> None:
+        busy = Load(running=1, prefill_backlog=10**6, prefill_tokens_per_s=1000.0)
+        guests = Guests(queue_of(places=2), engines("a", "b", a=busy))
+        guests.come("one", only="a")
+        guests.come("two", only="a")
+        guests.come("three", only="a")
+        await turn()
+        assert guests.where == {"one": "a", "two": "a"}
+        with pytest.raises(EngineLostError):
+            await guests.come("nowhere", only="c")
+        await guests.go("one")
+        assert guests.where["three"] == "a"
+        await guests.go("two", "three")
+
+    run(work)
+
+
+def test_an_engine_that_failed_a_request_gets_it_only_where_there_is_no_other() -> None:
+    async def work() -> None:
+        guests = Guests(queue_of(places=2), engines("a", "b"))
+        guests.come("one", avoid=frozenset("a"), **warm_at("a"))
+        guests.come("two", avoid=frozenset("ab"), **warm_at("a"))
+        await turn()
+        assert guests.where == {"one": "b", "two": "a"}
+        await guests.go("one", "two")
+
+    run(work)
+
+
+def test_an_engine_that_drains_gets_nothing_new() -> None:
+    async def work() -> None:
+        guests = Guests(queue_of(), engines("a", "b", a=Load(draining=True)))
+        guests.come("one", **warm_at("a"))
+        guests.come("two", **warm_at("a"))
+        await turn()
+        assert guests.where == {"one": "b"}
+        await guests.go("one", "two")
+        assert guests.where["two"] == "b"
+
+    run(work)
+
+
 MOVES = st.lists(
     st.one_of(
-        st.tuples(st.just("come"), st.integers(0, 2), st.integers(0, 1), st.sampled_from([1.0, 30.0, FAR])),
+        st.tuples(st.just("come"), st.integers(0, 2), st.integers(0, 2), st.sampled_from([1.0, 30.0, FAR])),
         st.tuples(st.sampled_from(["finish", "cancel", "fail"]), st.integers(0, 30)),
         st.tuples(st.just("lose"), st.integers(0, 1)),
+        st.tuples(st.just("load"), st.integers(0, 1), st.sampled_from([0, 300, 10**6])),
         st.tuples(st.just("wait"), st.sampled_from([0.5, 5.0, 100.0])),
         st.just(("turn",)),
     ),
@@ -307,44 +486,57 @@ MOVES = st.lists(
 def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empty(
     moves: list[Any], places: int, waiting: int, per_tenant: int
 ) -> None:
-    """Random arrivals, ends, failures, cancellations, losses and jumps in time, with and without a turn in between."""
+    """Random arrivals, ends, failures, cancellations, losses, loads and jumps in time, with and without a turn between
+    them. An engine that is lost comes back as another incarnation. Everybody ends exactly once."""
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, JumpingLoop)
         queue = queue_of(places, waiting, per_tenant)
-        engines = [FakeEngine(hello(incarnation=f"e{number}"), name=f"e{number}") for number in range(2)]
-        inside = [0, 0]
+        here = engines("e0", "e1")
+        inside: dict[str, int] = {}
         guests: list[tuple[asyncio.Task[None], asyncio.Event, list[bool]]] = []
 
-        def come(tenant: Tenant, number: int, patience_s: float) -> None:
+        def come(tenant: str, number: int, patience_s: float) -> None:
             done, fail = asyncio.Event(), [False]
+            only = here[number].hello.incarnation if number < 2 else None
+            cached = {} if only is None else {only: 80}
 
             async def stay() -> None:
-                async with queue.place(engines[number], tenant, loop.time() + patience_s):
-                    inside[number] += 1
-                    assert inside[number] <= places
+                asked = ask(tenant, loop.time() + patience_s, 100 + number, cached_tokens=cached)
+                async with queue.place(list(here), asked) as engine:
+                    name = engine.hello.incarnation
+                    inside[name] = inside.get(name, 0) + 1
+                    assert inside[name] <= places
                     try:
                         await done.wait()
                         if fail[0]:
                             raise ValueError
                     finally:
-                        inside[number] -= 1
+                        inside[name] -= 1
 
             guests.append((asyncio.create_task(stay()), done, fail))
 
+        def lose(number: int) -> None:
+            lost = here[number]
+            here[number] = FakeEngine(hello(incarnation=lost.hello.incarnation + "'"), lost.name)
+            queue.forget(lost.hello.incarnation)
+
         def check() -> None:
             status = queue.status()
-            assert status.waiting == sum(status.waiting_by_tenant.values()) <= waiting
+            assert status.waiting == queue.waiting == sum(status.waiting_by_tenant.values()) <= waiting
             assert all(0 < count <= per_tenant for count in status.waiting_by_tenant.values())
             assert all(taken <= places for taken in status.in_flight.values())
-            assert sum(queue.waiting_for(engine.hello.incarnation) for engine in engines) == status.waiting
+            assert sum(len(line.lane) for line in queue._lines.values()) == status.waiting
 
         for kind, *given_ in moves:
             if kind == "come":
                 come(TENANTS[given_[0]], given_[1], given_[2])
             elif kind == "lose":
-                queue.forget(engines[given_[0]].hello.incarnation)
+                lose(given_[0])
+            elif kind == "load":
+                here[given_[0]].load = Load(prefill_backlog=given_[1], prefill_tokens_per_s=1000.0)
+                queue.heard(here[given_[0]])
             elif kind == "wait":
                 await asyncio.sleep(given_[0])
             elif kind == "turn":
@@ -360,7 +552,11 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
         allowed = (QueueFullError, DeadlineError, EngineLostError, ValueError, asyncio.CancelledError)
         assert all(result is None or isinstance(result, allowed) for result in results), results
         status = queue.status()
-        assert (status.waiting, status.in_flight, status.waiting_by_tenant, inside) == (0, {}, {}, [0, 0])
-        assert not queue._engines
+        assert (status.waiting, status.in_flight, status.waiting_by_tenant) == (0, {}, {})
+        assert not any(inside.values())
+        assert all(not seat.taken for line in queue._lines.values() for seat in line.lane.seats.values())
+        for engine in here:
+            queue.forget(engine.hello.incarnation)
+        assert not queue._lines
 
     run(work)

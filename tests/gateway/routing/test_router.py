@@ -11,17 +11,27 @@ from hypothesis import strategies as st
 from engine.protocol import Hello, Load
 from gateway.config import RoutingSettings
 from gateway.routing.router import Router
+from gateway.types import Ask
 from tests.fakes.fake_engine import make_hello
 
 SETTINGS = RoutingSettings(prefill_weight=4.0, prefill_tokens_per_s=1000.0)
-ROUTER = Router(SETTINGS)
+ROUTER: Router[Candidate] = Router(SETTINGS)
 
 
 @dataclass
 class Candidate:
+    """An engine, and its places."""
+
     name: str
     load: Load = field(default_factory=Load)
     hello: Hello = field(init=False)
+    places: int = 16
+    taken: int = 0
+    given_tokens: float = 0.0
+
+    @property
+    def engine(self) -> Candidate:
+        return self
 
     def __post_init__(self) -> None:
         self.hello = make_hello(incarnation=f"i-{self.name}", max_sequences=8)
@@ -31,8 +41,14 @@ def engines(**loads: dict[str, Any]) -> list[Candidate]:
     return [Candidate(name, Load(**load)) for name, load in loads.items()]
 
 
+def asked(prompt_tokens: int, **cached: int) -> Ask:
+    return Ask("t", prompt_tokens, 0.0, {f"i-{name}": tokens for name, tokens in cached.items()})
+
+
 def chosen(candidates: list[Candidate], prompt_tokens: int, **cached: int) -> str:
-    return ROUTER.choose(candidates, prompt_tokens, {f"i-{name}": tokens for name, tokens in cached.items()}).name
+    engine = ROUTER.picture(candidates).choose(asked(prompt_tokens, **cached))
+    assert engine is not None
+    return engine.name
 
 
 def test_the_holder_of_the_longest_prefix_wins_among_idle_engines() -> None:
@@ -78,10 +94,60 @@ def test_when_all_places_are_taken_waiting_for_one_counts() -> None:
     assert chosen(engines(a=full, b={"running": 2}), 500, a=496) == "b"
 
 
-def test_requests_that_wait_in_the_gateway_count_as_well() -> None:
-    router = Router(SETTINGS, queued=lambda incarnation: 30 if incarnation == "i-a" else 0)
-    candidates = engines(a={"running": 8}, b={"running": 8})
-    assert router.choose(candidates, 500, {"i-a": 496}).name == "b"
+def test_what_is_meant_for_an_engine_is_in_front_of_the_next() -> None:
+    picture = ROUTER.picture(engines(a={}, b={}))
+    for wanted in ("a", "a", "a", "a", "b"):  # 1 s of prefill each, against 4 x 1 s elsewhere
+        engine = picture.choose(asked(2000, a=1000))
+        assert engine is not None
+        assert engine.name == wanted
+        picture.add(engine.hello.incarnation, asked(2000, a=1000))
+
+
+def test_an_engine_is_ready_for_more_until_it_has_half_a_second_to_prefill() -> None:
+    rate: dict[str, Any] = {"prefill_tokens_per_s": 1000.0}
+    new: dict[str, Any] = {"prefill_backlog": 10**6}
+    picture = ROUTER.picture(engines(a={"prefill_backlog": 499} | rate, b={"prefill_backlog": 501} | rate, c=new))
+    assert picture.is_ready("i-a")
+    assert not picture.is_ready("i-b")
+    assert picture.is_ready("i-c"), "it has measured nothing yet"
+    picture.add("i-a", asked(2))
+    assert not picture.is_ready("i-a")
+
+
+def test_of_equals_the_one_that_was_given_less_wins() -> None:
+    candidates = engines(a={}, b={})
+    candidates[0].given_tokens = 1.0
+    assert chosen(candidates, 100) == "b"
+
+
+def test_an_engine_whose_places_are_taken_is_waited_for() -> None:
+    candidates = engines(a={}, b={})
+    candidates[0].taken = candidates[0].places = 1
+    assert chosen(candidates, 100, a=100) == "b"  # an answer of 1.28 s, against 4 x 0.1 s of prefill
+    assert chosen(candidates, 1000, a=1000) == "a"
+
+
+def test_an_engine_that_drains_is_not_in_the_picture() -> None:
+    picture = ROUTER.picture(engines(a={"draining": True}, b={"prefill_backlog": 9000}))
+    assert (engine := picture.choose(asked(100, a=100))) is not None
+    assert engine.name == "b"
+    assert picture.choose(replace(asked(100), only="i-a")) is None
+    assert not picture.is_ready("i-a")
+
+
+def test_rates_that_differ_by_less_than_four_times_are_one() -> None:
+    # b's prompts were long, so it seems slow; believed, 4 x 4 s there would be worse than 12 s of waiting for a.
+    loads: dict[str, dict[str, Any]] = {
+        "a": {"prefill_tokens_per_s": 1000.0, "prefill_backlog": 8000},
+        "b": {"prefill_tokens_per_s": 250.0},
+    }
+    assert chosen(engines(**loads), 1000) == "b"
+    assert chosen(engines(a=loads["a"], b={"prefill_tokens_per_s": 20.0}), 1000) == "a"
+
+
+def test_the_cost_is_that_at_the_engine_that_holds_most() -> None:
+    picture = ROUTER.picture(engines(a={"decode_tokens_per_s": 128.0}, b={"decode_tokens_per_s": 256.0}))
+    assert picture.cost_s(asked(5000, a=1000, b=4000)) == 1.0 + 1.0
 
 
 def test_of_equals_the_one_with_fewer_sequences_wins_and_then_the_first_by_name() -> None:
@@ -116,5 +182,6 @@ def test_the_choice_does_not_depend_on_the_order_of_the_engines(
 
 @given(loads, st.integers(1, 10**6), st.integers(0, 10**6))
 def test_more_cached_tokens_never_make_an_engine_less_attractive(load: Load, prompt: int, cached: int) -> None:
-    score = ROUTER.score_s(load, max(0, prompt - cached), 8, 0, 1000.0)
-    assert 0 <= score <= ROUTER.score_s(load, prompt, 8, 0, 1000.0)
+    picture = ROUTER.picture([*engines(a={}), Candidate("b", load)])
+    score_s = picture.score_s("i-b", asked(prompt, b=cached))
+    assert 0 <= score_s <= picture.score_s("i-b", asked(prompt))

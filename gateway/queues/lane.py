@@ -1,0 +1,216 @@
+"""Who waits, and who is sent where when a place is free. Pure: no I/O, no clock, no futures.
+
+    tenants    take turns by the seconds of an engine that their requests took (start-time fair queueing)
+    a tenant's requests go shortest prefill first; every second of waiting counts like `queue.aging` seconds less
+    an engine  is chosen when a place is free, for requests in that order: each goes where its first token comes
+               soonest, given those before it. Who is better off waiting for a busy engine waits, and counts as in front
+               of that engine; when that line grows too long, a free engine takes the next of it
+
+online.py puts futures, limits and deadlines around it; tests/bench/routing_replay.py drives it in virtual time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from gateway.config import QueueSettings
+from gateway.types import Ask
+
+PLAN_DEPTH: Final = 128
+"""Requests that are looked at for the places that are free at one moment."""
+
+MAX_IDLE_TENANTS: Final = 1024
+"""Tenants without requests whose turns are remembered, until the next look at who need not be."""
+
+
+class Picture(Protocol):
+    """See routing/router.py."""
+
+    def choose(self, ask: Ask) -> Any | None: ...
+
+    def is_ready(self, incarnation: str) -> bool: ...
+
+    def add(self, incarnation: str, ask: Ask) -> None: ...
+
+    def cost_s(self, ask: Ask) -> float: ...
+
+
+class Router(Protocol):
+    def picture(self, seats: Iterable[Any]) -> Picture: ...
+
+
+E = TypeVar("E")
+
+
+@dataclass(slots=True, eq=False)
+class Seat(Generic[E]):
+    """An engine's places. `taken` goes up in `assign`; whoever takes a place counts it down again."""
+
+    engine: E
+    incarnation: str
+    places: int
+    taken: int = 0
+    given_tokens: float = 0.0  # that it was sent to prefill
+    held_back: bool = False  # it had a place when somebody was sent elsewhere or waits, and too much to prefill
+
+    @property
+    def free(self) -> int:
+        return self.places - self.taken
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits. `order` decides within its tenant: the least goes first."""
+
+    ask: Ask
+    arrived_s: float
+    order: tuple[float, int] = (0.0, 0)
+    cost_s: float = 0.0
+
+
+W = TypeVar("W", bound=Waiter)
+
+
+class Lane(Generic[E, W]):
+    """The requests for engines that are alike."""
+
+    def __init__(self, settings: QueueSettings, router: Router) -> None:
+        self.seats: dict[str, Seat[E]] = {}  # by incarnation
+        self._settings = settings
+        self._router = router
+        self._tenants: dict[str, list[tuple[tuple[float, int], W]]] = {}  # in order; only those with requests
+        self._turns = Turns()
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tenants.values()))
+
+    def __iter__(self) -> Iterator[W]:
+        """Everybody who waits, tenant by tenant. Nobody may come or go meanwhile."""
+        return (waiter for line in self._tenants.values() for _, waiter in line)
+
+    def enter(self, waiter: W) -> list[tuple[W, Seat[E]]]:
+        """It waits from now on. Returns what `assign` returns: it may have a place at once, or be in others' way."""
+        picture = self._picture()
+        self._numbers += 1
+        waiter.cost_s = picture.cost_s(waiter.ask)
+        waiter.order = (waiter.cost_s + self._settings.aging * waiter.arrived_s, self._numbers)
+        if not self._tenants and (seat := self._seat_now(waiter, picture)) is not None:
+            self._turns.took(waiter.ask.tenant, waiter.cost_s)
+            self._turns.forget_all_but(())
+            return [(waiter, seat)]
+        insort(self._tenants.setdefault(waiter.ask.tenant, []), (waiter.order, waiter))
+        return self._assign(picture)
+
+    def remove(self, waiter: W) -> bool:
+        """It waits no more. False when it did not."""
+        line = self._tenants.get(waiter.ask.tenant, [])
+        index = bisect_left(line, waiter.order, key=_order)
+        if index == len(line) or line[index][1] is not waiter:
+            return False
+        del line[index]
+        if not line:
+            del self._tenants[waiter.ask.tenant]
+        return True
+
+    def assign(self) -> list[tuple[W, Seat[E]]]:
+        """Takes those out who have a place now, and counts it as taken."""
+        return self._assign(self._picture()) if self._tenants else []
+
+    def _assign(self, picture: Picture) -> list[tuple[W, Seat[E]]]:
+        seats = self.seats
+        open_seats = {name for name, seat in seats.items() if self._is_open(seat, picture)}
+        if not open_seats and not any(seat.held_back for seat in seats.values()):
+            return []
+        sent: list[tuple[W, Seat[E]]] = []
+        for waiter in islice(self._in_order(), PLAN_DEPTH):
+            if (engine := picture.choose(waiter.ask)) is None:
+                continue
+            seat = seats[engine.hello.incarnation]
+            has_place = seat.incarnation in open_seats or (waiter.ask.only is not None and seat.free > 0)
+            picture.add(seat.incarnation, waiter.ask)
+            if has_place:
+                self._take(waiter, seat)
+                sent.append((waiter, seat))
+                if not self._is_open(seat, picture):
+                    open_seats.discard(seat.incarnation)
+            if not open_seats:
+                break
+        for waiter, _ in sent:
+            self.remove(waiter)
+            self._turns.took(waiter.ask.tenant, waiter.cost_s)
+        self._turns.forget_all_but(self._tenants)
+        return sent
+
+    def _picture(self) -> Picture:
+        return self._router.picture(self.seats.values())
+
+    def _is_open(self, seat: Seat[E], picture: Picture) -> bool:
+        """An engine that has nothing of ours may always be given something, however much others sent it."""
+        seat.held_back = seat.free > 0 and seat.taken > 0 and not picture.is_ready(seat.incarnation)
+        return seat.free > 0 and not seat.held_back
+
+    def _seat_now(self, waiter: W, picture: Picture) -> Seat[E] | None:
+        """What `_assign` would come to if nobody else waited."""
+        if (engine := picture.choose(waiter.ask)) is None:
+            return None
+        seat = self.seats[engine.hello.incarnation]
+        if not self._is_open(seat, picture) and (waiter.ask.only is None or seat.free <= 0):
+            return None
+        self._take(waiter, seat)
+        return seat
+
+    def _take(self, waiter: W, seat: Seat[E]) -> None:
+        seat.taken += 1
+        seat.given_tokens += max(0, waiter.ask.prompt_tokens - waiter.ask.cached_tokens.get(seat.incarnation, 0))
+
+    def _in_order(self) -> Iterator[W]:
+        """Everybody, as they would be served if all could be served now."""
+        if len(self._tenants) == 1:
+            (line,) = self._tenants.values()
+            yield from [waiter for _, waiter in islice(line, PLAN_DEPTH)]
+            return
+        lines = {tenant: iter(line[:PLAN_DEPTH]) for tenant, line in self._tenants.items()}
+        turns = [(self._turns.next_s(tenant), tenant) for tenant in lines]
+        heapq.heapify(turns)
+        while turns:
+            turn_s, tenant = turns[0]
+            if (entry := next(lines[tenant], None)) is None:
+                heapq.heappop(turns)
+                continue
+            yield entry[1]
+            heapq.heapreplace(turns, (turn_s + entry[1].cost_s, tenant))
+
+
+def _order(entry: tuple[tuple[float, int], Any]) -> tuple[float, int]:
+    return entry[0]
+
+
+class Turns:
+    """Whose turn it is, in seconds of engines' time. Who comes back after a while has saved nothing up, and who used
+    more than the others waits until they have had as much."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0  # where those stand whose turn it was last
+        self._next_s: dict[str, float] = {}
+
+    def next_s(self, tenant: str) -> float:
+        return max(self._now_s, self._next_s.get(tenant, 0.0))
+
+    def took(self, tenant: str, cost_s: float) -> None:
+        start_s = self.next_s(tenant)
+        self._now_s = start_s
+        self._next_s[tenant] = start_s + cost_s
+
+    def forget_all_but(self, tenants: Iterable[str]) -> None:
+        """Those who would stand where everybody begins need not be remembered."""
+        if len(self._next_s) > MAX_IDLE_TENANTS:
+            kept = set(tenants)
+            self._next_s = {
+                tenant: next_s for tenant, next_s in self._next_s.items() if tenant in kept or next_s > self._now_s
+            }

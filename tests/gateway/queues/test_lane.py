@@ -1,0 +1,256 @@
+"""Who goes where, without a clock: the lane over the real router, and what has to hold whatever happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.protocol import Load
+from gateway.config import QueueSettings, RoutingSettings
+from gateway.queues.lane import Lane, Seat, Turns, Waiter
+from gateway.routing.router import Router
+from gateway.types import Ask
+from tests.fakes.street import FakeEngine, hello
+
+RATE = 1000.0
+TURN_S = 0.128  # what an answer is taken to cost besides its prefill
+
+
+@dataclass
+class Rig:
+    """A lane whose engines do what the test says."""
+
+    engines: int = 1
+    places: int = 1
+    aging: float = 0.05
+    lane: Lane[FakeEngine, Waiter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lane = Lane(QueueSettings(aging=self.aging), Router(RoutingSettings()))
+        for number in range(self.engines):
+            load = Load(prefill_tokens_per_s=RATE, decode_tokens_per_s=1000.0)
+            engine = FakeEngine(hello(incarnation=f"e{number}"), f"e{number}", load)
+            self.lane.seats[f"e{number}"] = Seat(engine, f"e{number}", self.places)
+
+    def enter(self, tokens: int, tenant: str = "t", at_s: float = 0.0, **fields: Any) -> tuple[Waiter, bool]:
+        """The request, and whether it was sent at once."""
+        waiter = Waiter(Ask(tenant, tokens, 1e9, **fields), at_s)
+        return waiter, any(sent is waiter for sent, _ in self.lane.enter(waiter))
+
+    def block(self) -> None:
+        """Everything is taken until `drain`."""
+        for seat in self.lane.seats.values():
+            seat.taken = seat.places
+
+    def drain(self) -> list[Waiter]:
+        """One place at a time becomes free, until nobody waits."""
+        order: list[Waiter] = []
+        while len(self.lane):
+            for seat in self.lane.seats.values():
+                seat.taken = 0
+            sent = self.lane.assign()
+            assert sent, "free engines and nobody is sent"
+            order += [waiter for waiter, _ in sent]
+        return order
+
+
+def test_the_order_is_that_of_what_is_left_to_prefill() -> None:
+    rig = Rig()
+    rig.block()
+    waiting = [rig.enter(tokens, cached_tokens={"e0": held})[0] for tokens, held in ((900, 0), (5000, 4900), (300, 0))]
+    assert rig.drain() == [waiting[1], waiting[2], waiting[0]]
+
+
+def test_waiting_makes_up_for_a_long_prefill() -> None:
+    rig = Rig(aging=0.05)
+    rig.block()
+    long, _ = rig.enter(1000, at_s=0.0)
+    later = [rig.enter(100, at_s=at_s)[0] for at_s in (17.0, 19.0)]  # 0.9 s of prefill are made up for after 18 s
+    assert rig.drain() == [later[0], long, later[1]]
+
+
+def test_equal_requests_are_served_as_they_came() -> None:
+    rig = Rig()
+    rig.block()
+    waiting = [rig.enter(100)[0] for _ in range(5)]
+    assert rig.drain() == waiting
+
+
+def test_a_free_engine_takes_over_when_the_line_for_the_holder_grows() -> None:
+    rig = Rig(engines=2)
+    rig.lane.seats["e0"].taken = 1
+    sent = [rig.enter(1000, cached_tokens={"e0": 800})[1] for _ in range(11)]
+    # Each adds 0.2 s in front of e0, and 0.128 s for its turn, while e1 would cost 4 x 0.8 s more.
+    assert sent == [False] * 10 + [True]
+    assert len(rig.lane) == 10
+
+
+def test_one_who_cannot_go_anywhere_now_is_in_nobodys_way() -> None:
+    rig = Rig(engines=2)
+    rig.lane.seats["e0"].taken = 1
+    assert rig.enter(100, only="e0") == (next(iter(rig.lane)), False)
+    assert rig.enter(100)[1]
+
+
+def test_a_tenant_that_sends_one_is_next_however_many_another_sent() -> None:
+    rig = Rig()
+    rig.block()
+    for _ in range(50):
+        rig.enter(100, "many")
+    one, _ = rig.enter(3000, "one")
+    assert rig.drain().index(one) <= 1
+
+
+def test_what_was_not_used_is_not_saved_up() -> None:
+    turns = Turns()
+    turns.took("early", 1.0)
+    for _ in range(100):
+        turns.took("busy", 1.0)
+    turns.took("early", 1.0)
+    assert turns.next_s("early") >= turns.next_s("busy") - 1.0
+
+
+def test_turns_of_tenants_that_went_away_are_forgotten() -> None:
+    turns = Turns()
+    for number in range(5000):
+        turns.took(f"t{number}", 0.001)
+        turns.took("busy", 1.0)
+        turns.forget_all_but(["busy"])
+    assert len(turns._next_s) <= 1026
+
+
+ASKS = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 2)), min_size=2, max_size=60)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ASKS)
+def test_tenants_who_all_wait_are_never_further_apart_than_one_request_each(asks: list[tuple[int, int]]) -> None:
+    """As long as both of two tenants have requests waiting, the seconds that they were given differ by no more than the
+    largest request of each (start-time fair queueing)."""
+    rig = Rig()
+    rig.block()
+    waiting = dict.fromkeys("012", 0)
+    largest = dict.fromkeys("012", 0.0)
+    for tokens, tenant in asks:
+        waiter, _ = rig.enter(tokens, str(tenant))
+        waiting[str(tenant)] += 1
+        largest[str(tenant)] = max(largest[str(tenant)], waiter.cost_s)
+    used = dict.fromkeys("012", 0.0)
+    for waiter in rig.drain():
+        used[waiter.ask.tenant] += waiter.cost_s
+        waiting[waiter.ask.tenant] -= 1
+        both = [tenant for tenant in "012" if waiting[tenant]]
+        for one in both:
+            for other in both:
+                assert used[one] - used[other] <= largest[one] + largest[other] + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(100, 5000), st.integers(1, 50), st.floats(0.01, 1.0))
+def test_nobody_waits_behind_newcomers_for_longer_than_aging_allows(tokens: int, short: int, aging: float) -> None:
+    rig = Rig(aging=aging)
+    rig.block()
+    long, _ = rig.enter(tokens, at_s=0.0)
+    over_s = (tokens - short) / RATE / aging
+    newcomers = [rig.enter(short, at_s=over_s * share + 1e-3)[0] for share in (1.0, 1.5, 3.0) if tokens > short]
+    order = rig.drain()
+    assert all(order.index(long) < order.index(newcomer) for newcomer in newcomers)
+
+
+class LaneMachine(RuleBasedStateMachine):
+    """Requests come, leave, are sent and end; engines get busy and come and go. Nobody is lost or sent twice."""
+
+    @initialize(engines=st.integers(1, 4), places=st.integers(1, 3))
+    def begin(self, engines: int, places: int) -> None:
+        self.rig = Rig(engines=engines, places=places)
+        self.lane = self.rig.lane
+        self.waiting: list[Waiter] = []
+        self.inside: list[tuple[Waiter, Seat[FakeEngine]]] = []
+        self.now = 0.0
+        self.made = engines
+
+    def sent(self, sent: list[tuple[Waiter, Seat[FakeEngine]]]) -> None:
+        for waiter, seat in sent:
+            self.waiting.remove(waiter)  # raises for one that was sent before
+            assert waiter.ask.only in (None, seat.incarnation)
+            assert seat is self.lane.seats[seat.incarnation]
+            self.inside.append((waiter, seat))
+
+    @rule(
+        tokens=st.integers(1, 20_000),
+        tenant=st.sampled_from("abc"),
+        held=st.integers(0, 20_000),
+        at=st.integers(0, 3),
+        pinned=st.booleans(),
+        later_s=st.floats(0, 30),
+    )
+    def come(self, tokens: int, tenant: str, held: int, at: int, pinned: bool, later_s: float) -> None:
+        self.now += later_s
+        names = list(self.lane.seats)
+        name = names[at % len(names)]
+        ask = Ask(tenant, tokens, 1e9, {name: min(held, tokens)}, only=name if pinned else None)
+        waiter = Waiter(ask, self.now)
+        self.waiting.append(waiter)
+        self.sent(self.lane.enter(waiter))
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 50))
+    def leave(self, which: int) -> None:
+        waiter = self.waiting.pop(which % len(self.waiting))
+        assert self.lane.remove(waiter)
+        assert not self.lane.remove(waiter)
+
+    @precondition(lambda self: self.inside)
+    @rule(which=st.integers(0, 50))
+    def end(self, which: int) -> None:
+        _, seat = self.inside.pop(which % len(self.inside))
+        seat.taken -= 1
+        self.sent(self.lane.assign())
+
+    @rule(which=st.integers(0, 3), backlog=st.sampled_from([0, 400, 10**5]))
+    def load(self, which: int, backlog: int) -> None:
+        seats = list(self.lane.seats.values())
+        seats[which % len(seats)].engine.load = Load(prefill_backlog=backlog, prefill_tokens_per_s=RATE)
+        self.sent(self.lane.assign())
+
+    @precondition(lambda self: len(self.lane.seats) > 1)
+    @rule(which=st.integers(0, 3))
+    def lose(self, which: int) -> None:
+        name = list(self.lane.seats)[which % len(self.lane.seats)]
+        del self.lane.seats[name]
+        for waiter in [waiter for waiter in self.waiting if waiter.ask.only == name]:
+            assert self.lane.remove(waiter)
+            self.waiting.remove(waiter)
+        self.sent(self.lane.assign())
+
+    @rule()
+    def join(self) -> None:
+        self.made += 1
+        name = f"n{self.made}"
+        self.lane.seats[name] = Seat(FakeEngine(hello(incarnation=name), name), name, 1)
+        self.sent(self.lane.assign())
+
+    @invariant()
+    def nobody_is_lost_and_no_place_is_given_twice(self) -> None:
+        if not hasattr(self, "lane"):
+            return
+        assert set(map(id, self.lane)) == set(map(id, self.waiting))
+        assert len(self.lane) == len(self.waiting)
+        for seat in self.lane.seats.values():
+            assert 0 <= seat.taken <= seat.places
+            assert seat.taken == sum(held is seat for _, held in self.inside)
+
+    @invariant()
+    def no_engine_is_idle_for_want_of_a_choice(self) -> None:
+        """Who is not tied to an engine only waits if all engines that have a place are less attractive than one that
+        has none: with nothing taken anywhere, nobody waits."""
+        if hasattr(self, "lane") and not any(seat.taken for seat in self.lane.seats.values()):
+            assert not self.waiting
+
+
+TestLaneMachine = LaneMachine.TestCase
+TestLaneMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
