@@ -32,6 +32,8 @@ from gateway.contents.shared_contents import SharedContents
 from gateway.engine_processes import EngineProcesses, EngineStartError
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.figures import EngineFigures
+from gateway.files.folder import Folder
+from gateway.files.store import FileStore
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.index.redis_index import RedisIndex, connect
@@ -68,6 +70,8 @@ class Gateway:
         redis_index = RedisIndex(self.redis, timeout_s=settings.redis.timeout_s) if self.redis is not None else None
         self.index = FallbackIndex(redis_index, self.memory, retry_s=settings.redis.retry_s)
         self.contents = _contents(settings, self.redis)
+        folder = settings.files.folder or settings.server.data_dir / "files"
+        self.files = FileStore(Folder(folder, settings.files, time.time), settings.files)
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
@@ -104,6 +108,8 @@ class Gateway:
             fingerprints=self._fingerprint_backend(),
             stored_responses=settings.stored_responses,
             contents=self.contents,
+            files=self.files,
+            upload_timeout_s=settings.files.upload_timeout_s,
             now=time.time,
             sources=Sources(
                 refresh=self.figures.refresh,
@@ -209,6 +215,7 @@ async def serve(
         stack.callback(gateway.embedder.close)
         stack.push_async_callback(gateway.index.close)
         stack.push_async_callback(gateway.figures.close)
+        stack.push_async_callback(gateway.files.close)
         runner = app_runner(gateway.web_app(), settings.server)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -230,6 +237,7 @@ async def serve(
                 gateway.registry.add(url, name)
         for url in settings.engines.urls:
             gateway.registry.add(url)
+        gateway.files.start()
         gateway.index.start()
         gateway.registry.start()
         await _first_engines(gateway, stop)

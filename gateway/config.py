@@ -170,6 +170,42 @@ class StoredResponseSettings(Section):
         return min(self.max_response_bytes, self.max_bytes)
 
 
+class FileSettings(Section):
+    """[files]: what clients upload with `/v1/files`, and what batches make."""
+
+    folder: Path | None = Field(
+        None, description="Folder of the files; `files` in `server.data_dir` when not set. Gateways may share one."
+    )
+    max_file_bytes: Annotated[int, Field(ge=1)] = Field(
+        512 << 20, description="Bytes of one file; a larger one is refused with 413."
+    )
+    max_batch_bytes: Annotated[int, Field(ge=1)] = Field(
+        200 << 20, description="Bytes of one file with the purpose `batch`; a larger one is refused with 413."
+    )
+    max_files: Annotated[int, Field(ge=1)] = Field(10_000, description="Files of one tenant; the next one gets 429.")
+    max_bytes: Annotated[int, Field(ge=1)] = Field(
+        10 << 30, description="Bytes of all files of one tenant; a file that would be more gets 429."
+    )
+    batch_ttl_s: Annotated[float, Field(gt=0)] = Field(
+        2592000.0, description="Seconds that a file with the purpose `batch` is kept that does not say; 30 days."
+    )
+    min_free_bytes: Annotated[int, Field(ge=0)] = Field(
+        256 << 20, description="Bytes that files leave free on their disk; an upload that would take them gets 507."
+    )
+    max_uploads: Annotated[int, Field(ge=1)] = Field(
+        64, description="Uploads at the same time, over all tenants; the next one gets 429. Each takes 1 MiB of memory."
+    )
+    max_uploads_per_tenant: Annotated[int, Field(ge=1)] = Field(
+        16, description="Uploads of one tenant at the same time; the next one gets 429."
+    )
+    upload_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds that an upload may take to arrive."
+    )
+    sweep_s: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="Seconds from one look for files that are over their time to the next."
+    )
+
+
 class GeminiSettings(Section):
     """[gemini]: the cached contents of the Gemini API. How much of their prefixes is kept is the engine's to say."""
 
@@ -414,6 +450,7 @@ class Settings(BaseModel):
     leases: LeaseSettings = LeaseSettings()
     anthropic: AnthropicSettings = AnthropicSettings()
     stored_responses: StoredResponseSettings = StoredResponseSettings()
+    files: FileSettings = FileSettings()
     gemini: GeminiSettings = GeminiSettings()
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()

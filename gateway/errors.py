@@ -11,6 +11,7 @@ api/ writes these in its own shape.
     |   +-- ModelNotFoundError     404  model_not_found
     +-- MethodNotAllowedError      405  (Allow)                 retry: no
     +-- BodyTooLargeError          413                          retry: no
+    +-- FileTooLargeError          413                          retry: no
     +-- QueueFullError             429  rate_limit_exceeded     retry: after retry_after_s
     +-- QuotaError                 429  quota_exceeded          retry: no, something has to be deleted, or to end
     +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
@@ -18,6 +19,8 @@ api/ writes these in its own shape.
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
     +-- EngineLostError            502                          after the first byte; before it the street tries again
     +-- EngineFailedError          500                          the engine refused or failed this sequence
+    +-- StorageError               500                          the disk does not do what it should
+    |   +-- StorageFullError       507  storage_full            retry: no, somebody has to make room
     +-- EmbedderError              500                          the embedding model failed these texts
 """
 
@@ -125,6 +128,16 @@ class BodyTooLargeError(KvasirError):
         super().__init__(f"The request body is larger than the limit of {limit_bytes} bytes (server.max_body_bytes).")
 
 
+class FileTooLargeError(KvasirError):
+    """`setting` is the one that says how large it may be."""
+
+    status = 413
+    type = "invalid_request_error"
+
+    def __init__(self, limit_bytes: int, setting: str) -> None:
+        super().__init__(f"The file is larger than the limit of {limit_bytes} bytes ({setting}).", param="file")
+
+
 class QueueFullError(KvasirError):
     status = 429
     type = "requests"
@@ -162,6 +175,17 @@ class EngineLostError(KvasirError):
 
 class EngineFailedError(KvasirError):
     """The engine is alive and cannot do this one."""
+
+
+class StorageError(KvasirError):
+    """A file could not be written or read."""
+
+
+class StorageFullError(StorageError):
+    """There is no room for it, and nothing of it was kept."""
+
+    status = 507
+    code = "storage_full"
 
 
 class EmbedderError(KvasirError):

@@ -411,6 +411,26 @@ class CallDelta:
     arguments: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file that a tenant had us keep, without its bytes. It never changes.
+
+    id         32 characters, `0-9a-f`; in their order files were made
+    filename   as the client named it, without folders; nothing on disk is called so
+    purpose    what it is for, as in the OpenAI API
+    mime_type  as the client said
+    expires_s  seconds since 1970, as created_s; None: kept until it is deleted
+    """
+
+    id: str
+    filename: str
+    purpose: str
+    mime_type: str
+    num_bytes: int
+    created_s: float
+    expires_s: float | None
+
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STAGES = ("prompt", "responses", "index", "routing", "queues", "engines", "contents")
+STAGES = ("prompt", "responses", "index", "routing", "queues", "engines", "contents", "files")
 WITH_NUMPY = {"gateway.responses.bert", "gateway.responses.text_model"}
 """What the extra `semantic` is for; imported when the first text is embedded."""
 FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.config"}

@@ -45,7 +45,7 @@ def documented() -> list[Any]:
     return [
         pytest.param(route, parameter, id=f"{title(route)} {parameter.name}")
         for route in EVERY
-        for parameter in (route.parameters or {}).values()
+        for parameter in (*(route.parameters or {}).values(), *(route.form or {}).values())
     ]
 
 

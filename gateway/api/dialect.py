@@ -16,9 +16,11 @@ from typing import Any, Literal, NamedTuple
 from aiohttp import web
 
 from gateway.api.fields import JsonSchema, Parameter
-from gateway.errors import DeadlineError, KvasirError
+from gateway.errors import DeadlineError, KvasirError, QuotaError, StorageFullError
 
 JSON = "application/json"
+FORM = "multipart/form-data"
+BYTES = "application/octet-stream"
 SSE = "text/event-stream"
 EXAMPLE_MODEL = "demo"
 
@@ -32,6 +34,7 @@ class Route(NamedTuple):
     summary     one sentence
     parameters  of the JSON body, by name; None: it takes no body
     required    names of those that have to be there
+    form        of a multipart/form-data body in place of a JSON one, besides its part `file`
     query       parameters of the URL, by name; their values are strings (fields.read_query)
     media       content types of its answers, the ordinary one first
     example     a body that is answered, whose model is `EXAMPLE_MODEL`, or one that embeds
@@ -44,6 +47,7 @@ class Route(NamedTuple):
     summary: str
     parameters: Mapping[str, Parameter] | None = None
     required: tuple[str, ...] = ()
+    form: Mapping[str, Parameter] | None = None
     query: Mapping[str, Parameter] = MappingProxyType({})
     media: tuple[str, ...] = (JSON,)
     example: Mapping[str, Any] | None = None
@@ -81,6 +85,8 @@ def retry_headers(error: KvasirError) -> dict[str, str]:
         headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
     if isinstance(error, DeadlineError) and error.retry_after_s is None:
         headers["x-should-retry"] = "false"  # the time was spent on the answer itself, and would be again
+    elif isinstance(error, QuotaError | StorageFullError):
+        headers["x-should-retry"] = "false"  # something has to be deleted first, or to end
     elif error.status in (429, 502, 503):
         headers["x-should-retry"] = "true"
     return headers

@@ -71,6 +71,8 @@ def curl(route: Route, headers: Mapping[str, str], base: str) -> str:
         lines += [f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items()]
     if route.example is not None:
         lines.append(f"-d {shlex.quote(json.dumps(route.example, ensure_ascii=False))}")
+    if route.form is not None:
+        lines.append("-F file=@FILE")
     return " \\\n  ".join(lines)
 
 
@@ -91,7 +93,7 @@ def _page(routes: Mapping[str, Sequence[Route]], dialects: Sequence[Dialect], ve
 
 
 def _shown(name: str, route: Route, dialect: Dialect) -> dict[str, Any]:
-    table = list((route.parameters or {}).values())
+    table = [*(route.parameters or {}).values(), *(route.form or {}).values()]
     effects = [
         ("Parameters", [one for one in table if one.effect == "used"]),
         ("Accepted without effect", [one for one in table if one.effect == "none"]),

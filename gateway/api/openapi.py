@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from gateway.api.dialect import JSON, Dialect, Route
+from gateway.api.dialect import FORM, JSON, Dialect, Route
 from gateway.api.fields import JsonSchema, Parameter, or_null
 
 OWN: Final = "kvasir"
@@ -95,6 +95,18 @@ def body_schema(route: Route) -> JsonSchema:
     }
 
 
+def form_schema(route: Route) -> JsonSchema:
+    """Of the parts of a form. Nothing else may be in it."""
+    table = route.form or {}
+    file = {"type": "string", "format": "binary", "description": "The bytes, and a filename."}
+    return {
+        "type": "object",
+        "properties": {"file": file, **{name: _property(parameter, True) for name, parameter in table.items()}},
+        "required": ["file", *route.required],
+        "additionalProperties": False,
+    }
+
+
 def _property(parameter: Parameter, required: bool) -> JsonSchema:
     schema = parameter.check.schema
     if parameter.effect == "refused":
@@ -130,7 +142,10 @@ def _operation(several: Sequence[_Operation]) -> JsonSchema:
         },
         "security": _SECURITY[first.key],
     }
-    if bodies := [one for one in several if one.route.parameters is not None]:
+    if forms := [form_schema(one.route) for one in several if one.route.form is not None]:
+        schema = forms[0] if len(forms) == 1 else {"anyOf": forms}
+        written["requestBody"] = {"required": True, "content": {FORM: {"schema": schema}}}
+    elif bodies := [one for one in several if one.route.parameters is not None]:
         written["requestBody"] = {
             "required": all(one.route.required for one in several),
             "content": {JSON: {"schema": _any_of([one.id for one in bodies]), "examples": _examples(bodies)}},

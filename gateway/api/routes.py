@@ -15,6 +15,7 @@ from gateway.admin.handlers import Admin
 from gateway.admin.metrics import Metrics
 from gateway.admin.sources import Sources
 from gateway.api.answering import Answering, Decoders, Models, Street
+from gateway.api.anthropic.files import AnthropicFiles
 from gateway.api.anthropic.handlers import Anthropic
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.auth import Auth
@@ -28,12 +29,14 @@ from gateway.api.gemini.wire import GEMINI
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.embeddings import Embedder, Embeddings
+from gateway.api.openai.files import Files
 from gateway.api.openai.handlers import OpenAI
 from gateway.api.openai.responses.background import Background
 from gateway.api.openai.responses.handlers import Responses
 from gateway.api.openai.responses.store import Backend, ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
+from gateway.api.uploads import FileStore
 from gateway.config import (
     AnthropicSettings,
     AuthSettings,
@@ -68,6 +71,8 @@ def build_app(
     fingerprints: Backend,
     stored_responses: StoredResponseSettings,
     contents: ContentStore,
+    files: FileStore,
+    upload_timeout_s: float,
     now: Callable[[], float],
     sources: Sources,
 ) -> web.Application:
@@ -77,6 +82,7 @@ def build_app(
     embedder                   for /v1/embeddings
     responses                  what /v1/responses keeps
     fingerprints               keeps hashes of prompts, for Anthropic's diagnostics
+    files, upload_timeout_s    what /v1/files keeps; seconds that an upload may take
     contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
     sources                    what /health, /metrics and /admin/stats show
     """
@@ -90,8 +96,12 @@ def build_app(
             *OpenAI(server, leases, answering).routes(),
             *Responses(server, leases, answering, responses, background).routes(),
             *Embeddings(server, embeddings, answering, embedder).routes(),
+            *Files(answering, files, upload_timeout_s).routes(),
         ],
-        ANTHROPIC.name: Anthropic(server, leases, anthropic, answering, fingerprints).routes(),
+        ANTHROPIC.name: [
+            *Anthropic(server, leases, anthropic, answering, fingerprints).routes(),
+            *AnthropicFiles(answering, files, upload_timeout_s).routes(),
+        ],
         GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
         OWN: Admin(keys, sources, metrics).routes(),
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +24,7 @@ from gateway.api.routes import app_runner, build_app
 from gateway.config import (
     AnthropicSettings,
     AuthSettings,
+    FileSettings,
     GeminiSettings,
     LeaseSettings,
     NamespaceSettings,
@@ -32,6 +35,8 @@ from gateway.config import (
     TenantSettings,
 )
 from gateway.contents.memory_contents import MemoryContents
+from gateway.files.folder import Folder
+from gateway.files.store import FileStore
 from gateway.queues.online import OnlineQueue
 from gateway.responses.embedder import Embedder
 from gateway.routing.router import Router
@@ -52,16 +57,22 @@ class Gateway:
     state: dict[str, Any]
     app: web.Application
     session: aiohttp.ClientSession
+    clients: list[openai.AsyncOpenAI | anthropic.AsyncAnthropic] = field(default_factory=list)
+    """Closed with the server."""
 
     def sdk(self, key: str = "none", **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
+        client = openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key=key, timeout=LIMIT_S, **({"max_retries": 0} | options)
         )
+        self.clients.append(client)
+        return client
 
     def anthropic(self, key: str = "none", **options: Any) -> anthropic.AsyncAnthropic:
-        return anthropic.AsyncAnthropic(
+        client = anthropic.AsyncAnthropic(
             base_url=self.url, api_key=key, timeout=LIMIT_S, **({"max_retries": 0} | options)
         )
+        self.clients.append(client)
+        return client
 
     async def post(self, path: str, body: object, **options: Any) -> tuple[int, Any, Mapping[str, str]]:
         async with self.session.post(self.url + path, json=body, **options) as answer:
@@ -105,6 +116,9 @@ class Options:
     fingerprints: Backend | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     backend: Backend | None = None  # of stored responses; None is memory
+    files: FileSettings = field(
+        default_factory=FileSettings
+    )  # without a folder, in one that is deleted with the server
 
 
 async def _nothing_to_fetch() -> None:
@@ -116,6 +130,7 @@ def make_app(
     models: FakeModels | None = None,
     state: Mapping[str, Any] = MappingProxyType({}),
     given: Options | None = None,
+    files: FileStore | None = None,
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
@@ -137,6 +152,8 @@ def make_app(
         fingerprints=given.fingerprints or MemoryStore(given.anthropic.fingerprints),
         stored_responses=given.stored_responses,
         contents=MemoryContents(given.gemini, given.now),
+        files=files or make_files(given.files, Path("/nowhere"), given.now),
+        upload_timeout_s=given.files.upload_timeout_s,
         now=given.now,
         sources=Sources(
             refresh=_nothing_to_fetch,
@@ -152,6 +169,10 @@ def make_app(
     )
 
 
+def make_files(settings: FileSettings, folder: Path, now: Callable[[], float]) -> FileStore:
+    return FileStore(Folder(settings.folder or folder, settings, now), settings)
+
+
 @asynccontextmanager
 async def running(
     street: FakeStreet | None = None, models: FakeModels | None = None, **options: Any
@@ -159,7 +180,9 @@ async def running(
     """A server until the block is left. `options` are those of Options."""
     street, models, given = street or FakeStreet(), models or FakeModels(), Options(**options)
     state: dict[str, Any] = {"engines": [ENGINE], "redis": {"up": True}, "draining": False}
-    app = make_app(street, models, state, given)
+    folder = tempfile.TemporaryDirectory(prefix="kvasir-files-")
+    files = make_files(given.files, Path(folder.name), given.now)
+    app = make_app(street, models, state, given, files)
     runner = app_runner(app, given.server)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -167,8 +190,15 @@ async def running(
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
-            yield Gateway(f"http://127.0.0.1:{port}", port, street, models, state, app, session)
+            gateway = Gateway(f"http://127.0.0.1:{port}", port, street, models, state, app, session)
+            try:
+                yield gateway
+            finally:
+                for client in gateway.clients:
+                    await client.close()
     finally:
         async with asyncio.timeout(LIMIT_S):
             await runner.cleanup()
+            await files.close()
+        folder.cleanup()
         given.embedder.close()

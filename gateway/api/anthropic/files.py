@@ -1,0 +1,161 @@
+"""/v1/files of the Anthropic API, over the same files as the OpenAI API's: an id begins with `file_` here and with
+`file-` there, and either takes both.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from gateway.api.answering import Answering, reply
+from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT, read_page
+from gateway.api.anthropic.wire import read_version
+from gateway.api.dialect import BYTES, Route
+from gateway.api.fields import Parameter, in_url, integer, invalid, read, read_query, text
+from gateway.api.record import RECORD
+from gateway.api.uploads import FileStore, no_such_file, query_values, read_form, send, store_id
+from gateway.types import StoredFile, Tenant
+
+PREFIX: Final = "file_"
+PAGE_PREFIX: Final = "page_"
+PURPOSE: Final = "user_data"
+SHORTEST_S, LONGEST_S = 3600, 7_776_000
+MAX_IDS: Final = 100
+
+UPLOAD: Final = {
+    "expires_in_seconds": Parameter(
+        "expires_in_seconds",
+        in_url(integer(SHORTEST_S, LONGEST_S)),
+        f"integer {SHORTEST_S} to {LONGEST_S}",
+        "Time to live; without it the file is kept until it is deleted.",
+    )
+}
+_list = (
+    Parameter("limit", in_url(integer(1, MAX_LIMIT)), "integer 1 to 1000, default 20", "Files of one page, at most."),
+    Parameter("page", text(), "string", "The `next_page` of the page before."),
+    Parameter("after_id", text(), "string", "The page right after this file, as older SDKs ask."),
+    Parameter("before_id", text(), "string", "The page right before this file."),
+    Parameter("ids", text(), "up to 100 ids, several times", "Only these; those that there are not are left out."),
+)
+LIST: Final = {parameter.name: parameter for parameter in _list}
+
+
+class AnthropicFiles:
+    """Holds what its handlers need."""
+
+    def __init__(self, answering: Answering, files: FileStore, upload_timeout_s: float) -> None:
+        self._answering = answering
+        self._files = files
+        self._upload_timeout_s = upload_timeout_s
+
+    def routes(self) -> list[Route]:
+        one = "/v1/files/{file_id}"
+        return [
+            Route("POST", "/v1/files", self.upload, "Keeps a file.", form=UPLOAD),
+            Route("GET", "/v1/files", self.list_files, "The files that are kept, newest first.", query=LIST),
+            Route("GET", one, self.get_file, "What is known of one of them."),
+            Route("GET", f"{one}/content", self.content, "Its bytes.", media=(BYTES,)),
+            Route("DELETE", one, self.delete, "Keeps it no longer."),
+        ]
+
+    async def upload(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/files"""
+        tenant = self._admit(http)
+        async with self._files.upload(tenant.name) as upload:
+            upload.purpose = PURPOSE
+            form = await read_form(http, upload, self._upload_timeout_s, lambda name, value: None)
+            ttl_s = read(form.values, UPLOAD, ()).get("expires_in_seconds")
+            stored = await upload.finish(form.filename or "", form.mime_type, ttl_s)
+        return _reply(http, file_json(stored))
+
+    async def list_files(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/files"""
+        tenant = self._admit(http)
+        values = read_query(http.query, LIST)
+        newest_first = (await self._files.all_of(tenant.name))[::-1]
+        if asked := _ids(http):
+            data = [stored for stored in newest_first if stored.id in asked]
+            return _reply(http, _list_json(data, has_more=False))
+        limit, cursor = values.get("limit", DEFAULT_LIMIT), values.get("page")
+        if "after_id" in values or "before_id" in values:
+            page = read_page(http.query, [PREFIX + stored.id for stored in newest_first])
+            told = set(page.ids)
+            return _reply(http, _list_json([one for one in newest_first if PREFIX + one.id in told], page.has_more))
+        if cursor is not None:
+            if not cursor.startswith(PAGE_PREFIX):
+                raise invalid("page", "it is no `next_page` of this list")
+            newest_first = [stored for stored in newest_first if stored.id < cursor[len(PAGE_PREFIX) :]]
+        return _reply(http, _list_json(newest_first[:limit], len(newest_first) > limit))
+
+    async def get_file(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/files/{file_id}"""
+        tenant, file_id = self._admit(http), http.match_info["file_id"]
+        stored = await self._files.find(tenant.name, store_id(file_id))
+        if stored is None:
+            raise no_such_file(file_id)
+        return _reply(http, file_json(stored))
+
+    async def content(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/files/{file_id}/content"""
+        tenant, file_id = self._admit(http), http.match_info["file_id"]
+        async with self._files.reading(tenant.name, store_id(file_id)) as found:
+            if found is None:
+                raise no_such_file(file_id)
+            return await send(http, *found)
+
+    async def delete(self, http: web.Request) -> web.StreamResponse:
+        """DELETE /v1/files/{file_id}"""
+        tenant, file_id = self._admit(http), http.match_info["file_id"]
+        if not await self._files.delete(tenant.name, store_id(file_id)):
+            raise no_such_file(file_id)
+        return _reply(http, {"id": file_id, "type": "file_deleted"})
+
+    def _admit(self, http: web.Request) -> Tenant:
+        tenant = self._answering.admit(http)
+        read_version(http)
+        return tenant
+
+
+def file_json(stored: StoredFile) -> dict[str, Any]:
+    """As every route tells it."""
+    return {
+        "id": PREFIX + stored.id,
+        "type": "file",
+        "filename": stored.filename,
+        "mime_type": stored.mime_type,
+        "size_bytes": stored.num_bytes,
+        "created_at": _time(stored.created_s),
+        "downloadable": True,
+        "expires_at": None if stored.expires_s is None else _time(stored.expires_s),
+    }
+
+
+def _list_json(data: list[StoredFile], has_more: bool) -> dict[str, Any]:
+    """With what newer SDKs read (`next_page`) and older ones (`last_id`)."""
+    return {
+        "data": [file_json(stored) for stored in data],
+        "has_more": has_more,
+        "first_id": PREFIX + data[0].id if data else None,
+        "last_id": PREFIX + data[-1].id if data else None,
+        "next_page": PAGE_PREFIX + data[-1].id if data and has_more else None,
+    }
+
+
+def _ids(http: web.Request) -> set[str]:
+    asked = query_values(http.query, "ids")
+    if len(set(asked)) > MAX_IDS:
+        raise invalid("ids", f"at most {MAX_IDS} files can be asked for")
+    if asked and ("page" in http.query or "limit" in http.query):
+        raise invalid("ids", "it goes with neither `page` nor `limit`")
+    return {store_id(one) for one in asked}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
+    return reply(orjson.dumps(value), http[RECORD])

@@ -1,0 +1,208 @@
+"""Files on the wire, for the dialects that have them: forms with a file in, bytes out, never whole in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+from urllib.parse import quote, unquote
+
+from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp.http_exceptions import BadHttpMessage
+from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam
+from multidict import MultiMapping
+
+from gateway.api.dialect import BYTES, FORM
+from gateway.api.fields import invalid, missing, shown
+from gateway.api.record import RECORD, common_headers
+from gateway.errors import BadRequestError, NotFoundError
+from gateway.types import StoredFile
+
+PIECE_BYTES: Final = 256 << 10
+MAX_PARTS: Final = 16
+MAX_VALUE_BYTES: Final = 1024
+MAX_FORM_BYTES: Final = 256 << 10  # of a request, besides those of its file
+MAX_NAME_CHARS: Final = 255
+UNNAMED: Final = "unnamed"
+
+_PARAMETER: Final = re.compile(r';\s*(name|filename|filename\*)=(?:"((?:[^"\\]|\\.)*)"|([^;"]*))', re.IGNORECASE)
+_MALFORMED: Final = (
+    ValueError,
+    RuntimeError,
+    BadHttpMessage,
+    web.RequestPayloadError,
+    BadContentDispositionHeader,
+    BadContentDispositionParam,
+)
+"""What aiohttp raises for bodies that are no forms."""
+
+
+class Upload(Protocol):
+    """A file that is arriving. `purpose` is set as soon as it is known."""
+
+    purpose: str
+
+    def expect(self, num_bytes: int) -> None: ...
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def finish(self, filename: str, mime_type: str, ttl_s: float | None) -> StoredFile: ...
+
+
+class FileStore(Protocol):
+    """The store, as gateway/files/store.py promises it."""
+
+    def upload(self, tenant: str) -> AbstractAsyncContextManager[Upload]: ...
+
+    def reading(
+        self, tenant: str, file_id: str
+    ) -> AbstractAsyncContextManager[tuple[StoredFile, AsyncIterator[bytes]] | None]: ...
+
+    async def all_of(self, tenant: str) -> list[StoredFile]: ...
+
+    async def find(self, tenant: str, file_id: str) -> StoredFile | None: ...
+
+    async def delete(self, tenant: str, file_id: str) -> bool: ...
+
+
+@dataclass
+class Form:
+    """What came besides the bytes of the file. `filename` None: there was no file."""
+
+    filename: str | None = None
+    mime_type: str = BYTES
+    values: dict[str, str] = field(default_factory=dict)
+
+
+async def read_form(http: web.Request, upload: Upload, timeout_s: float, on_value: Callable[[str, str], Any]) -> Form:
+    """Writes the part `file` into `upload` and returns all others, in whatever order they come.
+
+    on_value  is told each of them at once. Raises BadRequestError, and what `upload.write` raises.
+    """
+    if http.content_type != FORM:
+        raise BadRequestError(f"A file is sent as {FORM}, with the bytes in the part `file`.")
+    if http.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+        raise BadRequestError("A file is sent without Content-Encoding.")
+    upload.expect((http.content_length or 0) - MAX_FORM_BYTES)
+    if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
+        http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    form = Form()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in _parts(http):
+                await _read_part(part, form, upload, on_value)
+    except TimeoutError:
+        raise BadRequestError("The file did not arrive in time (files.upload_timeout_s).") from None
+    if form.filename is None:
+        raise missing("file")
+    return form
+
+
+async def send(http: web.Request, stored: StoredFile, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
+    """The bytes of a file, as they were sent."""
+    headers = {
+        **common_headers(http[RECORD]),
+        "Content-Type": BYTES,
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(stored.filename, safe='')}",
+        "X-Content-Type-Options": "nosniff",
+    }
+    response = web.StreamResponse(headers=headers)
+    response.content_length = stored.num_bytes
+    await response.prepare(http)
+    async for piece in pieces:
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+def store_id(file_id: str) -> str:
+    """Of the id that a client sent, in the spelling of either dialect. Any string may be asked for."""
+    return file_id[len("file-") :] if file_id.startswith(("file-", "file_")) else ""
+
+
+def no_such_file(file_id: str) -> NotFoundError:
+    """The same for what never was, what is over and what is somebody else's."""
+    return NotFoundError(f"No such File object: {shown(file_id)}", param="id", reason=f"no such file: {shown(file_id)}")
+
+
+def query_values(query: MultiMapping[str], name: str) -> list[str]:
+    """Of a parameter that may come several times, with brackets, or separated by commas."""
+    given = [*query.getall(name, []), *query.getall(f"{name}[]", [])]
+    return [one for value in given for one in value.split(",") if one]
+
+
+async def _parts(http: web.Request) -> AsyncIterator[BodyPartReader]:
+    with _readable():
+        reader = MultipartReader(http.headers, http.content)
+    for _ in range(MAX_PARTS):
+        with _readable():
+            part = await reader.next()
+        if part is None:
+            return
+        if not isinstance(part, BodyPartReader):
+            raise BadRequestError("A part of the form is a form itself.")
+        yield part
+    raise BadRequestError(f"The form has more than {MAX_PARTS} parts.")
+
+
+async def _read_part(part: BodyPartReader, form: Form, upload: Upload, on_value: Callable[[str, str], Any]) -> None:
+    if part.headers.get("Content-Transfer-Encoding", "binary").strip().lower() not in ("binary", "7bit", "8bit"):
+        raise BadRequestError("Parts of a form are sent without Content-Transfer-Encoding.")
+    name, filename = disposition(part.headers.get("Content-Disposition", ""))
+    if name == "file":
+        if form.filename is not None:
+            raise invalid("file", "there are two, and one request uploads one file")
+        form.filename, form.mime_type = filename or UNNAMED, part.headers.get("Content-Type", BYTES)
+        while piece := await _piece(part):
+            await upload.write(piece)
+        return
+    value = b""
+    while piece := await _piece(part):
+        value += piece
+        if len(value) > MAX_VALUE_BYTES:
+            raise invalid(shown(name), f"it is longer than {MAX_VALUE_BYTES} bytes", code="string_above_max_length")
+    if name in form.values:
+        raise invalid(shown(name), "it is there twice")
+    with _readable():
+        form.values[name] = value.decode()
+    on_value(name, form.values[name])
+
+
+async def _piece(part: BodyPartReader) -> bytes:
+    with _readable():
+        return bytes(await part.read_chunk(PIECE_BYTES))
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except _MALFORMED as error:
+        raise BadRequestError(f"The form cannot be read: {type(error).__name__}.") from None
+
+
+def disposition(header: str) -> tuple[str, str | None]:
+    """The name of a part, and that of its file, without folders. Names may have any characters, as browsers and SDKs
+    write them: UTF-8, with `%22` for a quote. Raises BadRequestError."""
+    found = {
+        name.lower(): re.sub(r"\\(.)", r"\1", quoted) if quoted else plain.strip()
+        for name, quoted, plain in _PARAMETER.findall(header)
+    }
+    name, filename = found.get("name"), found.get("filename")
+    if name is None:
+        raise BadRequestError("A part of the form has no name.")
+    if extended := found.get("filename*"):
+        filename = unquote(extended.rpartition("'")[2], errors="surrogateescape")
+    if filename is None:
+        return name, None
+    filename = re.split(r"[/\\]", filename.replace("%22", '"'))[-1]
+    try:
+        filename.encode()
+    except UnicodeEncodeError:
+        raise invalid("file", "its name is not UTF-8") from None
+    if len(filename) > MAX_NAME_CHARS or not filename.isprintable():
+        raise invalid("file", f"its name has more than {MAX_NAME_CHARS} characters, or some that cannot be shown")
+    return name, filename

@@ -1,0 +1,184 @@
+"""Files of tenants, without blocking: uploads that arrive piece by piece, look-ups, and a sweep every now and then.
+
+The promises are folder.py's; this file brings threads, limits for uploads in flight, and the time to live of batch
+files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import BinaryIO, Final, TypeVar
+
+from gateway import tasks
+from gateway.config import FileSettings
+from gateway.errors import FileTooLargeError, QueueFullError, StorageError
+from gateway.files.folder import Folder, Part, too_many_bytes
+from gateway.types import StoredFile
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+BUFFER_BYTES: Final = 1 << 20  # that are written at once
+THREADS: Final = 4
+RETRY_AFTER_S: Final = 1.0
+
+
+class Upload:
+    """A file that is arriving. `purpose` may be set at any time before `finish`, and decides how large it may be."""
+
+    def __init__(self, store: FileStore, tenant: str, part: Part, room_bytes: int) -> None:
+        self.purpose = ""
+        self._store = store
+        self._tenant = tenant
+        self._part = part
+        self._room_bytes = room_bytes
+        self._num_bytes = 0
+        self._buffer = bytearray()
+
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes are announced, at least. Raises FileTooLargeError and QuotaError."""
+        self._check(num_bytes)
+
+    async def write(self, data: bytes) -> None:
+        """Raises FileTooLargeError, QuotaError, StorageFullError and StorageError."""
+        self._num_bytes += len(data)
+        self._check(self._num_bytes)
+        self._buffer += data
+        if len(self._buffer) >= BUFFER_BYTES:
+            await self._flush()
+
+    async def finish(self, filename: str, mime_type: str, ttl_s: float | None) -> StoredFile:
+        """It is kept when this returns. `ttl_s` None: as long as files of its purpose are. Raises as `write`."""
+        self._check(self._num_bytes)
+        await self._flush()
+        if ttl_s is None and self.purpose == "batch":
+            ttl_s = self._store.settings.batch_ttl_s
+        folder, part = self._store.folder, self._part
+        return await self._store.run(lambda: folder.keep(part, self._tenant, filename, self.purpose, mime_type, ttl_s))
+
+    def _check(self, num_bytes: int) -> None:
+        settings = self._store.settings
+        limit, name = settings.max_file_bytes, "files.max_file_bytes"
+        if self.purpose == "batch":
+            limit, name = min((settings.max_batch_bytes, "files.max_batch_bytes"), (limit, name))
+        if num_bytes > limit:
+            raise FileTooLargeError(limit, name)
+        if num_bytes > self._room_bytes:
+            raise too_many_bytes(settings.max_bytes)
+
+    async def _flush(self) -> None:
+        data, self._buffer = bytes(self._buffer), bytearray()
+        await self._store.run(lambda: self._part.write(data))
+
+
+class FileStore:
+    """The files of one folder. `start` and `close` in an event loop; without `start` nothing is swept."""
+
+    def __init__(self, folder: Folder, settings: FileSettings) -> None:
+        self.folder = folder
+        self.settings = settings
+        self._uploads: Counter[str] = Counter()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="files")
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Sweeps now, and every files.sweep_s."""
+        self._sweeping = tasks.spawn(self._sweep_again(), "files sweep")
+
+    async def close(self) -> None:
+        """Returns when nothing is written any more."""
+        await tasks.cancel(self._sweeping)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    @asynccontextmanager
+    async def upload(self, tenant: str) -> AsyncIterator[Upload]:
+        """What is not finished when the block is left leaves nothing behind. Raises QueueFullError and QuotaError."""
+        self._check_uploads(tenant)
+        self._uploads[tenant] += 1
+        try:
+            part, room_bytes = await self._acquired(
+                lambda: self.folder.begin(tenant), undo=lambda begun: begun[0].discard()
+            )
+            try:
+                yield Upload(self, tenant, part, room_bytes)
+            finally:
+                await asyncio.shield(self.run(part.discard))
+        finally:
+            self._uploads[tenant] -= 1
+
+    async def all_of(self, tenant: str) -> list[StoredFile]:
+        """In the order in which they were made."""
+        return await self.run(lambda: self.folder.all_of(tenant))
+
+    async def find(self, tenant: str, file_id: str) -> StoredFile | None:
+        return await self.run(lambda: self.folder.find(tenant, file_id))
+
+    async def delete(self, tenant: str, file_id: str) -> bool:
+        """Whether it was there."""
+        return await self.run(lambda: self.folder.delete(tenant, file_id))
+
+    @asynccontextmanager
+    async def reading(self, tenant: str, file_id: str) -> AsyncIterator[tuple[StoredFile, AsyncIterator[bytes]] | None]:
+        """The file and its bytes, piece by piece."""
+        opened = await self._acquired(
+            lambda: self.folder.open(tenant, file_id), undo=lambda opened: None if opened is None else opened[1].close()
+        )
+        if opened is None:
+            yield None
+            return
+        stored, file = opened
+        try:
+            yield stored, self._pieces(file)
+        finally:
+            await asyncio.shield(self.run(file.close))
+
+    async def sweep(self) -> int:
+        """See Folder.sweep."""
+        return await self.run(self.folder.sweep)
+
+    def run(self, blocking: Callable[[], _T]) -> asyncio.Future[_T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, blocking)
+
+    def _check_uploads(self, tenant: str) -> None:
+        settings = self.settings
+        limits = (
+            (self._uploads.total(), settings.max_uploads, "files.max_uploads"),
+            (self._uploads[tenant], settings.max_uploads_per_tenant, "files.max_uploads_per_tenant"),
+        )
+        for running, limit, name in limits:
+            if running >= limit:
+                message = f"{running} files are being uploaded at the moment, as many as may be ({name})."
+                raise QueueFullError(message, retry_after_s=RETRY_AFTER_S)
+
+    async def _acquired(self, acquire: Callable[[], _T], *, undo: Callable[[_T], None]) -> _T:
+        """What `acquire` returns; undone in a thread if nobody waits for it any more by then."""
+
+        def undone(done: asyncio.Future[_T]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._threads.submit(undo, done.result())
+
+        future = self.run(acquire)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(undone)
+            raise
+
+    async def _pieces(self, file: BinaryIO) -> AsyncIterator[bytes]:
+        while piece := await self.run(lambda: file.read(BUFFER_BYTES)):
+            yield piece
+
+    async def _sweep_again(self) -> None:
+        while not tasks.was_cancelled():
+            try:
+                if removed := await self.sweep():
+                    log.info("%d files and remains of files were removed", removed)
+            except StorageError as error:
+                log.warning("files were not swept: %s", error)
+            await asyncio.sleep(self.settings.sweep_s)
