@@ -2,7 +2,7 @@
 of the Anthropic API, before the answer begins.
 
 Where an entry was read that is at none of the request's breakpoints, the blocks before those are looked for in the
-prompt; nearly all requests do without.
+prompt, the nearest first: a conversation that is marked at its end reads what its turn before has written.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from engine.protocol import Breakpoint
 from gateway.api.anthropic.caching import Cached, Caching, account
 from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.response import MessageShape
-from gateway.types import ChatPrompt, Event, Finished, Request, Started
+from gateway.types import ChatPrompt, Event, Finished, Marker, Request, Started
+
+NEAR: Final = 4
+"""Blocks before a breakpoint that are looked for first."""
 
 
 class Street(Protocol):
@@ -60,13 +63,13 @@ class Accounted:
         trace = request.trace
         points, reads = trace.breakpoints, trace.lease_reads
         entries = {point.tokens for point in points}
-        if points and reads and reads[0] not in entries and self._caching.places:
-            entries |= await self._entries(request)
+        near, far = self._caching.places[:NEAR], self._caching.places[NEAR:]
+        for places in (near, far):
+            if places and points and reads and reads[0] not in entries:
+                entries |= await self._entries(request, places)
         return account(reads, entries, points, trace.kept_tokens)
 
-    async def _entries(self, request: Request) -> set[int]:
-        prompt = request.prompt
-        if not isinstance(prompt, ChatPrompt):
-            return set()
-        asked = replace(request, prompt=replace(prompt, markers=self._caching.places))
+    async def _entries(self, request: Request, places: tuple[Marker, ...]) -> set[int]:
+        assert isinstance(request.prompt, ChatPrompt)
+        asked = replace(request, prompt=replace(request.prompt, markers=places))
         return {point.tokens for point in await self._street.breakpoints(asked)}

@@ -31,7 +31,7 @@ class Caching:
     """What a request asks of the cache.
 
     markers  its breakpoints
-    places   where else an entry counts: at blocks before them
+    places   where else an entry counts: at blocks before them, the last one first
     """
 
     markers: tuple[Marker, ...] = ()

@@ -304,10 +304,8 @@ def _say(role: str, parts: Sequence[Part], starts: set[int] | tuple[()], convers
 
 def _settled_chars(text: str) -> int:
     """Characters before the last word, and the blanks before that; all of them where the last word is very long, as in
-    writing without blanks. None of a text that is nothing but blanks."""
-    before, *last = text.rsplit(maxsplit=1) or ("",)
-    if not before:
-        return 0
+    writing without blanks. There is something besides blanks in it."""
+    before, *last = text.rsplit(maxsplit=1)
     return len(before) if last and len(last[0]) <= MAX_WORD_CHARS else len(text)
 
 

@@ -277,6 +277,17 @@ async def test_a_read_counts_at_breakpoints_and_at_blocks_before_them(
     assert street.looked_up == ([(Marker(0, 2, 0.0),)] if found else []), "only blocks that are not marked"
 
 
+@pytest.mark.parametrize(("found", "looks"), [((20,), 1), ((21,), 2)])
+async def test_the_nearest_blocks_are_looked_at_first(found: tuple[int, ...], looks: int) -> None:
+    blocks = [text(char) for char in "abcdefgh"]
+    body = ASKED | {"messages": [user(*blocks, text("i", **MARK))]}
+    street = FakeStreet(traced={**SEVERAL, "lease_reads": (20,)}, places=found)
+    async with running(street) as gateway, gateway.anthropic() as client:
+        await client.messages.create(**body)
+    assert [len(places) for places in street.looked_up] == [4, 4][:looks]
+    assert [place.chars for place in street.looked_up[0]] == [8, 7, 6, 5]
+
+
 async def test_what_is_not_kept_is_not_claimed_and_the_usage_says_so() -> None:
     degraded = {**SEVERAL, "kept_tokens": 0, "lease": Lease(2, None)}
     async with running(FakeStreet(traced=degraded)) as gateway, gateway.anthropic() as client:
