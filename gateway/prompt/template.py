@@ -76,7 +76,7 @@ class ChatTemplate:
         closed = text if markers else self.render(messages, tools=tools, add_generation_prompt=False)
         if not found or not closed.startswith(text):
             why = "The chat template of this model changes the last message, so that no answer can go on with it."
-            raise BadRequestError(why, param="messages")
+            raise BadRequestError(why)
         return text
 
     def render(
@@ -113,9 +113,7 @@ class ChatTemplate:
         except Exception as error:
             # A template is a program that we did not write: what it trips over is something in the messages.
             message = self._masking.unmask(str(error)) or type(error).__name__
-            raise BadRequestError(
-                f"The chat template of this model cannot render these messages: {message}", param="messages"
-            ) from None
+            raise BadRequestError(f"The chat template of this model cannot render these messages: {message}") from None
 
 
 def _described(tool: Tool) -> dict[str, Any]:

@@ -297,6 +297,10 @@ async def test_what_the_template_refuses_is_a_bad_request() -> None:
     with pytest.raises(BadRequestError, match="Only user and assistant roles") as caught:
         await stage.encode(request(ChatPrompt([{"role": "system", "content": "x"}])), tokenisers.hello(llama2))
     assert caught.value.param == "messages"
+    asked = replace(request(ChatPrompt([{"role": "system", "content": "x"}])), prompt_param="input")
+    with pytest.raises(BadRequestError) as caught:
+        await stage.encode(asked, tokenisers.hello(llama2))
+    assert caught.value.param == "input"
 
 
 async def test_a_tokeniser_is_loaded_once_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
