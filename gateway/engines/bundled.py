@@ -126,12 +126,11 @@ class BundledEngine:
             return Load()
         if not connection.unseen:
             return connection.load
-        load, costs = connection.load, connection.unseen.values()
-        return replace(
-            load,
-            waiting=load.waiting + len(costs),
-            prefill_backlog=load.prefill_backlog + sum(cost for _, cost in costs),
-        )
+        load, waiting, backlog = connection.load, 0, 0
+        for _, cost in connection.unseen.values():
+            waiting += 1
+            backlog += cost
+        return replace(load, waiting=load.waiting + waiting, prefill_backlog=load.prefill_backlog + backlog)
 
     @property
     def in_flight(self) -> int:

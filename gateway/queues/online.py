@@ -93,6 +93,7 @@ class OnlineQueue(Generic[E]):
         self._router = router
         self._clock = clock
         self._lines: dict[Hashable, _Line[E]] = {}  # those that have engines
+        self._line_of: dict[str, _Line[E]] = {}  # by incarnation
         self._waiting_by_tenant: Counter[str] = Counter()
         self._waiting = 0
         self._admitted = self._refused = self._expired = self._abandoned = 0
@@ -110,6 +111,7 @@ class OnlineQueue(Generic[E]):
 
     def forget(self, incarnation: str) -> None:
         """The engine is gone. Who can go nowhere else gets EngineLostError now; places taken are given back as ever."""
+        self._line_of.pop(incarnation, None)
         for key, line in list(self._lines.items()):
             if (seat := line.lane.seats.pop(incarnation, None)) is None:
                 continue
@@ -165,9 +167,11 @@ class OnlineQueue(Generic[E]):
         return line, mine or await self._wait(line, waiter)
 
     def _line(self, engines: Sequence[E]) -> _Line[E]:
-        key = _alike(engines[0].hello)
-        if (line := self._lines.get(key)) is None:
-            line = self._lines[key] = _Line(Lane(self._settings, self._router))
+        line = self._line_of.get(engines[0].hello.incarnation)
+        if line is None:
+            key = _alike(engines[0].hello)
+            if (line := self._lines.get(key)) is None:
+                line = self._lines[key] = _Line(Lane(self._settings, self._router))
         seats = line.lane.seats
         for engine in engines:
             if (seat := seats.get(engine.hello.incarnation)) is None:
@@ -181,6 +185,7 @@ class OnlineQueue(Generic[E]):
         places = self._settings.places_per_engine or 2 * hello.max_sequences
         # One that is new has prefilled nothing, and would get everything that is equal anywhere until it has.
         given = min((seat.given_tokens for seat in seats.values()), default=0.0)
+        self._line_of[hello.incarnation] = line
         seats[hello.incarnation] = Seat(engine, hello.incarnation, places, given_tokens=given)
 
     def _refusal(self, line: _Line[E], tenant: str) -> QueueFullError | None:

@@ -77,19 +77,21 @@ class Picture(Generic[E]):
         self._settings = settings
         loads = [seat.engine.load for seat in seats]
         rates = _levelled([load.prefill_tokens_per_s for load in loads], settings.prefill_tokens_per_s)
-        self.tokens_per_s = max(rates, default=settings.prefill_tokens_per_s)
-        self._outlooks = {
-            seat.engine.hello.incarnation: _Outlook(seat, load, rate)
-            for seat, load, rate in zip(seats, loads, rates, strict=True)
-            if not load.draining
-        }
+        self.tokens_per_s = max(rates) if rates else settings.prefill_tokens_per_s
+        self._outlooks: dict[str, _Outlook[E]] = {}
+        for seat, load, rate in zip(seats, loads, rates, strict=True):
+            if not load.draining:
+                outlook = _Outlook(seat, load, rate)
+                self._outlooks[outlook.incarnation] = outlook
 
     def choose(self, ask: Ask) -> E | None:
         """The engine with the least score; None when there is none that it may be."""
         outlooks = self._outlooks
         if ask.only is not None:
             return outlooks[ask.only].engine if ask.only in outlooks else None
-        possible = [outlook for name, outlook in outlooks.items() if name not in ask.avoid] or list(outlooks.values())
+        possible = list(outlooks.values())
+        if ask.avoid:
+            possible = [outlook for outlook in possible if outlook.incarnation not in ask.avoid] or possible
         if len(possible) < 2:
             return possible[0].engine if possible else None
         return min(possible, key=lambda outlook: self._rank(outlook, ask)).engine
@@ -113,8 +115,10 @@ class Picture(Generic[E]):
 
     def cost_s(self, ask: Ask) -> float:
         """What the request takes of the engine that holds most of it, in seconds of its time."""
-        tokens = min((_own_tokens(ask, incarnation) for incarnation in self._outlooks), default=ask.prompt_tokens)
-        turn_s = max((outlook.turn_s for outlook in self._outlooks.values()), default=0.0)
+        tokens, turn_s = ask.prompt_tokens, 0.0
+        for incarnation, outlook in self._outlooks.items():
+            tokens = min(tokens, _own_tokens(ask, incarnation))
+            turn_s = max(turn_s, outlook.turn_s)
         return tokens / self.tokens_per_s + turn_s
 
     def _rank(self, outlook: _Outlook[E], ask: Ask) -> tuple[float, float, str, str]:
@@ -169,6 +173,8 @@ def _own_tokens(ask: Ask, incarnation: str) -> int:
 def _levelled(rates: list[float], assumed: float) -> list[float]:
     """Tokens per second to reckon with. One that has measured nothing yet is taken to be as quick as the others, or
     nobody would ever ask it."""
+    if len(rates) == 1:
+        return [rates[0] or assumed]
     measured = [rate for rate in rates if rate]
     mean = len(measured) / sum(1 / rate for rate in measured) if measured else assumed
     return [rate if rate and not mean / ALIKE <= rate <= mean * ALIKE else mean for rate in rates]
