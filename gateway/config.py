@@ -171,7 +171,7 @@ class StoredResponseSettings(Section):
 
 
 class FileSettings(Section):
-    """[files]: what clients upload with `/v1/files`, and what batches make."""
+    """[files]: what clients upload with `/v1/files`."""
 
     folder: Path | None = Field(
         None, description="Folder of the files; `files` in `server.data_dir` when not set. Gateways may share one."

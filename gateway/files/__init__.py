@@ -1,1 +1,1 @@
-"""Files that tenants upload, and that batches make: bytes on disk, until a time."""
+"""Files that tenants upload: bytes on disk, until a time."""

@@ -28,7 +28,7 @@ _upload = (
         "purpose",
         _purpose,
         f"one of {', '.join(f'`{one}`' for one in PURPOSES)}",
-        "What it is for: all are kept, and `batch` files can be run.",
+        "What it is for. All are kept in the same way, and nothing else is done with them yet.",
     ),
     Parameter("expires_after[anchor]", choice("created_at"), "`created_at`", "From when the time to live counts."),
     Parameter(
