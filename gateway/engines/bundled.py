@@ -16,7 +16,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -130,7 +129,18 @@ class BundledEngine:
         for _, cost in connection.unseen.values():
             waiting += 1
             backlog += cost
-        return replace(load, waiting=load.waiting + waiting, prefill_backlog=load.prefill_backlog + backlog)
+        return Load(  # `replace` takes twice as long, and every request comes by here
+            waiting=load.waiting + waiting,
+            running=load.running,
+            prefill_backlog=load.prefill_backlog + backlog,
+            free_blocks=load.free_blocks,
+            cached_blocks=load.cached_blocks,
+            live_blocks=load.live_blocks,
+            leased_blocks=load.leased_blocks,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_tokens_per_s=load.decode_tokens_per_s,
+            draining=load.draining,
+        )
 
     @property
     def in_flight(self) -> int:

@@ -160,10 +160,12 @@ class OnlineQueue(Generic[E]):
         if ask.only is not None and ask.only not in line.lane.seats:
             raise EngineLostError("The engine that has the other answers to this prompt went away.")
         waiter = _Waiter(ask, self._clock())
-        sent = line.lane.enter(waiter)
-        mine = next((seat for other, seat in sent if other is waiter), None)
-        self._admitted += mine is not None
-        self._seat(line, [(other, seat) for other, seat in sent if other is not waiter])
+        mine: Seat[E] | None = None
+        if sent := line.lane.enter(waiter):
+            mine = next((seat for other, seat in sent if other is waiter), None)
+            self._admitted += mine is not None
+            if mine is None or len(sent) > 1:
+                self._seat(line, [(other, seat) for other, seat in sent if other is not waiter])
         return line, mine or await self._wait(line, waiter)
 
     def _line(self, engines: Sequence[E]) -> _Line[E]:

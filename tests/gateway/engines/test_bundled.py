@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -501,3 +501,23 @@ class _Proxy:
                 target.write(data)
         finally:
             target.close()
+
+
+def test_the_load_is_the_engines_own_with_what_was_sent_since() -> None:
+    client = Client()
+    engine = BundledEngine(
+        "e",
+        "http://nowhere:1",
+        QUICK,
+        on_tokenizer=client.on_tokenizer,
+        on_blocks=client.memory.apply,
+        on_lost=client.on_lost,
+        on_load=client.heard.append,
+        prefix=client.memory.prefix,
+    )
+    connection = engine._connection = Connection("e", make_hello(), 16)
+    numbers = range(1, len(fields(Load)))
+    connection.load = Load(*numbers, draining=True)  # type: ignore[arg-type, misc]
+    assert engine.load == connection.load
+    connection.unseen = {1: (0, 100), 2: (0, 20)}
+    assert engine.load == replace(connection.load, waiting=1 + 2, prefill_backlog=3 + 120)
