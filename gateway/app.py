@@ -21,9 +21,7 @@ from redis.asyncio import Redis
 from engine.compute.threads import choose_threads, usable_cores
 from engine.config import EngineSettings
 from gateway.admin.sources import EngineState, EngineStatus, Sources
-from gateway.api.openai.responses.memory_store import MemoryStore
-from gateway.api.openai.responses.redis_store import RedisStore
-from gateway.api.openai.responses.store import Backend, ResponseStore
+from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import Settings
 from gateway.contents.memory_contents import MemoryContents
@@ -43,6 +41,9 @@ from gateway.redis_server import RedisServer, RedisStartError
 from gateway.responses.embedder import Embedder
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
+from gateway.stores.base import Backend
+from gateway.stores.memory_store import MemoryStore
+from gateway.stores.redis_store import RedisStore
 from gateway.street import Street
 from gateway.version import installed_version
 

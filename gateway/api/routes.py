@@ -33,7 +33,7 @@ from gateway.api.openai.files import Files
 from gateway.api.openai.handlers import OpenAI
 from gateway.api.openai.responses.background import Background
 from gateway.api.openai.responses.handlers import Responses
-from gateway.api.openai.responses.store import Backend, ResponseStore
+from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
 from gateway.api.uploads import FileStore
@@ -48,6 +48,7 @@ from gateway.config import (
     StoredResponseSettings,
     TenantSettings,
 )
+from gateway.stores.base import Backend
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from gateway.api.openai.responses.memory_store import MemoryStore
-from gateway.api.openai.responses.redis_store import RedisStore
-from gateway.api.openai.responses.store import Backend, Kept, ResponseStore, StoreDownError
+from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.config import StoredResponseSettings
 from gateway.errors import OverloadedError
 from gateway.index.redis_index import connect
+from gateway.stores.base import Backend, StoreDownError
+from gateway.stores.memory_store import MemoryStore
+from gateway.stores.redis_store import RedisStore
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 5.0

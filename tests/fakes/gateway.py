@@ -18,8 +18,7 @@ import openai
 from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
-from gateway.api.openai.responses.memory_store import MemoryStore
-from gateway.api.openai.responses.store import Backend, ResponseStore
+from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import app_runner, build_app
 from gateway.config import (
     AnthropicSettings,
@@ -40,6 +39,8 @@ from gateway.files.store import FileStore
 from gateway.queues.online import OnlineQueue
 from gateway.responses.embedder import Embedder
 from gateway.routing.router import Router
+from gateway.stores.base import Backend
+from gateway.stores.memory_store import MemoryStore
 from tests.fakes.embedding import no_embedder
 from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
 

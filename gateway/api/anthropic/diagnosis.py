@@ -14,7 +14,7 @@ from typing import Any
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
 from gateway.api.anthropic.wire import dotted
-from gateway.api.openai.responses.store import Backend, StoreDownError
+from gateway.stores.base import Backend, StoreDownError
 from gateway.types import Request
 
 log = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from gateway.api.anthropic.response import MessageShape, model_json
 from gateway.api.anthropic.wire import read_version
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
-from gateway.api.openai.responses.store import Backend
 from gateway.api.record import RECORD
 from gateway.config import AnthropicSettings, LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
+from gateway.stores.base import Backend
 
 _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]}
 

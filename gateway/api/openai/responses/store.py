@@ -1,7 +1,7 @@
 """Where responses are kept: for GET, for input_items, and as what a next response goes on from.
 
 A store belongs to tenants: what one has kept does not exist for another. It is bounded by count, bytes and time, and
-what was kept first goes first. Backends are memory_store.py and redis_store.py; one that is down keeps nothing, and
+what was kept first goes first. The bytes are a backend's (gateway/stores); one that is down keeps nothing, and
 costs no answer.
 """
 
@@ -13,12 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 
 from gateway.api.openai.responses.items import Item
 from gateway.errors import OverloadedError
+from gateway.stores.base import Backend, StoreDownError
 
 log = logging.getLogger(__name__)
 
@@ -27,24 +28,6 @@ _T = TypeVar("_T")
 _ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 
 OUTCOMES: Final = ("kept", "too_large", "failed")
-
-
-class StoreDownError(Exception):
-    """The backend did not answer in time, or could not do it."""
-
-
-class Backend(Protocol):
-    """Bytes by tenant and id. Every method raises StoreDownError."""
-
-    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
-        """In place of what was kept under this id. False, and nothing changed, if it is larger than one may be."""
-        ...
-
-    async def find(self, tenant: str, response_id: str) -> bytes | None: ...
-
-    async def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

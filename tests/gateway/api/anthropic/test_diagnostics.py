@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from engine.protocol import Breakpoint
 from gateway.api.anthropic.fingerprint import MAX_MARKS, Change, Fingerprint, Piece, compare, same_scope, take
-from gateway.api.openai.responses.store import StoreDownError
 from gateway.config import AnthropicSettings, TenantSettings
+from gateway.stores.base import StoreDownError
 from gateway.types import Lease
 from tests.fakes.gateway import running
 from tests.fakes.street import FakeModels, FakeStreet, hello

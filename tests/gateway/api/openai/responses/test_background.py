@@ -12,10 +12,11 @@ import openai
 import pytest
 
 from gateway.api.openai.responses.background import settled
-from gateway.api.openai.responses.memory_store import MemoryStore
-from gateway.api.openai.responses.store import Kept, StoreDownError
+from gateway.api.openai.responses.store import Kept
 from gateway.config import ServerSettings, StoredResponseSettings, TenantSettings
 from gateway.errors import EngineFailedError
+from gateway.stores.base import StoreDownError
+from gateway.stores.memory_store import MemoryStore
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeStreet
 

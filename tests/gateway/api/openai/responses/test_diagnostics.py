@@ -8,7 +8,8 @@ import pytest
 
 from gateway.api.openai.responses.diagnostics import diagnose
 from gateway.api.openai.responses.items import parse_input, with_ids
-from gateway.api.openai.responses.store import Kept, StoreDownError
+from gateway.api.openai.responses.store import Kept
+from gateway.stores.base import StoreDownError
 from gateway.types import Usage
 from tests.fakes.gateway import running
 from tests.fakes.street import FakeStreet

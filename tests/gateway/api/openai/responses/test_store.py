@@ -11,11 +11,11 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.protocol import Hello
-from gateway.api.openai.responses.memory_store import MemoryStore
-from gateway.api.openai.responses.redis_store import RedisStore
-from gateway.api.openai.responses.store import StoreDownError
 from gateway.config import StoredResponseSettings, TenantSettings
 from gateway.errors import EngineLostError
+from gateway.stores.base import StoreDownError
+from gateway.stores.memory_store import MemoryStore
+from gateway.stores.redis_store import RedisStore
 from gateway.types import CallDelta, Request
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeModels, FakeStreet, hello

@@ -1,9 +1,9 @@
-"""Responses in Redis, shared by all gateways. A body has a key and a time to live of its own; two more keys of each
+"""Bytes in Redis, shared by all gateways. A body has a key and a time to live of its own; two more keys of each
 tenant say in which order they were kept and how large they are. All keys of a tenant are in one slot of a cluster.
 
-    kvasir:{responses:TENANT}:ID       the body
-    kvasir:{responses:TENANT}.order    sorted set: id, the Unix millisecond at which it expires
-    kvasir:{responses:TENANT}.sizes    hash: id, bytes; and the sum, under the empty name
+    kvasir:{NAME:TENANT}:ID       the body
+    kvasir:{NAME:TENANT}.order    sorted set: id, the Unix millisecond at which it expires
+    kvasir:{NAME:TENANT}.sizes    hash: id, bytes; and the sum, under the empty name
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway.api.openai.responses.store import StoreDownError
 from gateway.config import StoredResponseSettings
+from gateway.stores.base import StoreDownError
 
 _T = TypeVar("_T")
 
@@ -26,7 +26,7 @@ MAX_CALLS: Final = 32
 
 
 class RedisStore:
-    """See Backend in store.py."""
+    """See Backend in base.py."""
 
     def __init__(
         self, redis: Redis, settings: StoredResponseSettings, *, timeout_s: float, name: str = "responses"
@@ -40,20 +40,20 @@ class RedisStore:
         self._put = redis.register_script(_source("put.lua"))
         self._delete = redis.register_script(_source("delete.lua"))
 
-    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
+    async def put(self, tenant: str, key: str, body: bytes) -> bool:
         settings = self._settings
         if len(body) > settings.largest_bytes or not settings.max_responses:
             return False
         limits = [round(settings.ttl_s * 1e3), settings.max_responses, settings.max_bytes]
-        await self._ask(self._put(keys=_keys(self._name, tenant), args=[response_id, body, *limits]))
+        await self._ask(self._put(keys=_keys(self._name, tenant), args=[key, body, *limits]))
         return True
 
-    async def find(self, tenant: str, response_id: str) -> bytes | None:
-        body: Any = await self._ask(self._redis.get(f"{_prefix(self._name, tenant)}:{response_id}"))
+    async def find(self, tenant: str, key: str) -> bytes | None:
+        body: Any = await self._ask(self._redis.get(f"{_prefix(self._name, tenant)}:{key}"))
         return None if body is None else bytes(body)
 
-    async def delete(self, tenant: str, response_id: str) -> bool:
-        return bool(await self._ask(self._delete(keys=_keys(self._name, tenant), args=[response_id])))
+    async def delete(self, tenant: str, key: str) -> bool:
+        return bool(await self._ask(self._delete(keys=_keys(self._name, tenant), args=[key])))
 
     async def _ask(self, call: Awaitable[_T]) -> _T:
         try:

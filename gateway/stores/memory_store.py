@@ -1,4 +1,4 @@
-"""Responses in this process, for a gateway without a Redis: they end with it, and other gateways do not have them."""
+"""Bytes in this process, for a gateway without a Redis: they end with it, and other gateways do not have them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Body(NamedTuple):
 
 
 class MemoryStore:
-    """See Backend in store.py. Never down."""
+    """See Backend in base.py. Never down."""
 
     def __init__(self, settings: StoredResponseSettings, now: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -24,26 +24,26 @@ class MemoryStore:
         self._tenants: dict[str, OrderedDict[str, _Body]] = {}  # kept first, first
         self._bytes: dict[str, int] = {}
 
-    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
+    async def put(self, tenant: str, key: str, body: bytes) -> bool:
         settings = self._settings
         if len(body) > settings.largest_bytes or not settings.max_responses:
             return False
         held = self._held(tenant)
-        self._remove(tenant, response_id)
+        self._remove(tenant, key)
         room = settings.max_bytes - len(body)
         while held and (len(held) >= settings.max_responses or self._bytes.get(tenant, 0) > room or self._over(held)):
             self._remove(tenant, next(iter(held)))
-        held[response_id] = _Body(body, self._now() + settings.ttl_s)
+        held[key] = _Body(body, self._now() + settings.ttl_s)
         self._bytes[tenant] = self._bytes.get(tenant, 0) + len(body)
         return True
 
-    async def find(self, tenant: str, response_id: str) -> bytes | None:
-        found = self._held(tenant).get(response_id)
+    async def find(self, tenant: str, key: str) -> bytes | None:
+        found = self._held(tenant).get(key)
         return found.body if found is not None and self._now() < found.expires_s else None
 
-    async def delete(self, tenant: str, response_id: str) -> bool:
-        there = await self.find(tenant, response_id) is not None
-        self._remove(tenant, response_id)
+    async def delete(self, tenant: str, key: str) -> bool:
+        there = await self.find(tenant, key) is not None
+        self._remove(tenant, key)
         return there
 
     def _held(self, tenant: str) -> OrderedDict[str, _Body]:
@@ -53,7 +53,7 @@ class MemoryStore:
         """The time of the first."""
         return next(iter(held.values())).expires_s <= self._now()
 
-    def _remove(self, tenant: str, response_id: str) -> None:
-        removed = self._held(tenant).pop(response_id, None)
+    def _remove(self, tenant: str, key: str) -> None:
+        removed = self._held(tenant).pop(key, None)
         if removed is not None:
             self._bytes[tenant] -= len(removed.body)
