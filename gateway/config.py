@@ -310,7 +310,7 @@ class QueueSettings(Section):
         0, description="Requests that one engine works on; 0 takes twice what the engine runs at a time."
     )
     aging: Annotated[float, Field(gt=0, le=10)] = Field(
-        0.05, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
+        0.02, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
     )
 
 
