@@ -26,6 +26,7 @@ from tests.fakes.gateway import LIMIT_S
 
 SHAPE_CODES = {"unknown_parameter", "invalid_type", "empty_array", "array_above_max_length", "empty_string"}
 """What the OpenAI dialect never says of a body that fits its schema."""
+MADE = 8  # responses and cached contents that there are at first; some requests delete one
 DEPENDS = {("empty_array", "input")}
 """But for these, which depend on other fields: an earlier response may be continued with no input."""
 
@@ -37,6 +38,7 @@ class Target:
     url: str
     session: aiohttp.ClientSession
     document: dict[str, Any]
+    made: dict[str, list[str]]  # ids of what there is, by their names in paths
     seen: Counter[str]
 
     async def ask(self, asking: Asking) -> tuple[int, aiohttp.typedefs.LooseHeaders, bytes]:
@@ -52,6 +54,14 @@ class Target:
             ) as answer,
         ):
             return answer.status, answer.headers, await answer.read()
+
+    async def make(self, path: str) -> Any:
+        """Posts the document's example."""
+        examples = self.document["paths"][path]["post"]["requestBody"]["content"][JSON]["examples"]
+        body = next(iter(examples.values()))["value"]
+        async with self.session.post(self.url + path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
 
     async def check(self, asking: Asking, *, fails: bool) -> None:
         """Asks, and holds the answer to what is promised of every answer."""
@@ -146,17 +156,22 @@ def ended(stream: bytes) -> str:
 def target(runner: asyncio.Runner, context: AbstractAsyncContextManager[Any]) -> Iterator[tuple[Target, Any]]:
     """A target, and what the context gave, whose url is the target's."""
 
-    async def start() -> tuple[Any, aiohttp.ClientSession, dict[str, Any]]:
+    async def start() -> tuple[Any, Target]:
         served, session = await context.__aenter__(), aiohttp.ClientSession()
         async with session.get(f"{served.url}/openapi.json") as answer:
-            return served, session, await answer.json()
+            over = Target(served.url, session, await answer.json(), {}, Counter())
+        for _ in range(MADE):
+            over.made.setdefault("response_id", []).append((await over.make("/v1/responses"))["id"])
+            cached = await over.make("/v1beta/cachedContents")
+            over.made.setdefault("name", []).append(cached["name"].removeprefix("cachedContents/"))
+        return served, over
 
     async def end() -> None:
-        await session.close()
+        await over.session.close()
         await context.__aexit__(None, None, None)
 
-    served, session, document = runner.run(start())
+    served, over = runner.run(start())
     try:
-        yield Target(served.url, session, document, Counter()), served
+        yield over, served
     finally:
         runner.run(end())

@@ -34,17 +34,20 @@ class Asking:
     fits: bool = False
 
 
-def askings(document: Mapping[str, Any], headers: Mapping[str, Mapping[str, str]]) -> st.SearchStrategy[Asking]:
-    """`headers`: by tag, what a client of that dialect sends."""
+def askings(
+    document: Mapping[str, Any], headers: Mapping[str, Mapping[str, str]], made: Mapping[str, Sequence[str]]
+) -> st.SearchStrategy[Asking]:
+    """`headers`: by tag, what a client of that dialect sends. `made`: by its name in paths, ids of what there is."""
     definitions = {f"#/components/schemas/{name}": one for name, one in document["components"]["schemas"].items()}
-    whole = _by_tag(document, headers, definitions, lambda bodies: bodies)
-    wrong = _by_tag(document, headers, definitions, lambda bodies: broken(bodies), fits=False)
+    whole = _by_tag(document, headers, made, definitions, lambda bodies: bodies)
+    wrong = _by_tag(document, headers, made, definitions, lambda bodies: broken(bodies), fits=False)
     return _mixed([(4, whole), (4, wrong), (1, _elsewhere(whole)), (1, _garbled(whole)), (2, _with_odd_headers(whole))])
 
 
 def _by_tag(
     document: Mapping[str, Any],
     headers: Mapping[str, Mapping[str, str]],
+    made: Mapping[str, Sequence[str]],
     definitions: Mapping[str, Any],
     made_of: Callable[[st.SearchStrategy[Any]], st.SearchStrategy[Any]],
     *,
@@ -54,7 +57,7 @@ def _by_tag(
     found: dict[str, list[tuple[int, st.SearchStrategy[Asking]]]] = {}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            targets = _targets(path, operation, definitions)
+            targets = _targets(path, operation, made, definitions)
             content = operation.get("requestBody", {}).get("content", {}).get("application/json")
             for tag in operation["tags"]:
                 bodies = None if content is None else made_of(_bodies(content, tag, BODIES.get(path, ()), definitions))
@@ -95,16 +98,19 @@ def _bodies(
     return build()
 
 
-def _targets(path: str, operation: Mapping[str, Any], definitions: Mapping[str, Any]) -> st.SearchStrategy[str]:
+def _targets(
+    path: str, operation: Mapping[str, Any], made: Mapping[str, Sequence[str]], definitions: Mapping[str, Any]
+) -> st.SearchStrategy[str]:
     """Path and query."""
-    models = st.sampled_from(("demo",) * 8 + STRANGE_MODELS)
+    parts = {"model": st.sampled_from(("demo",) * 8 + STRANGE_MODELS)}
+    parts |= {name: st.one_of(st.sampled_from(ids), st.sampled_from(ids), PLAIN) for name, ids in made.items()}
     query = {
         one["name"]: instances(one["schema"], definitions) for one in operation["parameters"] if one["in"] == "query"
     }
 
     @st.composite
     def build(draw: st.DrawFn) -> str:
-        asked = re.sub(r"\{(\w+)\}", lambda name: _part(draw(models if name[1] == "model" else PLAIN)), path)
+        asked = re.sub(r"\{(\w+)\}", lambda name: _part(draw(parts.get(name[1], PLAIN))), path)
         given = {name: draw(one) for name, one in query.items() if draw(st.booleans())}
         written = {name: one if isinstance(one, str) else json.dumps(one) for name, one in given.items()}
         return asked + (f"?{urlencode(written)}" if written else "")

@@ -103,7 +103,7 @@ def ask_all(
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(asking=askings(target.document, ASKS_WITH), plan=plans)
+    @given(asking=askings(target.document, ASKS_WITH, target.made), plan=plans)
     def ask(asking: Asking, plan: _Plan) -> None:
         fails = act(plan)
         runner.run(target.check(asking, fails=fails))
