@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -17,15 +18,19 @@ from multidict import MultiMapping
 
 from gateway.api.dialect import BYTES, FORM
 from gateway.api.fields import invalid, missing, shown
-from gateway.api.record import RECORD, common_headers
+from gateway.api.record import CLIENT_LEFT, RECORD, common_headers
 from gateway.errors import BadRequestError, NotFoundError
 from gateway.types import StoredFile
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 256 << 10
 MAX_PARTS: Final = 16
 MAX_VALUE_BYTES: Final = 1024
 MAX_FORM_BYTES: Final = 256 << 10  # of a request, besides those of its file
 MAX_NAME_CHARS: Final = 255
+PIECE_TIMEOUT_S: Final = 60.0
+"""For a client to take one piece of a file, which has 1 MiB at most."""
 UNNAMED: Final = "unnamed"
 
 _PARAMETER: Final = re.compile(r';\s*(name|filename|filename\*)=(?:"((?:[^"\\]|\\.)*)"|([^;"]*))', re.IGNORECASE)
@@ -102,7 +107,8 @@ async def read_form(http: web.Request, upload: Upload, timeout_s: float, on_valu
 
 
 async def send(http: web.Request, stored: StoredFile, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
-    """The bytes of a file, as they were sent."""
+    """The bytes of a file, as they were sent. Cuts the connection where it cannot send all of them, which is the only
+    way to tell that from a whole file."""
     headers = {
         **common_headers(http[RECORD]),
         "Content-Type": BYTES,
@@ -110,11 +116,30 @@ async def send(http: web.Request, stored: StoredFile, pieces: AsyncIterator[byte
         "X-Content-Type-Options": "nosniff",
     }
     response = web.StreamResponse(headers=headers)
-    response.content_length = stored.num_bytes
+    response.content_length = left = stored.num_bytes
     await response.prepare(http)
-    async for piece in pieces:
-        await response.write(piece)
+    try:
+        async for piece in pieces:
+            async with asyncio.timeout(PIECE_TIMEOUT_S):
+                await response.write(piece[:left])
+            left -= len(piece)
+    except TimeoutError:
+        return _cut_off(http, response, "its client does not read")
+    except OSError as error:
+        if isinstance(error, ConnectionResetError):
+            raise
+        return _cut_off(http, response, f"it cannot be read: {error}")
+    if left > 0:
+        return _cut_off(http, response, "it has become shorter")
     await response.write_eof()
+    return response
+
+
+def _cut_off(http: web.Request, response: web.StreamResponse, why: str) -> web.StreamResponse:
+    log.warning("a file was not sent to its end: %s", why)
+    if http.transport is not None:
+        http.transport.abort()
+    http[RECORD].status = CLIENT_LEFT
     return response
 
 

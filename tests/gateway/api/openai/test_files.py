@@ -16,6 +16,7 @@ from gateway.api.openai.files import page
 from gateway.config import FileSettings, TenantSettings
 from gateway.types import StoredFile
 from tests.fakes.gateway import Gateway, running
+from tests.fakes.waiting import until
 
 TENANTS = (TenantSettings(name="a", keys=("key-of-aaaa",)), TenantSettings(name="b", keys=("key-of-bbbb",)))
 DAY_S = 86_400
@@ -157,6 +158,34 @@ async def test_bytes_come_as_a_download_that_no_browser_runs() -> None:
     assert headers["Content-Disposition"] == "attachment; filename*=UTF-8''%C3%BC.html"
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["x-request-id"]
+
+
+async def test_a_file_that_cannot_be_sent_to_its_end_is_cut_off_and_never_looks_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(files=settings(folder=tmp_path)) as gateway:
+        made = await upload(gateway, b"x" * 1000)
+        data = tmp_path / "anonymous" / f"{made.id.removeprefix('file-')}.data"
+        data.write_bytes(b"x" * 10)
+        with pytest.raises(openai.APIConnectionError):
+            await gateway.sdk().files.content(made.id)
+        data.write_bytes(b"x" * 2000)
+        assert (await gateway.sdk().files.content(made.id)).content == b"x" * 1000
+    assert "it has become shorter" in caplog.text
+
+
+async def test_a_client_that_does_not_read_its_file_does_not_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.api.uploads.PIECE_TIMEOUT_S", 0.05)
+    async with running(files=settings(folder=tmp_path)) as gateway:
+        made = await upload(gateway, b"x" * (24 << 20))
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1024)
+        writer.write(f"GET /v1/files/{made.id}/content HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        await until(lambda: "does not read" in caplog.text)
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            await reader.readexactly(24 << 20)
+        writer.close()
 
 
 async def test_an_upload_that_is_cut_off_leaves_nothing() -> None:
