@@ -17,6 +17,7 @@ from gateway.api.fields import (
     an_object,
     boolean,
     choice,
+    missing,
     object_schema,
     takes,
     text,
@@ -122,8 +123,12 @@ def orjson_loads(value: str, path: str) -> Any:
 
 
 def _json_schema(value: Any, path: str) -> Constraint:
+    if value is None:
+        raise missing(path)
     _only(an_object(value, path), _SCHEMA_FIELDS, path)
-    name = _string(value.get("name"), f"{path}.name")
+    if value.get("name") is None:
+        raise missing(f"{path}.name")
+    name = _string(value["name"], f"{path}.name")
     if not _NAME.fullmatch(name):
         raise _invalid(f"{path}.name", "1 to 64 letters, digits, '_' and '-' are expected")
     if value.get("description") is not None:

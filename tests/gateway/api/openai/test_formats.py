@@ -79,7 +79,13 @@ def test_structured_outputs_of_every_kind() -> None:
 
 WRONG = [
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "unknown_parameter"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "missing_required_parameter",
+    ),
+    ({"response_format": schema_format(name=None)}, "response_format.json_schema.name", "missing_required_parameter"),
     ({"response_format": schema_format(name="")}, "response_format.json_schema.name", "invalid_value"),
     ({"response_format": schema_format(name="a b")}, "response_format.json_schema.name", "invalid_value"),
     ({"response_format": schema_format(name=3)}, "response_format.json_schema.name", "invalid_type"),

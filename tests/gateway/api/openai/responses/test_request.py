@@ -146,7 +146,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"style": 1}}, "text.style", "unknown_parameter"),
     ({"text": {"verbosity": "none"}}, "text.verbosity", "invalid_value"),
     ({"text": {"format": {"type": "json"}}}, "text.format.type", "invalid_value"),
-    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "invalid_type"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "missing_required_parameter"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": None, "schema": {}}}},
+        "text.format.name",
+        "missing_required_parameter",
+    ),
     (
         {"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}},
         "text.format.name",
