@@ -65,6 +65,7 @@ class Dialect:
     error_schema    of that body, closed: what every refusal is held to
     asking_headers  of a request, as the docs show them, with KEY for the key
     status          of an error; most dialects keep the error's own
+    unknown         whether a request asks for something that is not there, though its path can be asked otherwise
     """
 
     name: str
@@ -75,6 +76,7 @@ class Dialect:
     error_schema: JsonSchema
     asking_headers: Mapping[str, str]
     status: Callable[[KvasirError], int] = lambda error: error.status
+    unknown: Callable[[web.Request], bool] = lambda http: False
 
 
 def retry_headers(error: KvasirError) -> dict[str, str]:

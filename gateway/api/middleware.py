@@ -68,6 +68,8 @@ async def _answered(http: web.Request, handler: Handler, record: Record) -> web.
     except web.HTTPNotFound:
         return _refuse(_unknown_url(http), record)
     except web.HTTPMethodNotAllowed as error:
+        if record.dialect.unknown(http):
+            return _refuse(_unknown_url(http), record)
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{http.path} cannot be asked with {error.method}; it takes {allowed}."
         return _refuse(MethodNotAllowedError(message), record, {"Allow": allowed})

@@ -21,7 +21,7 @@ _OWN_PATHS: Final = re.compile(
     r"|/v1/(cachedContents|tunedModels)(/.*)?"
     r"|/v1/models/.+:(generateContent|streamGenerateContent|countTokens|embedContent|batchEmbedContents|predict)"
 )
-_VERB: Final = re.compile(r"/v1/models/.+:[A-Za-z]+")  # of a POST; a model that is got may be `name:tag`
+_VERB: Final = re.compile(r"/v1(beta)?/models/.+:[A-Za-z]+")  # of a POST; a model that is got may be `name:tag`
 _STATUS: Final = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -47,6 +47,11 @@ def speaks(http: web.Request) -> bool:
     if "x-goog-api-key" in http.headers or "x-goog-api-client" in http.headers:
         return True
     return bool(http.rel_url.raw_query_string) and "key" in http.query  # hardly any other request has a query
+
+
+def unknown(http: web.Request) -> bool:
+    """A POST to a model with a verb that is not there."""
+    return http.method == "POST" and bool(_VERB.fullmatch(http.path))
 
 
 def error_json(error: KvasirError, request_id: str = "") -> dict[str, Any]:
@@ -109,4 +114,5 @@ GEMINI = Dialect(
     error_schema=closed_object({"error": _ERROR}),
     asking_headers={"x-goog-api-key": "KEY"},
     status=_status,
+    unknown=unknown,
 )

@@ -55,7 +55,9 @@ async def test_a_request_is_told_by_path_and_header_and_never_by_its_key(
         ("POST", "/v1/models/tunedModels/x:generateContent", 404, "NOT_FOUND"),
         ("GET", "/v1beta/models/other", 404, "NOT_FOUND"),
         ("PUT", "/v1beta/models/demo:generateContent", 405, "UNIMPLEMENTED"),
-        ("POST", "/v1/models/demo:embedContent", 405, "UNIMPLEMENTED"),
+        ("POST", "/v1beta/models/demo", 405, "UNIMPLEMENTED"),
+        ("POST", "/v1/models/demo:embedContent", 404, "NOT_FOUND"),
+        ("POST", "/v1beta/models/demo:doSomething", 404, "NOT_FOUND"),
     ],
 )
 async def test_what_is_not_there_is_said_in_this_shape(method: str, path: str, status: int, name: str) -> None:
