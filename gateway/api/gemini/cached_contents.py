@@ -19,6 +19,7 @@ from gateway.api.gemini.caching import (
     CREATE,
     MASK,
     expires_s,
+    in_ms,
     kept_part,
     kept_values,
     marker,
@@ -108,7 +109,7 @@ class CachedContents:
         values = read(body, CREATE)
         if not values.get("model"):
             raise BadRequestError("'model' is not specified.", param="model", code="missing_required_parameter")
-        name, now_s = model_name(values["model"]), self._now()
+        name, now_s = model_name(values["model"]), in_ms(self._now())
         end_s = expires_s(values, now_s, self._settings, default=True)
         kept = kept_part(body, self._settings)
         tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s)

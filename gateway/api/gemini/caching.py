@@ -107,7 +107,12 @@ def expires_s(values: dict[str, Any], now_s: float, limits: GeminiSettings, *, d
             f"{duration(limits.longest_s)} (gemini.min_ttl, gemini.max_ttl).",
             param=path,
         )
-    return float(now_s + ttl_s)
+    return in_ms(now_s + ttl_s)
+
+
+def in_ms(seconds: float) -> float:
+    """To the millisecond, which is what every store keeps: a time is told the same whenever it is asked for."""
+    return round(seconds, 3)
 
 
 def marker(values: dict[str, Any], ttl_s: float) -> Marker:
