@@ -266,9 +266,13 @@ class Street:
                     told = update.prompt_logprobs
                     scored = () if told is None else self._prompts.score(prompt, told, engine.hello)
                     yield Started(engine.name, _usage(trace), scored)
-                trace.completion_tokens += len(update.tokens) + (update.stop_id is not None)
-                for event in reader.feed(update.tokens, update.logprobs or ()):
-                    yield event
+                for tokens, logprobs in _pieces(request, update):
+                    trace.completion_tokens += len(tokens)
+                    for event in reader.feed(tokens, logprobs):
+                        yield event
+                    if reader.ended:
+                        break
+                trace.completion_tokens += update.stop_id is not None and not reader.ended
                 if not reader.ended and update.finish in ("stop", "length"):
                     for event in reader.flush():
                         yield event
@@ -280,6 +284,17 @@ class Street:
                 if time.monotonic() > request.deadline_s:
                     raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
         raise EngineLostError(f"Engine {engine.name} ended the answer without a reason.")
+
+
+def _pieces(request: Request, update: SequenceUpdate) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
+    """Its tokens one by one where the text may end an answer, so that nothing behind that end is counted: how many
+    tokens come with an update is chance."""
+    tokens, logprobs = update.tokens, update.logprobs or ()
+    if len(tokens) < 2 or not (request.stop or (request.tool_use and not request.tool_use.parallel)):
+        yield tokens, logprobs
+        return
+    for index in range(len(tokens)):
+        yield tokens[index : index + 1], logprobs[index : index + 1]
 
 
 def _reason(reader: Reader, update: SequenceUpdate) -> FinishReason:
@@ -320,6 +335,7 @@ def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update
     trace.cached_tokens = update.cached_tokens or 0
     trace.lease_read_tokens = update.lease_read_tokens or 0
     trace.lease_write_tokens = update.lease_write_tokens or 0
+    trace.told_cached_tokens = _told_cached(trace, only_leased=request.only_leased)
     if isinstance(request.prompt, ChatPrompt) and request.prompt.markers:
         points = prompt.breakpoints
         degraded = len(points) if update.leases_degraded is None else update.leases_degraded
@@ -331,31 +347,32 @@ def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update
         elif trace.lease_write_tokens:
             trace.kept_tokens = trace.lease_read_tokens + trace.lease_write_tokens
         end = min(trace.lease_read_tokens + trace.lease_write_tokens, trace.prompt_tokens)
-        trace.lease_writes = tuple(_lease_writes(points, trace.lease_read_tokens, end))
+        trace.lease_writes = tuple(_lease_writes(points, trace.told_cached_tokens, end))
     else:
         end = prompt.num_tokens // block_size * block_size if request.use_cache else 0
-    trace.cache_write_tokens = max(0, end - _cached(trace))
+    trace.cache_write_tokens = max(0, end - trace.told_cached_tokens)
 
 
 def _lease_writes(points: Sequence[Breakpoint], read: int, end: int) -> Iterator[tuple[float, int]]:
-    """Time to live and tokens of what each breakpoint adds to the one before it, between what was read and the last
-    that is kept."""
+    """Time to live and tokens of what each breakpoint adds to the one before it, between what is told as cached and the
+    last that is kept."""
     for point in points:
         if read < point.tokens <= end:
             yield point.ttl_s, point.tokens - read
             read = point.tokens
 
 
-def _cached(trace: Trace) -> int:
-    """To report: nobody is told of less than a lease promised, however much of it was computed again."""
-    return min(max(trace.cached_tokens, trace.lease_read_tokens), trace.prompt_tokens)
+def _told_cached(trace: Trace, *, only_leased: bool) -> int:
+    """Nobody is told of less than a lease promised, however much of it was computed again."""
+    reused = 0 if only_leased else trace.cached_tokens
+    return min(max(reused, trace.lease_read_tokens), trace.prompt_tokens)
 
 
 def _usage(trace: Trace) -> Usage:
     return Usage(
         prompt_tokens=trace.prompt_tokens,
         completion_tokens=trace.completion_tokens,
-        cached_tokens=_cached(trace),
+        cached_tokens=trace.told_cached_tokens,
         cache_write_tokens=trace.cache_write_tokens,
         lease=trace.lease.state if trace.lease else None,
         lease_read_tokens=min(trace.lease_read_tokens, trace.prompt_tokens),

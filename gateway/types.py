@@ -204,6 +204,7 @@ class Trace:
     lane: Lane = "online"
     prompt_tokens: int = 0
     cached_tokens: int = 0  # whose blocks were physically reused
+    told_cached_tokens: int = 0  # as in Usage
     cache_write_tokens: int = 0
     lease_read_tokens: int = 0  # of the longest lease that the prompt begins with, to the token
     lease_write_tokens: int = 0  # beyond those, up to the last breakpoint that is kept from now on
@@ -251,6 +252,7 @@ class Request:
     lane: Lane = "online"
     scope: Scope | None = None  # None is the tenant's own
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
+    only_leased: bool = False  # what was reused without a lease is not told as cached
     prewarm: bool = False  # computes the prompt, so that it is cached, and generates nothing
     fit: bool = False  # max_tokens that are more than the context has left are cut to that, and not refused
     constraint: Constraint | None = None
@@ -318,11 +320,11 @@ class Ask:
 class Usage:
     """Tokens of one answer. prompt_tokens includes cached_tokens and cache_write_tokens, which do not overlap.
 
-    cached_tokens       physically reused, or read from a lease, to the token; whichever is more
+    cached_tokens       physically reused, or read from a lease, to the token; whichever is more; or the latter alone
     cache_write_tokens  what the breakpoints wrote; without any, what the next request can reuse
     lease               what became of the breakpoints; of several requests, whether any was degraded
     lease_read_tokens   of the longest lease that the prompt begins with, to the token
-    lease_writes        what the breakpoints wrote behind that: time to live in seconds, tokens; shortest prefix first
+    lease_writes        the same by breakpoint: time to live in seconds, tokens; shortest prefix first
     """
 
     prompt_tokens: int

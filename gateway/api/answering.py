@@ -207,6 +207,7 @@ class Answering:
                 prompt_param=call.prompt_param,
                 scope=scope,
                 use_cache=call.use_cache,
+                only_leased=call.only_leased,
                 prewarm=call.prewarm,
                 fit=call.fit,
                 constraint=call.constraint,

@@ -35,6 +35,7 @@ class Call:
     constraint: Constraint | None = None
     tool_use: ToolUse | None = None
     use_cache: bool = True
+    only_leased: bool = False
     cache_key: str = ""
     cache_salt: str = ""
 

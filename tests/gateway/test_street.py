@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -249,10 +250,26 @@ async def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
     asked = replace(request(stop=("xyz",)), sampling=Sampling(max_tokens=9, logprobs=0))
     assert (await walk(stages, asked))[1:-1] == [
         TextDelta("a", scored(0)),
-        TextDelta("bc", scored(1, 2)),
+        TextDelta("b", scored(1)),
+        TextDelta("c", scored(2)),
         TextDelta("d", scored(3)),
         TextDelta("x", scored(23)),
     ]
+
+
+async def test_tokens_behind_a_stop_string_are_not_counted_however_they_came() -> None:
+    tokens = [0, 1, 2, 3, 4]
+    for cuts in itertools.product((False, True), repeat=4):
+        updates, at = [], 0
+        for end in [*(index + 1 for index, cut in enumerate(cuts) if cut), 5]:
+            updates.append(SequenceUpdate(1, tokens[at:end]))
+            at = end
+        updates[0].cached_tokens = 0
+        updates[-1].finish, updates[-1].stop_id = "stop", 25
+        events = await walk(Stages([ScriptedEngine("e", [updates])]), request(stop=("cd",)))
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert (finished.usage.completion_tokens, finished.stop) == (4, "cd")
 
 
 async def test_log_probabilities_of_a_stop_string_are_never_told() -> None:
@@ -584,6 +601,20 @@ async def test_a_request_whose_prefixes_are_too_short_has_no_lease() -> None:
     asked = replace(request(), prompt=prompt)
     await walk(Stages([ScriptedEngine("e", [[first]])]), asked)
     assert asked.trace.lease is None
+
+
+async def test_in_explicit_mode_nothing_is_cached_that_was_not_asked_for() -> None:
+    first = SequenceUpdate(1, [0], cached_tokens=8, lease_read_tokens=3, lease_write_tokens=4, finish="stop")
+    prompt = ChatPrompt([{"role": "user", "content": "p"}], markers=(Marker(0, 1, 60.0),))
+    told = []
+    for only_leased in (True, False):
+        asked = replace(request(), prompt=prompt, only_leased=only_leased)
+        events = await walk(Stages([ScriptedEngine("e", [[replace(first)]])], breakpoints=POINTS), asked)
+        assert isinstance(events[-1], Finished)
+        usage = events[-1].usage
+        assert sum(tokens for _, tokens in usage.lease_writes) == usage.cache_write_tokens
+        told.append((usage.cached_tokens, usage.cache_write_tokens))
+    assert told == [(3, 4), (8, 0)]
 
 
 async def test_a_prompt_is_counted_without_an_engine_being_asked() -> None:

@@ -36,6 +36,7 @@ class Caching(NamedTuple):
 
     markers: tuple[Marker, ...] = ()
     use_cache: bool = True
+    only_leased: bool = False
 
 
 def read_caching(messages: Sequence[Any], options: dict[str, Any] | None, leases: LeaseSettings) -> Caching:
@@ -57,7 +58,7 @@ def place_markers(
         for point in points
     ]
     if options.get("mode") == "explicit":
-        return Caching(tuple(explicit[-MAX_BREAKPOINTS:]), use_cache=bool(explicit))
+        return Caching(tuple(explicit[-MAX_BREAKPOINTS:]), use_cache=bool(explicit), only_leased=True)
     markers = explicit[1 - MAX_BREAKPOINTS :]
     if asked is not None and (place := _latest_eligible(messages)) is not None:
         markers.append(Marker(*place, ttl_s))

@@ -43,7 +43,8 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int) ->
         raise _together("tool_choice", "ignore_eos")
     prompt = ChatPrompt(values["messages"], markers=caching.markers, tools=tools)
     call = _call(values, (prompt,), "messages", max_tokens, logprobs)
-    return replace(call, use_cache=caching.use_cache, choices=_choices(values, 1, max_answers), tool_use=use)
+    call = replace(call, use_cache=caching.use_cache, only_leased=caching.only_leased)
+    return replace(call, choices=_choices(values, 1, max_answers), tool_use=use)
 
 
 def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:

@@ -102,6 +102,7 @@ def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
         constraint=None if prewarm else values.get("text"),
         tool_use=None if prewarm else use,
         use_cache=caching.use_cache,
+        only_leased=caching.only_leased,
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
     )

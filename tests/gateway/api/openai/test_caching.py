@@ -147,3 +147,9 @@ def test_a_ttl_that_is_not_allowed_is_refused_with_those_that_are(ttl: str) -> N
 def test_even_a_breakpoint_that_does_not_count_has_to_be_right() -> None:
     with pytest.raises(BadRequestError):
         asked(user(text("a", "7m"), *[text("x") for _ in range(5)]))
+
+
+@pytest.mark.parametrize(("mode", "only_leased"), [("explicit", True), ("implicit", False)])
+def test_only_explicit_mode_is_told_of_leases_alone(mode: str, only_leased: bool) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt_cache_options": {"mode": mode}}
+    assert parse_chat(body, LeaseSettings(), 16).only_leased is only_leased
