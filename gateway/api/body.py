@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from aiohttp import web
@@ -18,6 +18,12 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, BodyTooLargeError
+
+ENCODING_UNSUPPORTED: Final = "request_body_encoding_unsupported"
+ENCODING_INVALID: Final = "request_body_encoding_invalid"
+DECODED_TOO_LARGE: Final = "request_body_too_large_after_decoding"
+ENCODING_CODES: Final = (ENCODING_UNSUPPORTED, ENCODING_INVALID, DECODED_TOO_LARGE)
+"""Codes of errors of a compressed body, by their names in the Anthropic API."""
 
 _CONTAINERS = frozenset((dict, list))
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
@@ -46,7 +52,9 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
             body = _decoded(http, body, server.max_body_bytes)
     except TimeoutError:
         raise BadRequestError("The request body did not arrive in time (server.body_timeout_s).") from None
-    except (web.RequestPayloadError, BadHttpMessage, zlib.error) as error:
+    except zlib.error:
+        raise BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID) from None
+    except (web.RequestPayloadError, BadHttpMessage) as error:
         raise BadRequestError(f"The request body cannot be read: {type(error).__name__}.") from None
     return parse_object(body, server.max_json_depth)
 
@@ -88,7 +96,8 @@ def _check_headers(http: web.Request, limit_bytes: int) -> None:
     if (http.content_length or 0) > limit_bytes:
         raise BodyTooLargeError(limit_bytes)
     if _encoding(http) not in ("identity", "gzip", "x-gzip", "deflate"):
-        raise BadRequestError("Content-Encoding must be gzip, deflate or identity.")
+        why = "Content-Encoding must be gzip, deflate or identity."
+        raise BadRequestError(why, code=ENCODING_UNSUPPORTED)
 
 
 def _encoding(http: web.Request) -> str:
@@ -113,7 +122,7 @@ def _decoded(http: web.Request, body: bytes, limit_bytes: int) -> bytes:
     decoder = zlib.decompressobj(_GZIP_OR_ZLIB)
     decoded = decoder.decompress(body, limit_bytes + 1)
     if len(decoded) > limit_bytes:
-        raise BodyTooLargeError(limit_bytes)
+        raise BodyTooLargeError(limit_bytes, code=DECODED_TOO_LARGE)
     if not decoder.eof:
-        raise BadRequestError("The compressed request body is cut short.")
+        raise BadRequestError("The compressed request body is cut short.", code=ENCODING_INVALID)
     return decoded

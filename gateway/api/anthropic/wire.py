@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, cast
 
 from aiohttp import web
 
+from gateway.api.body import ENCODING_CODES
 from gateway.api.dialect import Dialect, printable
 from gateway.api.fields import closed_object, shown
 from gateway.errors import BadRequestError, ContextLengthError, DeadlineError, KvasirError
@@ -56,7 +57,10 @@ def error_json(error: KvasirError, request_id: str) -> dict[str, Any]:
     """The body of an error answer, and of an error event."""
     code = status(error)
     kind = _TYPES.get(code, "api_error" if code >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": printable(_message(error))}, "request_id": request_id}
+    told: dict[str, Any] = {"type": kind, "message": printable(_message(error))}
+    if error.code in ENCODING_CODES:
+        told["details"] = {"error_code": error.code}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def dotted(path: str) -> str:
@@ -83,7 +87,16 @@ def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:
     return {"request-id": request_id}
 
 
-_ERROR: Final = closed_object({"type": {"enum": list(ERROR_TYPES)}, "message": {"type": "string"}})
+_ERROR: Final = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": list(ERROR_TYPES)},
+        "message": {"type": "string"},
+        "details": closed_object({"error_code": {"enum": list(ENCODING_CODES)}}),
+    },
+    "required": ["type", "message"],
+    "additionalProperties": False,
+}
 
 ANTHROPIC = Dialect(
     name="anthropic",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
 import pytest
@@ -143,3 +144,26 @@ async def test_what_fails_after_the_first_token_is_counted_with_its_own_status()
         told = await gateway.transcript("/v1/messages", BODY | {"stream": True}, headers=VERSION)
         assert '"type":"timeout_error"' in told.split("event: error")[1]
         assert 'status="504"' in (await gateway.get("/metrics"))[1]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data", "status", "code"),
+    [
+        ("br", b"{}", 400, "request_body_encoding_unsupported"),
+        ("gzip", b"{}", 400, "request_body_encoding_invalid"),
+        ("gzip", gzip.compress(b"{}")[:-9], 400, "request_body_encoding_invalid"),
+        ("gzip", gzip.compress(b" " * 3000), 413, "request_body_too_large_after_decoding"),
+    ],
+)
+async def test_what_is_wrong_with_a_compressed_body_has_a_code(
+    encoding: str, data: bytes, status: int, code: str
+) -> None:
+    headers = VERSION | {"Content-Encoding": encoding}
+    async with (
+        running(server=ServerSettings(max_body_bytes=2000)) as gateway,
+        gateway.session.post(f"{gateway.url}/v1/messages", data=data, headers=headers) as answer,
+    ):
+        error = (await answer.json())["error"]
+        assert (answer.status, error["details"]) == (status, {"error_code": code})
+        kind = "request_too_large" if status == 413 else "invalid_request_error"
+        assert error["type"] == kind
