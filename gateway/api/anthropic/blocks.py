@@ -52,6 +52,7 @@ class Part(NamedTuple):
     call     of a tool_use block, as templates take it
     call_id  of a tool_use or tool_result block
     control  its cache_control
+    cited    whether a text block has citations
     """
 
     kind: Kind
@@ -60,6 +61,7 @@ class Part(NamedTuple):
     call: dict[str, Any] | None = None
     call_id: str = ""
     control: Mapping[str, str] | None = None
+    cited: bool = False
 
 
 _control = record(type=choice("ephemeral"), ttl=choice("5m", "1h"))
@@ -97,15 +99,7 @@ def read_block(value: Any, path: str, readers: Mapping[str, Callable[[dict[str, 
 
 
 def plain_text(value: Any, path: str) -> Part:
-    """A text block without citations."""
-    part = any_text(value, path)
-    if value.get("citations"):
-        raise invalid(f"{path}.citations", "citations are of answers; a text of the user has none")
-    return part
-
-
-def any_text(value: Any, path: str) -> Part:
-    """A text block. Citations of an earlier answer are accepted, and nothing is done with them."""
+    """A text block. Nothing is done with citations; who may have some is for the version of the API to say."""
     only(value, path, "text", "cache_control", "citations")
     said = required(value, "text", path)
     if not said:
@@ -114,7 +108,7 @@ def any_text(value: Any, path: str) -> Part:
         raise invalid(path, "text content blocks must contain non-whitespace text")
     if value.get("citations") is not None and type(value["citations"]) is not list:
         raise wrong_type(f"{path}.citations", "an array", value["citations"])
-    return Part("text", path, said, control=read_control(value, path))
+    return Part("text", path, said, control=read_control(value, path), cited=bool(value.get("citations")))
 
 
 def document(value: Any, path: str) -> Part:
@@ -208,7 +202,7 @@ def _texts(value: Any, path: str, readers: Mapping[str, Callable[[dict[str, Any]
     return "".join(part.text for part in parts)
 
 
-_IN_RESULTS: Final = {"text": any_text, "document": document}
+_IN_RESULTS: Final = {"text": plain_text, "document": document}
 
 
 def _no_toolset(value: dict[str, Any], path: str) -> None:

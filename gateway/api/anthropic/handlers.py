@@ -83,9 +83,8 @@ class Anthropic:
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""
-        tenant = self._answering.admit(http)
-        read_version(http)
-        call = parse_count(await read_json(http, self._server), self._settings, self._leases)
+        tenant, version = self._answering.admit(http), read_version(http)
+        call = parse_count(await read_json(http, self._server), version, self._settings, self._leases)
         model = self._answering.model(call.model, http[RECORD])
         count = await self._answering.count(http, tenant, call, model)
         return reply(orjson.dumps({"input_tokens": count}), http[RECORD])

@@ -23,7 +23,6 @@ from gateway.api.anthropic.blocks import (
     TOOL_USE,
     Kind,
     Part,
-    any_text,
     document,
     only,
     plain_text,
@@ -54,7 +53,7 @@ _READERS: Final = {
     "system": {"text": plain_text},
     "user": {"text": plain_text, "document": document, "tool_result": tool_result},
     "assistant": {
-        "text": any_text,
+        "text": plain_text,
         "tool_use": tool_use,
         "thinking": thinking,
         "redacted_thinking": redacted_thinking,

@@ -35,6 +35,7 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
             if name in body:
                 raise unknown_parameter(name)
     values = read(body, MESSAGES, required=("model", "max_tokens", "messages"))
+    _check_citations(values, version)
     max_tokens, stream = values["max_tokens"], values.get("stream", False)
     _check_thinking(values)
     if not max_tokens:
@@ -67,9 +68,10 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
     return Asked(call, caching, question)
 
 
-def parse_count(body: dict[str, Any], settings: AnthropicSettings, leases: LeaseSettings) -> Call:
+def parse_count(body: dict[str, Any], version: Version, settings: AnthropicSettings, leases: LeaseSettings) -> Call:
     """As parse_message, for a request that is only counted."""
     values = read(body, COUNT, required=("model", "messages"))
+    _check_citations(values, version)
     return Call(
         model=values["model"],
         prompts=(replace(_prompt(values, settings, leases)[0], markers=()),),
@@ -111,6 +113,16 @@ def _pieces(values: dict[str, Any]) -> list[Piece]:
             said = part.text if part.call is None else json_text(part.call["function"])
             pieces.append(Piece("messages", part.path, kind, said))
     return pieces
+
+
+def _check_citations(values: dict[str, Any], version: Version) -> None:
+    """The older version takes them anywhere, the newer one only in what the assistant said."""
+    if version == "2023-06-01":
+        return
+    said = [values.get("system", ()), *(turn.parts for turn in values["messages"] if turn.role != "assistant")]
+    for part in (part for parts in said for part in parts):
+        if part.cited:
+            raise invalid(f"{part.path}.citations", "citations are of answers; a text of the user has none")
 
 
 def _check_thinking(values: dict[str, Any]) -> None:

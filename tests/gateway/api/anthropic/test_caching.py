@@ -185,11 +185,13 @@ def test_a_run_of_results_is_one_position() -> None:
 
 def test_counting_looks_for_no_breakpoints() -> None:
     body = {"model": "demo", "messages": [user(text("a", **MARK))]}
-    (prompt,) = parse_count(body, AnthropicSettings(), LeaseSettings()).prompts
+    (prompt,) = parse_count(body, "2026-10-21", AnthropicSettings(), LeaseSettings()).prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.markers == ()
     with pytest.raises(BadRequestError, match="A maximum of 4"):
-        parse_count({**body, "messages": [user(*[text("a", **MARK)] * 5)]}, AnthropicSettings(), LeaseSettings())
+        parse_count(
+            {**body, "messages": [user(*[text("a", **MARK)] * 5)]}, "2026-10-21", AnthropicSettings(), LeaseSettings()
+        )
 
 
 def test_the_least_length_is_the_models() -> None:

@@ -140,6 +140,17 @@ def test_a_block_that_is_wrong_is_told_by_its_path(item: Any, told: str) -> None
     assert refusal(messages=[{"role": "user", "content": [item]}]).startswith(told)
 
 
+def test_the_older_version_takes_citations_of_a_user_and_does_nothing_with_them() -> None:
+    cited = {"role": "user", "content": [block("text", text="hi", citations=[{"type": "char_location"}])]}
+    body: dict[str, Any] = {"model": "demo", "messages": [cited], "system": [block("text", text="x", citations=[{}])]}
+    prompts = message("2023-06-01", **body).prompts
+    plain = [{"role": "system", "content": "x"}, USER]
+    assert prompts == (ChatPrompt(plain),)
+    assert parse_count(body, "2023-06-01", AnthropicSettings(), LeaseSettings()).prompts == prompts
+    with pytest.raises(BadRequestError, match="citations are of answers"):
+        parse_count(body, "2026-10-21", AnthropicSettings(), LeaseSettings())
+
+
 def test_the_system_prompt_is_the_first_message() -> None:
     assert rendered(USER, system="Be brief.") == [{"role": "system", "content": "Be brief."}, USER]
     blocks = [block("text", text="Be "), block("text", text="brief.")]
@@ -274,9 +285,12 @@ def test_the_length_of_a_conversation_is_bounded() -> None:
 
 def test_counting_takes_no_limit_and_has_the_same_prompt() -> None:
     body = {"model": "demo", "messages": [USER], "system": "Be brief."}
-    assert parse_count(body, AnthropicSettings(), LeaseSettings()).prompts == message(system="Be brief.").prompts
+    assert (
+        parse_count(body, "2026-10-21", AnthropicSettings(), LeaseSettings()).prompts
+        == message(system="Be brief.").prompts
+    )
     with pytest.raises(BadRequestError, match="max_tokens"):
-        parse_count({**body, "max_tokens": 1}, AnthropicSettings(), LeaseSettings())
+        parse_count({**body, "max_tokens": 1}, "2026-10-21", AnthropicSettings(), LeaseSettings())
 
 
 TAKEN: list[Any] = [

@@ -38,7 +38,7 @@ def test_tools_are_part_of_the_prompt_and_may_be_called() -> None:
     assert call.prompts == (ChatPrompt([USER], tools=TOOLS),)
     assert call.tool_use == ToolUse(TOOLS)
     body = {"model": "demo", "messages": [USER], "tools": [WEATHER, CLOCK]}
-    counted = parse_count(body, AnthropicSettings(), LeaseSettings())
+    counted = parse_count(body, "2026-10-21", AnthropicSettings(), LeaseSettings())
     assert (counted.prompts, counted.tool_use) == (call.prompts, call.tool_use)
 
 
