@@ -88,7 +88,9 @@ class Responses:
         items = with_ids(await self._items(tenant, asked), token)
         call = await self._call(http, tenant, asked, items, model)
         diagnosis = await self._diagnosis(tenant, asked, items)
-        shape = ResponseShape(asked, token, leases=self._leases, diagnose=diagnosis)
+        shape = ResponseShape(
+            asked, token, leases=self._leases, generated=lambda: record.completion_tokens, diagnose=diagnosis
+        )
         if asked.values.get("background"):
             return await self._begin(http, tenant, call, model, shape, items)
         keeper = None

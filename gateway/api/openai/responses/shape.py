@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -29,16 +30,27 @@ Diagnose = Callable[[Mapping[str, Any], Usage], dict[str, Any]]
 class ResponseShape:
     """One response. `response` is the object as it stands; `begun` says whether a client has been told its id."""
 
-    def __init__(self, asked: Asked, token: str, *, leases: LeaseSettings, diagnose: Diagnose | None = None) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        token: str,
+        *,
+        leases: LeaseSettings,
+        generated: Callable[[], int],
+        diagnose: Diagnose | None = None,
+    ) -> None:
+        """`generated` is how many tokens it has so far, for one that does not come to its end."""
         self.response = new_response(asked, token, leases)
         self.begun = False
         self._prewarm = asked.values.get("prompt_cache_options", {}).get("prewarm", False)
         self._leases = leases
+        self._generated = generated
         self._diagnose = diagnose
         self._token = token
         self._number = 0  # of the next event
         self._unsent = b""  # events of a response that failed
         self._reason: FinishReason = "stop"
+        self._prompt: Usage | None = None  # of a stream that has begun
         self._text: _Text | None = None  # the items that are open; at most one of them is
         self._call: _Call | None = None
 
@@ -55,6 +67,7 @@ class ResponseShape:
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
         """Nothing more before the first text."""
+        self._prompt = started.usage
         return b""
 
     def text(self, index: int, delta: TextDelta) -> bytes:
@@ -134,6 +147,9 @@ class ResponseShape:
         """What is open is closed, with events that `failure` tells."""
         self._unsent = self._close(cut=True)
         self.response = failed_response(self.response, error)
+        if self._prompt is not None:
+            usage = replace(self._prompt, completion_tokens=self._generated())
+            self.response["usage"] = usage_json(usage, self._leases)
 
     def cancel(self) -> None:
         """For a client that hears nothing more of it."""

@@ -243,6 +243,9 @@ async def test_a_stream_that_failed_says_so_to_the_sdk() -> None:
         assert (failed.response.status, failed.response.error.code) == ("failed", "server_error")
         assert "went away" in failed.response.error.message
         assert failed.response.output[0].status == "incomplete"
+        usage = failed.response.usage
+        assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (40, 2, 42)
+        assert usage.input_tokens_details.cached_tokens == 32
         async with client.responses.stream(model="demo", input="hi") as helper:
             with pytest.raises(RuntimeError, match=r"response\.completed"):
                 await helper.get_final_response()
