@@ -5,6 +5,7 @@ goes out, answering.py does what is between.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Final
 
 import orjson
 from aiohttp import web
@@ -12,6 +13,7 @@ from aiohttp import web
 from gateway.api.answering import Answering, reply
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
+from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model_json
@@ -19,6 +21,14 @@ from gateway.api.openai.tools import names_a_function
 from gateway.api.record import RECORD
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError
+
+_list = (
+    Parameter("after", text(), "id of a chat", "Only those that come after this one."),
+    Parameter("limit", in_url(integer(1, 10_000)), "integer 1 to 10000", "Chats at most."),
+    Parameter("order", choice("asc", "desc"), "`asc` or `desc`", "Their order by age."),
+    Parameter("model", text(), "string", "Only those of this model."),
+)
+LIST: Final = {parameter.name: parameter for parameter in _list}
 
 
 class OpenAI:
@@ -51,6 +61,13 @@ class OpenAI:
                 media=(JSON, SSE),
                 example={"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 32},
             ),
+            Route(
+                "GET",
+                "/v1/chat/completions",
+                self.list_chats,
+                "The chats that are kept: none, ever.",
+                query=LIST,
+            ),
             Route("GET", "/v1/models", self.list_models, "The models that are served."),
             Route("GET", "/v1/models/{model:.+}", self.get_model, "One of them."),
         ]
@@ -66,6 +83,13 @@ class OpenAI:
             model, call.choices.n, include_usage=call.include_usage, calls=calls, named=names_a_function(body)
         )
         return await self._answering.answer(http, tenant, call, model, shape)
+
+    async def list_chats(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/chat/completions"""
+        self._answering.admit(http)
+        read_query(http.query, LIST)
+        nothing: dict[str, Any] = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+        return reply(orjson.dumps(nothing), http[RECORD])
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""

@@ -55,7 +55,7 @@ async def test_unknown_urls_are_404_in_the_shape_of_the_api(path: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/chat/completions", "GET, POST"),
         ("PUT", "/v1/completions", "POST"),
         ("DELETE", "/v1/models", "GET"),
         ("POST", "/v1/models/demo", "GET"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -153,6 +154,19 @@ async def test_each_error_is_the_sdks_own_exception(
         assert raised.value.response.headers["content-type"].startswith("application/json")
         assert error.message in raised.value.message
     assert gateway.street.open == 0
+
+
+async def test_chats_are_not_kept_so_that_there_are_none_to_list() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        made = await client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hi"}])
+        page = await client.chat.completions.list(limit=3, order="desc", model="demo")
+        assert (page.data, page.has_more, page.has_next_page()) == ([], False, False)
+        expected = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+        assert json.loads((await gateway.get("/v1/chat/completions"))[1]) == expected
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.list(limit=0)
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.retrieve(made.id)
 
 
 async def test_unknown_models_are_not_found_everywhere() -> None:
