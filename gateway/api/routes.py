@@ -20,7 +20,7 @@ from gateway.api.anthropic.handlers import Anthropic
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.auth import Auth
 from gateway.api.body import expect_continue
-from gateway.api.dialect import Route
+from gateway.api.dialect import BYTES, Route
 from gateway.api.dialects import DIALECTS, handlers_of
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
@@ -111,14 +111,19 @@ def build_app(
     app = web.Application(middlewares=[observed(metrics)], client_max_size=0)
     app[ROUTES] = docs.routes
     app.on_shutdown.append(lambda _: background.close())
+    # What sends a file piece by piece would do so for a HEAD as well.
+    downloads = {route.path for own in docs.routes.values() for route in own if BYTES in route.media}
     for (method, path), handler in handlers_of(docs.routes).items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
+        if method == "GET" and path not in downloads:
+            app.router.add_route("HEAD", path, handler)
     return app
 
 
 def routes(app: web.Application) -> list[tuple[str, str]]:
-    """Method and path of everything the application answers."""
-    return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
+    """Method and path of everything the application answers; HEAD is asked where GET is."""
+    every = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
+    return [one for one in every if one[0] != "HEAD"]
 
 
 def _our_errors(record: logging.LogRecord) -> bool:

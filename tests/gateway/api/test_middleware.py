@@ -55,18 +55,36 @@ async def test_unknown_urls_are_404_in_the_shape_of_the_api(path: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("PUT", "/v1/chat/completions", "GET, POST"),
+        ("PUT", "/v1/chat/completions", "GET, HEAD, POST"),
         ("PUT", "/v1/completions", "POST"),
-        ("DELETE", "/v1/models", "GET"),
-        ("POST", "/v1/models/demo", "GET"),
-        ("POST", "/metrics", "GET"),
-        ("PATCH", "/admin/stats", "GET"),
+        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("POST", "/v1/models/demo", "GET, HEAD"),
+        ("POST", "/metrics", "GET, HEAD"),
+        ("PATCH", "/admin/stats", "GET, HEAD"),
     ],
 )
 async def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: str) -> None:
     async with running() as gateway, gateway.session.request(method, gateway.url + path) as answer:
         assert (answer.status, answer.headers["allow"]) == (405, allowed)
         assert set((await answer.json())["error"]) == KEYS
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/health/liveness", "/metrics", "/docs", "/v1/models", "/v1/files"])
+async def test_head_is_answered_as_get_is_without_a_body(path: str) -> None:
+    async with running() as gateway:
+        async with gateway.session.get(gateway.url + path) as whole:
+            status, kind = whole.status, whole.content_type
+        async with gateway.session.head(gateway.url + path) as answer:
+            assert (answer.status, answer.content_type, await answer.read()) == (status, kind, b"")
+            assert (answer.status, int(answer.headers["content-length"]) > 0) == (200, True)
+
+
+async def test_a_head_of_what_is_not_there_is_an_error_without_a_body_on_a_connection_that_goes_on() -> None:
+    async with running() as gateway:
+        for path, status in (("/v1/models/other", 404), ("/v1/files/file-1/content", 405), ("/v1/completions", 405)):
+            async with gateway.session.head(gateway.url + path) as answer:
+                assert (answer.status, await answer.read()) == (status, b"")
+            assert (await gateway.get("/health/liveness"))[0] == 200
 
 
 @pytest.mark.parametrize(
