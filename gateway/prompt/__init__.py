@@ -6,5 +6,6 @@ byte_level.py  a byte-level BPE tokenizer.json, proven equal and handed to tikto
 tokenizer.py   special tokens, cuts, ids: one model's tokeniser, with the proofs it was loaded under
 segments.py    the two memos: segments -> ids, chains of segments -> block digests
 decode.py      ids -> text, piece by piece, with stop strings
+signs.py       where a piece of text may end: not within an emoji
 stage.py       the stage itself: street.Prompts
 """

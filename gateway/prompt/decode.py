@@ -3,7 +3,8 @@
 The text is what the tokens add behind a prompt: the space in front of a first word stays. However the tokens are cut
 into pieces, the pieces of text joined are the same. Two ways: where every token stands for certain bytes (byte-level
 BPE, SentencePiece), a table and an incremental UTF-8 decoder; else the tokenizers library decodes a short window again
-for each token. Implements street.TextDecoder.
+for each token. Stop strings are looked for in the characters as they come; what is left goes out in whole signs
+(signs.py). Implements street.TextDecoder.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final, Protocol
 from tokenizers import Tokenizer as HfTokenizer
 
 from gateway.prompt.byte_level import BYTE_OF
+from gateway.prompt.signs import Signs
 from gateway.types import Spelled
 
 _WINDOW_TOKENS: Final = 16
@@ -24,7 +26,9 @@ _WINDOW_TOKENS: Final = 16
 _SPACE_MARK: Final = "▁"
 
 
-class _Text(Protocol):
+class Characters(Protocol):
+    """One answer's tokens as text, in whole characters and no larger signs."""
+
     def feed(self, tokens: Sequence[int]) -> str: ...
 
     def flush(self) -> str: ...
@@ -38,7 +42,7 @@ class Decoding:
         specials = {token["id"]: token["content"] for token in spec["added_tokens"] if token["special"]}
         table = _byte_table(spec, frozenset(specials))
         self._specials: dict[int, str] = specials
-        self._make_text: Callable[[frozenset[str]], _Text]
+        self._make_text: Callable[[frozenset[str]], Characters]
         self._spell: Callable[[int], bytes]
         if table is not None:
             tables = lru_cache(4)(partial(_with_specials, table, specials))
@@ -53,6 +57,10 @@ class Decoding:
         """For one answer; empty stop strings stop nothing. The special strings in `keep` are text, too."""
         return Decoder(self._make_text(keep), [string for string in stop if string])
 
+    def characters(self, keep: frozenset[str] = frozenset()) -> Characters:
+        """For one answer, without stop strings; nothing but parts of characters is held back."""
+        return self._make_text(keep)
+
     def spell(self, token: int) -> Spelled:
         """A token by itself. Where tokens do not stand for certain bytes, as it is written behind another one."""
         if (name := self._specials.get(token)) is not None:
@@ -64,25 +72,30 @@ class Decoding:
 class Decoder:
     """One answer. See street.TextDecoder."""
 
-    def __init__(self, text: _Text, stop: Sequence[str]) -> None:
+    def __init__(self, text: Characters, stop: Sequence[str]) -> None:
         self.met: str | None = None
         self._text = text
         self._stops = StopStrings(stop) if stop else None
+        self._signs = Signs()
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Nothing more comes after a stop string."""
+        """Nothing more comes after a stop string, and nothing is held back then."""
         if self._stops is None:
-            return self._text.feed(tokens)
-        return "" if self.met else self._watch(self._stops, self._text.feed(tokens))
+            return self._signs.feed(self._text.feed(tokens))
+        if self.met:
+            return ""
+        text = self._signs.feed(self._watch(self._stops, self._text.feed(tokens)))
+        return text + self._signs.release() if self.met else text
 
     def flush(self) -> str:
         """Bytes that never became a character come as U+FFFD. A stop string may show up here, too."""
-        if self._stops is None:
-            return self._text.flush()
         if self.met:
             return ""
-        text = self._watch(self._stops, self._text.flush())
-        return text if self.met else text + self._stops.release()
+        text = self._text.flush()
+        if self._stops is not None:
+            text = self._watch(self._stops, text)
+            text += "" if self.met else self._stops.release()
+        return self._signs.feed(text) + self._signs.release()
 
     def _watch(self, stops: StopStrings, text: str) -> str:
         text = stops.feed(text)

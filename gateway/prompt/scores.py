@@ -21,7 +21,7 @@ class Scores:
     def __init__(self, decoding: Decoding, keep: frozenset[str] = frozenset()) -> None:
         """`keep` as for the decoder of the answer's text."""
         self._spell = decoding.spell
-        self._text = decoding.decoder((), keep)  # a second one, which no stop string ends
+        self._text = decoding.characters(keep)  # a second decoding, which no stop string ends
         self._chars = 0  # of all tokens so far
         self._sent = 0  # of the pieces that were released
         self._ends: deque[int] = deque()  # character behind each of the first waiting tokens; the others are unfinished

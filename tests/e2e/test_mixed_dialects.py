@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from itertools import accumulate
 from typing import Any, Protocol
 
 import anthropic
 import openai
 import pytest
+import regex
 from google import genai
 
 from tests.fakes.server import Server
@@ -19,6 +21,7 @@ STREAMS = 50
 LIMIT_S = 120.0
 WORDS = ("👩‍👩‍👧‍👦 Ñandú e\u0301", "🇮🇸🏳️‍🌈 Ünïcödé", "क्षि 한국어 👍🏽", "z\u0335\u0321a\u0321l\u0335go 🧑🏿‍🚀")
 """Joined emoji, flags, skin tones, combining characters: one sign is up to seven characters, each of several tokens."""
+EMOJI = regex.compile(r"[\p{Extended_Pictographic}\p{Regional_Indicator}]")
 
 
 class App(Protocol):
@@ -156,12 +159,17 @@ class Contents:
 
 
 async def joined(app: App, number: int) -> str:
-    """Each piece by itself is text: half of a character would not encode, or come as U+FFFD."""
+    """Each piece by itself is text: half of a character would not encode, or come as U+FFFD. No emoji is cut."""
     pieces = [piece async for piece in app.pieces(number)]
     for piece in pieces:
         piece.encode()
         assert "\ufffd" not in piece
-    return "".join(pieces)
+    text = "".join(pieces)
+    cuts = set(accumulate(map(len, pieces)))
+    for sign in regex.finditer(r"\X", text):
+        if EMOJI.match(sign[0]):
+            assert cuts.isdisjoint(range(sign.start() + 1, sign.end())), pieces
+    return text
 
 
 @pytest.fixture(scope="module")
