@@ -1,6 +1,6 @@
 """Prepares a JSON Schema for the grammar compiler, or says at which path it cannot be carried out.
 
-What is left out of the output never makes it wrong: integers without bounds stay within 64 bits, dates are days that
+What is left out of the output never makes it wrong: numbers without bounds stay within 64 bits, dates are days that
 every calendar has, strings have one spelling. What could make the output wrong is refused: a keyword that the compiler
 would have to ignore, or could only approximate. Annotations and unknown keywords, which demand nothing, are dropped.
 
@@ -13,11 +13,12 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
+from engine.sampling import numbers
+
 MAX_DEPTH: Final = 64
 MAX_NODES: Final = 20_000
 """Schemas inside of a schema, and values of its enums."""
 
-_LARGEST: Final = 2**63 - 1024  # the compiler's bounds are doubles, and 64-bit integers in the end
 _SCHEMA: Final = frozenset({"additionalProperties", "items"})
 _SCHEMA_LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SCHEMA_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -43,7 +44,6 @@ _VALUES: Final = frozenset(
         "maxProperties",
     )
 )
-_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _REFUSED: Final = frozenset(
     (
         "not",
@@ -90,7 +90,9 @@ def parse(text: str) -> Any:
 
 def prepare(schema: Any) -> Any:
     """The same schema, as the compiler is to see it. Raises SchemaError."""
-    return _Preparation().rewrite(schema, "", 0)
+    document = _Preparation().rewrite(schema, "", 0)
+    _bound_numbers(document)
+    return document
 
 
 def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -130,7 +132,9 @@ class _Preparation:
         for key, value in schema.items():
             self._rewrite_key(key, value, out, path, depth)
         self._pair_items(schema, out, path, depth)
-        _bound_integers(out, path)
+        mistake = numbers.find_mistake(out)
+        if mistake is not None:
+            raise SchemaError(join(path, mistake[0]), mistake[1])
         _spell_format(out)
         _check_distinct_keys(out, path)
         return out
@@ -194,18 +198,12 @@ def _check_constant(value: Any, path: str) -> None:
             _check_constant(item, join(path, key))
 
 
-def _bound_integers(schema: dict[str, Any], path: str) -> None:
-    """Integers that nobody bounded fit into 64 bits: a weak model would add digits for ever."""
-    kinds = schema.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    for name in _BOUNDS:
-        if isinstance(schema.get(name), int) and int(float(schema[name])) != schema[name]:
-            raise SchemaError(join(path, name), "integers beyond 2**53 are not exact here")
-    if "integer" in kinds and "number" not in kinds:
-        if "minimum" not in schema and "exclusiveMinimum" not in schema:
-            schema["minimum"] = -_LARGEST
-        if "maximum" not in schema and "exclusiveMaximum" not in schema:
-            schema["maximum"] = _LARGEST
+def _bound_numbers(document: Any) -> None:
+    """Once the whole document is known: its multiples say how many digits a number may have."""
+    every = [schema for _, schema in subschemas(document) if isinstance(schema, dict)]
+    decimals = numbers.decimals_beside([schema["multipleOf"] for schema in every if "multipleOf" in schema])
+    for schema in every:
+        numbers.bound(schema, decimals)
 
 
 def _spell_format(schema: dict[str, Any]) -> None:

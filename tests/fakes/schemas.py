@@ -68,6 +68,9 @@ HARD: dict[str, Any] = {
     "any integer": {"type": "integer"},
     "number bounds": {"type": "number", "minimum": -0.5, "maximum": 2.25},
     "exclusive numbers": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "numbers next to a whole one": {"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 5.5},
+    "any number": {"type": "number"},
+    "any number beside multiples": closed(a={"type": "number"}, b={"type": "integer", "multipleOf": 3600}),
     "multiples": {"type": "integer", "multipleOf": 7, "minimum": 100, "maximum": 10000},
     "multiples of a part": {"type": "number", "multipleOf": 0.25, "minimum": -1, "maximum": 1},
     "type list": {"type": ["string", "null", "integer"], "maxLength": 4},
@@ -147,6 +150,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a definition that is only itself": ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "$defs.a"),
     "contradicting bounds": (closed(a={"type": "integer", "minimum": 5, "maximum": 3}), "properties.a"),
     "a bound that is not exact": (closed(a={"type": "integer", "maximum": 2**53 + 1}), "properties.a.maximum"),
+    "negative multiples": (closed(a={"type": "number", "multipleOf": -2}), "properties.a.multipleOf"),
+    "multiples of too many digits": (closed(a={"multipleOf": 86400}), "properties.a.multipleOf"),
+    "a bound that is no number": (closed(a={"minimum": True}), "properties.a.minimum"),
+    "an infinite bound": (closed(a={"maximum": float("inf")}), "properties.a.maximum"),
     "empty enum": (closed(a={"enum": []}), "properties.a.enum"),
     "control character": (closed(a={"enum": ["b", "\x01"]}), "properties.a.enum[1]"),
     "overlapping oneOf": (closed(a={"oneOf": [{"type": "integer"}, {"type": "number"}]}), "properties.a"),
@@ -180,8 +187,15 @@ def _integers(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def _numbers(draw: st.DrawFn) -> dict[str, Any]:
-    low, high = sorted(draw(st.tuples(*[st.integers(-400, 400).map(lambda n: n / 8)] * 2)))
-    return {"type": "number", "minimum": low, "maximum": high}
+    """Bounds of every kind: none, one or two, whole or not, close to each other or far apart."""
+    low = draw(st.integers(-400, 400)) / draw(st.sampled_from((1, 8, 10)))
+    high = low + draw(st.integers(1, 800)) / draw(st.sampled_from((1, 8, 1000)))
+    bounds = {
+        draw(st.sampled_from(("minimum", "exclusiveMinimum"))): low,
+        draw(st.sampled_from(("maximum", "exclusiveMaximum"))): high,
+    }
+    kept = draw(st.sets(st.sampled_from(sorted(bounds))))
+    return {"type": "number"} | {name: bounds[name] for name in sorted(kept)}
 
 
 @st.composite

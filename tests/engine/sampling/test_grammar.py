@@ -117,6 +117,56 @@ def accepts(matcher: Matcher, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
+    ("low", "high", "outside", "inside"),
+    [
+        ({"exclusiveMinimum": 5}, {"exclusiveMaximum": 5.5}, ["5", "5.0", "5.5"], ["5.00000001", "5.4"]),
+        ({"exclusiveMinimum": 0}, {"exclusiveMaximum": 0.5}, ["0", "0.0", "-0"], ["0.25"]),
+        ({"exclusiveMinimum": 10}, {"maximum": 10.5}, ["10", "10.0"], ["10.5", "10.25"]),
+        ({"minimum": -5.5}, {"exclusiveMaximum": -5}, ["-5", "-5.0"], ["-5.5", "-5.1"]),
+        ({"exclusiveMinimum": -0.5}, {"exclusiveMaximum": 0}, ["-0", "0", "-0.0", "-0.5"], ["-0.25"]),
+        ({"minimum": 0.1}, {"maximum": 0.29999999999999999}, ["0.30000001", "0.09999999"], ["0.1", "0.3"]),
+        ({"minimum": -0.34}, {"maximum": -0.24000000000000002}, ["-0.24"], ["-0.25"]),
+    ],
+)
+def test_a_number_is_within_its_bounds_however_they_come_together(
+    low: dict[str, Any], high: dict[str, Any], outside: list[str], inside: list[str]
+) -> None:
+    number = {"type": "number"}
+    for schema in (
+        number | low | high,
+        {"allOf": [number | low, high]},
+        {"anyOf": [number | low | high, {"type": "null"}]},
+        {"type": ["number", "null"]} | low | high,
+        {"$defs": {"low": number | low}, "$ref": "#/$defs/low"} | high,
+    ):
+        for text in outside:
+            assert not accepts(compile_schema(schema), text), (schema, text)
+        for text in inside:
+            assert accepts(compile_schema(schema), text), (schema, text)
+
+
+@pytest.mark.parametrize("bound", [0.7, 2.3, 4.1, 5.1, 1.25, 100])
+def test_an_inclusive_bound_may_be_said(bound: float) -> None:
+    for name in ("minimum", "maximum"):
+        assert accepts(compile_schema({"type": "number", name: bound}), str(bound))
+    assert accepts(compile_schema({"type": "number", "minimum": bound, "maximum": bound}), str(bound))
+
+
+@pytest.mark.parametrize("value", [0, 2, 17, -1.5, 0.25])
+def test_a_constant_may_be_demanded_of_a_number(value: float) -> None:
+    assert accepts(compile_schema({"allOf": [{"type": "number"}, {"const": value}]}), str(value))
+
+
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 0}, {"maximum": 1}, {"minimum": 0, "exclusiveMaximum": 1}])
+def test_a_number_comes_to_an_end_and_is_a_finite_double(bounds: dict[str, Any]) -> None:
+    schema = {"type": "number"} | bounds
+    for text in ("0." + "9" * 20, "0." + "0" * 20, "9" * 30, "-" + "9" * 30, "1e5", "1e99999", "0.5e1"):
+        assert not accepts(compile_schema(schema), text), text
+    for text in ("0.99999999", "0.5", "0"):
+        assert accepts(compile_schema(schema), text), text
+
+
+@pytest.mark.parametrize(
     ("text", "allowed"),
     [
         ('{"a":[1,2],"b":{}}', True),
