@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from engine.sampling import numbers
+from engine.sampling.endless import find_endless
 
 MAX_DEPTH: Final = 64
 MAX_NODES: Final = 20_000
@@ -92,6 +93,9 @@ def prepare(schema: Any) -> Any:
     """The same schema, as the compiler is to see it. Raises SchemaError."""
     document = _Preparation().rewrite(schema, "", 0)
     _bound_numbers(document)
+    path = find_endless(document, list(subschemas(document)))
+    if path is not None:
+        raise SchemaError(path, "every value of it contains another one, so that none comes to an end")
     return document
 
 

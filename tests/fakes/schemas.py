@@ -150,6 +150,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a definition that is only itself": ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "$defs.a"),
     "contradicting bounds": (closed(a={"type": "integer", "minimum": 5, "maximum": 3}), "properties.a"),
     "a bound that is not exact": (closed(a={"type": "integer", "maximum": 2**53 + 1}), "properties.a.maximum"),
+    "an object that requires itself": (closed(x={"$ref": "#"}), "properties.x"),
+    "an array of itself": ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "items"),
+    "a tuple of itself": ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, "prefixItems[0]"),
+    "two that require each other": (
+        {"$defs": {"a": closed(b={"$ref": "#/$defs/b"}), "b": closed(a={"$ref": "#/$defs/a"})}, "$ref": "#/$defs/a"},
+        "$defs.a.properties.b",
+    ),
+    "one way that never ends": (
+        {"$defs": {"a": closed(a={"$ref": "#/$defs/a"})}, "anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]},
+        "$defs.a.properties.a",
+    ),
     "negative multiples": (closed(a={"type": "number", "multipleOf": -2}), "properties.a.multipleOf"),
     "multiples of too many digits": (closed(a={"multipleOf": 86400}), "properties.a.multipleOf"),
     "a bound that is no number": (closed(a={"minimum": True}), "properties.a.minimum"),
