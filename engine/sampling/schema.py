@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from engine.sampling import numbers
+from engine.sampling import numbers, patterns
 from engine.sampling.endless import find_endless
 
 MAX_DEPTH: Final = 64
@@ -150,7 +150,8 @@ class _Preparation:
         if key in _SCHEMA_MAPS:
             if not isinstance(value, dict):
                 raise SchemaError(where, "should be an object of schemas")
-            out[key] = {name: self.rewrite(item, join(where, name), depth + 1) for name, item in value.items()}
+            rewritten = {name: self.rewrite(item, join(where, name), depth + 1) for name, item in value.items()}
+            out[key] = _spell_keys(rewritten, where) if key == "patternProperties" else rewritten
         elif key in _SCHEMA_LISTS:
             if not isinstance(value, list):
                 raise SchemaError(where, "should be an array of schemas")
@@ -163,7 +164,7 @@ class _Preparation:
                 self._check_enum(value, where)
             elif key == "const":
                 _check_constant(value, where)
-            out[key] = value
+            out[key] = _spell(value, where) if key == "pattern" else value
 
     def _pair_items(self, schema: dict[str, Any], out: dict[str, Any], path: str, depth: int) -> None:
         """`items: [...], additionalItems` of the older drafts is `prefixItems: [...], items` of today."""
@@ -187,6 +188,20 @@ class _Preparation:
         self._nodes += nodes
         if self._nodes > MAX_NODES:
             raise SchemaError(path, f"a schema may have {MAX_NODES} schemas and enum values altogether")
+
+
+def _spell(pattern: Any, path: str) -> Any:
+    try:
+        return patterns.spell(pattern) if isinstance(pattern, str) else pattern
+    except ValueError as error:
+        raise SchemaError(path, str(error)) from None
+
+
+def _spell_keys(schemas: dict[str, Any], path: str) -> dict[str, Any]:
+    spelled = {_spell(pattern, path): item for pattern, item in schemas.items()}
+    if len(spelled) < len(schemas):
+        raise SchemaError(path, "has the same pattern in two spellings")
+    return spelled
 
 
 def _check_constant(value: Any, path: str) -> None:

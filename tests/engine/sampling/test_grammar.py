@@ -145,6 +145,29 @@ def test_a_number_is_within_its_bounds_however_they_come_together(
             assert accepts(compile_schema(schema), text), (schema, text)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "matching", "others"),
+    [
+        ("^[[a]]$", ["a]", "[]"], ["a", "[", "]"]),
+        ("^[[:alpha:]]$", ["[]", ":]", "a]"], ["a", "b", "z]"]),
+        ("^[a&&b]$", ["a", "&", "b"], ["&&", "\\\\"]),
+        ("^[a~~b]$", ["a", "~", "b"], ["~~"]),
+        ("^[^[&]$", ["a", "]"], ["[", "&"]),
+        ("^[a[]b&&$", ["ab&&", "[b&&"], ["a", "[]b&&"]),
+        (r"^\[[\]\[a]\]$", ["[a]", "[[]", "[]]"], ["a", "[b]"]),
+    ],
+)
+def test_a_class_of_a_pattern_has_characters_and_no_operators(
+    pattern: str, matching: list[str], others: list[str]
+) -> None:
+    for schema in ({"type": "string", "pattern": pattern}, {"type": "object", "patternProperties": {pattern: True}}):
+        before, behind = ('"', '"') if "pattern" in schema else ('{"', '": null}')
+        for text in matching:
+            assert accepts(compile_schema(schema | {"additionalProperties": False}), before + text + behind), text
+        for text in others:
+            assert not accepts(compile_schema(schema | {"additionalProperties": False}), before + text + behind), text
+
+
 @pytest.mark.parametrize("bound", [0.7, 2.3, 4.1, 5.1, 1.25, 100])
 def test_an_inclusive_bound_may_be_said(bound: float) -> None:
     for name in ("minimum", "maximum"):
