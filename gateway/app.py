@@ -112,6 +112,7 @@ class Gateway:
             files=self.files,
             upload_timeout_s=settings.files.upload_timeout_s,
             now=time.time,
+            allowance=self.queue.allowance,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,

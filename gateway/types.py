@@ -60,6 +60,20 @@ class Tenant:
         return Scope(tenant=self.name).salt
 
 
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a tenant may still send.
+
+    limit      requests that may wait for a place at a time
+    remaining  of those, before the next one is refused
+    reset_s    seconds until all of them are free again, at the rate of the last minutes
+    """
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
 MAX_BREAKPOINTS = 4
 """Of one request. What more of them means differs by dialect; an engine gets no more."""
 

@@ -4,7 +4,7 @@ a stream. The dialects parse and write; nothing here knows a wire format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from aiohttp import web
@@ -20,7 +20,7 @@ from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.street import Engine
-from gateway.types import Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt, Usage
+from gateway.types import Allowance, Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt, Usage
 
 
 class Models(Protocol):
@@ -75,7 +75,10 @@ class Answering:
         models: Models,
         decoders: Decoders,
         embedding_models: Mapping[str, int],
+        allowance: Callable[[str], Allowance],
     ) -> None:
+        """`allowance` is what a tenant, by name, may still send."""
+        self._allowance = allowance
         self.models = models
         self.embedding_models = embedding_models
         self._server = server
@@ -87,7 +90,8 @@ class Answering:
     def admit(self, http: web.Request) -> Tenant:
         """Whose request this is. Raises UnauthorizedError, and ForbiddenError for an admin key."""
         tenant = self._auth.tenant(http)
-        http[RECORD].tenant = tenant.name
+        record = http[RECORD]
+        record.tenant, record.allowance = tenant.name, self._allowance(tenant.name)
         return tenant
 
     def model(self, name: str, record: Record) -> Hello:

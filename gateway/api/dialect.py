@@ -17,6 +17,7 @@ from aiohttp import web
 
 from gateway.api.fields import JsonSchema, Parameter
 from gateway.errors import DeadlineError, KvasirError, QuotaError, StorageFullError
+from gateway.types import Allowance
 
 JSON = "application/json"
 FORM = "multipart/form-data"
@@ -61,6 +62,7 @@ class Dialect:
     title           as people know it, for the docs
     speaks          whether a request is of this dialect, by its path and headers; never by how it carries its key
     headers         request id, milliseconds since the request arrived -> the headers that every answer carries
+    allowance       what the tenant may still send -> the headers that say so, where the API has some
     error_json      error, request id -> the body of an error answer
     error_schema    of that body, closed: what every refusal is held to
     asking_headers  of a request, as the docs show them, with KEY for the key
@@ -77,6 +79,7 @@ class Dialect:
     asking_headers: Mapping[str, str]
     status: Callable[[KvasirError], int] = lambda error: error.status
     unknown: Callable[[web.Request], bool] = lambda http: False
+    allowance: Callable[[Allowance], dict[str, str]] = lambda allowance: {}
 
 
 def retry_headers(error: KvasirError) -> dict[str, str]:

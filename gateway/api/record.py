@@ -11,7 +11,7 @@ from typing import Protocol
 from aiohttp import web
 
 from gateway.api.dialect import Dialect
-from gateway.types import Lease, Trace
+from gateway.types import Allowance, Lease, Trace
 
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
 
@@ -26,6 +26,7 @@ class Record:
     dialect: Dialect
     tenant: str | None = None
     model: str | None = None
+    allowance: Allowance | None = None  # what the tenant may still send, when it asked
     traces: list[Trace] = field(default_factory=list)  # one for each prompt
     embedded_tokens: int = 0  # of texts whose vectors were computed
     stream: bool = False
@@ -92,7 +93,8 @@ def elapsed_ms(record: Record) -> float:
 
 def common_headers(record: Record) -> dict[str, str]:
     """What every answer carries, in its dialect."""
-    return record.dialect.headers(record.request_id, elapsed_ms(record))
+    headers = record.dialect.headers(record.request_id, elapsed_ms(record))
+    return headers if record.allowance is None else headers | record.dialect.allowance(record.allowance)
 
 
 def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:

@@ -49,6 +49,7 @@ from gateway.config import (
     TenantSettings,
 )
 from gateway.stores.base import Backend
+from gateway.types import Allowance
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
@@ -75,6 +76,7 @@ def build_app(
     files: FileStore,
     upload_timeout_s: float,
     now: Callable[[], float],
+    allowance: Callable[[str], Allowance],
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -85,11 +87,12 @@ def build_app(
     fingerprints               keeps hashes of prompts, for Anthropic's diagnostics
     files, upload_timeout_s    what /v1/files keeps; seconds that an upload may take
     contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
+    allowance                  what a tenant, by name, may still send
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
-    answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders, embedder.models())
+    answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders, embedder.models(), allowance)
     cached = CachedContents(server, gemini, answering, contents, now)
     background = Background(responses, metrics, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
     by_dialect = {

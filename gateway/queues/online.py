@@ -24,7 +24,7 @@ from engine.protocol import Hello, Load
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, EngineLostError, KvasirError, QueueFullError
 from gateway.queues.lane import Lane, Router, Seat, Waiter
-from gateway.types import Ask
+from gateway.types import Allowance, Ask
 
 RATE_SAMPLES: Final = 64
 """Ends of requests that the service rate is taken from."""
@@ -148,6 +148,14 @@ class OnlineQueue(Generic[E]):
             expired=self._expired,
             abandoned=self._abandoned,
         )
+
+    def allowance(self, tenant: str) -> Allowance:
+        """The narrower of the tenant's own limit and that of all."""
+        limits, now = self._settings, self._clock()
+        theirs = limits.max_waiting_per_tenant - self._waiting_by_tenant.get(tenant, 0)
+        remaining = max(min(theirs, limits.max_waiting - self._waiting), 0)
+        waits = [line.wait_s(len(line.lane), now) for line in self._lines.values() if len(line.lane)]
+        return Allowance(min(limits.max_waiting_per_tenant, limits.max_waiting), remaining, max(waits, default=0.0))
 
     @property
     def waiting(self) -> int:

@@ -106,6 +106,7 @@ def idle_queue() -> OnlineQueue[Any]:
 @dataclass
 class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
+    queue: OnlineQueue[Any] | None = None
     leases: LeaseSettings = field(default_factory=LeaseSettings)
     anthropic: AnthropicSettings = field(default_factory=AnthropicSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
@@ -135,6 +136,7 @@ def make_app(
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
+    queue = given.queue or idle_queue()
     responses = ResponseStore(given.backend or MemoryStore(given.stored_responses), retry_s=60.0)
     return build_app(
         server=given.server,
@@ -156,10 +158,11 @@ def make_app(
         files=files or make_files(given.files, Path("/nowhere"), given.now),
         upload_timeout_s=given.files.upload_timeout_s,
         now=given.now,
+        allowance=queue.allowance,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
-            queue=idle_queue().status,
+            queue=queue.status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
             embeddings=given.embedder.figures,
             responses=lambda: responses.outcomes,

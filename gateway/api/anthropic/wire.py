@@ -6,7 +6,9 @@ A request is of this dialect by its path or by the header `anthropic-version`, w
 
 from __future__ import annotations
 
+import math
 import re
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, cast
 
 from aiohttp import web
@@ -15,6 +17,7 @@ from gateway.api.body import ENCODING_CODES
 from gateway.api.dialect import Dialect, printable
 from gateway.api.fields import closed_object, shown
 from gateway.errors import BadRequestError, ContextLengthError, DeadlineError, KvasirError
+from gateway.types import Allowance
 
 Version = Literal["2023-06-01", "2026-10-21"]
 
@@ -87,6 +90,15 @@ def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:
     return {"request-id": request_id}
 
 
+def _allowance(allowance: Allowance) -> dict[str, str]:
+    reset = datetime.now(UTC) + timedelta(seconds=math.ceil(allowance.reset_s))
+    return {
+        "anthropic-ratelimit-requests-limit": str(allowance.limit),
+        "anthropic-ratelimit-requests-remaining": str(allowance.remaining),
+        "anthropic-ratelimit-requests-reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
 _ERROR: Final = {
     "type": "object",
     "properties": {
@@ -107,4 +119,5 @@ ANTHROPIC = Dialect(
     error_schema=closed_object({"type": {"const": "error"}, "error": _ERROR, "request_id": {"type": "string"}}),
     asking_headers={"x-api-key": "KEY", VERSION_HEADER: VERSIONS[-1]},
     status=status,
+    allowance=_allowance,
 )

@@ -7,6 +7,7 @@ from typing import Any
 from gateway.api.dialect import Dialect, printable
 from gateway.api.fields import closed_object
 from gateway.errors import KvasirError
+from gateway.types import Allowance
 
 OPENAI_VERSION = "2020-10-01"
 
@@ -31,6 +32,24 @@ _ERROR = closed_object(
     {"message": {"type": "string"}, "type": {"type": "string"}, "param": _nullable, "code": _nullable}
 )
 
+
+def _allowance(allowance: Allowance) -> dict[str, str]:
+    return {
+        "x-ratelimit-limit-requests": str(allowance.limit),
+        "x-ratelimit-remaining-requests": str(allowance.remaining),
+        "x-ratelimit-reset-requests": _duration(allowance.reset_s),
+    }
+
+
+def _duration(seconds: float) -> str:
+    """As this API writes one: `120ms`, `1s`, `6m0s`."""
+    ms = round(seconds * 1e3)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
 OPENAI = Dialect(
     name="openai",
     title="OpenAI",
@@ -39,4 +58,5 @@ OPENAI = Dialect(
     error_json=error_json,
     error_schema=closed_object({"error": _ERROR}),
     asking_headers={"Authorization": "Bearer KEY"},
+    allowance=_allowance,
 )
