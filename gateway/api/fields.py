@@ -8,7 +8,7 @@ parameter; those are in the dialects' tables.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -171,6 +171,23 @@ def array_too_long(path: str, limit: int, length: int) -> BadRequestError:
     return invalid(path, why, code="array_above_max_length")
 
 
+# -- the fields of an object -----------------------------------------------------------------------------------------
+
+
+def only(item: Mapping[str, Any], known: Collection[str], path: str) -> None:
+    """Raises BadRequestError for a field that is none of these. null is "not given"."""
+    for key, value in item.items():
+        if value is not None and key not in known:
+            raise unknown_parameter(f"{path}.{key}")
+
+
+def required_text(item: Mapping[str, Any], key: str, path: str) -> str:
+    """The string under `key`, which has to be there. `path` is the object's."""
+    if item.get(key) is None:
+        raise missing(f"{path}.{key}")
+    return _text(item[key], f"{path}.{key}")
+
+
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -320,3 +337,6 @@ def _in_range(value: float, path: str, low: float, high: float, kind: str) -> fl
 def _out_of_range(value: float, path: str, limit: float, code: str, what: str, sign: str) -> BadRequestError:
     written = f"{limit:g}" if isinstance(limit, float) else str(limit)
     return invalid(path, f"{what}. Expected a value {sign} {written}, but got {shown(str(value))} instead", code=code)
+
+
+_text = text()

@@ -17,14 +17,14 @@ from gateway.api.fields import (
     an_object,
     boolean,
     choice,
+    invalid,
     missing,
     object_schema,
+    only,
     takes,
     text,
-    unknown_parameter,
 )
 from gateway.api.openai.strict_schema import check_strict
-from gateway.errors import BadRequestError
 from gateway.types import Constraint
 
 MAX_CHOICES: Final = 1000
@@ -61,7 +61,7 @@ _WITHOUT_SCHEMA: Final = object_schema({"type": {"enum": ["text", "json_object"]
 def response_format(value: Any, path: str) -> Constraint | None:
     """None for plain text."""
     kind = choice(*_FIELDS)(an_object(value, path).get("type"), f"{path}.type")
-    _only(value, _FIELDS[kind], path)
+    only(value, _FIELDS[kind], path)
     if kind == "text":
         return None
     if kind == "json_object":
@@ -75,7 +75,7 @@ def text_format(value: Any, path: str) -> Constraint | None:
     kind = choice(*_FIELDS)(an_object(value, path).get("type"), f"{path}.type")
     if kind == "json_schema":
         return _json_schema({key: item for key, item in value.items() if key != "type"}, path)
-    _only(value, _FIELDS[kind], path)
+    only(value, _FIELDS[kind], path)
     return json_object(path) if kind == "json_object" else None
 
 
@@ -97,9 +97,9 @@ def text_format(value: Any, path: str) -> Constraint | None:
 def structured_outputs(value: Any, path: str) -> Constraint | None:
     """One of `json`, `json_object`, `regex`, `choice` and `grammar` (Lark)."""
     given = {key: item for key, item in an_object(value, path).items() if item is not None}
-    _only(given, {"json", "json_object", "regex", "choice", "grammar"}, path)
+    only(given, {"json", "json_object", "regex", "choice", "grammar"}, path)
     if len(given) != 1:
-        raise _invalid(path, "exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar' is expected")
+        raise invalid(path, "exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar' is expected")
     ((kind, item),) = given.items()
     where = f"{path}.{kind}"
     if kind == "json":
@@ -108,7 +108,7 @@ def structured_outputs(value: Any, path: str) -> Constraint | None:
         return json_object(where) if boolean(item, where) else None
     if kind == "choice":
         if len(an_array(item, where)) > MAX_CHOICES:
-            raise _invalid(where, f"at most {MAX_CHOICES} choices are possible")
+            raise invalid(where, f"at most {MAX_CHOICES} choices are possible")
         choices = [_string(one, f"{where}[{index}]") for index, one in enumerate(item)]
         return constraint("regex", "|".join(re.escape(one) for one in choices), where)
     return constraint("regex" if kind == "regex" else "lark", _string(item, where), where)
@@ -119,18 +119,18 @@ def orjson_loads(value: str, path: str) -> Any:
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError as error:
-        raise _invalid(path, f"the string is not JSON: {error}") from None
+        raise invalid(path, f"the string is not JSON: {error}") from None
 
 
 def _json_schema(value: Any, path: str) -> Constraint:
     if value is None:
         raise missing(path)
-    _only(an_object(value, path), _SCHEMA_FIELDS, path)
+    only(an_object(value, path), _SCHEMA_FIELDS, path)
     if value.get("name") is None:
         raise missing(f"{path}.name")
     name = _string(value["name"], f"{path}.name")
     if not _NAME.fullmatch(name):
-        raise _invalid(f"{path}.name", "1 to 64 letters, digits, '_' and '-' are expected")
+        raise invalid(f"{path}.name", "1 to 64 letters, digits, '_' and '-' are expected")
     if value.get("description") is not None:
         _string(value["description"], f"{path}.description")
     schema = value.get("schema")
@@ -138,13 +138,3 @@ def _json_schema(value: Any, path: str) -> Constraint:
     if value.get("strict") is not None and boolean(value["strict"], f"{path}.strict"):
         check_strict(schema, where)
     return json_schema({} if schema is None else an_object(schema, where), where)
-
-
-def _only(value: dict[str, Any], fields: set[str], path: str) -> None:
-    for key, item in value.items():
-        if key not in fields and item is not None:
-            raise unknown_parameter(f"{path}.{key}")
-
-
-def _invalid(path: str, why: str) -> BadRequestError:
-    return BadRequestError(f"Invalid '{path}': {why}.", param=path, code="invalid_value")

@@ -17,15 +17,17 @@ from gateway.api.fields import (
     an_array,
     an_object,
     empty_array,
+    missing,
     object_schema,
+    only,
+    required_text,
     takes,
     text,
-    unknown_parameter,
     wrong_type,
     wrong_value,
 )
 from gateway.api.openai.caching import check_breakpoint
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import UnsupportedError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_ARGUMENT_DEPTH = 64  # deeper tool arguments in the history reach the template as text
@@ -112,7 +114,7 @@ def _message(item: Any, path: str) -> Message:
         raise wrong_type(path, "an object", item)
     role = item.get("role")
     if role is None:
-        raise _missing(f"{path}.role")
+        raise missing(f"{path}.role")
     if type(role) is not str:
         raise wrong_type(f"{path}.role", "a string", role)
     if (parse := _BY_ROLE.get(role)) is None:
@@ -123,7 +125,7 @@ def _message(item: Any, path: str) -> Message:
 def _plain(item: Message, path: str) -> Message:
     role = "system" if item["role"] == "developer" else item["role"]
     if len(item) > 2:
-        _only(item, path, ("role", "content", "name"))
+        only(item, ("role", "content", "name"), path)
     message = {"role": role, "content": _content(item, path, role)}
     return _named(message, item, path)
 
@@ -131,7 +133,7 @@ def _plain(item: Message, path: str) -> Message:
 def _assistant(item: Message, path: str) -> Message:
     if len(item) > 2:
         known = ("role", "content", "name", "tool_calls", "function_call", "refusal", "audio", "annotations")
-        _only(item, path, (*known, "reasoning_content"))
+        only(item, (*known, "reasoning_content"), path)
     calls = _tool_calls(item, path)
     refusal = item.get("refusal")
     if refusal is not None:
@@ -143,7 +145,7 @@ def _assistant(item: Message, path: str) -> Message:
     elif refusal is not None or calls:
         content = refusal or ""
     else:
-        raise _missing(f"{path}.content")
+        raise missing(f"{path}.content")
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = calls
@@ -153,9 +155,9 @@ def _assistant(item: Message, path: str) -> Message:
 
 
 def _tool(item: Message, path: str) -> Message:
-    _only(item, path, ("role", "content", "name", "tool_call_id"))
+    only(item, ("role", "content", "name", "tool_call_id"), path)
     if item.get("tool_call_id") is None:
-        raise _missing(f"{path}.tool_call_id")
+        raise missing(f"{path}.tool_call_id")
     message = {
         "role": "tool",
         "content": _content(item, path, "tool"),
@@ -165,9 +167,9 @@ def _tool(item: Message, path: str) -> Message:
 
 
 def _function(item: Message, path: str) -> Message:
-    _only(item, path, ("role", "content", "name"))
+    only(item, ("role", "content", "name"), path)
     if item.get("name") is None:
-        raise _missing(f"{path}.name")
+        raise missing(f"{path}.name")
     content = "" if item.get("content") is None else _content(item, path, "function")
     return _named({"role": "tool", "content": content}, item, path)
 
@@ -187,7 +189,7 @@ def _content(item: Message, path: str, role: str) -> str:
     if type(value) is str:
         return value
     if value is None:
-        raise _missing(f"{path}.content")
+        raise missing(f"{path}.content")
     if type(value) is not list:
         raise wrong_type(f"{path}.content", "a string or an array of objects", value)
     if not value:
@@ -198,7 +200,7 @@ def _content(item: Message, path: str, role: str) -> str:
 def _part(part: Any, path: str, role: str) -> str:
     kind = an_object(part, path).get("type")
     if kind is None:
-        raise _missing(f"{path}.type")
+        raise missing(f"{path}.type")
     if type(kind) is not str:
         raise wrong_type(f"{path}.type", "a string", kind)
     if role == "user" and kind in _media:
@@ -206,11 +208,11 @@ def _part(part: Any, path: str, role: str) -> str:
     allowed = ("text", "refusal") if role == "assistant" else ("text",)
     if kind not in allowed:
         raise wrong_value(f"{path}.type", kind, allowed)
-    _only(part, path, ("type", kind, "prompt_cache_breakpoint"))
+    only(part, ("type", kind, "prompt_cache_breakpoint"), path)
     if part.get("prompt_cache_breakpoint") is not None:
         check_breakpoint(part["prompt_cache_breakpoint"], f"{path}.prompt_cache_breakpoint")
     if part.get(kind) is None:
-        raise _missing(f"{path}.{kind}")
+        raise missing(f"{path}.{kind}")
     said: str = _string(part[kind], f"{path}.{kind}")
     return said
 
@@ -226,27 +228,23 @@ def _tool_calls(item: Message, path: str) -> list[Message]:
 
 
 def _tool_call(call: Any, path: str) -> Message:
-    _only(an_object(call, path), path, ("id", "type", "function", "custom", "index"))
+    only(an_object(call, path), ("id", "type", "function", "custom", "index"), path)
     for key in ("id", "type"):
-        if call.get(key) is None:
-            raise _missing(f"{path}.{key}")
-        _string(call[key], f"{path}.{key}")
+        required_text(call, key, path)
     if call["type"] == "custom":
         raise UnsupportedError("Calls of custom tools are not supported.", param=f"{path}.type")
     if call["type"] != "function":
         raise wrong_value(f"{path}.type", call["type"], ("function",))
     if call.get("function") is None:
-        raise _missing(f"{path}.function")
+        raise missing(f"{path}.function")
     return {"id": call["id"], "type": "function", "function": _called(call["function"], f"{path}.function")}
 
 
 def _called(function: Any, path: str) -> Message:
     """A function call. Templates write the arguments as JSON themselves, so they get the object where it is one."""
-    _only(an_object(function, path), path, ("name", "arguments"))
+    only(an_object(function, path), ("name", "arguments"), path)
     for key in ("name", "arguments"):
-        if function.get(key) is None:
-            raise _missing(f"{path}.{key}")
-        _string(function[key], f"{path}.{key}")
+        required_text(function, key, path)
     return {"name": function["name"], "arguments": call_arguments(function["arguments"])}
 
 
@@ -263,13 +261,3 @@ def _named(message: Message, item: Message, path: str) -> Message:
     if (name := item.get("name")) is not None:
         message["name"] = _string(name, f"{path}.name")
     return message
-
-
-def _only(item: Message, path: str, known: tuple[str, ...]) -> None:
-    for key, value in item.items():
-        if value is not None and key not in known:
-            raise unknown_parameter(f"{path}.{key}")
-
-
-def _missing(path: str) -> BadRequestError:
-    return BadRequestError(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")

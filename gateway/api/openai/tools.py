@@ -13,9 +13,10 @@ from gateway.api.fields import (
     boolean,
     choice,
     object_schema,
+    only,
+    required_text,
     takes,
     text,
-    unknown_parameter,
     wrong_value,
 )
 from gateway.api.openai.strict_schema import check_strict
@@ -55,10 +56,10 @@ def tools(value: Any, path: str) -> tuple[Tool, ...]:
     declared = []
     for index, item in enumerate(an_array(value, path)):
         where = f"{path}[{index}]"
-        kind = _required(an_object(item, where), "type", where)
+        kind = required_text(an_object(item, where), "type", where)
         if kind == "custom":
             raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{where}.type")
-        _only(item, ("type", "function"), where)
+        only(item, ("type", "function"), where)
         if kind != "function":
             raise wrong_value(f"{where}.type", kind, ("function",))
         declared.append(_function(item.get("function"), f"{where}.function", "strict"))
@@ -99,16 +100,16 @@ def tool_choice(value: Any, path: str) -> ToolChoice:
     """A mode, one function by name, or some of the tools with a mode."""
     if type(value) is not dict:
         return ToolChoice(_mode(value, path))  # type: ignore[arg-type]
-    kind = choice("function", "allowed_tools", "custom")(_required(value, "type", path), f"{path}.type")
+    kind = choice("function", "allowed_tools", "custom")(required_text(value, "type", path), f"{path}.type")
     if kind == "custom":
         raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{path}.type")
     if kind == "function":
         return ToolChoice("required", (_name(value, path),))
-    _only(value, ("type", "allowed_tools"), path)
+    only(value, ("type", "allowed_tools"), path)
     where = f"{path}.allowed_tools"
     allowed = an_object(value.get("allowed_tools"), where)
-    _only(allowed, ("mode", "tools"), where)
-    mode = choice("auto", "required")(_required(allowed, "mode", where), f"{where}.mode")
+    only(allowed, ("mode", "tools"), where)
+    mode = choice("auto", "required")(required_text(allowed, "mode", where), f"{where}.mode")
     listed = an_array(allowed.get("tools"), f"{where}.tools")
     return ToolChoice(mode, tuple(_name(item, f"{where}.tools[{index}]") for index, item in enumerate(listed)))  # type: ignore[arg-type]
 
@@ -118,8 +119,8 @@ def function_call(value: Any, path: str) -> ToolChoice:
     """The deprecated form of `tool_choice`."""
     if type(value) is not dict:
         return ToolChoice(choice("none", "auto")(value, path))  # type: ignore[arg-type]
-    _only(value, ("name",), path)
-    return ToolChoice("required", ((_required(value, "name", path), f"{path}.name"),))
+    only(value, ("name",), path)
+    return ToolChoice("required", ((required_text(value, "name", path), f"{path}.name"),))
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
@@ -152,8 +153,8 @@ def names_a_function(body: Mapping[str, Any]) -> bool:
 
 
 def _function(item: Any, path: str, *more: str) -> Tool:
-    _only(an_object(item, path), ("name", "description", "parameters", *more), path)
-    name = _required(item, "name", path)
+    only(an_object(item, path), ("name", "description", "parameters", *more), path)
+    name = required_text(item, "name", path)
     description, schema = item.get("description"), item.get("parameters")
     if description is not None:
         _string(description, f"{path}.description")
@@ -166,23 +167,10 @@ def _function(item: Any, path: str, *more: str) -> Tool:
 
 def _name(item: Any, path: str) -> tuple[str, str]:
     """Of a function, and where it is said."""
-    kind = _required(an_object(item, path), "type", path)
+    kind = required_text(an_object(item, path), "type", path)
     if kind != "function":
         raise wrong_value(f"{path}.type", kind, ("function",))
-    _only(item, ("type", "function"), path)
+    only(item, ("type", "function"), path)
     where = f"{path}.function"
-    _only(an_object(item.get("function"), where), ("name",), where)
-    return _required(item["function"], "name", where), f"{where}.name"
-
-
-def _required(item: Mapping[str, Any], key: str, path: str) -> str:
-    if item.get(key) is None:
-        where = f"{path}.{key}"
-        raise BadRequestError(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
-    return _string(item[key], f"{path}.{key}")
-
-
-def _only(item: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
-    for key, value in item.items():
-        if value is not None and key not in known:
-            raise unknown_parameter(f"{path}.{key}")
+    only(an_object(item.get("function"), where), ("name",), where)
+    return required_text(item["function"], "name", where), f"{where}.name"

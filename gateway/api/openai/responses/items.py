@@ -15,15 +15,17 @@ from gateway.api.fields import (
     an_array,
     an_object,
     choice,
+    missing,
     object_schema,
+    only,
+    required_text,
     takes,
     text,
-    unknown_parameter,
     wrong_type,
     wrong_value,
 )
 from gateway.api.openai.caching import check_breakpoint
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import UnsupportedError
 
 Item = dict[str, Any]
 
@@ -161,12 +163,12 @@ def _item(item: Any, path: str) -> Item:
 
 
 def _message(item: Item, path: str) -> Item:
-    _only(item, path, ("type", "id", "role", "content", "status", "phase"))
-    role = _given(item, path, "role")
+    only(item, ("type", "id", "role", "content", "status", "phase"), path)
+    role = required_text(item, "role", path)
     if role not in ROLES:
         raise wrong_value(f"{path}.role", role, ROLES)
     if item.get("content") is None:
-        raise _missing(f"{path}.content")
+        raise missing(f"{path}.content")
     parts = _assistant_part if role == "assistant" else _input_part
     content = item["content"]
     if type(content) is str:
@@ -184,26 +186,29 @@ def _message(item: Item, path: str) -> Item:
 
 
 def _function_call(item: Item, path: str) -> Item:
-    _only(item, path, ("type", "id", "call_id", "name", "arguments", "status"))
-    fields = {key: _given(item, path, key) for key in ("call_id", "name", "arguments")}
+    only(item, ("type", "id", "call_id", "name", "arguments", "status"), path)
+    fields = {key: required_text(item, key, path) for key in ("call_id", "name", "arguments")}
     return _common(item, path, "function_call") | fields
 
 
 def _function_call_output(item: Item, path: str) -> Item:
-    _only(item, path, ("type", "id", "call_id", "name", "output", "status"))
+    only(item, ("type", "id", "call_id", "name", "output", "status"), path)
     output = item.get("output")
     if output is None:
-        raise _missing(f"{path}.output")
+        raise missing(f"{path}.output")
     if type(output) is list:
         output = [_input_part(part, f"{path}.output[{index}]") for index, part in enumerate(output)]
     elif type(output) is not str:
         raise wrong_type(f"{path}.output", "a string or an array of parts", output)
-    return _common(item, path, "function_call_output") | {"call_id": _given(item, path, "call_id"), "output": output}
+    return _common(item, path, "function_call_output") | {
+        "call_id": required_text(item, "call_id", path),
+        "output": output,
+    }
 
 
 def _reasoning(item: Item, path: str) -> Item:
     """Kept as it is: what another model thought is no part of a prompt here."""
-    _only(item, path, ("type", "id", "summary", "content", "encrypted_content", "status"))
+    only(item, ("type", "id", "summary", "content", "encrypted_content", "status"), path)
     kept: Item = {"summary": []}
     for key in ("summary", "content"):
         if item.get(key) is not None:
@@ -216,8 +221,8 @@ def _reasoning(item: Item, path: str) -> Item:
 
 
 def _reference(item: Item, path: str) -> Item:
-    _only(item, path, ("type", "id"))
-    return {"type": "item_reference", "id": _given(item, path, "id")}
+    only(item, ("type", "id"), path)
+    return {"type": "item_reference", "id": required_text(item, "id", path)}
 
 
 _BY_TYPE: Final[dict[str, Callable[[Item, str], Item]]] = {
@@ -235,8 +240,8 @@ def _input_part(part: Any, path: str) -> Item:
         raise UnsupportedError(f"{MEDIA[kind]} are not supported by this model.", param=f"{path}.type")
     if kind != "input_text":
         raise wrong_value(f"{path}.type", kind, ("input_text",))
-    _only(part, path, ("type", "text", "prompt_cache_breakpoint"))
-    checked: Item = {"type": kind, "text": _given(part, path, "text")}
+    only(part, ("type", "text", "prompt_cache_breakpoint"), path)
+    checked: Item = {"type": kind, "text": required_text(part, "text", path)}
     if part.get("prompt_cache_breakpoint") is not None:
         where = f"{path}.prompt_cache_breakpoint"
         checked["prompt_cache_breakpoint"] = check_breakpoint(part["prompt_cache_breakpoint"], where)
@@ -246,12 +251,12 @@ def _input_part(part: Any, path: str) -> Item:
 def _assistant_part(part: Any, path: str) -> Item:
     kind = _kind(part, path)
     if kind == "refusal":
-        _only(part, path, ("type", "refusal"))
-        return {"type": kind, "refusal": _given(part, path, "refusal")}
+        only(part, ("type", "refusal"), path)
+        return {"type": kind, "refusal": required_text(part, "refusal", path)}
     if kind != "output_text":
         raise wrong_value(f"{path}.type", kind, ("output_text", "refusal"))
-    _only(part, path, ("type", "text", "annotations", "logprobs", "parsed"))
-    return _told(_given(part, path, "text"))
+    only(part, ("type", "text", "annotations", "logprobs", "parsed"), path)
+    return _told(required_text(part, "text", path))
 
 
 def _asked(said: str) -> Item:
@@ -265,7 +270,7 @@ def _told(said: str) -> Item:
 def _kind(part: Any, path: str) -> str:
     kind = an_object(part, path).get("type")
     if kind is None:
-        raise _missing(f"{path}.type")
+        raise missing(f"{path}.type")
     checked: str = _string(kind, f"{path}.type")
     return checked
 
@@ -276,20 +281,3 @@ def _common(item: Item, path: str, kind: str) -> Item:
     if item.get("id") is None:
         return {"type": kind, "status": status}
     return {"id": text(128)(item["id"], f"{path}.id"), "type": kind, "status": status}
-
-
-def _given(item: Item, path: str, key: str) -> str:
-    if item.get(key) is None:
-        raise _missing(f"{path}.{key}")
-    value: str = _string(item[key], f"{path}.{key}")
-    return value
-
-
-def _only(item: Item, path: str, known: tuple[str, ...]) -> None:
-    for key, value in item.items():
-        if value is not None and key not in known:
-            raise unknown_parameter(f"{path}.{key}")
-
-
-def _missing(path: str) -> BadRequestError:
-    return BadRequestError(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")

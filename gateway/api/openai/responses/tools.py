@@ -13,9 +13,10 @@ from gateway.api.fields import (
     boolean,
     choice,
     object_schema,
+    only,
+    required_text,
     takes,
     text,
-    unknown_parameter,
 )
 from gateway.api.openai.strict_schema import check_strict
 from gateway.api.tools import MAX_TOOLS, NAME_PATTERN, ToolChoice, check_together, function, use_of
@@ -75,8 +76,8 @@ def tool_choice(value: Any, path: str) -> ToolChoice:
         return ToolChoice(_mode(value, path))  # type: ignore[arg-type]
     if value.get("type") != "allowed_tools":
         return ToolChoice("required", (_name(value, path),))
-    _only(value, ("type", "mode", "tools"), path)
-    mode = choice("auto", "required")(_required(value, "mode", path), f"{path}.mode")
+    only(value, ("type", "mode", "tools"), path)
+    mode = choice("auto", "required")(required_text(value, "mode", path), f"{path}.mode")
     listed = an_array(value.get("tools"), f"{path}.tools")
     return ToolChoice(mode, tuple(_name(item, f"{path}.tools[{index}]") for index, item in enumerate(listed)))  # type: ignore[arg-type]
 
@@ -107,10 +108,10 @@ def tool_json(tool: Tool) -> dict[str, Any]:
 
 
 def _function(item: Any, path: str) -> Tool:
-    if _required(an_object(item, path), "type", path) != "function":
+    if required_text(an_object(item, path), "type", path) != "function":
         raise UnsupportedError("Only functions are supported, which the client runs.", param=f"{path}.type")
-    _only(item, ("type", "name", "description", "parameters", "strict"), path)
-    name = _required(item, "name", path)
+    only(item, ("type", "name", "description", "parameters", "strict"), path)
+    name = required_text(item, "name", path)
     description, schema, strict = item.get("description"), item.get("parameters"), item.get("strict")
     where = f"{path}.parameters"
     if description is not None:
@@ -136,20 +137,7 @@ def _is_strict(schema: Any, path: str) -> bool:
 
 def _name(item: Any, path: str) -> tuple[str, str]:
     """Of a function, and where it is said."""
-    if _required(an_object(item, path), "type", path) != "function":
+    if required_text(an_object(item, path), "type", path) != "function":
         raise UnsupportedError("Only functions can be chosen, and `allowed_tools`.", param=f"{path}.type")
-    _only(item, ("type", "name"), path)
-    return _required(item, "name", path), f"{path}.name"
-
-
-def _required(item: Mapping[str, Any], key: str, path: str) -> str:
-    if item.get(key) is None:
-        where = f"{path}.{key}"
-        raise BadRequestError(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
-    return _string(item[key], f"{path}.{key}")
-
-
-def _only(item: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
-    for key, value in item.items():
-        if value is not None and key not in known:
-            raise unknown_parameter(f"{path}.{key}")
+    only(item, ("type", "name"), path)
+    return required_text(item, "name", path), f"{path}.name"
