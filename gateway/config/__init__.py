@@ -1,0 +1,35 @@
+"""Settings of the gateway and of `kvasir serve`: one frozen section per stage. Read with engine.config.load.
+
+A section goes to the stage it is named after and to nobody else; app.py hands them out.
+"""
+
+from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
+from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
+from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
+from gateway.config.settings import Settings
+from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
+from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
+from gateway.config.units import Duration, duration_s
+
+__all__ = [
+    "EVERYBODY",
+    "PRIVATE",
+    "AnthropicSettings",
+    "AuthSettings",
+    "Duration",
+    "EmbeddingSettings",
+    "EnginesSettings",
+    "FileSettings",
+    "GeminiSettings",
+    "LeaseSettings",
+    "NamespaceSettings",
+    "PromptSettings",
+    "QueueSettings",
+    "RedisSettings",
+    "RoutingSettings",
+    "ServerSettings",
+    "Settings",
+    "StoredResponseSettings",
+    "TenantSettings",
+    "duration_s",
+]

@@ -1,0 +1,109 @@
+"""The HTTP side, Redis, and the engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from engine.config import SHORT_FLAGS, Section
+from gateway.config.units import split
+
+SHORT_FLAGS.update(
+    {
+        "server.host": "--host",
+        "server.port": "--port",
+        "server.data_dir": "--data-dir",
+        "server.log_level": "--log-level",
+        "redis.url": "--redis-url",
+        "engines.count": "--engines",
+        "engines.urls": "--engine-urls",
+    }
+)
+
+
+class ServerSettings(Section):
+    """[server]: the HTTP side of the gateway."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; `0.0.0.0` for every interface.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8080, description="TCP port; 0 takes a free one.")
+    data_dir: Path = Field(
+        Path(".kvasir"),
+        description="Folder for what must survive a restart (the embedded Redis, blocks); made when missing.",
+    )
+    max_body_bytes: Annotated[int, Field(ge=1024)] = Field(
+        32 << 20, description="Bytes; a larger request body is refused with 413."
+    )
+    max_json_depth: Annotated[int, Field(ge=8, le=900)] = Field(
+        128, description="Levels; a request body nested deeper is refused with 400."
+    )
+    request_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds that one request may take altogether."
+    )
+    body_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="Seconds that a request's body may take to arrive."
+    )
+    keep_alive_s: Annotated[float, Field(gt=0)] = Field(
+        75.0, description="Seconds that an idle client connection is kept open."
+    )
+    shutdown_s: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="Seconds that requests in flight get to end after SIGTERM."
+    )
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(
+        3, description="Engines that are tried before the first byte is sent."
+    )
+    max_prompts: Annotated[int, Field(ge=1)] = Field(
+        256, description="Prompts, and answers to them, of one request, at most."
+    )
+    prompts_at_once: Annotated[int, Field(ge=1)] = Field(
+        16, description="Prompts of one completion request that are worked on at the same time."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
+
+
+class RedisSettings(Section):
+    """[redis]: where the index lives."""
+
+    url: str | None = Field(
+        None, description="`redis://`, `rediss://` or `unix://` URL; without one, an own Redis is started."
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        0.25, description="Seconds that one Redis command may take before the memory index answers instead."
+    )
+    retry_s: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Seconds without Redis after a failure, before it is asked again."
+    )
+    max_memory_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
+        256 << 20, description="Bytes that the embedded Redis may use."
+    )
+
+
+class EnginesSettings(Section):
+    """[engines]: the bundled engines behind this gateway."""
+
+    count: Annotated[int, Field(ge=0, le=64)] = Field(
+        1, description="Engines that `kvasir serve` starts on this machine and starts again when they end."
+    )
+    urls: tuple[str, ...] = Field(
+        (), description="Engines that run already: `http://host:port` or `unix:PATH`; several separated by commas."
+    )
+    discover: bool = Field(True, description="Also use the engines that announce themselves in the same Redis.")
+    connect_timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="Seconds to reach an engine.")
+    reconnect_max_s: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="Seconds between tries to reach a lost engine, at most."
+    )
+    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds that a started engine may take to load its model."
+    )
+    stats_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        0.5, description="Seconds that an engine may take to tell its counters; then it is shown without."
+    )
+    buffer_updates: Annotated[int, Field(ge=16)] = Field(
+        65536, description="Updates of one sequence that wait for a slow client before it is given up."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_urls(cls, data: object) -> object:
+        return split(data, "urls")

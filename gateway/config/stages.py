@@ -1,0 +1,61 @@
+"""The stages of the street that every request passes: prompt, routing, queue."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from engine.config import Section
+
+
+class PromptSettings(Section):
+    """[prompt]: rendering and tokenising."""
+
+    segment_memo_bytes: Annotated[int, Field(ge=0)] = Field(
+        256 << 20, description="Bytes of text and tokens that the segment memo of one model holds; 0 switches it off."
+    )
+    chain_memo_bytes: Annotated[int, Field(ge=0)] = Field(
+        256 << 20,
+        description="Bytes of text, tokens and block hashes that the chain memo of one model holds; 0 switches it off.",
+    )
+    prompt_memo_bytes: Annotated[int, Field(ge=0)] = Field(
+        64 << 20, description="Bytes that the memo of whole prompts of one model holds; 0 switches it off."
+    )
+    thread_chars: Annotated[int, Field(ge=0)] = Field(
+        20_000, description="Characters of new text from which on tokenising leaves the event loop for a thread."
+    )
+
+
+class RoutingSettings(Section):
+    """[routing]: which engine gets a prompt."""
+
+    prefill_weight: Annotated[float, Field(ge=0)] = Field(
+        4.0, description="Factor on a request's own prefill time against the time it waits for others."
+    )
+    prefill_tokens_per_s: Annotated[float, Field(gt=0)] = Field(
+        1000.0, description="Tokens per second assumed of an engine that has not measured its own prefill yet."
+    )
+    max_backlog_s: Annotated[float, Field(gt=0)] = Field(
+        0.5, description="Seconds of prefill in front of an engine beyond which requests wait in the gateway instead."
+    )
+
+
+class QueueSettings(Section):
+    """[queue]: the online lane."""
+
+    max_waiting: Annotated[int, Field(ge=0)] = Field(
+        1024, description="Requests that wait for a place, over all tenants; the next one gets 429."
+    )
+    max_waiting_per_tenant: Annotated[int, Field(ge=0)] = Field(
+        512, description="Requests of one tenant that wait for a place; the next one gets 429."
+    )
+    max_wait_s: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="Seconds that a request waits for a place before it gets 503."
+    )
+    places_per_engine: Annotated[int, Field(ge=0)] = Field(
+        0, description="Requests that one engine works on; 0 takes twice what the engine runs at a time."
+    )
+    aging: Annotated[float, Field(gt=0, le=10)] = Field(
+        0.02, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
+    )

@@ -1,0 +1,47 @@
+"""Who may ask, and who shares what."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from engine.config import Section
+
+
+class AuthSettings(Section):
+    """[auth]: who may ask for the admin pages."""
+
+    admin_keys: tuple[str, ...] = Field((), description="Keys for /admin, besides no tenant's requests.")
+
+
+class TenantSettings(Section):
+    """[[tenants]]: one tenant and its keys. Without any, the server is open and everybody is one tenant."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        ..., description="Name in logs, metrics and the block namespace; letters, digits and `._-`."
+    )
+    keys: Annotated[tuple[Annotated[str, Field(min_length=8)], ...], Field(min_length=1)] = Field(
+        ..., description="API keys of this tenant, 8 characters or more."
+    )
+
+
+EVERYBODY = "*"
+"""In the tenants of a namespace: every tenant, those to come too."""
+
+PRIVATE = "private"
+"""What a request asks for that wants its tenant's own blocks and none of a namespace."""
+
+
+class NamespaceSettings(Section):
+    """[[namespaces]]: blocks that several tenants share on purpose."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        ..., description="Name that requests ask for with `x-kvasir-namespace`; letters, digits and `._-`."
+    )
+    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        ..., description="Names of the tenants that may use it, or `*` for every tenant."
+    )
+    default: bool = Field(
+        False, description="Whether requests of these tenants use it that ask for no namespace; one per tenant."
+    )
