@@ -14,8 +14,9 @@ from gateway.api.answers import Answer
 from gateway.api.auth import Auth
 from gateway.api.call import Call, settle
 from gateway.api.dialect import JSON, SSE
+from gateway.api.namespaces import HEADER as NAMESPACE_HEADER
 from gateway.api.namespaces import Namespaces
-from gateway.api.record import RECORD, Record, common_headers, kvasir_headers
+from gateway.api.record import RECORD, Record, kvasir_headers
 from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
@@ -92,6 +93,7 @@ class Answering:
         tenant = self._auth.tenant(http)
         record = http[RECORD]
         record.tenant, record.allowance = tenant.name, self._allowance(tenant.name)
+        record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         return tenant
 
     def model(self, name: str, record: Record) -> Hello:
@@ -131,9 +133,9 @@ class Answering:
         """
         if call.stream:
             return await self.stream(http, tenant, call, model, shape, media_type=media_type, street=street)
-        answers, usage = await self.collect(http, tenant, call, model, street=street)
         record = http[RECORD]
-        return reply(shape.body(answers, usage), record, **kvasir_headers(record))
+        answers, usage = await self.collect(record, tenant, call, model, street=street)
+        return reply(shape.body(answers, usage), **kvasir_headers(record))
 
     async def stream(
         self,
@@ -149,7 +151,7 @@ class Answering:
     ) -> web.StreamResponse:
         """A stream that is complete when this returns. Raises only while nothing was sent."""
         http[RECORD].stream = True
-        requests = self.requests(http, tenant, call, model)
+        requests = self.requests(http[RECORD], tenant, call, model)
         at_once = self._server.prompts_at_once
         return await stream(
             http,
@@ -163,10 +165,10 @@ class Answering:
         )
 
     async def collect(
-        self, http: web.Request, tenant: Tenant, call: Call, model: Hello, *, street: Answers | None = None
+        self, record: Record, tenant: Tenant, call: Call, model: Hello, *, street: Answers | None = None
     ) -> tuple[list[Answer], Usage]:
         """The answers that are told, and the usage of all that were generated."""
-        return await self.collected(self.requests(http, tenant, call, model), call, model, street=street)
+        return await self.collected(self.requests(record, tenant, call, model), call, model, street=street)
 
     async def collected(
         self, requests: list[Request], call: Call, model: Hello, *, street: Answers | None = None
@@ -177,22 +179,21 @@ class Answering:
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         return call.choices.told(answers, logprobs=call.sampling.logprobs is not None), usage
 
-    async def prewarm(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> Usage:
+    async def prewarm(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> Usage:
         """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
-        (answer,) = await collect(self.street, self.requests(http, tenant, call, model), _no_echo, at_once=1)
+        (answer,) = await collect(self.street, self.requests(record, tenant, call, model), _no_echo, at_once=1)
         return answer.usage
 
-    async def count(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> int:
+    async def count(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
         """Tokens of its prompt, with nothing generated."""
-        (request,) = self.requests(http, tenant, call, model)
+        (request,) = self.requests(record, tenant, call, model)
         return await self.street.count(request)
 
-    def requests(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
+    def requests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that
         the model does not have, ForbiddenError for a namespace that the tenant may not use."""
-        record = http[RECORD]
         prompts = settle(call, model)
-        scope = self._namespaces.scope(http, tenant, key=call.cache_key, cache_salt=call.cache_salt)
+        scope = self._namespaces.scope(record.namespace, tenant, key=call.cache_key, cache_salt=call.cache_salt)
         requests = [one for prompt in prompts for one in self._requests(record, tenant, scope, call, prompt)]
         record.traces = [request.trace for request in requests]
         return requests
@@ -207,6 +208,7 @@ class Answering:
                 sampling=sampling,
                 received_s=record.received_s,
                 deadline_s=record.received_s + self._server.request_timeout_s,
+                lane=record.lane,
                 stop=call.stop,
                 prompt_param=call.prompt_param,
                 scope=scope,
@@ -239,6 +241,6 @@ def _no_echo(index: int) -> str:
     return ""
 
 
-def reply(body: bytes, record: Record, **headers: str) -> web.Response:
-    """JSON with the headers that every answer carries."""
-    return web.Response(body=body, content_type=JSON, headers={**common_headers(record), **headers})
+def reply(body: bytes, **headers: str) -> web.Response:
+    """JSON. The middleware adds the headers that every answer carries."""
+    return web.Response(body=body, content_type=JSON, headers=headers)

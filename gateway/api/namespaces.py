@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from aiohttp import web
-
 from gateway.api.fields import shown
 from gateway.config import EVERYBODY, PRIVATE, NamespaceSettings
 from gateway.errors import ForbiddenError
@@ -27,12 +25,12 @@ class Namespaces:
         self._tenants = {namespace.name: frozenset(namespace.tenants) for namespace in namespaces}
         self._defaults = [namespace for namespace in namespaces if namespace.default]
 
-    def scope(self, http: web.Request, tenant: Tenant, *, key: str, cache_salt: str) -> Scope:
-        """`key` and `cache_salt` are the client's, and separate requests inside of a namespace too.
+    def scope(self, asked: str, tenant: Tenant, *, key: str, cache_salt: str) -> Scope:
+        """`asked` is what the request's header names, or nothing. `key` and `cache_salt` are the client's, and separate
+        requests inside of a namespace too.
 
         Raises ForbiddenError for a namespace that does not exist or is not for this tenant; which, is not told.
         """
-        asked = http.headers.get(HEADER, "").strip()
         name = asked or self._default(tenant)
         if name == PRIVATE:
             return _scope(tenant.name, "", key, cache_salt)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from engine.protocol import Lane
 from gateway.api.dialect import Dialect
 from gateway.types import Allowance, Lease, Trace
 
@@ -25,6 +26,8 @@ class Record:
     received_s: float  # monotonic clock
     dialect: Dialect
     tenant: str | None = None
+    namespace: str = ""  # that the request asks for, by header
+    lane: Lane = "online"
     model: str | None = None
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
     traces: list[Trace] = field(default_factory=list)  # one for each prompt

@@ -20,7 +20,7 @@ from gateway.api.dialect import BYTES, FORM
 from gateway.api.fields import invalid, missing, shown
 from gateway.api.record import CLIENT_LEFT, RECORD, common_headers
 from gateway.errors import BadRequestError, NotFoundError
-from gateway.types import StoredFile
+from gateway.types import StoredFile, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +106,16 @@ async def read_form(http: web.Request, upload: Upload, timeout_s: float, on_valu
     return form
 
 
-async def send(http: web.Request, stored: StoredFile, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
-    """The bytes of a file, as they were sent. Cuts the connection where it cannot send all of them, which is the only
-    way to tell that from a whole file."""
+async def send_file(http: web.Request, files: FileStore, tenant: Tenant, file_id: str) -> web.StreamResponse:
+    """The bytes of the file that a client names, as they were sent. Raises NotFoundError before the first of them; cuts
+    the connection where it cannot send all of them, which is the only way to tell that from a whole file."""
+    async with files.reading(tenant.name, store_id(file_id)) as found:
+        if found is None:
+            raise no_such_file(file_id)
+        return await _send(http, *found)
+
+
+async def _send(http: web.Request, stored: StoredFile, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
     headers = {
         **common_headers(http[RECORD]),
         "Content-Type": BYTES,
@@ -151,6 +158,20 @@ def store_id(file_id: str) -> str:
 def no_such_file(file_id: str) -> NotFoundError:
     """The same for what never was, what is over and what is somebody else's."""
     return NotFoundError(f"No such File object: {shown(file_id)}", param="id", reason=f"no such file: {shown(file_id)}")
+
+
+async def find_file(files: FileStore, tenant: Tenant, file_id: str) -> StoredFile:
+    """What is known of the file that a client names. Raises NotFoundError."""
+    stored = await files.find(tenant.name, store_id(file_id))
+    if stored is None:
+        raise no_such_file(file_id)
+    return stored
+
+
+async def delete_file(files: FileStore, tenant: Tenant, file_id: str) -> None:
+    """Raises NotFoundError."""
+    if not await files.delete(tenant.name, store_id(file_id)):
+        raise no_such_file(file_id)
 
 
 def query_values(query: MultiMapping[str], name: str) -> list[str]:

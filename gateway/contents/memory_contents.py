@@ -39,10 +39,6 @@ class MemoryContents:
 
     async def find(self, tenant: str, name: str) -> CachedContent | None:
         """See base.py."""
-        return self.peek(tenant, name)
-
-    def peek(self, tenant: str, name: str) -> CachedContent | None:
-        """As `find`."""
         return self._kept(tenant).get(name)
 
     async def all_of(self, tenant: str) -> list[CachedContent]:

@@ -13,26 +13,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import RedisError
 
 from gateway.config import GeminiSettings
 from gateway.contents.base import ContentsDownError, too_large, too_many
 from gateway.types import CachedContent
 
 _T = TypeVar("_T")
-
-
-def _script(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-_PUT: Final = _script("put.lua")
-_EXTEND: Final = _script("extend.lua")
-_DELETE: Final = _script("delete.lua")
 
 
 class RedisContents:
@@ -44,7 +35,9 @@ class RedisContents:
         self._limits = limits
         self._now = now
         self._timeout_s = timeout_s
-        self._shas: dict[str, str] = {}
+        self._put_script = redis.register_script(_source("put.lua"))
+        self._extend_script = redis.register_script(_source("extend.lua"))
+        self._delete_script = redis.register_script(_source("delete.lua"))
 
     async def put(self, tenant: str, content: CachedContent) -> None:
         """See base.py."""
@@ -61,7 +54,7 @@ class RedisContents:
             return None
         _, body, _ = _keys(tenant, name)
         written: Any = await self._limited(self._redis.get(body))
-        return None if written is None else _content(found, bytes(written))
+        return None if written is None else told(found, bytes(written))
 
     async def look(self, tenant: str, name: str) -> tuple[dict[str, Any] | None, bool]:
         """What is said of a content that is there, as `told` reads it, and whether it was deleted. Without its body:
@@ -80,25 +73,25 @@ class RedisContents:
     async def all_of(self, tenant: str) -> list[CachedContent]:
         """See base.py. What lost its body is among them."""
         entries: Any = await self._limited(self._redis.hvals(_keys(tenant, "")[0]))
-        told = [orjson.loads(entry) for entry in entries]
-        return [_content(one, b"") for one in told if one["expires_ms"] > self._now_ms()]
+        parsed = [orjson.loads(entry) for entry in entries]
+        return [told(one, b"") for one in parsed if one["expires_ms"] > self._now_ms()]
 
     async def extend(self, tenant: str, name: str, expires_s: float) -> CachedContent | None:
         """See base.py."""
         hash_, body, _ = _keys(tenant, name)
-        entry = await self._run(_EXTEND, [hash_, body], self._now_ms(), name, _ms(expires_s))
-        return None if entry is None else _content(orjson.loads(entry), b"")
+        args: list[str | int] = [self._now_ms(), name, _ms(expires_s)]
+        entry = await self._limited(self._extend_script(keys=[hash_, body], args=args))
+        return None if entry is None else told(orjson.loads(entry), b"")
 
     async def delete(self, tenant: str, name: str) -> bool:
         """See base.py."""
-        mark_ms = self._now_ms() + _ms(self._limits.longest_s)
-        return bool(await self._run(_DELETE, list(_keys(tenant, name)), self._now_ms(), name, mark_ms))
+        now_ms = self._now_ms()
+        args: list[str | int] = [now_ms, name, now_ms + _ms(self._limits.longest_s)]
+        return bool(await self._limited(self._delete_script(keys=_keys(tenant, name), args=args)))
 
     async def _put(self, tenant: str, content: CachedContent, *, anew: bool) -> bool:
         limits = self._limits
-        kept = await self._run(
-            _PUT,
-            list(_keys(tenant, content.name)),
+        args: list[bytes | str | int] = [
             self._now_ms(),
             content.name,
             orjson.dumps(_entry(content)),
@@ -108,7 +101,8 @@ class RedisContents:
             limits.max_contents,
             limits.max_bytes,
             int(anew),
-        )
+        ]
+        kept = await self._limited(self._put_script(keys=_keys(tenant, content.name), args=args))
         if kept in (b"many", b"large"):
             raise too_many(limits) if kept == b"many" else too_large(limits)
         return bool(kept == b"kept")
@@ -116,32 +110,12 @@ class RedisContents:
     def _now_ms(self) -> int:
         return _ms(self._now())
 
-    async def _run(self, script: str, keys: list[str], *args: bytes | str | int) -> Any:
-        async def call() -> Any:
-            if script in self._shas:
-                try:
-                    return await self._evaluate(script, keys, *args)
-                except NoScriptError:  # Redis was restarted, or another one answers now
-                    pass
-            self._shas[script] = str(await self._redis.script_load(script))
-            return await self._evaluate(script, keys, *args)
-
-        return await self._limited(call())
-
-    async def _evaluate(self, script: str, keys: list[str], *args: bytes | str | int) -> Any:
-        return await self._redis.execute_command("EVALSHA", self._shas[script], len(keys), *keys, *args)  # type: ignore[no-untyped-call]
-
     async def _limited(self, asked: Awaitable[_T]) -> _T:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asked
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise ContentsDownError(str(error) or type(error).__name__) from error
-
-
-def told(found: dict[str, Any], body: bytes) -> CachedContent:
-    """What `look` found, with a body that somebody has."""
-    return _content(found, body)
 
 
 def _keys(tenant: str, name: str) -> tuple[str, str, str]:
@@ -163,7 +137,8 @@ def _entry(content: CachedContent) -> dict[str, Any]:
     }
 
 
-def _content(found: dict[str, Any], body: bytes) -> CachedContent:
+def told(found: dict[str, Any], body: bytes) -> CachedContent:
+    """What `look` found, with a body that somebody has."""
     return CachedContent(
         name=found["name"],
         model=found["model"],
@@ -179,3 +154,7 @@ def _content(found: dict[str, Any], body: bytes) -> CachedContent:
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1e3)
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ class SharedContents:
 
     async def find(self, tenant: str, name: str) -> CachedContent | None:
         """See base.py."""
-        copy = self._memory.peek(tenant, name)
+        copy = await self._memory.find(tenant, name)
         try:
             found, was_deleted = await self._ask(lambda: self._redis.look(tenant, name))
             if found is not None and copy is None:

@@ -15,8 +15,7 @@ from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT, read_page
 from gateway.api.anthropic.wire import read_version
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read, read_query, text
-from gateway.api.record import RECORD
-from gateway.api.uploads import FileStore, no_such_file, query_values, read_form, send, store_id
+from gateway.api.uploads import FileStore, delete_file, find_file, query_values, read_form, send_file, store_id
 from gateway.types import StoredFile, Tenant
 
 PREFIX: Final = "file_"
@@ -92,31 +91,25 @@ class AnthropicFiles:
 
     async def get_file(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}"""
-        tenant, file_id = self._admit(http), http.match_info["file_id"]
-        stored = await self._files.find(tenant.name, store_id(file_id))
-        if stored is None:
-            raise no_such_file(file_id)
-        return _reply(http, file_json(stored))
+        return _reply(http, file_json(await find_file(self._files, *self._asked(http))))
 
     async def content(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}/content"""
-        tenant, file_id = self._admit(http), http.match_info["file_id"]
-        async with self._files.reading(tenant.name, store_id(file_id)) as found:
-            if found is None:
-                raise no_such_file(file_id)
-            return await send(http, *found)
+        return await send_file(http, self._files, *self._asked(http))
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/files/{file_id}"""
-        tenant, file_id = self._admit(http), http.match_info["file_id"]
-        if not await self._files.delete(tenant.name, store_id(file_id)):
-            raise no_such_file(file_id)
+        tenant, file_id = self._asked(http)
+        await delete_file(self._files, tenant, file_id)
         return _reply(http, {"id": file_id, "type": "file_deleted"})
 
     def _admit(self, http: web.Request) -> Tenant:
         tenant = self._answering.admit(http)
         read_version(http)
         return tenant
+
+    def _asked(self, http: web.Request) -> tuple[Tenant, str]:
+        return self._admit(http), http.match_info["file_id"]
 
 
 def file_json(stored: StoredFile) -> dict[str, Any]:
@@ -158,4 +151,4 @@ def _time(seconds: float) -> str:
 
 
 def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
-    return reply(orjson.dumps(value), http[RECORD])
+    return reply(orjson.dumps(value))

@@ -86,8 +86,8 @@ class Anthropic:
         tenant, version = self._answering.admit(http), read_version(http)
         call = parse_count(await read_json(http, self._server), version, self._settings, self._leases)
         model = self._answering.model(call.model, http[RECORD])
-        count = await self._answering.count(http, tenant, call, model)
-        return reply(orjson.dumps({"input_tokens": count}), http[RECORD])
+        count = await self._answering.count(http[RECORD], tenant, call, model)
+        return reply(orjson.dumps({"input_tokens": count}))
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models, newest first"""
@@ -97,7 +97,7 @@ class Anthropic:
         page = read_page(http.query, [name for name, _ in models])
         created = dict(models)
         data = [self._model(name, created[name]) for name in page.ids]
-        return reply(orjson.dumps(page.body(data)), http[RECORD])
+        return reply(orjson.dumps(page.body(data)))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
@@ -106,7 +106,7 @@ class Anthropic:
         name = http.match_info["model"]
         if (created := self._answering.models.models().get(name)) is None:
             raise ModelNotFoundError(name)
-        return reply(orjson.dumps(self._model(name, created)), http[RECORD])
+        return reply(orjson.dumps(self._model(name, created)))
 
     def _model(self, name: str, created: int) -> dict[str, Any]:
         try:

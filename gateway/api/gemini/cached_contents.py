@@ -170,13 +170,13 @@ class CachedContents:
         call = prefix_call(name, values, ttl_s)
         model = self._answering.model(name, http[RECORD])
         least = self._settings.min_tokens
-        if least and (found := await self._answering.count(http, tenant, call, model)) < least:
+        if least and (found := await self._answering.count(http[RECORD], tenant, call, model)) < least:
             raise BadRequestError(
                 f"Cached content is too small. total_token_count={found}, min_total_token_count={least} "
                 "(gemini.min_tokens).",
                 param="contents",
             )
-        usage = await self._answering.prewarm(http, tenant, call, model)
+        usage = await self._answering.prewarm(http[RECORD], tenant, call, model)
         lease = http[RECORD].lease
         kept = lease.kept if lease is not None else None
         return usage.prompt_tokens if kept is None else kept.tokens, lease
@@ -195,4 +195,4 @@ def _not_found(name: str) -> NotFoundError:
 
 def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
     record = http[RECORD]
-    return reply(orjson.dumps(value), record, **(kvasir_headers(record) if record.traces else {}))
+    return reply(orjson.dumps(value), **(kvasir_headers(record) if record.traces else {}))

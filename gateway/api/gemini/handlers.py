@@ -95,16 +95,16 @@ class Gemini:
             content, kept = await self._cached.use(tenant, asked.cached_content, name)
             told = {"cachedContentTokenCount": content.tokens}
         call = to_call(name, asked, kept, max_answers=MAX_CANDIDATES)
-        tokens = await self._answering.count(http, tenant, call, self._answering.model(name, http[RECORD]))
+        tokens = await self._answering.count(http[RECORD], tenant, call, self._answering.model(name, http[RECORD]))
         details = [{"modality": "TEXT", "tokenCount": tokens}]
-        return reply(orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details, **told}), http[RECORD])
+        return reply(orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details, **told}))
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
         self._answering.admit(http)
         shown, token = page(self._answering.models.models(), http.query)
         listed = {"models": [model_json(name, self._hello(name)) for name, _ in shown]}
-        return reply(orjson.dumps(listed | ({"nextPageToken": token} if token else {})), http[RECORD])
+        return reply(orjson.dumps(listed | ({"nextPageToken": token} if token else {})))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
@@ -112,7 +112,7 @@ class Gemini:
         name = model_name(http.match_info["model"])
         if name not in self._answering.models.models():
             raise ModelNotFoundError(name)
-        return reply(orjson.dumps(model_json(name, self._hello(name))), http[RECORD])
+        return reply(orjson.dumps(model_json(name, self._hello(name))))
 
     def _hello(self, name: str) -> Hello | None:
         """None while its engines are away."""

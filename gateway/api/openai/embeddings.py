@@ -181,7 +181,7 @@ class Embeddings:
         record.embedded_tokens = tokens
         # 3. The answer.
         body = await _body(name, vectors, values.get("encoding_format", "float"), tokens)
-        return reply(body, record)
+        return reply(body)
 
     def _check_model(self, name: str) -> None:
         models = self._embedder.models()

@@ -13,8 +13,7 @@ from aiohttp import web
 from gateway.api.answering import Answering, reply
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, missing, read, read_query, text
-from gateway.api.record import RECORD
-from gateway.api.uploads import FileStore, no_such_file, read_form, send, store_id
+from gateway.api.uploads import FileStore, delete_file, find_file, no_such_file, read_form, send_file, store_id
 from gateway.types import StoredFile, Tenant
 
 PREFIX: Final = "file-"
@@ -90,25 +89,16 @@ class Files:
 
     async def get_file(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}"""
-        tenant, file_id = self._asked(http)
-        stored = await self._files.find(tenant.name, store_id(file_id))
-        if stored is None:
-            raise no_such_file(file_id)
-        return _reply(http, file_json(stored))
+        return _reply(http, file_json(await find_file(self._files, *self._asked(http))))
 
     async def content(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}/content"""
-        tenant, file_id = self._asked(http)
-        async with self._files.reading(tenant.name, store_id(file_id)) as found:
-            if found is None:
-                raise no_such_file(file_id)
-            return await send(http, *found)
+        return await send_file(http, self._files, *self._asked(http))
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/files/{file_id}"""
         tenant, file_id = self._asked(http)
-        if not await self._files.delete(tenant.name, store_id(file_id)):
-            raise no_such_file(file_id)
+        await delete_file(self._files, tenant, file_id)
         return _reply(http, {"id": file_id, "object": "file", "deleted": True})
 
     def _asked(self, http: web.Request) -> tuple[Tenant, str]:
@@ -156,4 +146,4 @@ def _ttl_s(values: dict[str, Any]) -> float | None:
 
 
 def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
-    return reply(orjson.dumps(value), http[RECORD])
+    return reply(orjson.dumps(value))

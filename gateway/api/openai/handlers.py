@@ -89,7 +89,7 @@ class OpenAI:
         self._answering.admit(http)
         read_query(http.query, LIST)
         nothing: dict[str, Any] = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
-        return reply(orjson.dumps(nothing), http[RECORD])
+        return reply(orjson.dumps(nothing))
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
@@ -103,7 +103,7 @@ class OpenAI:
         """GET /v1/models"""
         self._answering.admit(http)
         data = [model_json(name, created) for name, created in self._models().items()]
-        return reply(orjson.dumps({"object": "list", "data": data}), http[RECORD])
+        return reply(orjson.dumps({"object": "list", "data": data}))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
@@ -111,7 +111,7 @@ class OpenAI:
         name = http.match_info["model"]
         if (created := self._models().get(name)) is None:
             raise ModelNotFoundError(name)
-        return reply(orjson.dumps(model_json(name, created)), http[RECORD])
+        return reply(orjson.dumps(model_json(name, created)))
 
     def _models(self) -> Mapping[str, int]:
         """Those that embed come last: what takes the first wants one that answers."""

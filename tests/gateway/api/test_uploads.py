@@ -37,6 +37,7 @@ class Sink:
         self.data += data
 
     async def finish(self, filename: str, mime_type: str, ttl_s: float | None) -> StoredFile:
+        """Reading a form ends before this."""
         raise NotImplementedError
 
 

@@ -102,25 +102,25 @@ class Responses:
             finally:
                 if keeper is not None:
                     keeper.abandoned()
-        (answer,), usage = await self._answering.collect(http, tenant, call, model)
+        (answer,), usage = await self._answering.collect(http[RECORD], tenant, call, model)
         shape.take(answer)
         if keeper is None:
             shape.finish(usage)
         else:
             await keeper.completed(usage)
-        return reply(orjson.dumps(shape.response), record, **kvasir_headers(record))
+        return reply(orjson.dumps(shape.response), **kvasir_headers(record))
 
     async def _begin(
         self, http: web.Request, tenant: Tenant, call: Call, model: Hello, shape: ResponseShape, items: list[Item]
     ) -> web.Response:
         """In the background. Answers with the response as it is then."""
         self._background.admit()
-        requests = self._answering.requests(http, tenant, call, model)
+        requests = self._answering.requests(http[RECORD], tenant, call, model)
         shape.response["store"] = True
         begun = orjson.dumps(shape.response)
         work = self._answering.collected(requests, call, model)
         await self._background.start(http[RECORD], shape, items, work)
-        return reply(begun, http[RECORD])
+        return reply(begun)
 
     async def input_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens"""
@@ -128,7 +128,7 @@ class Responses:
         asked = parse_count(await read_json(http, self._server))
         model = self._answering.model(asked.values["model"], http[RECORD])
         call = await self._call(http, tenant, asked, await self._items(tenant, asked), model)
-        tokens = await self._answering.count(http, tenant, call, model)
+        tokens = await self._answering.count(http[RECORD], tenant, call, model)
         return _told({"object": "response.input_tokens", "input_tokens": tokens}, http)
 
     async def compact(self, http: web.Request) -> web.StreamResponse:
@@ -244,7 +244,7 @@ class Responses:
 
     async def _fits(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> bool:
         try:
-            tokens = await self._answering.count(http, tenant, call, model)
+            tokens = await self._answering.count(http[RECORD], tenant, call, model)
         except ContextLengthError:
             return False
         return tokens + max(call.sampling.max_tokens, 1) <= model.context_tokens
@@ -262,4 +262,4 @@ def _not_found(response_id: str) -> NotFoundError:
 
 
 def _told(value: dict[str, Any], http: web.Request) -> web.Response:
-    return reply(orjson.dumps(value), http[RECORD])
+    return reply(orjson.dumps(value))

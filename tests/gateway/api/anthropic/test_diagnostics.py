@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.protocol import Breakpoint
 from gateway.api.anthropic.fingerprint import MAX_MARKS, Change, Fingerprint, Piece, compare, same_scope, take
 from gateway.config import AnthropicSettings, TenantSettings
-from gateway.stores.base import StoreDownError
 from gateway.types import Lease
+from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import running
 from tests.fakes.street import FakeModels, FakeStreet, hello
 
@@ -201,19 +201,8 @@ async def test_a_message_that_is_not_remembered_is_not_found_and_another_tenants
         assert reason(await north.messages.create(**ask(first.id))) == not_found, "one is remembered, the latest"
 
 
-class Down:
-    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
-        raise StoreDownError("down")
-
-    async def find(self, tenant: str, response_id: str) -> bytes | None:
-        raise StoreDownError("down")
-
-    async def delete(self, tenant: str, response_id: str) -> bool:
-        raise StoreDownError("down")
-
-
 async def test_a_store_that_is_down_costs_no_answer() -> None:
-    async with running(street(), fingerprints=Down()) as gateway, gateway.anthropic() as client:
+    async with running(street(), fingerprints=DownStore()) as gateway, gateway.anthropic() as client:
         first = await client.messages.create(**ask())
         second = await client.messages.create(**ask(first.id))
     assert reason(second) == {"type": "unavailable", "detail": "what is remembered cannot be reached"}

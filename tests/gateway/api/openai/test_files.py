@@ -188,6 +188,16 @@ async def test_a_client_that_does_not_read_its_file_does_not_hold_it(
         writer.close()
 
 
+async def has_place(gateway: Gateway) -> bool:
+    """Whether one more file may be sent now. The one that shows it is deleted."""
+    try:
+        made = await upload(gateway)
+    except openai.RateLimitError:
+        return False
+    await gateway.sdk().files.delete(made.id)
+    return True
+
+
 async def test_an_upload_that_is_cut_off_leaves_nothing() -> None:
     """The client leaves in the middle; the next request of the same tenant finds no trace."""
     async with running(files=settings(max_uploads=1)) as gateway:
@@ -197,19 +207,15 @@ async def test_an_upload_that_is_cut_off_leaves_nothing() -> None:
         part = b'\r\n--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nhalf of'
         writer.write(head + part)
         await writer.drain()
-        while True:  # it has begun when there is no place for another one
-            try:
-                await gateway.sdk().files.delete((await upload(gateway)).id)
-            except openai.RateLimitError:
-                break
+
+        async def has_begun() -> bool:
+            return not await has_place(gateway)
+
+        await until(has_begun)
         writer.close()
         await writer.wait_closed()
-        for _ in range(1000):
-            try:
-                made = await upload(gateway)
-                break
-            except openai.RateLimitError:
-                await asyncio.sleep(0.01)
+        await until(lambda: has_place(gateway))
+        made = await upload(gateway)
         assert [one.id async for one in gateway.sdk().files.list()] == [made.id]
 
 

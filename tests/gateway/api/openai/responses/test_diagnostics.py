@@ -9,8 +9,8 @@ import pytest
 from gateway.api.openai.responses.diagnostics import diagnose
 from gateway.api.openai.responses.items import parse_input, with_ids
 from gateway.api.openai.responses.store import Kept
-from gateway.stores.base import StoreDownError
 from gateway.types import Usage
+from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import running
 from tests.fakes.street import FakeStreet
 
@@ -69,16 +69,6 @@ async def test_a_stream_tells_at_its_end_what_was_compared() -> None:
 
 
 async def test_a_comparison_costs_no_answer() -> None:
-    class DownStore:
-        async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
-            raise StoreDownError("away")
-
-        async def find(self, tenant: str, response_id: str) -> bytes | None:
-            raise StoreDownError("away")
-
-        async def delete(self, tenant: str, response_id: str) -> bool:
-            raise StoreDownError("away")
-
     async with running(backend=DownStore()) as gateway, gateway.sdk() as client:
         options: Any = {"comparison_response_id": f"resp_{'0a' * 16}"}
         answer = await client.responses.create(model="demo", input="hi", prompt_cache_options=options)

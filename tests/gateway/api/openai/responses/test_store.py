@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 from engine.protocol import Hello
 from gateway.config import StoredResponseSettings, TenantSettings
 from gateway.errors import EngineLostError
-from gateway.stores.base import StoreDownError
 from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore
 from gateway.types import CallDelta, Request
+from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeModels, FakeStreet, hello
 
@@ -26,19 +26,6 @@ TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(n
 def messages(gateway: Gateway, number: int = -1) -> list[tuple[str, str]]:
     prompt: Any = gateway.street.requests[number].prompt
     return [(message["role"], message["content"]) for message in prompt.messages]
-
-
-class DownStore:
-    """A backend that does not answer."""
-
-    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
-        raise StoreDownError("away")
-
-    async def find(self, tenant: str, response_id: str) -> bytes | None:
-        raise StoreDownError("away")
-
-    async def delete(self, tenant: str, response_id: str) -> bool:
-        raise StoreDownError("away")
 
 
 class WatchedStore(MemoryStore):

@@ -1,0 +1,18 @@
+"""A backend of stored bytes that is away, for tests of what such a failure costs."""
+
+from __future__ import annotations
+
+from gateway.stores.base import StoreDownError
+
+
+class DownStore:
+    """A Backend that never answers."""
+
+    async def put(self, tenant: str, key: str, body: bytes) -> bool:
+        raise StoreDownError("away")
+
+    async def find(self, tenant: str, key: str) -> bytes | None:
+        raise StoreDownError("away")
+
+    async def delete(self, tenant: str, key: str) -> bool:
+        raise StoreDownError("away")
