@@ -38,7 +38,7 @@ from gateway.index.redis_index import RedisIndex, connect
 from gateway.prompt.stage import PromptStage
 from gateway.queues.online import OnlineQueue
 from gateway.redis_server import RedisServer, RedisStartError
-from gateway.responses.embedder import Embedder
+from gateway.responses.embedding.embedder import Embedder
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
 from gateway.stores.base import Backend

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("prompt", "responses", "index", "routing", "queues", "engines", "contents", "files", "stores")
-WITH_NUMPY = {"gateway.responses.bert", "gateway.responses.text_model"}
+WITH_NUMPY = {"gateway.responses.embedding.bert", "gateway.responses.embedding.text_model"}
 """What the extra `semantic` is for; imported when the first text is embedded."""
 FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.config"}
 SOURCES = sorted(path for package in ("gateway", "engine") for path in (ROOT / package).rglob("*.py"))

@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from gateway.config import EmbeddingSettings
-from gateway.responses.embedder import Embedder
-from gateway.responses.text_model import TextModel
+from gateway.responses.embedding.embedder import Embedder
+from gateway.responses.embedding.text_model import TextModel
 from gateway.types import EmbeddingInput
 from tests.fakes.gateway import running
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gateway.config import EmbeddingSettings
-from gateway.responses.embedder import Embedder
+from gateway.responses.embedding.embedder import Embedder
 from gateway.types import EmbeddingInput
 
 LIMIT_S = 10.0

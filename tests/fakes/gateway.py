@@ -37,7 +37,7 @@ from gateway.contents.memory_contents import MemoryContents
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.queues.online import OnlineQueue
-from gateway.responses.embedder import Embedder
+from gateway.responses.embedding.embedder import Embedder
 from gateway.routing.router import Router
 from gateway.stores.base import Backend
 from gateway.stores.memory_store import MemoryStore

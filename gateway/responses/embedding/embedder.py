@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from gateway.config import EmbeddingSettings
 from gateway.errors import DeadlineError, EmbedderError, QueueFullError
-from gateway.responses.text_model import TextModel, find_folder, load
+from gateway.responses.embedding.text_model import TextModel, find_folder, load
 from gateway.tasks import spawn
 from gateway.types import EmbeddingInput
 

