@@ -3,6 +3,7 @@
 A section goes to the stage it is named after and to nobody else; app.py hands them out.
 """
 
+from gateway.config.batches import BatchSettings
 from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
@@ -16,6 +17,7 @@ __all__ = [
     "PRIVATE",
     "AnthropicSettings",
     "AuthSettings",
+    "BatchSettings",
     "Duration",
     "EmbeddingSettings",
     "EnginesSettings",

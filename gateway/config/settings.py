@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from engine.config import SHORT_FLAGS, EngineSettings
+from gateway.config.batches import BatchSettings
 from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
@@ -46,6 +47,7 @@ class Settings(BaseModel):
     anthropic: AnthropicSettings = AnthropicSettings()
     stored_responses: StoredResponseSettings = StoredResponseSettings()
     files: FileSettings = FileSettings()
+    batches: BatchSettings = BatchSettings()
     gemini: GeminiSettings = GeminiSettings()
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()

@@ -1,0 +1,62 @@
+"""Settings of the batch lane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from engine.config import Section
+
+
+class BatchSettings(Section):
+    """[batches]: jobs that are answered when there is room."""
+
+    folder: Path | None = Field(
+        None,
+        description="Folder of the jobs' inputs and results; `batches` in `server.data_dir` when not set. "
+        "Gateways on one Redis have to share one.",
+    )
+    price: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5, description="Factor on the price of tokens that the batch lane computed."
+    )
+    window_s: Annotated[float, Field(gt=0)] = Field(
+        86400.0, description="Seconds that a job may take; lines that have not begun by then expire."
+    )
+    max_lines: Annotated[int, Field(ge=1)] = Field(50_000, description="Lines of one job of the OpenAI API.")
+    max_requests: Annotated[int, Field(ge=1)] = Field(
+        100_000, description="Requests of one message batch of the Anthropic API."
+    )
+    max_request_bytes: Annotated[int, Field(ge=1024)] = Field(
+        256 << 20, description="Bytes of one message batch of the Anthropic API; a larger one is refused with 413."
+    )
+    max_jobs: Annotated[int, Field(ge=1)] = Field(
+        200, description="Jobs of one tenant that have not ended; the next one gets 429."
+    )
+    max_waiting_lines: Annotated[int, Field(ge=1)] = Field(
+        200_000, description="Lines of all jobs of one tenant that have not ended; a job with more of them fails."
+    )
+    max_in_flight: Annotated[int, Field(ge=1, le=4096)] = Field(
+        32, description="Lines that one gateway works on at a time, waiting for a place at an engine included."
+    )
+    max_attempts: Annotated[int, Field(ge=1)] = Field(
+        5, description="Times that a line is tried which an engine failed or took with it, before that is its result."
+    )
+    lease_s: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="Seconds after which other gateways take over what one that is gone has been working on."
+    )
+    poll_s: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Seconds from one look for something to do to the next."
+    )
+    keep_s: Annotated[float, Field(gt=0)] = Field(
+        2592000.0,
+        description="Seconds that a job and its results can be read once it has ended; 30 days.",
+    )
+    max_kept: Annotated[int, Field(ge=1)] = Field(
+        10_000,
+        description="Jobs of one tenant that are kept at most, the latest; any that has not ended is.",
+    )
+    min_free_bytes: Annotated[int, Field(ge=0)] = Field(
+        256 << 20, description="Bytes that jobs leave free on their disk; lines wait while there are fewer."
+    )

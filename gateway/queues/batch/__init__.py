@@ -1,0 +1,1 @@
+"""The batch lane: jobs whose lines are answered when there is room, each exactly once."""

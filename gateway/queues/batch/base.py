@@ -1,0 +1,242 @@
+"""What a job of the batch lane is, and what its two sides promise each other. Values and Protocols, no code that runs.
+
+    a dialect   asks Batches for jobs, and is the Runner that knows what a line means
+    this room   keeps jobs and lines, orders the lines, runs each of them until it has one result
+
+A line is one row of the job's input, which is JSONL whatever came over the wire. Nothing here knows what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from gateway.types import Usage
+
+State = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]  # fmt: skip
+"""As in the OpenAI API. A job that expires is in_progress, then finalizing, until everything that ran is written."""
+
+NO_USAGE: Final = Usage(0, 0)
+
+ENDS: Final[frozenset[State]] = frozenset({"failed", "completed", "expired", "cancelled"})
+
+Unrun = Literal["cancelled", "expired", "failed"]
+"""Why a line has no answer: its job was cancelled, its time was over, or it could not be run for a fault of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Lines of a job. `total` is 0 until they are counted; those that wait or run are in none of the others."""
+
+    total: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+
+    @property
+    def processing(self) -> int:
+        return self.total - self.succeeded - self.failed - self.cancelled - self.expired
+
+
+class JobError(NamedTuple):
+    """`line` counts from 1, blank rows too; None: it is about the whole job."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One batch. Times are seconds since 1970.
+
+    id              32 characters, `0-9a-f`; in their order jobs were made
+    dialect         whose job it is, "openai" or "anthropic"; other dialects never see it
+    endpoint        the path that its lines are for
+    namespace       that the client asked for with its header; None when it did not
+    metadata        the dialect's own: anything that is JSON
+    reached         when it came to each state
+    expires_s       lines that have not begun then never will
+    in_files        its results become files of the tenant; else they are read with Batches.results
+    output_ttl_s    of these files; None: as long as files of batches are kept
+    input_file_id   as it was said, for files that came from one
+    model           of all lines; None while it is not known, or when they have several
+    validated       its lines are counted and in order
+    errors          why it failed, or why it cannot end yet
+    output_file_id  of lines that succeeded, once it has ended; None when there are none
+    error_file_id   of all other lines, once it has ended; None when there are none
+    file_ids        those that were chosen for the two before they were written
+    version         goes up with each change
+    """
+
+    id: str
+    tenant: str
+    dialect: str
+    endpoint: str
+    created_s: float
+    expires_s: float
+    namespace: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    in_files: bool = False
+    output_ttl_s: float | None = None
+    input_file_id: str | None = None
+    state: State = "validating"
+    reached: Mapping[State, float] = field(default_factory=dict)
+    model: str | None = None
+    validated: bool = False
+    counts: Counts = Counts()
+    usage: Usage = NO_USAGE
+    errors: tuple[JobError, ...] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    file_ids: tuple[str, str] | None = None
+    version: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDS
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A job that a client asks for. Fields as in Job.
+
+    num_lines  when they were counted already; else None
+    """
+
+    tenant: str
+    dialect: str
+    endpoint: str
+    namespace: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    in_files: bool = False
+    output_ttl_s: float | None = None
+    window_s: float | None = None  # None is batches.window_s
+    num_lines: int | None = None
+
+
+# -- what a dialect asks of this room ---------------------------------------------------------------------------------
+
+
+class Input(Protocol):
+    """The rows of a job that is being sent."""
+
+    async def write(self, data: bytes) -> None:
+        """The next bytes, cut anywhere. Raises StorageFullError, StorageError, and BodyTooLargeError past a limit."""
+        ...
+
+
+class Batches(Protocol):
+    """Jobs of tenants. Everything raises OverloadedError while Redis is away."""
+
+    def input(self, tenant: str) -> AbstractAsyncContextManager[Input]:
+        """Where rows are written that do not come from a file. What no job was created with, leaves nothing behind.
+        Raises QuotaError when the tenant has as many jobs as it may."""
+        ...
+
+    async def create(self, order: Order, source: Input | str) -> Job:
+        """It is durable when this returns. `source` are its rows, or the id of the tenant's file that has them, which
+        may be deleted from then on. Raises NotFoundError for a file that is not there, QuotaError, StorageFullError and
+        StorageError."""
+        ...
+
+    async def find(self, tenant: str, dialect: str, job_id: str) -> Job | None:
+        """Any string may be asked for."""
+        ...
+
+    async def page(
+        self, tenant: str, dialect: str, *, limit: int, after: str | None = None, before: str | None = None
+    ) -> tuple[list[Job], bool]:
+        """Newest first, and whether there are more: after a job, which need not be there any more, or the `limit` right
+        before one."""
+        ...
+
+    async def cancel(self, tenant: str, dialect: str, job_id: str) -> Job | None:
+        """The job as it is now; None when there is none. What runs, ends. Raises BadRequestError when it has ended."""
+        ...
+
+    async def delete(self, tenant: str, dialect: str, job_id: str) -> bool:
+        """Whether it was there. Files that it became stay. Raises BadRequestError when it has not ended."""
+        ...
+
+    def results(
+        self, tenant: str, dialect: str, job_id: str
+    ) -> AbstractAsyncContextManager[tuple[Job, AsyncIterator[bytes]] | None]:
+        """A job and its results, JSONL cut anywhere, in the order of its lines. None when there is no job, when it has
+        not ended, or when its results became files."""
+        ...
+
+
+# -- what this room asks of a dialect ---------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """Where a row is in the input."""
+
+    offset: int
+    num_bytes: int
+
+
+class Checked(NamedTuple):
+    """All lines and what they have in common, or at least one error, which fails the job."""
+
+    lines: list[Line]
+    errors: list[JobError]
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinePlan:
+    """What decides when a line runs.
+
+    model    that it asks
+    digests  chain digests of its prompt, as in EncodedPrompt; empty when they are not known
+    tokens   that it is expected to cost, for turns between tenants
+    """
+
+    model: str
+    digests: bytes = b""
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """How a line ended.
+
+    body   its result, one row of JSON without the line end
+    retry  "again": it failed in a way that need not be its own fault; this is its result when it fails too often
+           "later": nobody has worked on it (no engine, no room, a limit); it is tried again until its time is over
+    """
+
+    ok: bool
+    body: bytes
+    usage: Usage = NO_USAGE
+    retry: Literal["no", "again", "later"] = "no"
+    retry_after_s: float | None = None
+
+
+class Runner(Protocol):
+    """What lines mean. `row` is a line's bytes, with its line end where it has one."""
+
+    def check(self, job: Job, rows: Iterable[bytes]) -> Checked:
+        """Blocking, in a thread. `rows` are all of the input, one after the other, blank ones too. What is wrong here
+        fails the job; what is wrong inside of a request is for its result."""
+        ...
+
+    async def plan(self, job: Job, row: bytes) -> LinePlan:
+        """Never raises: a request that is wrong has no digests, and is told so when it runs."""
+        ...
+
+    async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
+        """Answers a line. Never raises. Cancelled when somebody else has the line by now, or the gateway stops."""
+        ...
+
+    def unrun(self, job: Job, row: bytes, why: Unrun) -> bytes:
+        """The result of a line that never ran, one row of JSON without the line end."""
+        ...

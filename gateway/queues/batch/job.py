@@ -1,0 +1,112 @@
+"""How a job goes from state to state. Pure: a job and a time in, the next job out. The worker keeps what comes back.
+
+    validating ──> failed
+        │
+        └──> in_progress ──> finalizing ──> completed, or expired when some lines never ran for want of time
+                  │               │
+                  └─> cancelling <┘ ──> cancelled
+
+A job that is cancelled while it is validated is validated first, so that all of its lines are known to be cancelled.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from gateway.errors import BadRequestError
+from gateway.queues.batch.base import Counts, Job, JobError, Order, State
+from gateway.types import Usage
+
+Step = Literal["validate", "plan", "queue", "drop", "finalize", "clean", "wait"]
+
+
+class Progress(NamedTuple):
+    """Lines of a job: that are planned, of those that are queued, of those that have a result."""
+
+    planned: int
+    queued: int
+    done: int
+
+
+def new_job(order: Order, *, now_s: float, window_s: float, input_file_id: str | None) -> Job:
+    """Its id is later than those of jobs made before."""
+    return Job(
+        id=f"{round(now_s * 1e6):016x}{secrets.token_hex(8)}",
+        tenant=order.tenant,
+        dialect=order.dialect,
+        endpoint=order.endpoint,
+        created_s=now_s,
+        expires_s=now_s + (window_s if order.window_s is None else order.window_s),
+        namespace=order.namespace,
+        metadata=order.metadata,
+        in_files=order.in_files,
+        output_ttl_s=order.output_ttl_s,
+        input_file_id=input_file_id,
+        reached={"validating": now_s},
+        counts=Counts(order.num_lines or 0),
+    )
+
+
+def next_step(job: Job, progress: Progress, now_s: float) -> Step:
+    """What is to be done for a job, whoever did what before."""
+    if job.has_ended:
+        return "clean"
+    if not job.validated:
+        return "validate"
+    if progress.done >= job.counts.total:
+        return "finalize"
+    if why_dropped(job, now_s) is not None:
+        return "drop"
+    if progress.planned < job.counts.total:
+        return "plan"
+    return "queue" if progress.queued < job.counts.total else "wait"
+
+
+def why_dropped(job: Job, now_s: float) -> Literal["cancelled", "expired"] | None:
+    """Why lines that have not begun never will; None when they will."""
+    if job.state == "cancelling":
+        return "cancelled"
+    return "expired" if now_s >= job.expires_s else None
+
+
+def validated(job: Job, num_lines: int, model: str | None, now_s: float) -> Job:
+    """Its lines are known from now on."""
+    changed = replace(job, validated=True, counts=Counts(num_lines), model=model)
+    return changed if job.state == "cancelling" else _to(changed, "in_progress", now_s)
+
+
+def failed(job: Job, errors: Sequence[JobError], now_s: float) -> Job:
+    """Nothing of it will run. Who cancelled it meanwhile gets what was asked for."""
+    state: State = "cancelled" if job.state == "cancelling" else "failed"
+    return _to(replace(job, errors=tuple(errors)), state, now_s)
+
+
+def cancelled(job: Job, now_s: float) -> Job:
+    """Raises BadRequestError when it has ended. A job that is being cancelled stays as it is."""
+    if job.has_ended:
+        raise BadRequestError(f"The batch cannot be cancelled: it is {job.state}.")
+    return job if job.state == "cancelling" else _to(job, "cancelling", now_s)
+
+
+def finalizing(job: Job, file_ids: tuple[str, str], now_s: float) -> Job:
+    """Every line has its result; the files will have these ids."""
+    changed = replace(job, file_ids=file_ids)
+    return changed if job.state == "cancelling" else _to(changed, "finalizing", now_s)
+
+
+def ended(
+    job: Job, counts: Counts, usage: Usage, output_file_id: str | None, error_file_id: str | None, now_s: float
+) -> Job:
+    """All that it came to is written."""
+    state: State = "cancelled" if job.state == "cancelling" else "expired" if counts.expired else "completed"
+    done = replace(
+        job, counts=counts, usage=usage, errors=(), output_file_id=output_file_id, error_file_id=error_file_id
+    )
+    return _to(done, state, now_s)
+
+
+def _to(job: Job, state: State, now_s: float) -> Job:
+    return replace(job, state=state, reached={**job.reached, state: now_s})

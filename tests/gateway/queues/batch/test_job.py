@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.errors import BadRequestError
+from gateway.queues.batch import job as jobs
+from gateway.queues.batch.base import Counts, Job, JobError, Order
+from gateway.queues.batch.job import Progress, next_step
+from gateway.types import Usage
+
+NONE = Progress(0, 0, 0)
+ALL = Progress(3, 3, 3)
+ORDER = Order("a", "openai", "/v1/chat/completions", metadata={"x": "y"}, in_files=True)
+
+
+def new(**changed: object) -> Job:
+    return replace(jobs.new_job(ORDER, now_s=100.0, window_s=50.0, input_file_id="f"), **changed)  # type: ignore[arg-type]
+
+
+def running() -> Job:
+    return jobs.validated(new(), 3, "m", 101.0)
+
+
+def test_ids_are_in_the_order_in_which_jobs_were_made() -> None:
+    ids = [jobs.new_job(ORDER, now_s=now_s, window_s=1, input_file_id=None).id for now_s in (1.0, 99.5, 1_790_000_000)]
+    assert ids == sorted(ids)
+    assert {len(one) for one in ids} == {32}
+
+
+def test_a_job_that_goes_well_reaches_one_state_after_the_other() -> None:
+    job = jobs.finalizing(running(), ("o", "e"), 120.0)
+    job = jobs.ended(job, Counts(3, succeeded=3), Usage(5, 6), "o", None, 130.0)
+    assert (job.state, job.output_file_id, job.error_file_id, job.usage) == ("completed", "o", None, Usage(5, 6))
+    assert job.reached == {"validating": 100.0, "in_progress": 101.0, "finalizing": 120.0, "completed": 130.0}
+    assert job.has_ended
+
+
+@pytest.mark.parametrize(
+    ("progress", "step"),
+    [
+        (NONE, "plan"),
+        (Progress(2, 0, 0), "plan"),
+        (Progress(3, 0, 0), "queue"),
+        (Progress(3, 2, 1), "queue"),
+        (Progress(3, 3, 2), "wait"),
+        (ALL, "finalize"),
+    ],
+)
+def test_what_is_next_follows_from_the_job_and_its_lines(progress: Progress, step: str) -> None:
+    assert next_step(running(), progress, 149.0) == step
+    assert next_step(new(), progress, 149.0) == "validate"
+
+
+@pytest.mark.parametrize("progress", [NONE, Progress(3, 1, 0), Progress(3, 3, 2)])
+def test_past_its_time_or_cancelled_what_has_not_begun_is_dropped(progress: Progress) -> None:
+    assert next_step(running(), progress, 150.0) == "drop"
+    assert jobs.why_dropped(running(), 150.0) == "expired"
+    cancelling = jobs.cancelled(running(), 110.0)
+    assert next_step(cancelling, progress, 110.0) == "drop"
+    assert jobs.why_dropped(cancelling, 110.0) == "cancelled"
+    assert jobs.why_dropped(running(), 149.0) is None
+
+
+def test_a_job_with_expired_lines_is_expired_and_a_cancelled_one_cancelled_whatever_ran() -> None:
+    counts = Counts(3, succeeded=1, expired=2)
+    job = jobs.finalizing(running(), ("o", "e"), 150.0)
+    assert jobs.ended(job, counts, Usage(0, 0), "o", "e", 151.0).state == "expired"
+    job = jobs.finalizing(jobs.cancelled(running(), 120.0), ("o", "e"), 150.0)
+    assert job.state == "cancelling"
+    assert jobs.ended(job, counts, Usage(0, 0), "o", "e", 151.0).state == "cancelled"
+
+
+def test_a_job_that_is_cancelled_while_it_is_validated_knows_its_lines_in_the_end() -> None:
+    job = jobs.cancelled(new(), 101.0)
+    assert next_step(job, NONE, 101.0) == "validate"
+    found = jobs.validated(job, 3, "m", 102.0)
+    assert (found.state, found.counts.total) == ("cancelling", 3)
+    assert next_step(found, NONE, 102.0) == "drop"
+    assert jobs.failed(job, [JobError("empty_file", "Empty.")], 102.0).state == "cancelled"
+
+
+def test_a_job_that_fails_says_why() -> None:
+    job = jobs.failed(new(), [JobError("empty_file", "Empty.")], 101.0)
+    assert (job.state, job.errors, job.reached["failed"]) == ("failed", (JobError("empty_file", "Empty."),), 101.0)
+    assert next_step(job, NONE, 999.0) == "clean"
+
+
+def test_cancelling_twice_is_once_and_what_has_ended_cannot_be_cancelled() -> None:
+    job = jobs.cancelled(running(), 110.0)
+    assert jobs.cancelled(job, 111.0) is job
+    with pytest.raises(BadRequestError, match="it is failed"):
+        jobs.cancelled(jobs.failed(new(), [], 101.0), 102.0)
+
+
+def test_lines_that_wait_or_run_are_what_is_left_of_the_total() -> None:
+    assert Counts(10, succeeded=1, failed=2, cancelled=3, expired=1).processing == 3
