@@ -111,6 +111,7 @@ class Gateway:
             contents=self.contents,
             files=self.files,
             upload_timeout_s=settings.files.upload_timeout_s,
+            batches=settings.batches,
             now=time.time,
             allowance=self.queue.allowance,
             sources=Sources(

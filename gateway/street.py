@@ -169,6 +169,11 @@ class Street:
         model = self._registry.serving(request.model)[0].hello
         return (await self._prompts.encode(request, model)).num_tokens
 
+    async def digests(self, request: Request) -> bytes:
+        """The chain digests of its prompt's full blocks, without asking an engine. Raises as `count` does."""
+        model = self._registry.serving(request.model)[0].hello
+        return (await self._prompts.encode(request, model)).digests
+
     async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
         """Where the markers of its prompt are, in tokens, without asking an engine. Raises as `count` does."""
         model = self._registry.serving(request.model)[0].hello

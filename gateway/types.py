@@ -215,7 +215,6 @@ class Trace:
     """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
 
     engine: str | None = None
-    lane: Lane = "online"
     prompt_tokens: int = 0
     cached_tokens: int = 0  # whose blocks were physically reused
     told_cached_tokens: int = 0  # as in Usage

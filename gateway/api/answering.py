@@ -5,7 +5,7 @@ a stream. The dialects parse and write; nothing here knows a wire format.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
@@ -51,6 +51,10 @@ class Street(Answers, Protocol):
         """Tokens of the request's prompt."""
         ...
 
+    async def digests(self, request: Request) -> bytes:
+        """The chain digests of its prompt's full blocks."""
+        ...
+
     async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
         """Where the markers of its prompt are, in tokens."""
         ...
@@ -62,6 +66,16 @@ class AnswerShape(Shape, Protocol):
     def body(self, answers: list[Answer], usage: Usage) -> bytes:
         """The answer to a request that does not stream. `usage` is that of all generated answers together."""
         ...
+
+
+class Asked(NamedTuple):
+    """A Call, its model, and how the answer is written. `street` is who answers in the street's place, and asks it in
+    turn."""
+
+    call: Call
+    model: Hello
+    shape: AnswerShape
+    street: Answers | None = None
 
 
 class Answering:
@@ -77,8 +91,13 @@ class Answering:
         decoders: Decoders,
         embedding_models: Mapping[str, int],
         allowance: Callable[[str], Allowance],
+        *,
+        line_timeout_s: float,
     ) -> None:
-        """`allowance` is what a tenant, by name, may still send."""
+        """allowance       what a tenant, by name, may still send
+        line_timeout_s  that a line of a batch may take
+        """
+        self._line_timeout_s = line_timeout_s
         self._allowance = allowance
         self.models = models
         self.embedding_models = embedding_models
@@ -116,26 +135,22 @@ class Answering:
         return model
 
     async def answer(
-        self,
-        http: web.Request,
-        tenant: Tenant,
-        call: Call,
-        model: Hello,
-        shape: AnswerShape,
-        *,
-        media_type: str = SSE,
-        street: Answers | None = None,
+        self, http: web.Request, tenant: Tenant, asked: Asked, *, media_type: str = SSE
     ) -> web.StreamResponse:
         """Whole, or as a stream that is complete when this returns. Raises only while nothing was sent.
 
         media_type  of a stream
-        street      who answers in the street's place, and asks it in turn
         """
+        call, model, shape, street = asked
         if call.stream:
             return await self.stream(http, tenant, call, model, shape, media_type=media_type, street=street)
-        record = http[RECORD]
+        return reply(await self.whole(http[RECORD], tenant, asked), **kvasir_headers(http[RECORD]))
+
+    async def whole(self, record: Record, tenant: Tenant, asked: Asked) -> bytes:
+        """The body of an answer that is no stream."""
+        call, model, shape, street = asked
         answers, usage = await self.collect(record, tenant, call, model, street=street)
-        return reply(shape.body(answers, usage), **kvasir_headers(record))
+        return shape.body(answers, usage)
 
     async def stream(
         self,
@@ -189,6 +204,10 @@ class Answering:
         (request,) = self.requests(record, tenant, call, model)
         return await self.street.count(request)
 
+    async def digests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bytes:
+        """The chain digests of its first prompt: requests whose digests begin alike share a prefix."""
+        return await self.street.digests(self.requests(record, tenant, call, model)[0])
+
     def requests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that
         the model does not have, ForbiddenError for a namespace that the tenant may not use."""
@@ -197,6 +216,10 @@ class Answering:
         requests = [one for prompt in prompts for one in self._requests(record, tenant, scope, call, prompt)]
         record.traces = [request.trace for request in requests]
         return requests
+
+    def deadline_s(self, record: Record) -> float:
+        """By the monotonic clock."""
+        return record.received_s + (self._line_timeout_s if record.lane == "batch" else self._server.request_timeout_s)
 
     def _requests(self, record: Record, tenant: Tenant, scope: Scope, call: Call, prompt: Prompt) -> Iterator[Request]:
         for number, group, sampling in call.choices.samplings(call.sampling):
@@ -207,7 +230,7 @@ class Answering:
                 prompt=prompt,
                 sampling=sampling,
                 received_s=record.received_s,
-                deadline_s=record.received_s + self._server.request_timeout_s,
+                deadline_s=self.deadline_s(record),
                 lane=record.lane,
                 stop=call.stop,
                 prompt_param=call.prompt_param,

@@ -122,7 +122,7 @@ def _log(record: Record) -> None:
         record.endpoint,
         record.model or "-",
         record.engine or "-",
-        record.traces[0].lane if record.traces else "-",
+        record.lane if record.traces else "-",
         record.stream,
         record.prompt_tokens,
         record.cached_tokens,

@@ -26,6 +26,7 @@ from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
+from gateway.api.lines import Lines
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.embeddings import Embedder, Embeddings
@@ -40,6 +41,7 @@ from gateway.api.uploads import FileStore
 from gateway.config import (
     AnthropicSettings,
     AuthSettings,
+    BatchSettings,
     EmbeddingSettings,
     GeminiSettings,
     LeaseSettings,
@@ -53,6 +55,9 @@ from gateway.types import Allowance
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
+
+LINES: web.AppKey[Lines] = web.AppKey("lines", Lines)
+"""Who answers lines of batches, by the same stages."""
 
 
 def build_app(
@@ -75,6 +80,7 @@ def build_app(
     contents: ContentStore,
     files: FileStore,
     upload_timeout_s: float,
+    batches: BatchSettings,
     now: Callable[[], float],
     allowance: Callable[[str], Allowance],
     sources: Sources,
@@ -92,18 +98,33 @@ def build_app(
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
-    answering = Answering(server, keys, Namespaces(namespaces), street, models, decoders, embedder.models(), allowance)
+    answering = Answering(
+        server,
+        keys,
+        Namespaces(namespaces),
+        street,
+        models,
+        decoders,
+        embedder.models(),
+        allowance,
+        line_timeout_s=batches.line_timeout_s,
+    )
     cached = CachedContents(server, gemini, answering, contents, now)
     background = Background(responses, metrics, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
+    chats = OpenAI(server, leases, answering)
+    items = Responses(server, leases, answering, responses, background)
+    vectors = Embeddings(server, embeddings, answering, embedder)
+    messages = Anthropic(server, leases, anthropic, answering, fingerprints)
+    endpoints = {**chats.endpoints(), **items.endpoints(), **vectors.endpoints(), **messages.endpoints()}
     by_dialect = {
         OPENAI.name: [
-            *OpenAI(server, leases, answering).routes(),
-            *Responses(server, leases, answering, responses, background).routes(),
-            *Embeddings(server, embeddings, answering, embedder).routes(),
+            *chats.routes(),
+            *items.routes(),
+            *vectors.routes(),
             *Files(answering, files, upload_timeout_s).routes(),
         ],
         ANTHROPIC.name: [
-            *Anthropic(server, leases, anthropic, answering, fingerprints).routes(),
+            *messages.routes(),
             *AnthropicFiles(answering, files, upload_timeout_s).routes(),
         ],
         GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
@@ -113,6 +134,7 @@ def build_app(
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(metrics)], client_max_size=0)
     app[ROUTES] = docs.routes
+    app[LINES] = Lines(endpoints, metrics, max_depth=server.max_json_depth)
     app.on_shutdown.append(lambda _: background.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if BYTES in route.media}

@@ -40,6 +40,9 @@ class BatchSettings(Section):
     max_in_flight: Annotated[int, Field(ge=1, le=4096)] = Field(
         32, description="Lines that one gateway works on at a time, waiting for a place at an engine included."
     )
+    line_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        3600.0, description="Seconds that one line may take altogether, from when it is begun."
+    )
     max_attempts: Annotated[int, Field(ge=1)] = Field(
         5, description="Times that a line is tried which an engine failed or took with it, before that is its result."
     )

@@ -23,6 +23,7 @@ from gateway.api.routes import app_runner, build_app
 from gateway.config import (
     AnthropicSettings,
     AuthSettings,
+    BatchSettings,
     FileSettings,
     GeminiSettings,
     LeaseSettings,
@@ -112,6 +113,7 @@ class Options:
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
+    batches: BatchSettings = field(default_factory=BatchSettings)
     gemini: GeminiSettings = field(default_factory=GeminiSettings)
     now: Callable[[], float] = time.time
     embedder: Embedder = field(default_factory=no_embedder)
@@ -157,6 +159,7 @@ def make_app(
         contents=MemoryContents(given.gemini, given.now),
         files=files or make_files(given.files, Path("/nowhere"), given.now),
         upload_timeout_s=given.files.upload_timeout_s,
+        batches=given.batches,
         now=given.now,
         allowance=queue.allowance,
         sources=Sources(

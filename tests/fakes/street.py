@@ -117,6 +117,10 @@ class FakeStreet:
         self.looked_up.append(request.prompt.markers)
         return tuple(Breakpoint(tokens, 0.0) for tokens in self.places)
 
+    async def digests(self, request: Request) -> bytes:
+        self.requests.append(request)
+        return b"digests"
+
     async def count(self, request: Request) -> int:
         self.requests.append(request)
         return self.prompt_tokens

@@ -9,22 +9,27 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, Asked, reply
 from gateway.api.anthropic.accounting import Accounted
 from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.pages import MODELS, read_page
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
-from gateway.api.anthropic.request import parse_count, parse_message
-from gateway.api.anthropic.response import MessageShape, model_json
-from gateway.api.anthropic.wire import read_version
+from gateway.api.anthropic.request import check_line, parse_count, parse_message
+from gateway.api.anthropic.response import MessageShape, ServiceTier, model_json
+from gateway.api.anthropic.wire import ANTHROPIC, VERSIONS, Version, read_version
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
-from gateway.api.record import RECORD
+from gateway.api.lines import Endpoint, asking
+from gateway.api.record import RECORD, Record
 from gateway.config import AnthropicSettings, LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 from gateway.stores.base import Backend
 
 _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]}
+
+
+def endpoint_name(version: Version) -> str:
+    return f"/v1/messages {version}"
 
 
 class Anthropic:
@@ -70,16 +75,32 @@ class Anthropic:
             Route("GET", "/v1/models/{model:.+}", self.get_model, "One of them."),
         ]
 
+    def endpoints(self) -> dict[str, Endpoint]:
+        """What lines of a batch may ask for, by `endpoint_name` of the version that the batch was made with."""
+
+        def of(version: Version) -> Endpoint:
+            def ask(record: Record, body: dict[str, Any]) -> Asked:
+                check_line(body)
+                return self._message(record, body, version)
+
+            return asking(self._answering, ANTHROPIC, ask)
+
+        return {endpoint_name(version): of(version) for version in VERSIONS}
+
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
         tenant, version = self._answering.admit(http), read_version(http)
-        asked = parse_message(await read_json(http, self._server), version, self._settings, self._leases)
+        asked = self._message(http[RECORD], await read_json(http, self._server), version)
+        return await self._answering.answer(http, tenant, asked)
+
+    def _message(self, record: Record, body: dict[str, Any], version: Version) -> Asked:
+        asked = parse_message(body, version, self._settings, self._leases)
         call = asked.call
-        model = self._answering.model(call.model, http[RECORD])
-        shape = MessageShape(model.model, http[RECORD].request_id, call.sampling.max_tokens)
+        model = self._answering.model(call.model, record)
+        tier: ServiceTier = "batch" if record.lane == "batch" else "standard"
+        shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=tier)
         diagnosis = Diagnosis(self._fingerprints, asked.question, shape.message_id) if asked.question else None
-        street = Accounted(self._answering.street, asked.caching, shape, diagnosis)
-        return await self._answering.answer(http, tenant, call, model, shape, street=street)
+        return Asked(call, model, shape, Accounted(self._answering.street, asked.caching, shape, diagnosis))
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""

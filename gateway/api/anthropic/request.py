@@ -16,6 +16,7 @@ from gateway.api.anthropic.wire import Version
 from gateway.api.call import Call
 from gateway.api.fields import invalid, read, unknown_parameter
 from gateway.config import AnthropicSettings, LeaseSettings
+from gateway.errors import UnsupportedError
 from gateway.types import ChatPrompt
 
 
@@ -66,6 +67,17 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
     )
     question = Question(_pieces(values), values["diagnostics"]) if "diagnostics" in values else None
     return Asked(call, caching, question)
+
+
+def check_line(body: dict[str, Any]) -> None:
+    """Raises UnsupportedError for what a message may ask for, and a line of a batch may not."""
+    for name, asked, why in (
+        ("stream", body.get("stream"), "a batch does not stream"),
+        ("max_tokens", body.get("max_tokens") == 0, "a batch generates at least one token for each request"),
+        ("speed", body.get("speed") is not None, "a batch has one speed"),
+    ):
+        if asked:
+            raise UnsupportedError(f"Unsupported parameter: '{name}': {why}.", param=name, reason=why)
 
 
 def parse_count(body: dict[str, Any], version: Version, settings: AnthropicSettings, leases: LeaseSettings) -> Call:

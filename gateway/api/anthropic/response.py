@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import orjson
 from pydantic_core import from_json
@@ -20,6 +20,8 @@ from gateway.api.sse import event, json_text
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Usage
 
+ServiceTier = Literal["standard", "batch"]
+
 _REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CUMULATIVE: Final = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
 _DELTA: Final = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
@@ -27,7 +29,7 @@ _NO_END: Final = {"stop_reason": None, "stop_sequence": None, "stop_details": No
 _MESSAGE_STOP: Final = event("message_stop", {"type": "message_stop"})
 
 
-def usage_json(usage: Usage, cached: Cached, lease: str | None) -> dict[str, Any]:
+def usage_json(usage: Usage, cached: Cached, lease: str | None, service_tier: ServiceTier) -> dict[str, Any]:
     """`input_tokens` are those that were neither read from the cache nor written to it.
 
     `cache_lease` is ours, and there only when the request has breakpoints.
@@ -41,7 +43,7 @@ def usage_json(usage: Usage, cached: Cached, lease: str | None) -> dict[str, Any
             "ephemeral_1h_input_tokens": cached.written_1h,
         },
         "output_tokens": usage.completion_tokens,
-        "service_tier": "standard",
+        "service_tier": service_tier,
         **({} if lease is None else {"cache_lease": lease}),
     }
 
@@ -50,7 +52,7 @@ class MessageShape:
     """One message. `max_tokens` are those that the client asked for. `cached`, `lease`, which is `kept` or
     `degraded`, and `more`, fields of the message, are filled in before the first byte is written."""
 
-    def __init__(self, model: str, request_id: str, max_tokens: int) -> None:
+    def __init__(self, model: str, request_id: str, max_tokens: int, *, service_tier: ServiceTier = "standard") -> None:
         self.message_id: Final = f"msg_{secrets.token_hex(16)}"
         self.cached = Cached()
         self.lease: str | None = None
@@ -58,6 +60,7 @@ class MessageShape:
         self._model = model
         self._request_id = request_id
         self._max_tokens = max_tokens
+        self._service_tier: ServiceTier = service_tier
         self._block = -1  # number of the last block
         self._open: str | None = None  # kind of the block that is open
         self._head = b""  # of a delta of text in the block that is open
@@ -105,7 +108,7 @@ class MessageShape:
         return event("error", error_json(error, self._request_id))
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        return usage_json(usage, self.cached, self.lease)
+        return usage_json(usage, self.cached, self.lease, self._service_tier)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from engine.protocol import Hello
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, Asked, reply
 from gateway.api.body import read_json
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import text
@@ -84,7 +84,7 @@ class Gemini:
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)
         media_type = JSON if array else SSE
-        return await self._answering.answer(http, tenant, call, model, shape, media_type=media_type)
+        return await self._answering.answer(http, tenant, Asked(call, model, shape), media_type=media_type)
 
     async def count(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/models/{model}:countTokens"""

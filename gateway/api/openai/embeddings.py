@@ -28,10 +28,12 @@ from gateway.api.fields import (
     text,
     wrong_type,
 )
-from gateway.api.record import RECORD
+from gateway.api.lines import Endpoint
+from gateway.api.openai.wire import OPENAI
+from gateway.api.record import RECORD, Record
 from gateway.config import EmbeddingSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, ModelNotFoundError, NotFoundError
-from gateway.types import EmbeddingInput
+from gateway.types import EmbeddingInput, Tenant
 
 ENCODED_AT_ONCE = 32
 """Vectors that are written before the event loop gets its turn: about a millisecond."""
@@ -154,11 +156,17 @@ class Embeddings:
             ),
         ]
 
+    def endpoints(self) -> dict[str, Endpoint]:
+        """What lines of a batch may ask for."""
+        return {"/v1/embeddings": Endpoint(OPENAI, self._answer)}
+
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings"""
-        record = http[RECORD]
         tenant = self._answering.admit(http)
-        values = read(await read_json(http, self._server), EMBEDDINGS, ("model", "input"))
+        return reply(await self._answer(http[RECORD], tenant, await read_json(http, self._server)))
+
+    async def _answer(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
+        values = read(body, EMBEDDINGS, ("model", "input"))
         name: str = values["model"]
         self._check_model(name)
         record.model = name
@@ -176,12 +184,11 @@ class Embeddings:
             )
         # 2. Their vectors.
         wanted = [EmbeddingInput(one, dimensions) for one in texts]
-        deadline_s = record.received_s + self._server.request_timeout_s
+        deadline_s = self._answering.deadline_s(record)
         vectors = await self._embedder.embed(wanted, deadline_s, tenant=tenant.name)
         record.embedded_tokens = tokens
         # 3. The answer.
-        body = await _body(name, vectors, values.get("encoding_format", "float"), tokens)
-        return reply(body)
+        return await _body(name, vectors, values.get("encoding_format", "float"), tokens)
 
     def _check_model(self, name: str) -> None:
         models = self._embedder.models()

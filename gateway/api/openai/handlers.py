@@ -10,15 +10,17 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, Asked, reply
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
+from gateway.api.lines import Endpoint, asking
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model_json
 from gateway.api.openai.tools import names_a_function
-from gateway.api.record import RECORD
+from gateway.api.openai.wire import OPENAI
+from gateway.api.record import RECORD, Record
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError
 
@@ -72,17 +74,17 @@ class OpenAI:
             Route("GET", "/v1/models/{model:.+}", self.get_model, "One of them."),
         ]
 
+    def endpoints(self) -> dict[str, Endpoint]:
+        """What lines of a batch may ask for."""
+        return {
+            "/v1/chat/completions": asking(self._answering, OPENAI, self._chat),
+            "/v1/completions": asking(self._answering, OPENAI, self._completion),
+        }
+
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         tenant = self._answering.admit(http)
-        body = await read_json(http, self._server)
-        call = parse_chat(body, self._leases, self._server.max_prompts)
-        model = self._answering.model(call.model, http[RECORD])
-        calls = Calls.NONE if call.tool_use is None else Calls.FUNCTION if body.get("functions") else Calls.TOOLS
-        shape = ChatShape(
-            model, call.choices.n, include_usage=call.include_usage, calls=calls, named=names_a_function(body)
-        )
-        return await self._answering.answer(http, tenant, call, model, shape)
+        return await self._answering.answer(http, tenant, self._chat(http[RECORD], await read_json(http, self._server)))
 
     async def list_chats(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/chat/completions"""
@@ -94,10 +96,8 @@ class OpenAI:
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
         tenant = self._answering.admit(http)
-        call = parse_completion(await read_json(http, self._server), self._server.max_prompts)
-        model = self._answering.model(call.model, http[RECORD])
-        shape = CompletionShape(model, include_usage=call.include_usage)
-        return await self._answering.answer(http, tenant, call, model, shape)
+        asked = self._completion(http[RECORD], await read_json(http, self._server))
+        return await self._answering.answer(http, tenant, asked)
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
@@ -112,6 +112,20 @@ class OpenAI:
         if (created := self._models().get(name)) is None:
             raise ModelNotFoundError(name)
         return reply(orjson.dumps(model_json(name, created)))
+
+    def _chat(self, record: Record, body: dict[str, Any]) -> Asked:
+        call = parse_chat(body, self._leases, self._server.max_prompts)
+        model = self._answering.model(call.model, record)
+        calls = Calls.NONE if call.tool_use is None else Calls.FUNCTION if body.get("functions") else Calls.TOOLS
+        shape = ChatShape(
+            model, call.choices.n, include_usage=call.include_usage, calls=calls, named=names_a_function(body)
+        )
+        return Asked(call, model, shape)
+
+    def _completion(self, record: Record, body: dict[str, Any]) -> Asked:
+        call = parse_completion(body, self._server.max_prompts)
+        model = self._answering.model(call.model, record)
+        return Asked(call, model, CompletionShape(model, include_usage=call.include_usage))
 
     def _models(self) -> Mapping[str, int]:
         """Those that embed come last: what takes the first wants one that answers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -14,6 +14,7 @@ from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
+from gateway.api.lines import Endpoint, check_whole
 from gateway.api.openai.responses.background import RETRY_AFTER_S, Background, settled
 from gateway.api.openai.responses.diagnostics import diagnose
 from gateway.api.openai.responses.items import Item, with_ids
@@ -24,10 +25,23 @@ from gateway.api.openai.responses.request import Asked, parse, parse_count, shor
 from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
-from gateway.api.record import RECORD, kvasir_headers
+from gateway.api.openai.wire import OPENAI
+from gateway.api.record import RECORD, Record, kvasir_headers
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
 from gateway.types import Tenant
+
+
+class _Wanted(NamedTuple):
+    """A response that is to be made.
+
+    items  that it answers: those of earlier responses, then its own
+    """
+
+    call: Call
+    model: Hello
+    shape: ResponseShape
+    items: list[Item]
 
 
 class Responses:
@@ -80,40 +94,63 @@ class Responses:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses"""
-        tenant = self._answering.admit(http)
-        record = http[RECORD]
+        tenant, record = self._answering.admit(http), http[RECORD]
         asked = parse(await read_json(http, self._server))
+        wanted = await self._wanted(record, tenant, asked)
+        if asked.values.get("background"):
+            return await self._begin(http, tenant, wanted)
+        if not wanted.call.stream:
+            return reply(await self._whole(record, tenant, asked, wanted), **kvasir_headers(record))
+        call, model, shape, _ = wanted
+        keeper = self._keeper(tenant, asked, wanted)
+        try:
+            return await self._answering.stream(http, tenant, call, model, shape, keeper=keeper)
+        finally:
+            if keeper is not None:
+                keeper.abandoned()
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        """What lines of a batch may ask for."""
+        return {"/v1/responses": Endpoint(OPENAI, self._answer_line, self._digests_of_line)}
+
+    async def _answer_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
+        asked = _parse_line(body)
+        return await self._whole(record, tenant, asked, await self._wanted(record, tenant, asked))
+
+    async def _digests_of_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
+        call, model, _, _ = await self._wanted(record, tenant, _parse_line(body))
+        return await self._answering.digests(record, tenant, call, model)
+
+    async def _wanted(self, record: Record, tenant: Tenant, asked: Asked) -> _Wanted:
         model = self._answering.model(asked.values["model"], record)
         token = new_token()
         items = with_ids(await self._items(tenant, asked), token)
-        call = await self._call(http, tenant, asked, items, model)
+        call = await self._call(record, tenant, asked, items, model)
         diagnosis = await self._diagnosis(tenant, asked, items)
         shape = ResponseShape(
             asked, token, leases=self._leases, generated=lambda: record.completion_tokens, diagnose=diagnosis
         )
-        if asked.values.get("background"):
-            return await self._begin(http, tenant, call, model, shape, items)
-        keeper = None
-        if asked.values.get("store", True):
-            keeper = ResponseKeeper(self._store, tenant.name, shape, items)
-        if call.stream:
-            try:
-                return await self._answering.stream(http, tenant, call, model, shape, keeper=keeper)
-            finally:
-                if keeper is not None:
-                    keeper.abandoned()
-        (answer,), usage = await self._answering.collect(http[RECORD], tenant, call, model)
+        return _Wanted(call, model, shape, items)
+
+    async def _whole(self, record: Record, tenant: Tenant, asked: Asked, wanted: _Wanted) -> bytes:
+        call, model, shape, _ = wanted
+        keeper = self._keeper(tenant, asked, wanted)
+        (answer,), usage = await self._answering.collect(record, tenant, call, model)
         shape.take(answer)
         if keeper is None:
             shape.finish(usage)
         else:
             await keeper.completed(usage)
-        return reply(orjson.dumps(shape.response), **kvasir_headers(record))
+        return orjson.dumps(shape.response)
 
-    async def _begin(
-        self, http: web.Request, tenant: Tenant, call: Call, model: Hello, shape: ResponseShape, items: list[Item]
-    ) -> web.Response:
+    def _keeper(self, tenant: Tenant, asked: Asked, wanted: _Wanted) -> ResponseKeeper | None:
+        if not asked.values.get("store", True):
+            return None
+        return ResponseKeeper(self._store, tenant.name, wanted.shape, wanted.items)
+
+    async def _begin(self, http: web.Request, tenant: Tenant, wanted: _Wanted) -> web.Response:
         """In the background. Answers with the response as it is then."""
+        call, model, shape, items = wanted
         self._background.admit()
         requests = self._answering.requests(http[RECORD], tenant, call, model)
         shape.response["store"] = True
@@ -127,7 +164,7 @@ class Responses:
         tenant = self._answering.admit(http)
         asked = parse_count(await read_json(http, self._server))
         model = self._answering.model(asked.values["model"], http[RECORD])
-        call = await self._call(http, tenant, asked, await self._items(tenant, asked), model)
+        call = await self._call(http[RECORD], tenant, asked, await self._items(tenant, asked), model)
         tokens = await self._answering.count(http[RECORD], tenant, call, model)
         return _told({"object": "response.input_tokens", "input_tokens": tokens}, http)
 
@@ -226,25 +263,25 @@ class Responses:
             return lambda response, usage: {"type": "unavailable"}
         return lambda response, usage: diagnose(response, items, kept, usage)
 
-    async def _call(self, http: web.Request, tenant: Tenant, asked: Asked, items: list[Item], model: Hello) -> Call:
+    async def _call(self, record: Record, tenant: Tenant, asked: Asked, items: list[Item], model: Hello) -> Call:
         """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""
         whole = to_call(asked, items, self._leases)
         starts = turns(items)
-        if asked.values.get("truncation") != "auto" or await self._fits(http, tenant, whole, model):
+        if asked.values.get("truncation") != "auto" or await self._fits(record, tenant, whole, model):
             return whole
         first, last = 1, len(starts)  # the turn to begin with is one of these; the last is none
         while first < last:
             middle = (first + last) // 2
             shorter = to_call(asked, shortened(items, starts[middle]), self._leases)
-            if await self._fits(http, tenant, shorter, model):
+            if await self._fits(record, tenant, shorter, model):
                 last = middle
             else:
                 first = middle + 1
         return to_call(asked, shortened(items, starts[first]), self._leases) if first < len(starts) else whole
 
-    async def _fits(self, http: web.Request, tenant: Tenant, call: Call, model: Hello) -> bool:
+    async def _fits(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bool:
         try:
-            tokens = await self._answering.count(http[RECORD], tenant, call, model)
+            tokens = await self._answering.count(record, tenant, call, model)
         except ContextLengthError:
             return False
         return tokens + max(call.sampling.max_tokens, 1) <= model.context_tokens
@@ -255,6 +292,17 @@ def _after(items: Sequence[Item], after: str) -> list[Item]:
         if item["id"] == after:
             return list(items[index + 1 :])
     raise BadRequestError(f"There is no item with the id '{shown(after)}'.", param="after", code="invalid_value")
+
+
+def _parse_line(body: dict[str, Any]) -> Asked:
+    """Raises BadRequestError, also for what cannot be asked for in a batch."""
+    asked = parse(body)
+    check_whole(asked.values.get("stream", False))
+    if asked.values.get("background"):
+        raise BadRequestError(
+            "A line of a batch runs in the background by itself.", param="background", code="unsupported_parameter"
+        )
+    return asked
 
 
 def _not_found(response_id: str) -> NotFoundError:

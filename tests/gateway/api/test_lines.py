@@ -1,0 +1,147 @@
+"""Lines of batches: each one request of the batch lane, without an HTTP request."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.api.anthropic.handlers import endpoint_name
+from gateway.api.lines import Answered, Line
+from gateway.api.routes import LINES
+from gateway.config import BatchSettings, NamespaceSettings
+from gateway.errors import DeadlineError, EngineFailedError, EngineLostError, KvasirError, NoEngineError, QueueFullError
+from gateway.types import Tenant, Usage
+from tests.fakes.embedding import FakeTextModel, fake_embedder
+from tests.fakes.gateway import running
+from tests.fakes.street import FakeStreet
+
+TENANT = Tenant("acme")
+CHAT, MESSAGE = "/v1/chat/completions", endpoint_name("2026-10-21")
+ASKED: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: ASKED,
+    "/v1/completions": {"model": "demo", "prompt": ["a", "b"]},
+    "/v1/responses": {"model": "demo", "input": "Hi"},
+    endpoint_name("2023-06-01"): ASKED,
+    MESSAGE: ASKED,
+}
+
+
+async def ask(
+    url: str, body: object, street: FakeStreet | None = None, *, namespace: str = "", **options: Any
+) -> Answered:
+    async with running(street, **options) as gateway:
+        written = body if isinstance(body, bytes) else orjson.dumps(body)
+        return await gateway.app[LINES].answer(Line(url, TENANT, written, namespace, "req_1"))
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_a_line_is_answered_as_its_endpoint_answers_in_the_batch_lane(url: str) -> None:
+    street = FakeStreet()
+    answered = await ask(url, BODIES[url], street, batches=BatchSettings(line_timeout_s=5000))
+    assert (answered.status, answered.retry) == (200, "no")
+    num = len(street.requests)
+    assert answered.usage == Usage(num * street.prompt_tokens, num * 2)
+    assert "Hello world" in answered.body.decode()
+    for request in street.requests:
+        assert (request.lane, request.tenant, request.request_id) == ("batch", TENANT, "req_1")
+        assert request.deadline_s - request.received_s == pytest.approx(5000)
+
+
+async def test_a_message_of_a_batch_says_so_in_its_usage() -> None:
+    assert json.loads((await ask(MESSAGE, ASKED)).body)["usage"]["service_tier"] == "batch"
+
+
+async def test_a_line_may_ask_for_vectors_which_have_no_prompt() -> None:
+    embedder = fake_embedder(FakeTextModel())
+    (name, *_) = embedder.models()
+    body = {"model": name, "input": "Hi"}
+    async with running(embedder=embedder) as gateway:
+        lines = gateway.app[LINES]
+        line = Line("/v1/embeddings", TENANT, orjson.dumps(body))
+        answered = await lines.answer(line)
+        assert answered.status == 200
+        assert answered.usage == Usage(4, 0)
+        assert len(json.loads(answered.body)["data"]) == 1
+        assert await lines.digests(line) == b""
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_the_prompt_of_a_line_is_told_by_its_digests_before_it_runs(url: str) -> None:
+    street = FakeStreet()
+    async with running(street) as gateway:
+        lines = gateway.app[LINES]
+        assert await lines.digests(Line(url, TENANT, orjson.dumps(BODIES[url]))) == b"digests"
+        assert street.requests[-1].lane == "batch"
+        assert await lines.digests(Line(url, TENANT, b"{}")) == b""
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        (CHAT, ASKED | {"stream": True}, "stream"),
+        (CHAT, ASKED | {"temperature": "hot"}, "temperature"),
+        (CHAT, b"[]", None),
+        ("/v1/responses", {"model": "demo", "input": "Hi", "background": True}, "background"),
+        ("/v1/responses", {"model": "demo", "input": "Hi", "stream": True}, "stream"),
+        ("/v1/completions", {"model": "demo", "prompt": "Hi", "stream": True}, "stream"),
+        (MESSAGE, ASKED | {"stream": True}, "stream"),
+        (MESSAGE, ASKED | {"max_tokens": 0}, "max_tokens"),
+        (MESSAGE, ASKED | {"speed": "standard"}, "speed"),
+        (MESSAGE, ASKED | {"temperature": 1.0}, "temperature"),
+    ],
+)
+async def test_a_line_that_cannot_be_carried_out_gets_the_error_of_its_dialect(
+    url: str, body: object, param: str | None
+) -> None:
+    answered = await ask(url, body)
+    assert (answered.status, answered.retry) == (400, "no")
+    told = json.loads(answered.body)
+    if url == MESSAGE:
+        assert told["error"]["type"] == "invalid_request_error"
+        assert told["error"]["message"].startswith(f"{param}: ")
+        assert told["request_id"] == "req_1"
+    else:
+        assert told["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (QueueFullError("full", retry_after_s=3.0), 429, "later"),
+        (NoEngineError("demo", 3.0), 503, "later"),
+        (DeadlineError("waited", retry_after_s=3.0), 503, "later"),
+        (DeadlineError("was answered for too long"), 503, "no"),
+        (EngineFailedError("cannot"), 500, "again"),
+        (EngineLostError("is gone"), 502, "again"),
+        (RuntimeError("a bug"), 500, "again"),
+    ],
+)
+async def test_a_failure_says_whether_another_try_is_worth_it(error: Exception, status: int, retry: str) -> None:
+    answered = await ask(CHAT, ASKED, FakeStreet(fails_before=error))
+    assert (answered.status, answered.retry) == (status, retry)
+    assert answered.retry_after_s == (3.0 if retry == "later" else None)
+    message = error.message if isinstance(error, KvasirError) else "The server had an error"
+    assert message in json.loads(answered.body)["error"]["message"]
+
+
+async def test_a_line_runs_in_the_namespace_that_its_batch_asked_for() -> None:
+    named = NamespaceSettings(name="shared", tenants=("*",))
+    street = FakeStreet()
+    assert (await ask(CHAT, ASKED, street, namespace="shared", namespaces=(named,))).status == 200
+    scope = street.requests[-1].scope
+    assert scope is not None
+    assert scope.namespace == "shared"
+    assert (await ask(CHAT, ASKED, namespace="other", namespaces=(named,))).status == 403
+
+
+async def test_each_line_has_its_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvasir.access"):
+        await ask(CHAT, ASKED)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
+    for told in ("request_id=req_1", "tenant=acme", f"endpoint={CHAT} (batch)", "lane=batch"):
+        assert told in line
