@@ -9,8 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
 
-from engine.protocol import Lane
-from engine.refusals import LANES
+from engine.protocol import LANES, Lane
 from engine.sequence import Sequence, Status
 
 
@@ -20,20 +19,27 @@ class Lanes:
     def __init__(self) -> None:
         self._waiting: dict[Lane, OrderedDict[Sequence, None]] = {lane: OrderedDict() for lane in LANES}
         self._running: dict[Lane, dict[Sequence, None]] = {lane: {} for lane in LANES}
-        self._waiting_tokens = 0
+        self._waiting_tokens: dict[Lane, int] = dict.fromkeys(LANES, 0)
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
+        return sum(map(self.count_waiting, LANES))
 
     @property
     def num_running(self) -> int:
-        return sum(len(running) for running in self._running.values())
+        return sum(map(self.count_running, LANES))
 
-    @property
-    def num_unprefilled(self) -> int:
-        """Tokens of all sequences that are still to be prefilled."""
-        return self._waiting_tokens + sum(left for s in self.running() if (left := s.num_tokens - s.num_computed) > 1)
+    def count_waiting(self, lane: Lane) -> int:
+        return len(self._waiting[lane])
+
+    def count_running(self, lane: Lane) -> int:
+        return len(self._running[lane])
+
+    def count_unprefilled(self, lane: Lane) -> int:
+        """Tokens of its sequences that are still to be prefilled; of those that wait, what could not be found when they
+        arrived."""
+        running = sum(left for s in self.running(lane) if (left := s.num_tokens - s.num_computed) > 1)
+        return self._waiting_tokens[lane] + running
 
     def running(self, *lanes: Lane) -> Iterator[Sequence]:
         """In the order in which they were started, lane by lane; of all lanes when none is named."""
@@ -54,11 +60,11 @@ class Lanes:
     def add(self, sequence: Sequence) -> None:
         """A new one waits at the end of its lane."""
         self._waiting[sequence.lane][sequence] = None
-        self._waiting_tokens += sequence.num_tokens
+        self._waiting_tokens[sequence.lane] += _unknown(sequence)
 
     def start(self, sequence: Sequence) -> None:
         del self._waiting[sequence.lane][sequence]
-        self._waiting_tokens -= sequence.num_tokens
+        self._waiting_tokens[sequence.lane] -= _unknown(sequence)
         self._running[sequence.lane][sequence] = None
         sequence.status = Status.RUNNING
 
@@ -69,12 +75,17 @@ class Lanes:
         queue = self._waiting[sequence.lane]
         queue[sequence] = None
         queue.move_to_end(sequence, last=False)
-        self._waiting_tokens += sequence.num_tokens
+        self._waiting_tokens[sequence.lane] += _unknown(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
             del self._running[sequence.lane][sequence]
         else:
             del self._waiting[sequence.lane][sequence]
-            self._waiting_tokens -= sequence.num_tokens
+            self._waiting_tokens[sequence.lane] -= _unknown(sequence)
         sequence.status = Status.FINISHED
+
+
+def _unknown(sequence: Sequence) -> int:
+    """Its tokens that could not be found when it arrived."""
+    return sequence.num_tokens - sequence.findable_tokens

@@ -16,8 +16,7 @@ from engine.forks import find_source
 from engine.lanes import Lanes
 from engine.leases.claims import Claims
 from engine.plan import Plan, choose_cut
-from engine.protocol import Lane
-from engine.refusals import LANES
+from engine.protocol import LANES, Lane
 from engine.sequence import Sequence, Status
 from engine.tables import BlockTables
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import xxhash
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Block identity
@@ -131,6 +131,7 @@ STATS_PATH: Final = "/v1/stats"  # GET -> JSON, the engine's own counters
 SECRET_HEADER: Final = "x-kvasir-secret"  # noqa: S105 - the name of a header
 
 Lane = Literal["online", "batch"]
+LANES: Final[tuple[Lane, ...]] = ("online", "batch")  # who is served first
 FinishReason = Literal["stop", "length", "abort", "error"]
 """`error`: this sequence failed, and would anywhere. `abort`: the engine gave it up; another one may take it."""
 
@@ -282,6 +283,9 @@ class Load:
     prefill_tokens_per_s: float = 0.0  # moving averages; 0 before anything was measured
     decode_tokens_per_s: float = 0.0
     draining: bool = False
+    batch_waiting: int = 0  # of those that wait, and the next two likewise, in the batch lane, which gives way
+    batch_running: int = 0
+    batch_backlog: int = 0
 
 
 class TokenLogprobs(NamedTuple):
@@ -452,7 +456,7 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
 # A stream consists mostly of steps, so they are numbers only: `load | n | n seqs | n token counts | token ids`. The
 # header is empty but for steps in which something begins or ends, which carry those fields by index.
 
-_LOAD: Final = struct.Struct("<7Q2d?")
+_LOAD: Final = struct.Struct("<7Q2d?3Q")
 _UPDATE_EXTRAS: Final = (
     "cached_tokens",
     "queue_ms",
@@ -493,6 +497,9 @@ def _encode_step(frame: StepFrame) -> bytes:
         load.prefill_tokens_per_s,
         load.decode_tokens_per_s,
         load.draining,
+        load.batch_waiting,
+        load.batch_running,
+        load.batch_backlog,
     ) + struct.pack(f"<{len(numbers)}I", *numbers)
     return _join({"op": "step", "extras": extras}, payload) if extras else _HEADER.pack(0) + payload
 

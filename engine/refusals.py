@@ -8,9 +8,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from engine.protocol import Breakpoint, Lane, Submit
-
-LANES: tuple[Lane, ...] = ("online", "batch")
+from engine.protocol import LANES, Breakpoint, Submit
 
 MAX_BREAKPOINTS = 64
 """Of one prompt. Anthropic's API has 4; a gateway that caches conversations by itself may send one for each turn."""

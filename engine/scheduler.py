@@ -250,14 +250,18 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy the engine is; the rates and `draining` are the loop's to fill in."""
+        batch_backlog = self._lanes.count_unprefilled("batch")
         return Load(
             waiting=self.num_waiting,
             running=self.num_running,
-            prefill_backlog=self._lanes.num_unprefilled,
+            prefill_backlog=self._lanes.count_unprefilled("online") + batch_backlog,
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
             live_blocks=self.pool.num_live,
             leased_blocks=self.leases.num_blocks(),
+            batch_waiting=self._lanes.count_waiting("batch"),
+            batch_running=self._lanes.count_running("batch"),
+            batch_backlog=batch_backlog,
         )
 
     # -- results ------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.index.redis_index import RedisIndex, connect
 from gateway.prompt.stage import PromptStage
-from gateway.queues.online import OnlineQueue
+from gateway.queues.places import PlaceQueue
 from gateway.redis_server import RedisServer, RedisStartError
 from gateway.responses.embedding.embedder import Embedder
 from gateway.routing.registry import Registry
@@ -66,7 +66,7 @@ class Gateway:
     def __post_init__(self) -> None:
         settings = self.settings
         self.prompts = PromptStage(settings.prompt)
-        self.queue: OnlineQueue[BundledEngine] = OnlineQueue(settings.queue, Router(settings.routing))
+        self.queue: PlaceQueue[BundledEngine] = PlaceQueue(settings.queue, Router(settings.routing))
         self.embedder = Embedder(settings.embeddings)
         redis_index = RedisIndex(self.redis, timeout_s=settings.redis.timeout_s) if self.redis is not None else None
         self.index = FallbackIndex(redis_index, self.memory, retry_s=settings.redis.retry_s)

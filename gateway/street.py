@@ -227,7 +227,7 @@ class Street:
         names = [name for name in names if name not in lost] or names
         held: Mapping[str, int] = {}
         # With one engine there is nothing to choose, and while nobody waits nothing to put in order.
-        if request.use_cache and (len(names) > 1 or self._queue.waiting):
+        if request.use_cache and (len(names) > 1 or (self._queue.waiting and request.lane == "online")):
             held = await self._index.find(request.model, prompt.digests, names)
         block_size = engines[0].hello.namespace.block_size
         return engines, Ask(
@@ -236,6 +236,7 @@ class Street:
             deadline_s=request.deadline_s,
             cached_tokens={incarnation: blocks * block_size for incarnation, blocks in held.items()},
             avoid=frozenset(lost),
+            lane=request.lane,
         )
 
     def _place(self, request: Request, engines: Sequence[Engine], ask: Ask) -> AbstractAsyncContextManager[Engine]:

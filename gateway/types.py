@@ -319,6 +319,7 @@ class Ask:
     cached_tokens  leading tokens of the prompt that each incarnation holds; one that is missing holds none
     only           the incarnation that it has to be, for requests that belong together
     avoid          incarnations that failed it, and get it only where there is no other
+    lane           online, or batch: then it has a place only where nobody of the online lane wants one
     """
 
     tenant: str
@@ -327,6 +328,7 @@ class Ask:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     only: str | None = None
     avoid: frozenset[str] = frozenset()
+    lane: Lane = "online"
 
 
 @dataclass(frozen=True, slots=True)

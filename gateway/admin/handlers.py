@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from engine.protocol import LANES
 from gateway.admin.metrics import CONTENT_TYPE, Metrics
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.auth import Auth
@@ -98,21 +99,25 @@ class Admin:
         self._auth.check_admin(http)
         await self._sources.refresh()
         sources, engines = self._sources, self._sources.engines()
-        queue = sources.queue()
+        queues = {lane: sources.queue(lane) for lane in LANES}
         outcomes = ("admitted", "refused", "expired", "abandoned")
         body = {
             "version": sources.version,
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "requests_in_flight": self._metrics.in_flight,
             "cache": self._cache(),
-            "engines": [_engine(engine, queue.in_flight.get(engine.name, 0)) for engine in engines],
+            "engines": [
+                _engine(engine, sum(queue.in_flight.get(engine.name, 0) for queue in queues.values()))
+                for engine in engines
+            ],
             "queues": {
-                "online": {
+                lane: {
                     "waiting": queue.waiting,
                     "in_flight": queue.in_flight,
                     "waiting_by_tenant": queue.waiting_by_tenant,
                     **{outcome: getattr(queue, outcome) for outcome in outcomes},
                 }
+                for lane, queue in queues.items()
             },
             "prompts": sources.prompts(),
             "embeddings": sources.embeddings(),
@@ -163,6 +168,7 @@ def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
         "waiting": load.waiting,
         "running": load.running,
         "prefill_backlog": load.prefill_backlog,
+        "batch": {"waiting": load.batch_waiting, "running": load.batch_running, "backlog": load.batch_backlog},
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "decode_tokens_per_s": round(load.decode_tokens_per_s, 1),
         "evictions": stats.get("evictions"),

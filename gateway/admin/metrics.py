@@ -20,6 +20,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.protocol import LANES
 from gateway.admin.engine_metrics import engine_metrics
 from gateway.admin.sources import Sources
 from gateway.api.record import CLIENT_LEFT, Record
@@ -210,16 +211,17 @@ class _Scraped(Collector):
         )
 
     def _queue(self) -> Iterator[Metric]:
-        queue = self._sources.queue()
-        yield GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a place.", value=queue.waiting)
-        in_flight = GaugeMetricFamily("kvasir_queue_in_flight", "Places taken.", labels=("engine",))
-        for engine, taken in queue.in_flight.items():
-            in_flight.add_metric([engine], taken)
-        yield in_flight
-        outcomes = CounterMetricFamily("kvasir_queue_requests", "What became of requests.", labels=("outcome",))
-        for outcome in ("admitted", "refused", "expired", "abandoned"):
-            outcomes.add_metric([outcome], getattr(queue, outcome))
-        yield outcomes
+        waiting = GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a place.", labels=("lane",))
+        in_flight = GaugeMetricFamily("kvasir_queue_in_flight", "Places taken.", labels=("engine", "lane"))
+        outcomes = CounterMetricFamily("kvasir_queue_requests", "What became of requests.", labels=("lane", "outcome"))
+        for lane in LANES:
+            queue = self._sources.queue(lane)
+            waiting.add_metric([lane], queue.waiting)
+            for engine, taken in queue.in_flight.items():
+                in_flight.add_metric([engine, lane], taken)
+            for outcome in ("admitted", "refused", "expired", "abandoned"):
+                outcomes.add_metric([lane, outcome], getattr(queue, outcome))
+        yield from (waiting, in_flight, outcomes)
 
     def _embeddings(self) -> Metric:
         embeddings = GaugeMetricFamily("kvasir_embeddings", "Figures of the embedder.", labels=("figure",))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from engine.protocol import Load
+from engine.protocol import Lane, Load
 
 EngineState = Literal["connecting", "ready", "draining", "lost"]
 
@@ -28,7 +28,7 @@ class EngineStatus:
 
 
 class QueueStatus(Protocol):
-    """See queues/online.py."""
+    """See queues/places.py."""
 
     @property
     def waiting(self) -> int: ...
@@ -58,7 +58,7 @@ class Sources:
 
     refresh     awaited first: fetches what is in other processes, for a bounded time
     engines     every engine, whatever its state
-    queue       the online lane
+    queue       one of the two lanes
     prompts     model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
     embeddings  figures of the embedder, numbers; empty without the extra
     responses   what became of responses that were to be kept, since the start
@@ -68,7 +68,7 @@ class Sources:
 
     refresh: Callable[[], Awaitable[None]]
     engines: Callable[[], Sequence[EngineStatus]]
-    queue: Callable[[], QueueStatus]
+    queue: Callable[[Lane], QueueStatus]
     prompts: Callable[[], Mapping[str, Mapping[str, Any]]]
     embeddings: Callable[[], Mapping[str, Any]]
     responses: Callable[[], Mapping[str, int]]

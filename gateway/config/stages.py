@@ -42,7 +42,7 @@ class RoutingSettings(Section):
 
 
 class QueueSettings(Section):
-    """[queue]: the online lane."""
+    """[queue]: places at the engines, for the online lane and for the batch lane in what that leaves."""
 
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         1024, description="Requests that wait for a place, over all tenants; the next one gets 429."
@@ -55,6 +55,9 @@ class QueueSettings(Section):
     )
     places_per_engine: Annotated[int, Field(ge=0)] = Field(
         0, description="Requests that one engine works on; 0 takes twice what the engine runs at a time."
+    )
+    batch_places_per_engine: Annotated[int, Field(ge=0)] = Field(
+        0, description="Requests of the batch lane that one engine works on; 0 takes what the engine runs at a time."
     )
     aging: Annotated[float, Field(gt=0, le=10)] = Field(
         0.02, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."

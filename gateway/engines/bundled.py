@@ -125,10 +125,13 @@ class BundledEngine:
             return Load()
         if not connection.unseen:
             return connection.load
-        load, waiting, backlog = connection.load, 0, 0
-        for _, cost in connection.unseen.values():
+        load, waiting, backlog, batch_waiting, batch_backlog = connection.load, 0, 0, 0, 0
+        for _, cost, lane in connection.unseen.values():
             waiting += 1
             backlog += cost
+            if lane == "batch":
+                batch_waiting += 1
+                batch_backlog += cost
         return Load(  # `replace` takes twice as long, and every request comes by here
             waiting=load.waiting + waiting,
             running=load.running,
@@ -140,6 +143,9 @@ class BundledEngine:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_tokens_per_s=load.decode_tokens_per_s,
             draining=load.draining,
+            batch_waiting=load.batch_waiting + batch_waiting,
+            batch_running=load.batch_running,
+            batch_backlog=load.batch_backlog + batch_backlog,
         )
 
     @property

@@ -18,6 +18,7 @@ from engine.protocol import (
     GatewayMessage,
     Group,
     Hello,
+    Lane,
     Load,
     Sampling,
     SequenceUpdate,
@@ -83,7 +84,7 @@ class Connection:
         self.hello = hello
         self.load = Load()
         self.streams: dict[int, Stream] = {}
-        self.unseen: dict[int, tuple[int, int]] = {}  # seq -> (frames when it was sent, tokens to be prefilled)
+        self.unseen: dict[int, tuple[int, int, Lane]] = {}  # seq -> (frames then, tokens to prefill, lane)
         self._frames = 0
         self._seqs = itertools.count(1)
         self._buffer_updates = buffer_updates
@@ -114,7 +115,7 @@ class Connection:
             )
         )
         self.streams[stream.seq] = stream
-        self.unseen[stream.seq] = (self._frames, cost)
+        self.unseen[stream.seq] = (self._frames, cost, request.lane)
         return stream
 
     def ended(self, stream: Stream) -> None:
@@ -142,7 +143,7 @@ class Connection:
         if not self.unseen:
             return True
         # The frame after next was made by a step that began when the engine had the sequence: its load includes it.
-        for seq in [seq for seq, (sent, _) in self.unseen.items() if sent < self._frames - 1]:
+        for seq in [seq for seq, (sent, *_) in self.unseen.items() if sent < self._frames - 1]:
             del self.unseen[seq]
         return True
 

@@ -2,11 +2,12 @@
 
     tenants    take turns by the seconds of an engine that their requests took (start-time fair queueing)
     a tenant's requests go shortest prefill first; every second of waiting counts like `queue.aging` seconds less
+    a tenant's batch requests go in the order in which they came, which is that of their prefixes
     an engine  is chosen when a place is free, for requests in that order: each goes where its first token comes
                soonest, given those before it. Who is better off waiting for a busy engine waits, and counts as in front
                of that engine; when that line grows too long, a free engine takes the next of it
 
-online.py puts futures, limits and deadlines around it; tests/bench/routing_replay.py drives it in virtual time.
+places.py puts futures, limits and deadlines around it; tests/bench/routing_replay.py drives it in virtual time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
 from gateway.types import Ask
 
@@ -41,7 +43,7 @@ class Picture(Protocol):
 
 
 class Router(Protocol):
-    def picture(self, seats: Iterable[Any]) -> Picture: ...
+    def picture(self, seats: Iterable[Any], lane: LaneName) -> Picture: ...
 
 
 E = TypeVar("E")
@@ -77,10 +79,11 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Lane(Generic[E, W]):
-    """The requests for engines that are alike."""
+    """The requests of one lane for engines that are alike."""
 
-    def __init__(self, settings: QueueSettings, router: Router) -> None:
+    def __init__(self, settings: QueueSettings, router: Router, name: LaneName = "online") -> None:
         self.seats: dict[str, Seat[E]] = {}  # by incarnation
+        self.name = name
         self._settings = settings
         self._router = router
         self._tenants: dict[str, list[tuple[tuple[float, int], W]]] = {}  # in order; only those with requests
@@ -99,7 +102,8 @@ class Lane(Generic[E, W]):
         picture = self._picture()
         self._numbers += 1
         waiter.cost_s = picture.cost_s(waiter.ask)
-        waiter.order = (waiter.cost_s + self._settings.aging * waiter.arrived_s, self._numbers)
+        wait_s = waiter.cost_s + self._settings.aging * waiter.arrived_s if self.name == "online" else 0.0
+        waiter.order = (wait_s, self._numbers)
         if not self._tenants and (seat := self._seat_now(waiter, picture)) is not None:
             self._turns.took(waiter.ask.tenant, waiter.cost_s)
             self._turns.forget_all_but(())
@@ -148,7 +152,7 @@ class Lane(Generic[E, W]):
         return sent
 
     def _picture(self) -> Picture:
-        return self._router.picture(self.seats.values())
+        return self._router.picture(self.seats.values(), self.name)
 
     def _is_open(self, seat: Seat[E], picture: Picture) -> bool:
         """An engine that has nothing of ours may always be given something, however much others sent it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
-from engine.protocol import Hello, Load
+from engine.protocol import Hello, Lane, Load
 from gateway.config import RoutingSettings
 from gateway.types import Ask
 
@@ -65,15 +65,16 @@ class Router(Generic[E]):
     def __init__(self, settings: RoutingSettings) -> None:
         self._settings = settings
 
-    def picture(self, seats: Iterable[Seat[E]]) -> Picture[E]:
-        """Of engines as they are now; those that drain are not in it."""
-        return Picture(list(seats), self._settings)
+    def picture(self, seats: Iterable[Seat[E]], lane: Lane = "online") -> Picture[E]:
+        """Of engines as they are now, for requests of a lane; those that drain are not in it. In front of an online
+        request is nothing of the batch lane, which gives way."""
+        return Picture(list(seats), self._settings, lane)
 
 
 class Picture(Generic[E]):
     """Engines at one moment, and what is meant for them since."""
 
-    def __init__(self, seats: list[Seat[E]], settings: RoutingSettings) -> None:
+    def __init__(self, seats: list[Seat[E]], settings: RoutingSettings, lane: Lane) -> None:
         self._settings = settings
         loads = [seat.engine.load for seat in seats]
         rates = _levelled([load.prefill_tokens_per_s for load in loads], settings.prefill_tokens_per_s)
@@ -81,7 +82,7 @@ class Picture(Generic[E]):
         self._outlooks: dict[str, _Outlook[E]] = {}
         for seat, load, rate in zip(seats, loads, rates, strict=True):
             if not load.draining:
-                outlook = _Outlook(seat, load, rate)
+                outlook = _Outlook(seat, load, rate, lane)
                 self._outlooks[outlook.incarnation] = outlook
 
     def choose(self, ask: Ask) -> E | None:
@@ -143,14 +144,19 @@ class _Outlook(Generic[E]):
         "turn_s",
     )
 
-    def __init__(self, seat: Seat[E], load: Load, tokens_per_s: float) -> None:
+    def __init__(self, seat: Seat[E], load: Load, tokens_per_s: float, lane: Lane) -> None:
         engine, hello = seat.engine, seat.engine.hello
         decode_tokens_per_s = load.decode_tokens_per_s or ASSUMED_DECODE_TOKENS_PER_S
         self.engine, self.incarnation, self.given = engine, hello.incarnation, seat.given_tokens
         self.tokens_per_s, self.measured = tokens_per_s, load.prefill_tokens_per_s > 0
-        self.backlog_s = load.prefill_backlog / tokens_per_s
-        self.step_s = load.running / decode_tokens_per_s
-        self.busy = max(load.running + load.waiting, seat.taken)  # those of all gateways; a load may be a moment old
+        backlog, running, waiting = load.prefill_backlog, load.running, load.waiting
+        if lane == "online":
+            backlog -= load.batch_backlog
+            running -= load.batch_running
+            waiting -= load.batch_waiting
+        self.backlog_s = backlog / tokens_per_s
+        self.step_s = running / decode_tokens_per_s
+        self.busy = max(running + waiting, seat.taken)  # those of all gateways; a load may be a moment old
         self.places = min(hello.max_sequences, seat.places)
         # n answers of that length end in length * n / rate seconds: one every length / rate.
         self.turn_s = ASSUMED_COMPLETION_TOKENS / decode_tokens_per_s

@@ -87,7 +87,7 @@ class Waiting(Waiter):
 
 
 class Gateway:
-    """Policy: what gateway/queues/online.py does with its lane, without its clock."""
+    """Policy: what gateway/queues/places.py does with its lane, without its clock."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._engines = [Reported(server) for server in servers]

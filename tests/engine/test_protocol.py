@@ -170,7 +170,7 @@ def test_a_header_nested_deeper_than_anybody_reads_is_a_protocol_error() -> None
 
 def test_an_engine_of_another_version_is_refused_with_both_numbers() -> None:
     hello = Hello("i", "m", SOME, 1, 1, 1, 1, (), "t", 0, version=7)
-    with pytest.raises(ProtocolError, match="version 7, not 4"):
+    with pytest.raises(ProtocolError, match="version 7, not 5"):
         decode(encode(hello))
 
 

@@ -588,3 +588,20 @@ def test_load_counts_what_is_left_to_prefill() -> None:
     load = bench.scheduler.load()
     assert (load.running, load.waiting, load.prefill_backlog) == (1, 1, 68 + 50)
     assert load.free_blocks + load.cached_blocks + load.live_blocks == bench.pool.num_blocks
+
+
+def test_the_load_says_how_much_of_it_is_of_the_batch_lane() -> None:
+    bench = make(num_blocks=200, max_sequences=2, step_tokens=16)
+    bench.submit(1, prompt(40))
+    bench.finish()
+    for seq, lane in ((2, "online"), (3, "batch"), (4, "batch")):
+        bench.submit(seq, prompt(40) + [seq] * 20, lane=lane)
+    load = bench.scheduler.load()
+    assert (load.waiting, load.batch_waiting) == (3, 2)
+    assert (load.prefill_backlog, load.batch_backlog) == (60, 40)  # what is there when they arrive counts for nothing
+    while bench.scheduler.load().batch_running == 0:
+        assert bench.step()
+    load = bench.scheduler.load()
+    assert (load.running, load.batch_running, load.batch_waiting) == (2, 1, 1)
+    bench.finish()
+    assert bench.scheduler.load().prefill_backlog == bench.scheduler.load().batch_backlog == 0

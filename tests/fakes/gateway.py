@@ -37,7 +37,7 @@ from gateway.config import (
 from gateway.contents.memory_contents import MemoryContents
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
-from gateway.queues.online import OnlineQueue
+from gateway.queues.places import PlaceQueue
 from gateway.responses.embedding.embedder import Embedder
 from gateway.routing.router import Router
 from gateway.stores.base import Backend
@@ -100,14 +100,14 @@ class Gateway:
 ENGINE = EngineStatus("engine-1", "http://127.0.0.1:1", "ready", "demo", "demo-1", 100, 16)
 
 
-def idle_queue() -> OnlineQueue[Any]:
-    return OnlineQueue(QueueSettings(), Router(RoutingSettings()))
+def idle_queue() -> PlaceQueue[Any]:
+    return PlaceQueue(QueueSettings(), Router(RoutingSettings()))
 
 
 @dataclass
 class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
-    queue: OnlineQueue[Any] | None = None
+    queue: PlaceQueue[Any] | None = None
     leases: LeaseSettings = field(default_factory=LeaseSettings)
     anthropic: AnthropicSettings = field(default_factory=AnthropicSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)

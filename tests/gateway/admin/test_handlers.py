@@ -73,6 +73,7 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "waiting": 0,
         "running": 1,
         "prefill_backlog": 0,
+        "batch": {"waiting": 0, "running": 0, "backlog": 0},
         "prefill_tokens_per_s": 1234.6,
         "decode_tokens_per_s": 0.0,
         "evictions": 4,
@@ -80,15 +81,19 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "leases": {"kept": 1},
         "tiers": {"disk": {}},
     }
-    assert stats["queues"]["online"] == {
-        "waiting": 0,
-        "in_flight": {},
-        "waiting_by_tenant": {},
-        "admitted": 0,
-        "refused": 0,
-        "expired": 0,
-        "abandoned": 0,
-    }
+    assert (
+        stats["queues"]["online"]
+        == stats["queues"]["batch"]
+        == {
+            "waiting": 0,
+            "in_flight": {},
+            "waiting_by_tenant": {},
+            "admitted": 0,
+            "refused": 0,
+            "expired": 0,
+            "abandoned": 0,
+        }
+    )
     assert stats["prompts"] == {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}}
     assert stats["redis"] == {"up": True}
     assert stats["tenants"]["anonymous"] | {"cached_ratio": 0.8} == {

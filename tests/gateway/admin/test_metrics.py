@@ -81,22 +81,24 @@ async def test_errors_and_clients_that_left_are_counted() -> None:
 
 async def test_engines_queue_memos_and_redis_are_read_at_every_scrape() -> None:
     async with running() as gateway:
-        load = Load(waiting=1, running=2, prefill_backlog=3, free_blocks=4, cached_blocks=5, live_blocks=6)
+        load = Load(
+            waiting=1, running=2, prefill_backlog=3, free_blocks=4, cached_blocks=5, live_blocks=6, batch_running=1
+        )
         gateway.state["engines"] = [
             EngineStatus("engine-1", "http://x", "ready", "demo", "i", 15, 16, load),
             EngineStatus("engine-2", "http://y", "connecting"),
         ]
         samples = await scrape(gateway)
         labels = "{engine=engine-1,model=demo}"
-        for name, value in (("waiting", 1), ("running", 2), ("prefill_backlog", 3)):
+        for name, value in (("waiting", 1), ("running", 2), ("prefill_backlog", 3), ("batch_running", 1)):
             assert samples[f"kvasir_engine_{name}{labels}"] == value
         for name, value in (("free", 4), ("cached", 5), ("live", 6)):
             assert samples[f"kvasir_engine_{name}_blocks{labels}"] == value
         assert samples[f"kvasir_engine_up{labels}"] == 1
         assert samples["kvasir_engine_up{engine=engine-2,model=unknown}"] == 0
         assert samples["kvasir_redis_up{}"] == 1
-        assert samples["kvasir_queue_waiting{}"] == 0
-        assert samples["kvasir_queue_requests_total{outcome=refused}"] == 0
+        assert samples["kvasir_queue_waiting{lane=online}"] == 0
+        assert samples["kvasir_queue_requests_total{lane=batch,outcome=refused}"] == 0
         assert samples["kvasir_prompt{figure=segment_hits,model=demo}"] == 3
         gateway.state["redis"] = {"up": False}
         gateway.state["engines"] = []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config import QueueSettings, RoutingSettings
-from gateway.queues.online import OnlineQueue
+from gateway.queues.places import PlaceQueue
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.fakes.gateway import LIMIT_S, running
@@ -20,16 +20,16 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 MESSAGE = {**CHAT, "max_tokens": 5}
 
 
-def small_queue() -> OnlineQueue[Any]:
+def small_queue() -> PlaceQueue[Any]:
     settings = QueueSettings(max_waiting=5, max_waiting_per_tenant=3, places_per_engine=1)
-    return OnlineQueue(settings, Router(RoutingSettings()))
+    return PlaceQueue(settings, Router(RoutingSettings()))
 
 
 def ask(tenant: str) -> Ask:
     return Ask(tenant=tenant, prompt_tokens=8, deadline_s=1e12, cached_tokens={}, avoid=frozenset())
 
 
-async def hold(queue: OnlineQueue[Any], stack: AsyncExitStack, tenant: str) -> None:
+async def hold(queue: PlaceQueue[Any], stack: AsyncExitStack, tenant: str) -> None:
     await stack.enter_async_context(queue.place([FakeEngine(hello())], ask(tenant)))
 
 

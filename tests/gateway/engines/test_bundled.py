@@ -516,8 +516,15 @@ def test_the_load_is_the_engines_own_with_what_was_sent_since() -> None:
         prefix=client.memory.prefix,
     )
     connection = engine._connection = Connection("e", make_hello(), 16)
-    numbers = range(1, len(fields(Load)))
-    connection.load = Load(*numbers, draining=True)  # type: ignore[arg-type, misc]
+    numbers = {item.name: number for number, item in enumerate(fields(Load), 1)}
+    connection.load = Load(**numbers | {"draining": True})  # type: ignore[arg-type]
     assert engine.load == connection.load
-    connection.unseen = {1: (0, 100), 2: (0, 20)}
-    assert engine.load == replace(connection.load, waiting=1 + 2, prefill_backlog=3 + 120)
+    connection.unseen = {1: (0, 100, "online"), 2: (0, 20, "batch")}
+    load = connection.load
+    assert engine.load == replace(
+        load,
+        waiting=load.waiting + 2,
+        prefill_backlog=load.prefill_backlog + 120,
+        batch_waiting=load.batch_waiting + 1,
+        batch_backlog=load.batch_backlog + 20,
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol import Hello, Load
+from engine.protocol import LANES, Hello, Load
 from gateway.config import RoutingSettings
 from gateway.routing.router import Router
 from gateway.types import Ask
@@ -185,3 +185,17 @@ def test_more_cached_tokens_never_make_an_engine_less_attractive(load: Load, pro
     picture = ROUTER.picture([*engines(a={}), Candidate("b", load)])
     score_s = picture.score_s("i-b", asked(prompt, b=cached))
     assert 0 <= score_s <= picture.score_s("i-b", asked(prompt))
+
+
+def test_what_the_batch_lane_has_at_an_engine_is_in_front_of_batch_requests_alone() -> None:
+    load = Load(running=4, waiting=9, prefill_backlog=9000, batch_running=4, batch_waiting=9, batch_backlog=9000)
+    candidates = [Candidate("a", load), Candidate("b", Load(running=1, prefill_backlog=100))]
+    asks = {lane: replace(asked(1000, a=900), lane=lane) for lane in LANES}
+    pictures = {lane: ROUTER.picture(candidates, lane) for lane in LANES}
+    assert {lane: picture.choose(asks[lane]) for lane, picture in pictures.items()} == {
+        "online": candidates[0],
+        "batch": candidates[1],
+    }
+    assert [picture.is_ready("i-a") for picture in pictures.values()] == [True, True]  # it has measured nothing
+    candidates[0].load = replace(load, prefill_tokens_per_s=1000.0)
+    assert [ROUTER.picture(candidates, lane).is_ready("i-a") for lane in LANES] == [True, False]

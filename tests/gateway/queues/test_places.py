@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,95 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol import Load
-from gateway.config import QueueSettings, RoutingSettings
 from gateway.errors import DeadlineError, EngineLostError, QueueFullError
-from gateway.queues.online import OnlineQueue
-from gateway.routing.router import Router
-from gateway.types import Ask
+from tests.fakes.guests import FAR, NORTH, SOUTH, Guests, JumpingLoop, ask, engines, queue_of, run, turn
 from tests.fakes.street import FakeEngine, hello
-
-NORTH, SOUTH = "north", "south"
-FAR = 1e9
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """Time is a number that jumps to the next timer when nothing else is left to do."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        selector = selectors.DefaultSelector()
-        select = selector.select
-
-        def jump(timeout: float | None = None) -> Any:
-            if events := select(0):
-                return events
-            if timeout is None:
-                raise RuntimeError("everything waits and nothing will ever happen")
-            self.now += timeout
-            return []
-
-        selector.select = jump  # type: ignore[method-assign]
-        super().__init__(selector)
-
-    def time(self) -> float:
-        return self.now
-
-
-def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        runner.run(work())
-
-
-def queue_of(
-    places: int = 1, waiting: int = 100, per_tenant: int = 100, max_wait_s: float = 60.0
-) -> OnlineQueue[FakeEngine]:
-    limits = QueueSettings(
-        places_per_engine=places, max_waiting=waiting, max_waiting_per_tenant=per_tenant, max_wait_s=max_wait_s
-    )
-    return OnlineQueue(limits, Router(RoutingSettings()), clock=lambda: asyncio.get_running_loop().time())
-
-
-def ask(tenant: str = NORTH, deadline_s: float = FAR, prompt_tokens: int = 100, **fields: Any) -> Ask:
-    return Ask(tenant, prompt_tokens, deadline_s, **fields)
-
-
-@dataclass
-class Guests:
-    """Tasks that take a place, say so in `served`, and hold it until told to leave."""
-
-    queue: OnlineQueue[FakeEngine]
-    engines: list[FakeEngine] = field(default_factory=lambda: [FakeEngine(hello())])
-    served: list[str] = field(default_factory=list)
-    where: dict[str, str] = field(default_factory=dict)
-    leave: dict[str, asyncio.Event] = field(default_factory=dict)
-    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-
-    def come(self, name: str, tenant: str = NORTH, deadline_s: float = FAR, **fields: Any) -> asyncio.Task[None]:
-        self.leave[name] = asyncio.Event()
-
-        async def stay() -> None:
-            async with self.queue.place(self.engines, ask(tenant, deadline_s, **fields)) as engine:
-                self.served.append(name)
-                self.where[name] = engine.name
-                await self.leave[name].wait()
-
-        self.tasks[name] = asyncio.create_task(stay())
-        return self.tasks[name]
-
-    async def go(self, *names: str) -> None:
-        for name in names:
-            self.leave[name].set()
-            await self.tasks[name]
-        await turn()
-
-
-def engines(*names: str, **loads: Load) -> list[FakeEngine]:
-    return [FakeEngine(hello(incarnation=name), name, loads.get(name, Load())) for name in names]
-
-
-async def turn(times: int = 5) -> None:
-    for _ in range(times):
-        await asyncio.sleep(0)
 
 
 def test_a_free_place_is_taken_without_waiting() -> None:
@@ -470,7 +381,12 @@ def test_an_engine_that_drains_gets_nothing_new() -> None:
 
 MOVES = st.lists(
     st.one_of(
-        st.tuples(st.just("come"), st.integers(0, 2), st.integers(0, 2), st.sampled_from([1.0, 30.0, FAR])),
+        st.tuples(
+            st.sampled_from(["online", "batch"]),
+            st.integers(0, 2),
+            st.integers(0, 2),
+            st.sampled_from([1.0, 30.0, FAR]),
+        ),
         st.tuples(st.sampled_from(["finish", "cancel", "fail"]), st.integers(0, 30)),
         st.tuples(st.just("lose"), st.integers(0, 1)),
         st.tuples(st.just("load"), st.integers(0, 1), st.sampled_from([0, 300, 10**6])),
@@ -494,20 +410,20 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
         assert isinstance(loop, JumpingLoop)
         queue = queue_of(places, waiting, per_tenant)
         here = engines("e0", "e1")
-        inside: dict[str, int] = {}
+        inside: dict[tuple[str, str], int] = {}
         guests: list[tuple[asyncio.Task[None], asyncio.Event, list[bool]]] = []
 
-        def come(tenant: str, number: int, patience_s: float) -> None:
+        def come(lane: Any, tenant: str, number: int, patience_s: float) -> None:
             done, fail = asyncio.Event(), [False]
             only = here[number].hello.incarnation if number < 2 else None
             cached = {} if only is None else {only: 80}
 
             async def stay() -> None:
-                asked = ask(tenant, loop.time() + patience_s, 100 + number, cached_tokens=cached)
+                asked = ask(tenant, loop.time() + patience_s, 100 + number, cached_tokens=cached, lane=lane)
                 async with queue.place(list(here), asked) as engine:
-                    name = engine.hello.incarnation
+                    name = (engine.hello.incarnation, lane)
                     inside[name] = inside.get(name, 0) + 1
-                    assert inside[name] <= places
+                    assert inside[name] <= (places if lane == "online" else 2)
                     try:
                         await done.wait()
                         if fail[0]:
@@ -527,11 +443,12 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
             assert status.waiting == queue.waiting == sum(status.waiting_by_tenant.values()) <= waiting
             assert all(0 < count <= per_tenant for count in status.waiting_by_tenant.values())
             assert all(taken <= places for taken in status.in_flight.values())
-            assert sum(len(line.lane) for line in queue._lines.values()) == status.waiting
+            assert sum(len(line.online) for line in queue._lines.values()) == status.waiting
+            assert sum(len(line.batch) for line in queue._lines.values()) == queue.status("batch").waiting
 
         for kind, *given_ in moves:
-            if kind == "come":
-                come(TENANTS[given_[0]], given_[1], given_[2])
+            if kind in ("online", "batch"):
+                come(kind, TENANTS[given_[0]], given_[1], given_[2])
             elif kind == "lose":
                 lose(given_[0])
             elif kind == "load":
@@ -548,13 +465,17 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
             check()
         for _, done, _ in guests:
             done.set()
+        for engine in here:
+            engine.load = Load()
+            queue.heard(engine)
         results = await asyncio.gather(*(task for task, _, _ in guests), return_exceptions=True)
         allowed = (QueueFullError, DeadlineError, EngineLostError, ValueError, asyncio.CancelledError)
         assert all(result is None or isinstance(result, allowed) for result in results), results
-        status = queue.status()
-        assert (status.waiting, status.in_flight, status.waiting_by_tenant) == (0, {}, {})
+        for status in (queue.status(), queue.status("batch")):
+            assert (status.waiting, status.in_flight, status.waiting_by_tenant) == (0, {}, {})
         assert not any(inside.values())
-        assert all(not seat.taken for line in queue._lines.values() for seat in line.lane.seats.values())
+        seats = [seat for line in queue._lines.values() for lane in line.lanes for seat in lane.seats.values()]
+        assert all(not seat.taken for seat in seats)
         for engine in here:
             queue.forget(engine.hello.incarnation)
         assert not queue._lines

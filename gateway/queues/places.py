@@ -1,4 +1,4 @@
-"""The online lane: a bounded number of places per engine, and a bounded, fair line in front of all of them.
+"""Places at the engines: a bounded number for each, and a fair line in front of all of them, for each of two lanes.
 
 Single event loop, no locks: every change happens between two awaits. lane.py says who goes where; this gives it a
 clock, futures, limits and deadlines. The street asks for a place; app.py has it told when an engine has joined, is
@@ -7,6 +7,10 @@ gone, or has said how busy it is.
     admit     a place is free and nobody is before this request: taken at once, without an await
     wait      requests for one model wait together, whatever engine they will go to
     refuse    too many wait: QueueFullError with the time after which trying again makes sense
+
+The batch lane has places of its own, so that nobody of the online lane ever waits for one that it holds: as many as the
+engine could run beside what the online lane has there, and none while anybody of the online lane waits, or is still to
+be prefilled. How many wait there is for the one to bound who sends them, and they wait until their own deadline.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from types import TracebackType
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Load
+from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, EngineLostError, KvasirError, QueueFullError
 from gateway.queues.lane import Lane, Router, Seat, Waiter
@@ -52,7 +57,7 @@ E = TypeVar("E", bound=Engine)
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """What /metrics and /admin/stats show of the queue."""
+    """What /metrics and /admin/stats show of a lane."""
 
     waiting: int
     in_flight: dict[str, int]  # by engine name
@@ -70,12 +75,39 @@ class _Waiter(Waiter):
     seated: asyncio.Future[Seat[Any]] | None = None  # None before it turns out that it has to wait
 
 
+@dataclass(slots=True)
+class _Figures:
+    """Of one lane, over all engines."""
+
+    waiting: int = 0
+    waiting_by_tenant: Counter[str] = field(default_factory=Counter)
+    admitted: int = 0
+    refused: int = 0
+    expired: int = 0
+    abandoned: int = 0
+
+    def left(self, tenant: str) -> None:
+        """Somebody waits no more."""
+        self.waiting -= 1
+        self.waiting_by_tenant[tenant] -= 1
+        if not self.waiting_by_tenant[tenant]:
+            del self.waiting_by_tenant[tenant]
+
+
 @dataclass(slots=True, eq=False)
 class _Line(Generic[E]):
-    """The lane of engines that are alike, and how quickly it moves."""
+    """The lanes of engines that are alike, and how quickly the online one moves."""
 
-    lane: Lane[E, _Waiter]
+    online: Lane[E, _Waiter]
+    batch: Lane[E, _Waiter]
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_SAMPLES))
+
+    def lane(self, name: LaneName) -> Lane[E, _Waiter]:
+        return self.batch if name == "batch" else self.online
+
+    @property
+    def lanes(self) -> tuple[Lane[E, _Waiter], ...]:
+        return self.online, self.batch
 
     def wait_s(self, waiting: int, now: float) -> float:
         """How long that many requests would take at the rate of the last ends."""
@@ -85,7 +117,7 @@ class _Line(Generic[E]):
         return min(max(waiting / rate, MIN_RETRY_S), MAX_RETRY_S)
 
 
-class OnlineQueue(Generic[E]):
+class PlaceQueue(Generic[E]):
     """street.Queue with the limits of [queue]."""
 
     def __init__(self, settings: QueueSettings, router: Router, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,9 +126,7 @@ class OnlineQueue(Generic[E]):
         self._clock = clock
         self._lines: dict[Hashable, _Line[E]] = {}  # those that have engines
         self._line_of: dict[str, _Line[E]] = {}  # by incarnation
-        self._waiting_by_tenant: Counter[str] = Counter()
-        self._waiting = 0
-        self._admitted = self._refused = self._expired = self._abandoned = 0
+        self._figures: dict[LaneName, _Figures] = {"online": _Figures(), "batch": _Figures()}
 
     def place(self, engines: Sequence[E], ask: Ask) -> _Place[E]:
         """An async context manager around the time in which an engine works on a request. Entering it returns the
@@ -113,67 +143,75 @@ class OnlineQueue(Generic[E]):
         """The engine is gone. Who can go nowhere else gets EngineLostError now; places taken are given back as ever."""
         self._line_of.pop(incarnation, None)
         for key, line in list(self._lines.items()):
-            if (seat := line.lane.seats.pop(incarnation, None)) is None:
+            if (seat := line.online.seats.pop(incarnation, None)) is None:
                 continue
-            for waiter in list(line.lane):
-                if not line.lane.seats or waiter.ask.only == incarnation:
+            del line.batch.seats[incarnation]
+            for waiter in [waiter for lane in line.lanes for waiter in lane]:
+                if not line.online.seats or waiter.ask.only == incarnation:
                     self._fail(line, waiter, EngineLostError(f"Engine {seat.engine.name} went away."))
-            if line.lane.seats:
+            if line.online.seats:
                 self._assign(line)
             else:
                 del self._lines[key]
 
     def heard(self, engine: E) -> None:
         """An engine has joined, or said how busy it is: who waited for that may be sent to it."""
-        if not self._waiting or (line := self._lines.get(_alike(engine.hello))) is None:
+        waiting = any(figures.waiting for figures in self._figures.values())
+        if not waiting or (line := self._lines.get(_alike(engine.hello))) is None:
             return
-        known = line.lane.seats.get(engine.hello.incarnation)
+        known = line.online.seats.get(engine.hello.incarnation)
         if known is None:
             self._add_seat(line, engine)
         if known is None or known.held_back:
             self._assign(line)
+        else:
+            self._assign_batch(line)
 
-    def status(self) -> QueueStatus:
-        in_flight: Counter[str] = Counter()
+    def status(self, lane: LaneName = "online") -> QueueStatus:
+        figures, in_flight = self._figures[lane], Counter[str]()
         for line in self._lines.values():
-            for seat in line.lane.seats.values():
+            for seat in line.lane(lane).seats.values():
                 if seat.taken:
                     in_flight[seat.engine.name] += seat.taken
         return QueueStatus(
-            waiting=self._waiting,
+            waiting=figures.waiting,
             in_flight=dict(in_flight),
-            waiting_by_tenant=dict(self._waiting_by_tenant),
-            admitted=self._admitted,
-            refused=self._refused,
-            expired=self._expired,
-            abandoned=self._abandoned,
+            waiting_by_tenant=dict(figures.waiting_by_tenant),
+            admitted=figures.admitted,
+            refused=figures.refused,
+            expired=figures.expired,
+            abandoned=figures.abandoned,
         )
 
     def allowance(self, tenant: str) -> Allowance:
-        """The narrower of the tenant's own limit and that of all."""
-        limits, now = self._settings, self._clock()
-        theirs = limits.max_waiting_per_tenant - self._waiting_by_tenant.get(tenant, 0)
-        remaining = max(min(theirs, limits.max_waiting - self._waiting), 0)
-        waits = [line.wait_s(len(line.lane), now) for line in self._lines.values() if len(line.lane)]
+        """The narrower of the tenant's own limit and that of all, in the online lane."""
+        limits, online, now = self._settings, self._figures["online"], self._clock()
+        theirs = limits.max_waiting_per_tenant - online.waiting_by_tenant.get(tenant, 0)
+        remaining = max(min(theirs, limits.max_waiting - online.waiting), 0)
+        waits = [line.wait_s(len(line.online), now) for line in self._lines.values() if len(line.online)]
         return Allowance(min(limits.max_waiting_per_tenant, limits.max_waiting), remaining, max(waits, default=0.0))
 
     @property
     def waiting(self) -> int:
-        return self._waiting
+        """Requests of the online lane that wait for a place."""
+        return self._figures["online"].waiting
 
     # -- what _Place does -----------------------------------------------------------------------------------------
 
     async def _admit(self, engines: Sequence[E], ask: Ask) -> tuple[_Line[E], Seat[E]]:
         line = self._line(engines)
-        if ask.only is not None and ask.only not in line.lane.seats:
+        lane = line.lane(ask.lane)
+        if ask.only is not None and ask.only not in lane.seats:
             raise EngineLostError("The engine that has the other answers to this prompt went away.")
         waiter = _Waiter(ask, self._clock())
         mine: Seat[E] | None = None
-        if sent := line.lane.enter(waiter):
+        if ask.lane == "batch":
+            self._leave_over(line)
+        if sent := lane.enter(waiter):
             mine = next((seat for other, seat in sent if other is waiter), None)
-            self._admitted += mine is not None
+            self._figures[ask.lane].admitted += mine is not None
             if mine is None or len(sent) > 1:
-                self._seat(line, [(other, seat) for other, seat in sent if other is not waiter])
+                self._seat(lane, [(other, seat) for other, seat in sent if other is not waiter])
         return line, mine or await self._wait(line, waiter)
 
     def _line(self, engines: Sequence[E]) -> _Line[E]:
@@ -181,30 +219,33 @@ class OnlineQueue(Generic[E]):
         if line is None:
             key = _alike(engines[0].hello)
             if (line := self._lines.get(key)) is None:
-                line = self._lines[key] = _Line(Lane(self._settings, self._router))
-        seats = line.lane.seats
+                line = self._lines[key] = _Line(
+                    Lane(self._settings, self._router), Lane(self._settings, self._router, "batch")
+                )
         for engine in engines:
-            if (seat := seats.get(engine.hello.incarnation)) is None:
+            if engine.hello.incarnation not in line.online.seats:
                 self._add_seat(line, engine)
-            else:
-                seat.engine = engine
+            for lane in line.lanes:
+                lane.seats[engine.hello.incarnation].engine = engine
         return line
 
     def _add_seat(self, line: _Line[E], engine: E) -> None:
-        seats, hello = line.lane.seats, engine.hello
+        hello = engine.hello
         places = self._settings.places_per_engine or 2 * hello.max_sequences
-        # One that is new has prefilled nothing, and would get everything that is equal anywhere until it has.
-        given = min((seat.given_tokens for seat in seats.values()), default=0.0)
         self._line_of[hello.incarnation] = line
-        seats[hello.incarnation] = Seat(engine, hello.incarnation, places, given_tokens=given)
+        for lane in line.lanes:
+            # One that is new has prefilled nothing, and would get everything that is equal anywhere until it has.
+            given = min((seat.given_tokens for seat in lane.seats.values()), default=0.0)
+            lane.seats[hello.incarnation] = Seat(engine, hello.incarnation, places, given_tokens=given)
 
     def _refusal(self, line: _Line[E], tenant: str) -> QueueFullError | None:
-        limits, theirs = self._settings, self._waiting_by_tenant[tenant]
-        if self._waiting < limits.max_waiting and theirs < limits.max_waiting_per_tenant:
+        limits, waiting = self._settings, self.waiting
+        theirs = self._figures["online"].waiting_by_tenant[tenant]
+        if waiting < limits.max_waiting and theirs < limits.max_waiting_per_tenant:
             return None
-        retry_after_s = line.wait_s(len(line.lane) - 1, self._clock())
+        retry_after_s = line.wait_s(len(line.online) - 1, self._clock())
         mine = theirs >= limits.max_waiting_per_tenant
-        count, setting = (theirs, "queue.max_waiting_per_tenant") if mine else (self._waiting, "queue.max_waiting")
+        count, setting = (theirs, "queue.max_waiting_per_tenant") if mine else (waiting, "queue.max_waiting")
         return QueueFullError(
             f"Too many requests are waiting ({count}, the limit of {setting}). "
             f"Please try again in {math.ceil(retry_after_s)}s.",
@@ -212,26 +253,31 @@ class OnlineQueue(Generic[E]):
         )
 
     async def _wait(self, line: _Line[E], waiter: _Waiter) -> Seat[E]:
-        tenant = waiter.ask.tenant
-        if (refusal := self._refusal(line, tenant)) is not None:
-            line.lane.remove(waiter)
-            self._refused += 1
+        tenant, name = waiter.ask.tenant, waiter.ask.lane
+        lane, figures, online = line.lane(name), self._figures[name], name == "online"
+        if online and (refusal := self._refusal(line, tenant)) is not None:
+            lane.remove(waiter)
+            figures.refused += 1
             raise refusal
         loop = asyncio.get_running_loop()
-        timeout_s = min(waiter.ask.deadline_s - waiter.arrived_s, self._settings.max_wait_s)
+        timeout_s = waiter.ask.deadline_s - waiter.arrived_s
+        if online:
+            timeout_s = min(timeout_s, self._settings.max_wait_s)
         seated: asyncio.Future[Seat[E]] = loop.create_future()
         waiter.seated = seated
-        self._waiting += 1
-        self._waiting_by_tenant[tenant] += 1
+        figures.waiting += 1
+        figures.waiting_by_tenant[tenant] += 1
         timer = loop.call_later(max(timeout_s, 0.0), self._expire, line, waiter)
         try:
             return await seated
         except asyncio.CancelledError:
             if seated.done() and not seated.cancelled() and seated.exception() is None:
-                self._release(line, seated.result())  # it came in the same turn of the loop in which the client left
-            elif line.lane.remove(waiter):
-                self._left(tenant)
-                self._abandoned += 1
+                self._release(line, name, seated.result())  # it came in the turn of the loop in which the client left
+            elif lane.remove(waiter):
+                figures.left(tenant)
+                figures.abandoned += 1
+                if online:
+                    self._assign_batch(line)
             raise
         finally:
             timer.cancel()
@@ -239,48 +285,69 @@ class OnlineQueue(Generic[E]):
     def _expire(self, line: _Line[E], waiter: _Waiter) -> None:
         error = DeadlineError(
             "The server is busy: no place became free in time (queue.max_wait_s or the request's own limit).",
-            retry_after_s=line.wait_s(len(line.lane), self._clock()),
+            retry_after_s=line.wait_s(len(line.lane(waiter.ask.lane)), self._clock()),
         )
-        self._expired += self._fail(line, waiter, error)
+        self._figures[waiter.ask.lane].expired += self._fail(line, waiter, error)
+        self._assign_batch(line)
 
     def _fail(self, line: _Line[E], waiter: _Waiter, error: KvasirError) -> bool:
         """Ends somebody's waiting. False when it had ended; who was cancelled and has not run yet takes itself out."""
         assert waiter.seated is not None
-        if waiter.seated.done() or not line.lane.remove(waiter):
+        if waiter.seated.done() or not line.lane(waiter.ask.lane).remove(waiter):
             return False
-        self._left(waiter.ask.tenant)
+        self._figures[waiter.ask.lane].left(waiter.ask.tenant)
         waiter.seated.set_exception(error)
         return True
 
-    def _left(self, tenant: str) -> None:
-        self._waiting -= 1
-        self._waiting_by_tenant[tenant] -= 1
-        if not self._waiting_by_tenant[tenant]:
-            del self._waiting_by_tenant[tenant]
-
-    def _release(self, line: _Line[E], seat: Seat[E]) -> None:
+    def _release(self, line: _Line[E], lane: LaneName, seat: Seat[E]) -> None:
         seat.taken -= 1
-        line.ends.append(self._clock())
-        self._assign(line)
+        if lane == "online":
+            line.ends.append(self._clock())
+            self._assign(line)
+        else:
+            self._assign_batch(line)
 
     def _assign(self, line: _Line[E]) -> None:
-        self._seat(line, line.lane.assign())
+        self._seat(line.online, line.online.assign())
+        self._assign_batch(line)
 
-    def _seat(self, line: _Line[E], sent: list[tuple[_Waiter, Seat[E]]]) -> None:
+    def _assign_batch(self, line: _Line[E]) -> None:
+        if len(line.batch) and not len(line.online):
+            self._leave_over(line)
+            self._seat(line.batch, line.batch.assign())
+
+    def _leave_over(self, line: _Line[E]) -> None:
+        """Tells the batch lane how many places it may have at each engine now."""
+        for incarnation, seat in line.batch.seats.items():
+            most = self._settings.batch_places_per_engine or seat.engine.hello.max_sequences
+            seat.places = 0 if len(line.online) else left_over(line.online.seats[incarnation], most)
+
+    def _seat(self, lane: Lane[E, _Waiter], sent: list[tuple[_Waiter, Seat[E]]]) -> None:
         """Tells those who waited. Places of clients that have left meanwhile go to others."""
+        figures = self._figures[lane.name]
         while sent:
             unused = 0
             for waiter, seat in sent:
                 assert waiter.seated is not None
-                self._left(waiter.ask.tenant)
+                figures.left(waiter.ask.tenant)
                 if waiter.seated.done():  # cancelled, and has not run yet to take itself out
                     seat.taken -= 1
                     unused += 1
                 else:
                     waiter.seated.set_result(seat)
-            self._admitted += len(sent) - unused
-            self._abandoned += unused
-            sent = line.lane.assign() if unused else []
+            figures.admitted += len(sent) - unused
+            figures.abandoned += unused
+            sent = lane.assign() if unused else []
+
+
+def left_over(seat: Seat[E], most: int) -> int:
+    """Of the batch lane's `most` places at an engine, those that the online lane leaves, whose seat it is: sequences
+    that the engine could run besides, and none before what is to be prefilled for the online lane is."""
+    load = seat.engine.load
+    if load.prefill_backlog > load.batch_backlog:
+        return 0
+    online = load.running + load.waiting - load.batch_running - load.batch_waiting
+    return min(most, max(0, seat.engine.hello.max_sequences - max(online, seat.taken)))
 
 
 def _alike(hello: Hello) -> Hashable:
@@ -289,18 +356,20 @@ def _alike(hello: Hello) -> Hashable:
 
 
 class _Place(Generic[E]):
-    """See OnlineQueue.place. Not reusable."""
+    """See PlaceQueue.place. Not reusable."""
 
-    __slots__ = ("_ask", "_queue", "_taken")
+    __slots__ = ("_ask", "_engines", "_queue", "_taken")
 
-    def __init__(self, queue: OnlineQueue[E], *ask: Any) -> None:
+    def __init__(self, queue: PlaceQueue[E], engines: Sequence[E], ask: Ask) -> None:
         self._queue = queue
+        self._engines = engines
         self._ask = ask
-        self._taken: tuple[_Line[E], Seat[E]] | None = None
+        self._taken: tuple[_Line[E], LaneName, Seat[E]] | None = None
 
     async def __aenter__(self) -> E:
-        self._taken = await self._queue._admit(*self._ask)  # noqa: SLF001 - one object in two halves
-        return self._taken[1].engine
+        line, seat = await self._queue._admit(self._engines, self._ask)  # noqa: SLF001 - one object in two halves
+        self._taken = line, self._ask.lane, seat
+        return seat.engine
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
