@@ -35,6 +35,11 @@ from gateway.files.store import FileStore
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.index.redis_index import RedisIndex, connect
+from gateway.ledger.base import Book
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.memory_book import MemoryBook
+from gateway.ledger.prices import Prices
+from gateway.ledger.redis_book import RedisBook
 from gateway.prompt.stage import PromptStage
 from gateway.queues.places import PlaceQueue
 from gateway.redis_server import RedisServer, RedisStartError
@@ -81,6 +86,7 @@ class Gateway:
             redis=self.redis if settings.engines.discover else None,
         )
         self.responses = ResponseStore(self._response_backend(), retry_s=settings.redis.retry_s)
+        self.ledger = Ledger(settings.ledger, Prices(settings.prices, settings.batches.price), self._book(), time.time)
         self.figures = EngineFigures(lambda: self.registry.engines)
         self.street = Street(
             prompts=self.prompts,
@@ -114,6 +120,7 @@ class Gateway:
             batches=settings.batches,
             now=time.time,
             allowance=self.queue.allowance,
+            ledger=self.ledger,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
@@ -121,6 +128,7 @@ class Gateway:
                 prompts=self.prompts.stats,
                 embeddings=self.embedder.figures,
                 responses=lambda: self.responses.outcomes,
+                ledger=self.ledger,
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
                 draining=lambda: self.draining,
                 version=installed_version(),
@@ -139,6 +147,11 @@ class Gateway:
             return MemoryStore(settings.anthropic.fingerprints)
         limits, timeout_s = settings.anthropic.fingerprints, settings.redis.timeout_s
         return RedisStore(self.redis, limits, timeout_s=timeout_s, name="fingerprints")
+
+    def _book(self) -> Book:
+        if self.redis is None:
+            return MemoryBook()
+        return RedisBook(self.redis, timeout_s=self.settings.redis.timeout_s)
 
     def _connect(self, name: str, url: str) -> BundledEngine:
         return BundledEngine(
@@ -218,6 +231,7 @@ async def serve(
         stack.callback(gateway.embedder.close)
         stack.push_async_callback(gateway.index.close)
         stack.push_async_callback(gateway.figures.close)
+        stack.push_async_callback(gateway.ledger.close)
         stack.push_async_callback(gateway.files.close)
         runner = app_runner(gateway.web_app(), settings.server)
         await runner.setup()
@@ -241,6 +255,7 @@ async def serve(
         for url in settings.engines.urls:
             gateway.registry.add(url)
         gateway.files.start()
+        gateway.ledger.start()
         gateway.index.start()
         gateway.registry.start()
         await _first_engines(gateway, stop)

@@ -210,11 +210,28 @@ class Lease:
         return "degraded" if self.kept is None else "kept"
 
 
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """An answer that was remembered, and what generating it had taken.
+
+    kind           "exact": the answer to this very request; "semantic": to one that means the same
+    prompt_tokens  of the request that it was generated for
+    generation_ms  from its arrival to its last token
+    """
+
+    kind: Literal["exact", "semantic"]
+    prompt_tokens: int
+    completion_tokens: int
+    generation_ms: float
+
+
 @dataclass(slots=True)
 class Trace:
     """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
 
     engine: str | None = None
+    hit: Hit | None = None  # then nothing was computed for it
+    fork: bool = False  # its prompt is accounted for with another answer's
     prompt_tokens: int = 0
     cached_tokens: int = 0  # whose blocks were physically reused
     told_cached_tokens: int = 0  # as in Usage

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STAGES = ("prompt", "responses", "index", "routing", "queues", "engines", "contents", "files", "stores")
+STAGES = ("prompt", "responses", "index", "routing", "queues", "engines", "contents", "files", "stores", "ledger")
 WITH_NUMPY = {"gateway.responses.embedding.bert", "gateway.responses.embedding.text_model"}
 """What the extra `semantic` is for; imported when the first text is embedded."""
 FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.config"}
-PROMISES = {"gateway.stores.base", "gateway.queues.batch.base"}
+PROMISES = {"gateway.stores.base", "gateway.queues.batch.base", "gateway.ledger.base"}
 """Values and Protocols of a stage, which its users write against."""
 SOURCES = sorted(path for package in ("gateway", "engine") for path in (ROOT / package).rglob("*.py"))
 

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from engine.protocol import LANES
 from gateway.admin.metrics import CONTENT_TYPE, Metrics
+from gateway.admin.report import grouped, told
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.auth import Auth
 from gateway.api.dialect import JSON, Route
@@ -121,6 +122,7 @@ class Admin:
             },
             "prompts": sources.prompts(),
             "embeddings": sources.embeddings(),
+            "ledger": self._ledger(),
             "redis": sources.redis(),
             "tenants": {
                 tenant: {**asdict(totals), "cached_ratio": _ratio(totals.cached_tokens, totals.prompt_tokens)}
@@ -128,6 +130,11 @@ class Admin:
             },
         }
         return _json(body)
+
+    def _ledger(self) -> dict[str, Any]:
+        ledger = self._sources.ledger
+        everything = grouped(ledger.totals, ()).get((), {})
+        return {**told(everything), "pending_rows": ledger.pending, "dropped": ledger.dropped}
 
     def _not_ready(self) -> str | None:
         if self._sources.draining():

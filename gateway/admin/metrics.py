@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from engine.protocol import LANES
 from gateway.admin.engine_metrics import engine_metrics
+from gateway.admin.ledger_metrics import ledger_metrics
 from gateway.admin.sources import Sources
 from gateway.api.record import CLIENT_LEFT, Record
 
@@ -198,6 +199,7 @@ class _Scraped(Collector):
         yield from self._queue()
         yield from self._prompts()
         yield self._embeddings()
+        yield from ledger_metrics(self._sources.ledger)
         responses = CounterMetricFamily(
             "kvasir_stored_responses", "What became of responses that were to be kept.", labels=("outcome",)
         )

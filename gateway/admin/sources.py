@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from engine.protocol import Lane, Load
+from gateway.ledger.base import Figures, Row
 
 EngineState = Literal["connecting", "ready", "draining", "lost"]
 
@@ -52,6 +53,21 @@ class QueueStatus(Protocol):
     def abandoned(self) -> int: ...
 
 
+class LedgerStatus(Protocol):
+    """See ledger/ledger.py."""
+
+    @property
+    def totals(self) -> Mapping[Row, Figures]:
+        """Of this gateway since its start; the day is empty."""
+        ...
+
+    @property
+    def pending(self) -> int: ...
+
+    @property
+    def dropped(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Each is asked anew for every scrape.
@@ -62,6 +78,7 @@ class Sources:
     prompts     model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
     embeddings  figures of the embedder, numbers; empty without the extra
     responses   what became of responses that were to be kept, since the start
+    ledger      what requests used and saved
     redis       at least {"up": bool}; the index answers from memory while it is False
     draining    whether the server is ending and wants no new requests
     """
@@ -72,6 +89,11 @@ class Sources:
     prompts: Callable[[], Mapping[str, Mapping[str, Any]]]
     embeddings: Callable[[], Mapping[str, Any]]
     responses: Callable[[], Mapping[str, int]]
+    ledger: LedgerStatus
     redis: Callable[[], Mapping[str, Any]]
     draining: Callable[[], bool]
     version: str
+
+    def prefill_tokens_per_s(self, engine: str) -> float:
+        """What an engine, by name, has measured; 0 when it has not, or is none of ours."""
+        return next((one.load.prefill_tokens_per_s for one in self.engines() if one.name == engine), 0.0)

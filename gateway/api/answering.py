@@ -21,7 +21,7 @@ from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.street import Engine
-from gateway.types import Allowance, Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt, Usage
+from gateway.types import Allowance, Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt, Trace, Usage
 
 
 class Models(Protocol):
@@ -243,6 +243,7 @@ class Answering:
                 tool_use=call.tool_use,
                 group=group,
                 number=number,
+                trace=Trace(fork=number > 0),
             )
 
     def _echo(self, call: Call, model: Hello) -> Echo:

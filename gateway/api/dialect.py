@@ -63,6 +63,7 @@ class Dialect:
     speaks          whether a request is of this dialect, by its path and headers; never by how it carries its key
     headers         request id, milliseconds since the request arrived -> the headers that every answer carries
     allowance       what the tenant may still send -> the headers that say so, where the API has some
+    tells_writes    whether its usage says which tokens were written to the cache: others are paid as any
     error_json      error, request id -> the body of an error answer
     error_schema    of that body, closed: what every refusal is held to
     asking_headers  of a request, as the docs show them, with KEY for the key
@@ -80,6 +81,7 @@ class Dialect:
     status: Callable[[KvasirError], int] = lambda error: error.status
     unknown: Callable[[web.Request], bool] = lambda http: False
     allowance: Callable[[Allowance], dict[str, str]] = lambda allowance: {}
+    tells_writes: bool = True
 
 
 def retry_headers(error: KvasirError) -> dict[str, str]:

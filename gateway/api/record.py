@@ -89,6 +89,21 @@ class Observer(Protocol):
     def finished(self, record: Record) -> None: ...
 
 
+class Observers:
+    """Several of them, told one after the other."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def started(self, record: Record) -> None:
+        for observer in self._observers:
+            observer.started(record)
+
+    def finished(self, record: Record) -> None:
+        for observer in self._observers:
+            observer.finished(record)
+
+
 def elapsed_ms(record: Record) -> float:
     """Milliseconds since the request arrived."""
     return (time.monotonic() - record.received_s) * 1e3

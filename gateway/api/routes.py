@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.admin.accounting import Accounting
 from gateway.admin.handlers import Admin
+from gateway.admin.ledger import Ledger, LedgerPage
 from gateway.admin.metrics import Metrics
 from gateway.admin.sources import Sources
 from gateway.api.answering import Answering, Decoders, Models, Street
@@ -37,6 +39,7 @@ from gateway.api.openai.responses.handlers import Responses
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
+from gateway.api.record import Observers
 from gateway.api.uploads import FileStore
 from gateway.config import (
     AnthropicSettings,
@@ -83,6 +86,7 @@ def build_app(
     batches: BatchSettings,
     now: Callable[[], float],
     allowance: Callable[[str], Allowance],
+    ledger: Ledger,
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -94,10 +98,12 @@ def build_app(
     files, upload_timeout_s    what /v1/files keeps; seconds that an upload may take
     contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
     allowance                  what a tenant, by name, may still send
+    ledger                     takes what requests used and saved, and tells it by day
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
+    observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
     answering = Answering(
         server,
         keys,
@@ -110,7 +116,7 @@ def build_app(
         line_timeout_s=batches.line_timeout_s,
     )
     cached = CachedContents(server, gemini, answering, contents, now)
-    background = Background(responses, metrics, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
+    background = Background(responses, observer, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
     chats = OpenAI(server, leases, answering)
     items = Responses(server, leases, answering, responses, background)
     vectors = Embeddings(server, embeddings, answering, embedder)
@@ -128,13 +134,13 @@ def build_app(
             *AnthropicFiles(answering, files, upload_timeout_s).routes(),
         ],
         GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
-        OWN: Admin(keys, sources, metrics).routes(),
+        OWN: [*Admin(keys, sources, metrics).routes(), *LedgerPage(keys, ledger, now).routes()],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
-    app = web.Application(middlewares=[observed(metrics)], client_max_size=0)
+    app = web.Application(middlewares=[observed(observer)], client_max_size=0)
     app[ROUTES] = docs.routes
-    app[LINES] = Lines(endpoints, metrics, max_depth=server.max_json_depth)
+    app[LINES] = Lines(endpoints, observer, max_depth=server.max_json_depth)
     app.on_shutdown.append(lambda _: background.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if BYTES in route.media}

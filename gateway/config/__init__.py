@@ -6,6 +6,7 @@ A section goes to the stage it is named after and to nobody else; app.py hands t
 from gateway.config.batches import BatchSettings
 from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
+from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.settings import Settings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
@@ -24,7 +25,9 @@ __all__ = [
     "FileSettings",
     "GeminiSettings",
     "LeaseSettings",
+    "LedgerSettings",
     "NamespaceSettings",
+    "PriceSettings",
     "PromptSettings",
     "QueueSettings",
     "RedisSettings",

@@ -8,6 +8,7 @@ from engine.config import SHORT_FLAGS, EngineSettings
 from gateway.config.batches import BatchSettings
 from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
+from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
@@ -52,6 +53,8 @@ class Settings(BaseModel):
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()
     embeddings: EmbeddingSettings = EmbeddingSettings()
+    ledger: LedgerSettings = LedgerSettings()
+    prices: tuple[PriceSettings, ...] = ()
 
     @model_validator(mode="after")
     def _keys_belong_to_one(self) -> Settings:
@@ -65,6 +68,15 @@ class Settings(BaseModel):
                 if key in seen:
                     raise ValueError(f"tenants: a key of {tenant.name!r} is also in {seen[key]}")
                 seen[key] = f"tenant {tenant.name!r}"
+        return self
+
+    @model_validator(mode="after")
+    def _a_model_has_one_price(self) -> Settings:
+        seen: set[str] = set()
+        for price in self.prices:
+            if price.model in seen:
+                raise ValueError(f"prices: {price.model!r} is there twice")
+            seen.add(price.model)
         return self
 
     @model_validator(mode="after")

@@ -27,7 +27,9 @@ from gateway.config import (
     FileSettings,
     GeminiSettings,
     LeaseSettings,
+    LedgerSettings,
     NamespaceSettings,
+    PriceSettings,
     QueueSettings,
     RoutingSettings,
     ServerSettings,
@@ -37,6 +39,9 @@ from gateway.config import (
 from gateway.contents.memory_contents import MemoryContents
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.memory_book import MemoryBook
+from gateway.ledger.prices import Prices
 from gateway.queues.places import PlaceQueue
 from gateway.responses.embedding.embedder import Embedder
 from gateway.routing.router import Router
@@ -116,6 +121,8 @@ class Options:
     batches: BatchSettings = field(default_factory=BatchSettings)
     gemini: GeminiSettings = field(default_factory=GeminiSettings)
     now: Callable[[], float] = time.time
+    prices: Sequence[PriceSettings] = ()
+    ledger: Ledger | None = None  # None is memory
     embedder: Embedder = field(default_factory=no_embedder)
     fingerprints: Backend | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
@@ -139,6 +146,9 @@ def make_app(
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
     queue = given.queue or idle_queue()
+    ledger = given.ledger or Ledger(
+        LedgerSettings(), Prices(given.prices, given.batches.price), MemoryBook(), given.now
+    )
     responses = ResponseStore(given.backend or MemoryStore(given.stored_responses), retry_s=60.0)
     return build_app(
         server=given.server,
@@ -162,6 +172,7 @@ def make_app(
         batches=given.batches,
         now=given.now,
         allowance=queue.allowance,
+        ledger=ledger,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
@@ -169,6 +180,7 @@ def make_app(
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
             embeddings=given.embedder.figures,
             responses=lambda: responses.outcomes,
+            ledger=ledger,
             redis=lambda: state["redis"],
             draining=lambda: state["draining"],
             version="0.0.test",

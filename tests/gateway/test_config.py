@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
-from gateway.config import NamespaceSettings, Settings, TenantSettings
+from gateway.config import NamespaceSettings, PriceSettings, Settings, TenantSettings
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PATHS = [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
@@ -123,16 +124,49 @@ def test_every_setting_is_documented_with_default_flag_variable_and_meaning(path
         assert f"`{shown}`" in row
 
 
+TABLES = {TenantSettings: "tenants", NamespaceSettings: "namespaces", PriceSettings: "prices"}
+
+
 @pytest.mark.parametrize(
     ("table", "name"),
-    [(table, name) for table in (TenantSettings, NamespaceSettings) for name in table.model_fields],
+    [(table, name) for table in TABLES for name in table.model_fields],
 )
 def test_every_setting_of_a_table_is_documented(table: type[BaseModel], name: str) -> None:
     field = table.model_fields[name]
-    default = "required" if field.is_required() else f"`{str(field.default).lower()}`"
-    heading = "## [[tenants]]" if table is TenantSettings else "## [[namespaces]]"
-    part = (DOCS / "configuration.md").read_text().split(heading, 1)[1].split("\n## ", 1)[0]
+    default = "-" if field.default is None else f"`{str(field.default).lower()}`"
+    default = "required" if field.is_required() else default
+    part = (DOCS / "configuration.md").read_text().split(f"## [[{TABLES[table]}]]", 1)[1].split("\n## ", 1)[0]
     assert f"| `{name}` | {default} | {field.description} |" in part
+
+
+def test_prices_come_from_the_file_with_every_digit(tmp_path: Path) -> None:
+    toml = """
+    [[prices]]
+    model = "a*"
+    input = 0.1
+    cached_read = 0.000000001
+    cache_write_of = { 1h = 30 }
+    """
+    (price,) = read(tmp_path, toml).prices
+    assert (price.input, price.cached_read, price.cache_write) == (Decimal("0.1"), Decimal("1e-9"), None)
+    assert (price.currency, price.output, price.cache_write_of) == ("USD", 0, {"1h": 30})
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("model = 'a'", "prices.0.input"),
+        ("model = 'a'\ninput = -1", "prices.0.input"),
+        ("model = 'a'\ninput = nan", "prices.0.input"),
+        ("model = 'a'\ninput = 0.0000000001", "prices.0.input"),
+        ("model = 'a'\ninput = 1\ncurrency = 'dollars'", "prices.0.currency"),
+        ("model = 'a'\ninput = 1\ncache_write_of = { tomorrow = 3 }", "is no duration"),
+        ("model = 'a'\ninput = 1\n[[prices]]\nmodel = 'a'\ninput = 2", "prices: 'a' is there twice"),
+    ],
+)
+def test_a_price_that_cannot_be_is_refused(tmp_path: Path, toml: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path, f"[[prices]]\n{toml}")
 
 
 TWO = "[[tenants]]\nname = 'a'\nkeys = ['the-key-of-a']\n[[tenants]]\nname = 'b'\nkeys = ['the-key-of-b']\n"

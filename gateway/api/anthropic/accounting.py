@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from engine.protocol import Breakpoint
-from gateway.api.anthropic.caching import Cached, Caching, account
+from gateway.api.anthropic.caching import DEFAULT_TTL, HOUR_S, Cached, Caching, account
 from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.response import MessageShape
+from gateway.config import duration_s
 from gateway.types import ChatPrompt, Event, Finished, Marker, Request, Started
 
 NEAR: Final = 4
@@ -53,9 +54,11 @@ class Accounted:
                 yield event
 
     async def _begin(self, request: Request) -> None:
-        shape = self._shape
-        shape.cached = await self._cached(request)
-        shape.lease = request.trace.lease.state if request.trace.lease is not None else None
+        shape, trace = self._shape, request.trace
+        shape.cached = cached = await self._cached(request)
+        trace.told_cached_tokens, trace.cache_write_tokens = cached.read, cached.written
+        trace.lease_writes = ((duration_s(DEFAULT_TTL), cached.written_5m), (HOUR_S, cached.written_1h))
+        shape.lease = trace.lease.state if trace.lease is not None else None
         if self._diagnosis is not None:
             shape.more = {"diagnostics": await self._diagnosis.tell(request, shape.cached)}
 

@@ -115,4 +115,5 @@ GEMINI = Dialect(
     asking_headers={"x-goog-api-key": "KEY"},
     status=_status,
     unknown=unknown,
+    tells_writes=False,
 )

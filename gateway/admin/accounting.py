@@ -1,0 +1,77 @@
+"""Finished requests into entries of the ledger. An Observer of the middleware; knows no price and no Redis.
+
+Every dialect fills in the same trace, whose prompt tokens include the cached ones however its API tells them, so none
+is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gateway.admin.prefill import PrefillTimes
+from gateway.api.record import Record
+from gateway.ledger.base import Entry
+from gateway.types import Trace
+
+
+class Accounting:
+    """Makes an entry of each request for which something was computed, or remembered."""
+
+    def __init__(self, add: Callable[[Entry], None], prefill_tokens_per_s: Callable[[str], float]) -> None:
+        """`prefill_tokens_per_s` is what an engine, by name, has measured; 0 when it has not, or is none of ours."""
+        self._add = add
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._times = PrefillTimes()
+
+    def started(self, record: Record) -> None:
+        """Nothing is used yet."""
+
+    def finished(self, record: Record) -> None:
+        """Only what reached an engine counts: who was refused has used nothing."""
+        if record.tenant is None or record.model is None:
+            return
+        model = record.model
+        computed = [trace for trace in record.traces if trace.hit is None and trace.first_token_ms is not None]
+        hits = tuple(trace.hit for trace in record.traces if trace.hit is not None)
+        if not (computed or hits or record.embedded_tokens):
+            return
+        prompts = [trace for trace in computed if not trace.fork]
+        self._add(
+            Entry(
+                tenant=record.tenant,
+                model=model,
+                lane=record.lane,
+                prompt_tokens=sum(trace.prompt_tokens for trace in prompts),
+                cached_tokens=sum(trace.told_cached_tokens for trace in prompts),
+                writes=_writes(prompts) if record.dialect.tells_writes else (),
+                completion_tokens=sum(trace.completion_tokens for trace in computed),
+                embedded_tokens=record.embedded_tokens,
+                total_ms=record.total_ms,
+                reused_tokens=sum(trace.cached_tokens for trace in prompts),
+                reused_ms=sum(self._reused_ms(model, trace) for trace in prompts),
+                hits=hits,
+            )
+        )
+        for trace in prompts:
+            self._note(model, trace)
+
+    def _reused_ms(self, model: str, trace: Trace) -> float:
+        """What computing its cached tokens would have taken."""
+        if (rate := self._prefill_tokens_per_s(trace.engine or "")) > 0:
+            return trace.cached_tokens / rate * 1e3
+        return trace.cached_tokens * self._times.ms_per_token(model)
+
+    def _note(self, model: str, trace: Trace) -> None:
+        if trace.first_token_ms is not None:
+            waited_ms = trace.first_token_ms - trace.queue_ms - trace.overhead_ms
+            self._times.note(model, max(0, trace.prompt_tokens - trace.cached_tokens), max(0.0, waited_ms))
+
+
+def _writes(traces: Sequence[Trace]) -> tuple[tuple[float, int], ...]:
+    """As told: by time to live where breakpoints asked for one."""
+    written: list[tuple[float, int]] = []
+    for trace in traces:
+        written += trace.lease_writes
+        if rest := trace.cache_write_tokens - sum(tokens for _, tokens in trace.lease_writes):
+            written.append((0.0, max(0, rest)))
+    return tuple(written)

@@ -1,0 +1,107 @@
+"""What the ledger is made of: entries, the rows that they add up in, and where rows are kept. Values only.
+
+    entry     what one finished request used and saved, in tokens and milliseconds
+    row       a day, a tenant, a model, a lane and a currency; no entry is in two
+    figures   whole numbers by column, added up in a row: sums by any grouping are equal to the last digit
+
+Money is counted in NANO units: a billionth of what its currency counts in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, Protocol
+
+from engine.protocol import Lane
+from gateway.types import Hit
+
+NANO: Final = 1_000_000_000
+OTHER: Final = "other"
+"""The model of rows that are one too many to be told apart."""
+
+Saver = Literal["prefix", "upstream", "exact", "semantic", "batch"]
+SAVERS: Final[tuple[Saver, ...]] = ("prefix", "upstream", "exact", "semantic", "batch")
+"""What saved it: blocks of our engines, the cache of a hosted API, an answer that was remembered (to this request or to
+one that means the same), the price of the batch lane."""
+
+USED: Final = (
+    "requests",
+    "prompt_tokens",  # those of the two below among them
+    "cached_tokens",
+    "cache_write_tokens",
+    "completion_tokens",
+    "embedded_tokens",
+    "micros",  # from arrival to the last byte
+    "cost_nano",
+    "unpriced_requests",  # of models without a price
+)
+SAVED: Final = ("requests", "tokens", "micros", "nano")
+COLUMNS: Final = (*USED, *(f"{saver}_{what}" for saver in SAVERS for what in SAVED))
+
+Figures = dict[str, int]
+"""By column; what is missing is 0."""
+
+
+class Row(NamedTuple):
+    """`day` is written 2026-11-22, in UTC. `currency` is empty where the model has no price."""
+
+    day: str
+    tenant: str
+    model: str
+    lane: str
+    currency: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one finished request used and saved.
+
+    prompt_tokens   of its prompts, with `cached_tokens` and `writes` among them: each token is of one kind
+    cached_tokens   as the client was told, which is what is paid
+    writes          time to live in seconds (0: none was asked for), tokens written to the cache, as told
+    reused_tokens   of the prompts, those that were not computed again; they may be more than what is told
+    reused_ms       that computing those would have taken
+    reused_by       whose cache it was
+    hits            answers that were not generated; nothing else is said of them
+    """
+
+    tenant: str
+    model: str
+    lane: Lane = "online"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    writes: tuple[tuple[float, int], ...] = ()
+    completion_tokens: int = 0
+    embedded_tokens: int = 0
+    total_ms: float = 0.0
+    reused_tokens: int = 0
+    reused_ms: float = 0.0
+    reused_by: Literal["prefix", "upstream"] = "prefix"
+    hits: tuple[Hit, ...] = ()
+
+
+class BookDownError(Exception):
+    """The book did not answer in time, or could not do it."""
+
+
+class Book(Protocol):
+    """Rows by day. Every method raises BookDownError, and has then changed nothing, or all that it was to change."""
+
+    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> None:
+        """Adds to what is there. What was added under this number before is not added again."""
+        ...
+
+    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
+        """The rows of these days, both among them."""
+        ...
+
+    async def forget(self, before: str) -> None:
+        """Drops all days before this one."""
+        ...
+
+
+def add_up(total: Figures, more: Mapping[str, int]) -> None:
+    """Adds `more` to `total`."""
+    for column, value in more.items():
+        total[column] = total.get(column, 0) + value

@@ -1,0 +1,158 @@
+"""Takes entries as requests end, and writes what they come to into a book every few seconds.
+
+While the book is down rows add up here; they are as few as tenants and models are, however long that lasts. What was
+written and not confirmed is written again under the same number, so that nothing counts twice. Knows no request:
+entries come from admin/accounting.py. Its neighbours are prices.py and the books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from gateway import tasks
+from gateway.config import LedgerSettings
+from gateway.ledger.base import OTHER, Book, BookDownError, Entry, Figures, Row, add_up
+from gateway.ledger.prices import Prices, figures
+
+log = logging.getLogger(__name__)
+
+DAY_S: Final = 86_400
+ROWS_AT_ONCE: Final = 500
+"""That are written by one command."""
+
+
+class _Batch(NamedTuple):
+    number: str
+    rows: Sequence[tuple[Row, Figures]]
+
+
+class Ledger:
+    """`add` never waits and never raises. `dropped` are requests that no row was left for."""
+
+    def __init__(self, settings: LedgerSettings, prices: Prices, book: Book, now: Callable[[], float]) -> None:
+        """`now` is in seconds since 1970."""
+        self._settings = settings
+        self._prices = prices
+        self._book = book
+        self._now = now
+        self._day = ""
+        self._known: set[Row] = set()  # rows of today that are told apart
+        self._rows: dict[Row, Figures] = {}
+        self._sending: deque[_Batch] = deque()
+        self._totals: dict[Row, Figures] = {}  # since the start, under no day
+        self._flushing = asyncio.Lock()
+        self._writer: asyncio.Task[None] | None = None
+        self._forgotten = ""  # the day on which old ones were dropped last
+        self._down = False
+        self.dropped = 0
+
+    @property
+    def pending(self) -> int:
+        """Rows that the book does not have yet."""
+        return len(self._rows) + sum(len(batch.rows) for batch in self._sending)
+
+    @property
+    def totals(self) -> Mapping[Row, Figures]:
+        """Of this gateway since its start; the day is empty."""
+        return self._totals
+
+    def add(self, entry: Entry) -> None:
+        """Counts it, today."""
+        tariff = self._prices.of(entry.model)
+        counted = figures(entry, tariff)
+        row = Row(self._today(), entry.tenant, entry.model, entry.lane, tariff.currency if tariff else "")
+        self._count(self._totals, row._replace(day=""), counted)
+        row = self._told_apart(row)
+        if row not in self._rows and self.pending >= 2 * self._settings.max_rows:
+            self.dropped += 1
+            return
+        add_up(self._rows.setdefault(row, {}), counted)
+
+    def start(self) -> None:
+        """Begins to write every `flush_s`."""
+        self._writer = tasks.spawn(self._write(), name="ledger")
+
+    async def close(self) -> None:
+        """Writes what is left, if the book takes it."""
+        await tasks.cancel(self._writer)
+        await self.flush()
+
+    async def flush(self) -> bool:
+        """Whether the book has everything now that was added before. Never raises."""
+        async with self._flushing:
+            try:
+                await self._send()  # what was not confirmed goes first, and nothing is cut until then
+                self._cut()
+                await self._send()
+                await self._forget()
+            except BookDownError as error:
+                if not self._down:
+                    log.warning("the ledger cannot be written, and adds up in memory until it can: %s", error)
+                self._down = True
+                return False
+        if self._down:
+            self._down = False
+            log.info("the ledger is written again")
+        return True
+
+    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
+        """The rows of these days of all gateways, and of this one up to now. Raises BookDownError."""
+        await self.flush()
+        return await self._book.read(first, last)
+
+    async def _write(self) -> None:
+        while not tasks.was_cancelled():
+            await asyncio.sleep(self._settings.flush_s)
+            await self.flush()
+
+    async def _send(self) -> None:
+        while self._sending:
+            await self._book.add(*self._sending[0])
+            self._sending.popleft()
+
+    def _cut(self) -> None:
+        """Makes batches of the rows, which keep their numbers from now on."""
+        rows = list(self._rows.items())
+        self._rows = {}
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            self._sending.append(_Batch(secrets.token_hex(16), rows[start : start + ROWS_AT_ONCE]))
+
+    async def _forget(self) -> None:
+        """Once a day."""
+        today = self._today()
+        if self._forgotten != today:
+            kept = timedelta(days=self._settings.retention_days - 1)
+            await self._book.forget((date.fromisoformat(today) - kept).isoformat())
+            self._forgotten = today
+
+    def _today(self) -> str:
+        return _day(int(self._now() // DAY_S))
+
+    def _told_apart(self, row: Row) -> Row:
+        """The row itself, or that of all further models."""
+        if row.day != self._day:
+            self._day = row.day
+            self._known.clear()
+        if row not in self._known:
+            if len(self._known) >= self._settings.max_rows:
+                return row._replace(model=OTHER)
+            self._known.add(row)
+        return row
+
+    def _count(self, totals: dict[Row, Figures], row: Row, counted: Figures) -> None:
+        if row not in totals and len(totals) >= self._settings.max_rows:
+            row = row._replace(model=OTHER)
+        add_up(totals.setdefault(row, {}), counted)
+
+
+@lru_cache(maxsize=2)
+def _day(number: int) -> str:
+    """2026-11-22, in UTC."""
+    return datetime.fromtimestamp(number * DAY_S, UTC).date().isoformat()

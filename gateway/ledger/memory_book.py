@@ -1,0 +1,36 @@
+"""Rows in this process, for a gateway without a Redis: they end with it, and other gateways do not have them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from gateway.ledger.base import Figures, Row, add_up
+
+NUMBERS: Final = 1000
+"""Of what was added, that are remembered."""
+
+
+class MemoryBook:
+    """See Book in base.py. Never down."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Row, Figures] = {}
+        self._numbers: OrderedDict[str, None] = OrderedDict()
+
+    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> None:
+        if number in self._numbers:
+            return
+        self._numbers[number] = None
+        if len(self._numbers) > NUMBERS:
+            self._numbers.popitem(last=False)
+        for row, figures in rows:
+            add_up(self._rows.setdefault(row, {}), figures)
+
+    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
+        return {row: dict(figures) for row, figures in self._rows.items() if first <= row.day <= last}
+
+    async def forget(self, before: str) -> None:
+        for row in [row for row in self._rows if row.day < before]:
+            del self._rows[row]

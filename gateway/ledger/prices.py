@@ -1,0 +1,141 @@
+"""What tokens cost: the price of a model, and what an entry comes to. Pure, in whole numbers: no error adds up.
+
+Each token of a prompt is paid at exactly one rate: input, cached read, or cache write. What is told as saved is the
+difference to a request of the online lane whose tokens are all input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Final
+
+from gateway.config import PriceSettings, duration_s
+from gateway.ledger.base import Entry, Figures
+from gateway.types import Hit
+
+MEMO: Final = 1024
+"""Models whose price is remembered."""
+
+_RATE: Final = 10**9
+"""Rates are whole numbers of 1e-15 of a currency for one token: prices of a million tokens have nine decimals."""
+_NANO: Final = 10**6
+_WHOLE: Final = 10**6
+"""A factor of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tariff:
+    """The rates of one model. `batch` is the factor of the batch lane, in millionths."""
+
+    currency: str
+    input: int
+    output: int
+    cached_read: int
+    cache_write: int
+    cache_write_of: Mapping[float, int]
+    batch: int
+
+    @classmethod
+    def of(cls, price: PriceSettings, batch: float) -> Tariff:
+        """What is not set costs as much as input. `batch` is the factor of that lane."""
+        return cls(
+            currency=price.currency,
+            input=_rate(price.input),
+            output=_rate(price.output),
+            cached_read=_rate(price.input if price.cached_read is None else price.cached_read),
+            cache_write=_rate(price.input if price.cache_write is None else price.cache_write),
+            cache_write_of={duration_s(ttl): _rate(rate) for ttl, rate in price.cache_write_of.items()},
+            batch=round(batch * _WHOLE),
+        )
+
+    def full(self, entry: Entry) -> int:
+        """What the entry costs in the online lane, in rates."""
+        written = sum(tokens for _, tokens in entry.writes)
+        plain = max(0, entry.prompt_tokens - entry.cached_tokens - written)
+        writes = sum(self.cache_write_of.get(ttl_s, self.cache_write) * tokens for ttl_s, tokens in entry.writes)
+        return (
+            (plain + entry.embedded_tokens) * self.input
+            + entry.cached_tokens * self.cached_read
+            + writes
+            + entry.completion_tokens * self.output
+        )
+
+
+class Prices:
+    """[[prices]]: a model's own name first, then the patterns in their order."""
+
+    def __init__(self, prices: Sequence[PriceSettings], batch: float) -> None:
+        """`batch` is the factor on all of them in the batch lane."""
+        self._tariffs = {price.model: Tariff.of(price, batch) for price in prices}
+        self.of = lru_cache(MEMO)(self._find)
+
+    def _find(self, model: str) -> Tariff | None:
+        if (own := self._tariffs.get(model)) is not None:
+            return own
+        return next((tariff for pattern, tariff in self._tariffs.items() if fnmatchcase(model, pattern)), None)
+
+
+def figures(entry: Entry, tariff: Tariff | None) -> Figures:
+    """What the entry adds to its row. Without a tariff no money."""
+    used = {
+        "requests": 1,
+        "prompt_tokens": entry.prompt_tokens,
+        "cached_tokens": entry.cached_tokens,
+        "cache_write_tokens": sum(tokens for _, tokens in entry.writes),
+        "completion_tokens": entry.completion_tokens,
+        "embedded_tokens": entry.embedded_tokens,
+        "micros": round(entry.total_ms * 1e3),
+        "unpriced_requests": int(tariff is None),
+    }
+    if entry.reused_tokens:
+        by = entry.reused_by
+        used |= {
+            f"{by}_requests": 1,
+            f"{by}_tokens": entry.reused_tokens,
+            f"{by}_micros": round(entry.reused_ms * 1e3),
+        }
+    for hit in entry.hits:
+        _add_hit(used, entry, hit, tariff)
+    if tariff is not None:
+        _add_money(used, entry, tariff)
+    return {column: value for column, value in used.items() if value}
+
+
+def _add_hit(used: Figures, entry: Entry, hit: Hit, tariff: Tariff | None) -> None:
+    more = {
+        "requests": 1,
+        "tokens": hit.prompt_tokens + hit.completion_tokens,
+        "micros": max(0, round((hit.generation_ms - entry.total_ms) * 1e3)),
+    }
+    if tariff is not None:
+        full = hit.prompt_tokens * tariff.input + hit.completion_tokens * tariff.output
+        more["nano"] = _nano(full * (tariff.batch if entry.lane == "batch" else _WHOLE))
+    for what, value in more.items():
+        used[f"{hit.kind}_{what}"] = used.get(f"{hit.kind}_{what}", 0) + value
+
+
+def _add_money(used: Figures, entry: Entry, tariff: Tariff) -> None:
+    full = tariff.full(entry)
+    used["cost_nano"] = whole = _nano(full * _WHOLE)
+    used[f"{entry.reused_by}_nano"] = _nano(entry.cached_tokens * (tariff.input - tariff.cached_read) * _WHOLE)
+    if entry.lane == "batch" and full:
+        used["cost_nano"] = _nano(full * tariff.batch)
+        used |= {
+            "batch_requests": 1,
+            "batch_tokens": entry.prompt_tokens + entry.completion_tokens + entry.embedded_tokens,
+            "batch_nano": whole - used["cost_nano"],
+        }
+
+
+def _rate(price: Decimal) -> int:
+    return int(price * _RATE)
+
+
+def _nano(parts: int) -> int:
+    """Rates times a factor, rounded to the nearest; halves up."""
+    unit = _NANO * _WHOLE
+    return (parts + unit // 2) // unit

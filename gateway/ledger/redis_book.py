@@ -1,0 +1,86 @@
+"""Rows in Redis, in which all gateways add up. One hash for each day, without a time to live: a Redis that is full
+gives up what has one. Keys are in one slot of a cluster.
+
+    kvasir:{ledger}:2026-11-22    hash: tenant|model|lane|currency|column, each quoted as in a URL -> a whole number
+    kvasir:{ledger}.days          set: the days that there are
+    kvasir:{ledger}.added:NUMBER  what was added, for a day
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, Final, TypeVar
+from urllib.parse import quote, unquote
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway.ledger.base import COLUMNS, BookDownError, Figures, Row
+
+_T = TypeVar("_T")
+
+REMEMBERED_S: Final = 86_400
+"""Seconds for which a number is known to have been added: whoever tries again does so within them."""
+
+READ_AT_ONCE: Final = 2000
+"""Fields of a day that are read in one command, so that others have their turn."""
+
+_DAY: Final = "kvasir:{ledger}:"
+_DAYS: Final = "kvasir:{ledger}.days"
+_ADDED: Final = "kvasir:{ledger}.added:"
+
+
+class RedisBook:
+    """See Book in base.py."""
+
+    def __init__(self, redis: Redis, *, timeout_s: float) -> None:
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every command."""
+        self._redis = redis
+        self._timeout_s = timeout_s
+        self._add = redis.register_script(files(__package__).joinpath("add.lua").read_text(encoding="utf-8"))
+
+    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> None:
+        days = sorted({row.day for row, _ in rows})
+        places = {day: place for place, day in enumerate(days, start=3)}
+        arguments: list[str | int] = [REMEMBERED_S]
+        for row, figures in rows:
+            head = "|".join(quote(part, safe="") for part in row[1:])
+            for column, value in figures.items():
+                arguments += [places[row.day], f"{head}|{column}", value]
+        await self._ask(self._add(keys=[_ADDED + number, _DAYS, *(_DAY + day for day in days)], args=arguments))
+
+    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
+        rows: dict[Row, Figures] = {}
+        for day in await self._days():
+            if first <= day <= last:
+                await self._read(day, rows)
+        return rows
+
+    async def forget(self, before: str) -> None:
+        for day in await self._days():
+            if day < before:
+                await self._ask(self._redis.unlink(_DAY + day))
+                await self._ask(self._redis.srem(_DAYS, day))
+
+    async def _days(self) -> list[str]:
+        found: Any = await self._ask(self._redis.smembers(_DAYS))
+        return sorted(day.decode() for day in found)
+
+    async def _read(self, day: str, rows: dict[Row, Figures]) -> None:
+        cursor: Any = None
+        while cursor != 0:
+            scan: Awaitable[Any] = self._redis.hscan(_DAY + day, cursor or 0, count=READ_AT_ONCE)
+            cursor, fields = await self._ask(scan)
+            for field, value in fields.items():
+                *parts, column = map(unquote, field.decode().split("|"))
+                if len(parts) == len(Row._fields) - 1 and column in COLUMNS:  # a newer gateway may count more
+                    rows.setdefault(Row(day, *parts), {})[column] = int(value)
+
+    async def _ask(self, call: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await call
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise BookDownError(str(error) or type(error).__name__) from error

@@ -1,0 +1,350 @@
+"""From the answers of every dialect to GET /admin/ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from engine.protocol import Breakpoint, Load
+from gateway.admin.sources import EngineStatus
+from gateway.api.lines import Line
+from gateway.api.routes import LINES
+from gateway.config import AuthSettings, LedgerSettings, PriceSettings, TenantSettings
+from gateway.errors import EngineLostError, QueueFullError
+from gateway.ledger.base import BookDownError, Figures, Row
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.memory_book import MemoryBook
+from gateway.ledger.prices import Prices
+from gateway.types import Hit, Lease, Request, Tenant
+from tests.fakes.gateway import LIMIT_S, Gateway, running
+from tests.fakes.street import FakeStreet
+
+DAY_S = 86_400.0
+NOON_S = 20_000 * DAY_S + DAY_S / 2  # 2024-10-04
+PRICE = PriceSettings(
+    model="demo",
+    input=Decimal(3),
+    output=Decimal(15),
+    cached_read=Decimal("0.3"),
+    cache_write=Decimal("3.75"),
+    cache_write_of={"1h": Decimal(6)},
+)
+ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+CONTENTS = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
+VERSION = {"anthropic-version": "2023-06-01"}
+MESSAGE = {**ASK, "max_tokens": 10}
+MARKED = {
+    "model": "demo",
+    "max_tokens": 10,
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+                {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "c"},
+            ],
+        }
+    ],
+}
+LEASED: dict[str, Any] = {
+    "breakpoints": (Breakpoint(10, 3600.0), Breakpoint(20, 3600.0), Breakpoint(30, 300.0)),
+    "lease_reads": (10,),
+    "kept_tokens": 30,
+    "lease": Lease(0, Breakpoint(30, 300.0)),
+}
+"""Of 40 tokens of a prompt 10 are read, 10 written for an hour and 10 for five minutes; 32 were reused physically."""
+
+
+async def ledger_of(gateway: Gateway, query: str = "group_by=model", key: str | None = None) -> dict[str, Any]:
+    status, text, _ = await gateway.get(f"/admin/ledger?{query}", key)
+    assert status == 200, text
+    told: dict[str, Any] = json.loads(text)
+    return told
+
+
+def openai_bill(usage: Mapping[str, Any]) -> Decimal:
+    """Cached and written tokens are inside of `prompt_tokens` and of `input_tokens`."""
+    prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+    said = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+    read, written = details["cached_tokens"], details["cache_write_tokens"]
+    plain = prompt - read - written
+    return plain * PRICE.input + read * Decimal("0.3") + written * Decimal("3.75") + said * PRICE.output
+
+
+def anthropic_bill(usage: Mapping[str, Any]) -> Decimal:
+    """They are outside of `input_tokens`."""
+    short, long = (usage["cache_creation"][f"ephemeral_{ttl}_input_tokens"] for ttl in ("5m", "1h"))
+    paid = usage["input_tokens"] * PRICE.input + usage["cache_read_input_tokens"] * Decimal("0.3")
+    return paid + short * Decimal("3.75") + long * Decimal(6) + usage["output_tokens"] * PRICE.output
+
+
+def gemini_bill(usage: Mapping[str, Any]) -> Decimal:
+    """They are inside of `promptTokenCount`, and nothing is said of what was written."""
+    read = usage.get("cachedContentTokenCount", 0)
+    plain = usage["promptTokenCount"] - read
+    return plain * PRICE.input + read * Decimal("0.3") + usage["candidatesTokenCount"] * PRICE.output
+
+
+WRITES = {"cache_write_tokens": 8}
+DIALECTS: list[Any] = [
+    pytest.param(CHAT, ASK, "usage", openai_bill, {}, id="chat"),
+    pytest.param(CHAT, ASK | {"n": 3}, "usage", openai_bill, {}, id="chat with three answers"),
+    pytest.param(
+        "/v1/completions", {"model": "demo", "prompt": ["a", "b"]}, "usage", openai_bill, {}, id="completions"
+    ),
+    pytest.param("/v1/responses", {"model": "demo", "input": "hi"}, "usage", openai_bill, {}, id="responses"),
+    pytest.param("/v1/messages", MESSAGE, "usage", anthropic_bill, WRITES, id="messages without a marker"),
+    pytest.param("/v1/messages", MARKED, "usage", anthropic_bill, LEASED, id="messages"),
+    pytest.param(
+        "/v1beta/models/demo:generateContent", CONTENTS, "usageMetadata", gemini_bill, WRITES, id="generateContent"
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name", "bill", "traced"), DIALECTS)
+async def test_the_ledger_has_what_the_usage_of_the_answer_costs(
+    path: str, body: dict[str, Any], name: str, bill: Callable[[Any], Decimal], traced: dict[str, Any]
+) -> None:
+    async with running(FakeStreet(traced=traced), prices=(PRICE,)) as gateway:
+        status, answer, _ = await gateway.post(path, body, headers=VERSION if "messages" in path else {})
+        assert status == 200, answer
+        told = await ledger_of(gateway)
+    (row,) = told["rows"]
+    assert Decimal(row["used"]["cost"]["USD"]) * 1_000_000 == bill(answer[name])
+    assert row["model"] == "demo"
+    assert row["requests"] == 1
+
+
+async def test_what_was_reused_is_saved_in_tokens_milliseconds_and_money() -> None:
+    """32 tokens that an engine would compute at 1000 a second."""
+    async with running(FakeStreet(), prices=(PRICE,)) as gateway:
+        load = Load(prefill_tokens_per_s=1000.0)
+        gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "ready", "demo", "i", 100, 16, load)]
+        for _ in range(2):
+            await gateway.post(CHAT, ASK)
+        told = await ledger_of(gateway)
+    (row,) = told["rows"]
+    assert row["used"] | {"ms": 0} == {
+        "prompt_tokens": 80,
+        "cached_tokens": 64,
+        "cache_write_tokens": 0,
+        "completion_tokens": 4,
+        "embedded_tokens": 0,
+        "ms": 0,
+        "cost": {"USD": "0.0001272"},  # 16 x 3 + 64 x 0.3 + 4 x 15 = 127.2 for a million
+    }
+    assert row["used"]["ms"] > 0
+    assert row["saved"]["prefix"] == {"requests": 2, "tokens": 64, "ms": 64.0, "money": {"USD": "0.0001728"}}
+    assert told["total"] == {key: value for key, value in row.items() if key != "model"}
+
+
+async def test_what_anthropic_does_not_tell_as_read_saves_time_and_no_money() -> None:
+    async with running(FakeStreet(traced=LEASED), prices=(PRICE,)) as gateway:
+        await gateway.post("/v1/messages", MARKED, headers=VERSION)
+        (row,) = (await ledger_of(gateway))["rows"]
+    assert (row["used"]["cached_tokens"], row["used"]["cache_write_tokens"]) == (10, 20)
+    assert row["saved"]["prefix"]["tokens"] == 32
+    assert row["saved"]["prefix"]["money"] == {"USD": "0.000027"}
+
+
+async def test_an_engine_that_has_measured_nothing_is_measured_by_its_first_tokens() -> None:
+    prompts = [(40 + 1000 * (number % 2), 100.0 + 500.0 * (number % 2)) for number in range(20)]
+    street = FakeStreet(traced={"overhead_ms": 0.0})
+    async with running(street) as gateway:
+        for tokens, ms in prompts:
+            street.traced = {"prompt_tokens": tokens, "cached_tokens": 0, "first_token_ms": ms}
+            await gateway.post(CHAT, ASK)
+        street.traced = {"cached_tokens": 1000}
+        await gateway.post(CHAT, ASK)
+        (row,) = (await ledger_of(gateway))["rows"]
+    assert row["saved"]["prefix"]["ms"] == pytest.approx(500, abs=1)
+
+
+class Remembering(FakeStreet):
+    """Answers from what it remembers."""
+
+    def _events(self, request: Request) -> Any:
+        request.trace.hit = Hit("exact", prompt_tokens=1000, completion_tokens=100, generation_ms=5000.0)
+        return super()._events(request)
+
+
+async def test_a_remembered_answer_is_saved_whole_and_uses_nothing() -> None:
+    async with running(Remembering(), prices=(PRICE,)) as gateway:
+        await gateway.post(CHAT, ASK)
+        (row,) = (await ledger_of(gateway))["rows"]
+    assert (row["used"]["prompt_tokens"], row["used"]["cost"]) == (0, {"USD": "0"})
+    exact = row["saved"]["exact"]
+    assert (exact["requests"], exact["tokens"], exact["money"]) == (1, 1100, {"USD": "0.0045"})
+    assert exact["ms"] == pytest.approx(5000 - row["used"]["ms"])
+
+
+async def test_who_is_refused_uses_nothing_and_who_leaves_pays_what_was_generated() -> None:
+    street = FakeStreet(fails_before=QueueFullError("full", retry_after_s=1), traced={"prompt_tokens": 40})
+    async with running(street, prices=(PRICE,)) as gateway:
+        await gateway.post(CHAT, ASK)
+        await gateway.post(CHAT, {})
+        await gateway.post(CHAT, ASK | {"model": "invented"})
+        assert (await ledger_of(gateway))["rows"] == []
+        street.fails_before, street.hold_after = None, asyncio.Event()
+        street.closed.clear()
+        asking = asyncio.create_task(gateway.post(CHAT, ASK | {"n": 2, "stream": True}))
+        await asyncio.wait_for(street.reached.wait(), LIMIT_S)
+        asking.cancel()
+        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
+        (row,) = (await ledger_of(gateway))["rows"]
+        assert row["used"]["prompt_tokens"] == 40, "of two answers, which have one prompt"
+        street.hold_after, street.fails_after = None, EngineLostError("gone")
+        await gateway.post(CHAT, ASK)
+        assert (await ledger_of(gateway))["total"]["used"]["prompt_tokens"] == 80
+
+
+async def test_a_line_of_a_batch_costs_half_and_says_what_that_saved() -> None:
+    async with running(FakeStreet(), prices=(PRICE,)) as gateway:
+        line = Line("/v1/chat/completions", Tenant("north"), json.dumps(ASK).encode())
+        assert (await gateway.app[LINES].answer(line)).status == 200
+        (row,) = (await ledger_of(gateway, "group_by=tenant,lane"))["rows"]
+    assert (row["tenant"], row["lane"]) == ("north", "batch")
+    assert row["used"]["cost"] == {"USD": "0.0000318"}
+    assert row["saved"]["batch"] == {"requests": 1, "tokens": 42, "ms": 0, "money": {"USD": "0.0000318"}}
+
+
+async def test_a_model_without_a_price_has_no_money() -> None:
+    async with running() as gateway:
+        await gateway.post(CHAT, ASK)
+        total = (await ledger_of(gateway))["total"]
+    assert (total["unpriced_requests"], total["used"]["cost"], total["saved"]["prefix"]["money"]) == (1, None, None)
+
+
+NORTH, SOUTH = "north-key-1", "south-key-1"
+TENANTS = (TenantSettings(name="north", keys=(NORTH,)), TenantSettings(name="south", keys=(SOUTH,)))
+
+
+async def ask(gateway: Gateway, key: str) -> None:
+    headers = {"Authorization": f"Bearer {key}"}
+    assert (await gateway.post(CHAT, ASK, headers=headers))[0] == 200
+
+
+async def test_rows_are_chosen_by_day_tenant_and_model_and_grouped() -> None:
+    clock = [NOON_S]
+    admins = AuthSettings(admin_keys=("admin-key-1",))
+    async with running(tenants=TENANTS, auth=admins, prices=(PRICE,), now=lambda: clock[0]) as gateway:
+
+        async def requests(query: str) -> dict[str, Any]:
+            told = await ledger_of(gateway, query, "admin-key-1")
+            names = told["group_by"]
+            rows = {"/".join(row[name] for name in names): row["requests"] for row in told["rows"]}
+            return rows | {"total": told["total"]["requests"], "days": f"{told['from']} {told['to']}"}
+
+        for _ in range(2):
+            await ask(gateway, NORTH)
+        clock[0] += DAY_S
+        await ask(gateway, SOUTH)
+        month = "2024-09-06 2024-10-05"
+        assert await requests("") == {"2024-10-04": 2, "2024-10-05": 1, "total": 3, "days": month}
+        assert await requests("group_by=tenant,day,tenant") == {
+            "north/2024-10-04": 2,
+            "south/2024-10-05": 1,
+            "total": 3,
+            "days": month,
+        }
+        assert await requests("group_by=") == {"": 3, "total": 3, "days": month}
+        assert await requests("tenant=north&group_by=lane") == {"online": 2, "total": 2, "days": month}
+        assert (await requests("model=other"))["total"] == 0
+        for day, total in (("2024-10-03", 0), ("2024-10-04", 2), ("2024-10-05", 1)):
+            assert (await requests(f"from={day}&to={day}"))["total"] == total
+        assert await requests("to=2024-10-04") == {"2024-10-04": 2, "total": 2, "days": "2024-09-05 2024-10-04"}
+        assert (await requests("to=0001-01-05"))["days"] == "0001-01-01 0001-01-05"
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("from=yesterday", "Invalid 'from': a day is written like 2026-11-22."),
+        ("to=2026-13-01", "Invalid 'to': a day is written like 2026-11-22."),
+        ("to=20261122", "Invalid 'to': a day is written like 2026-11-22."),
+        ("to=2026-W47-7", "Invalid 'to': a day is written like 2026-11-22."),
+        ("from=2026-11-22&to=2026-11-21", "Invalid 'from': 2026-11-22 is after 2026-11-21, the last day."),
+        ("group_by=day,week", "Invalid value for 'group_by': 'week'."),
+        ("format=xml", "Invalid value for 'format': 'xml'."),
+    ],
+)
+async def test_a_question_that_makes_no_sense_is_refused(query: str, words: str) -> None:
+    async with running() as gateway:
+        status, text, _ = await gateway.get(f"/admin/ledger?{query}")
+    assert status == 400
+    assert words in json.loads(text)["error"]["message"]
+
+
+async def test_the_ledger_is_for_admins() -> None:
+    async with running(tenants=TENANTS, auth=AuthSettings(admin_keys=("admin-key-1",))) as gateway:
+        for key, status in ((None, 401), (NORTH, 403), ("wrong", 401), ("admin-key-1", 200)):
+            assert (await gateway.get("/admin/ledger", key))[0] == status
+
+
+@pytest.mark.parametrize(("query", "accept"), [("&format=csv", "*/*"), ("", "text/csv"), ("", "text/csv, */*;q=0.1")])
+async def test_csv_is_written_for_who_asks_for_it(query: str, accept: str) -> None:
+    async with running(prices=(PRICE,)) as gateway:
+        await gateway.post(CHAT, ASK)
+        url = f"{gateway.url}/admin/ledger?group_by=tenant,model{query}"
+        async with gateway.session.get(url, headers={"Accept": accept}) as answer:
+            assert answer.content_type == "text/csv"
+            (line,) = csv.DictReader(io.StringIO(await answer.text()))
+    assert (line["tenant"], line["model"], line["currency"]) == ("anonymous", "demo", "USD")
+    assert (line["prompt_tokens"], line["cost"]) == ("40", "0.0000636")
+    assert (line["saved_prefix_tokens"], line["saved_prefix_money"]) == ("32", "0.0000864")
+
+
+async def test_json_is_written_for_who_takes_both() -> None:
+    async with running() as gateway:
+        for query, accept in (("", "application/json, text/csv"), ("?format=json", "text/csv"), ("", "*/*")):
+            async with gateway.session.get(f"{gateway.url}/admin/ledger{query}", headers={"Accept": accept}) as answer:
+                assert answer.content_type == "application/json"
+
+
+class Away(MemoryBook):
+    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> None:
+        raise BookDownError("away")
+
+    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
+        raise BookDownError("away")
+
+
+async def test_while_redis_is_away_requests_are_answered_and_the_page_says_why_not() -> None:
+    ledger = Ledger(LedgerSettings(), Prices((PRICE,), batch=0.5), Away(), lambda: NOON_S)
+    async with running(ledger=ledger) as gateway:
+        assert (await gateway.post(CHAT, ASK))[0] == 200
+        status, text, headers = await gateway.get("/admin/ledger")
+        assert status == 503
+        assert "Nothing is lost" in json.loads(text)["error"]["message"]
+        assert headers["Retry-After"] == "5"
+        stats = json.loads((await gateway.get("/admin/stats"))[1])["ledger"]
+        assert (stats["requests"], stats["pending_rows"], stats["dropped"]) == (1, 1, 0)
+        assert stats["used"]["cost"] == {"USD": "0.0000636"}
+
+
+async def test_metrics_tell_what_was_paid_and_saved() -> None:
+    async with running(FakeStreet(), prices=(PRICE,)) as gateway:
+        load = Load(prefill_tokens_per_s=1000.0)
+        gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "ready", "demo", "i", 100, 16, load)]
+        await gateway.post(CHAT, ASK)
+        text = (await gateway.get("/metrics"))[1]
+    labels = 'lane="online",model="demo",tenant="anonymous"'
+    for line in (
+        f'kvasir_cost_total{{currency="USD",{labels}}} 6.36e-05',
+        f'kvasir_saved_tokens_total{{by="prefix",{labels}}} 32.0',
+        f'kvasir_saved_seconds_total{{by="prefix",{labels}}} 0.032',
+        f'kvasir_saved_cost_total{{by="prefix",currency="USD",{labels}}} 8.64e-05',
+        "kvasir_ledger_pending_rows 1.0",
+        "kvasir_ledger_dropped_total 0.0",
+    ):
+        assert line in text.splitlines(), line

@@ -1,0 +1,137 @@
+"""What entries come to. Prices are those of hosted APIs, where the sums are known."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import PriceSettings
+from gateway.ledger.base import NANO, Entry, Figures
+from gateway.ledger.prices import Prices, Tariff, figures
+from gateway.types import Hit
+
+OPUS = PriceSettings(
+    model="opus",
+    input=Decimal(5),
+    output=Decimal(25),
+    cached_read=Decimal("0.5"),
+    cache_write=Decimal("6.25"),
+    cache_write_of={"1h": Decimal(10)},
+)
+
+
+def counted(price: PriceSettings | None = OPUS, batch: float = 0.5, **entry: Any) -> Figures:
+    return figures(Entry("a", "opus", **entry), Tariff.of(price, batch) if price else None)
+
+
+def money(nano: int) -> Decimal:
+    return Decimal(nano) / NANO
+
+
+def test_each_token_of_a_prompt_is_paid_at_one_rate() -> None:
+    """2,095 tokens: 1,000 read, 1,000 written for an hour, 50 for five minutes, 45 of neither."""
+    writes = ((300.0, 50), (3600.0, 1000))
+    row = counted(prompt_tokens=2095, cached_tokens=1000, writes=writes, completion_tokens=503)
+    each = [45 * Decimal(5), 1000 * Decimal("0.5"), 50 * Decimal("6.25"), 1000 * Decimal(10), 503 * Decimal(25)]
+    assert money(row["cost_nano"]) == sum(each) / 1_000_000
+    assert row["cache_write_tokens"] == 1050
+    assert money(row["prefix_nano"]) == 1000 * Decimal("4.5") / 1_000_000
+
+
+def test_what_has_no_price_of_its_own_costs_as_much_as_input() -> None:
+    plain = PriceSettings(model="m", input=Decimal(2), output=Decimal(8))
+    row = counted(plain, prompt_tokens=100, cached_tokens=60, writes=((0.0, 20),), completion_tokens=1)
+    assert money(row["cost_nano"]) == (100 * Decimal(2) + 8) / 1_000_000
+    assert "prefix_nano" not in row
+
+
+def test_a_model_without_a_price_has_tokens_and_no_money() -> None:
+    row = counted(None, prompt_tokens=10, completion_tokens=2, reused_tokens=8, reused_ms=1.5, total_ms=20.25)
+    assert row == {
+        "requests": 1,
+        "unpriced_requests": 1,
+        "prompt_tokens": 10,
+        "completion_tokens": 2,
+        "micros": 20250,
+        "prefix_requests": 1,
+        "prefix_tokens": 8,
+        "prefix_micros": 1500,
+    }
+
+
+def test_the_batch_lane_costs_its_part_and_the_rest_is_saved() -> None:
+    online = counted(prompt_tokens=1000, cached_tokens=600, completion_tokens=100)
+    batch = counted(prompt_tokens=1000, cached_tokens=600, completion_tokens=100, lane="batch")
+    assert batch["cost_nano"] * 2 == online["cost_nano"]
+    assert batch["cost_nano"] + batch["batch_nano"] == online["cost_nano"]
+    assert batch["prefix_nano"] == online["prefix_nano"]
+    assert (batch["batch_requests"], batch["batch_tokens"]) == (1, 1100)
+    free = counted(batch=0.0, completion_tokens=100, lane="batch")
+    assert (free["batch_nano"], "cost_nano" in free) == (2_500_000, False)
+
+
+def test_a_remembered_answer_costs_nothing_and_saves_the_whole_price() -> None:
+    hits = (Hit("exact", prompt_tokens=1000, completion_tokens=200, generation_ms=900.0),)
+    row = counted(hits=hits, total_ms=4.0)
+    assert "cost_nano" not in row
+    assert (row["requests"], row["exact_requests"], row["exact_tokens"]) == (1, 1, 1200)
+    assert row["exact_micros"] == 896_000
+    assert money(row["exact_nano"]) == (1000 * Decimal(5) + 200 * Decimal(25)) / 1_000_000
+    assert counted(hits=hits, total_ms=4.0, lane="batch")["exact_nano"] * 2 == row["exact_nano"]
+    slow = counted(hits=(Hit("semantic", 10, 1, 3.0),), total_ms=5.0)
+    assert (slow["semantic_tokens"], "semantic_micros" in slow) == (11, False)
+
+
+def test_embedded_texts_are_paid_as_input() -> None:
+    row = counted(PriceSettings(model="e", input=Decimal("0.02")), embedded_tokens=500)
+    assert money(row["cost_nano"]) == Decimal("0.00001")
+
+
+def test_what_a_hosted_api_reused_is_told_apart() -> None:
+    row = counted(prompt_tokens=100, cached_tokens=64, reused_tokens=64, reused_by="upstream")
+    assert (row["upstream_tokens"], row["upstream_nano"]) == (64, 64 * 4500)
+    assert not [column for column in row if column.startswith("prefix")]
+
+
+def test_more_cached_tokens_than_a_prompt_has_cost_no_less_than_nothing() -> None:
+    """A hosted API that tells nonsense."""
+    assert counted(prompt_tokens=10, cached_tokens=20)["cost_nano"] == 20 * 500
+
+
+@pytest.mark.parametrize(
+    ("model", "input_price"),
+    [("gpt-5", 1), ("gpt-5-mini", 3), ("gpt-4", 2), ("o[1]", 4), ("o1", 4), ("GPT-5", None)],
+)
+def test_a_name_goes_before_patterns_and_those_go_in_their_order(model: str, input_price: int | None) -> None:
+    table = [("gpt-5-*", 3), ("gpt-*", 2), ("gpt-5", 1), ("o[1]", 4)]
+    prices = Prices([PriceSettings(model=name, input=Decimal(price)) for name, price in table], batch=0.5)
+    tariff = prices.of(model)
+    assert (tariff.input if tariff else None) == (input_price * 10**9 if input_price else None)
+
+
+tokens = st.integers(0, 10**7)
+rates = st.decimals(0, 1000, places=6)
+
+
+@given(rates, rates, rates, tokens, tokens, tokens, tokens, st.floats(0, 1))
+def test_cost_and_savings_are_what_everything_would_have_cost(
+    input_: Decimal, read: Decimal, output: Decimal, plain: int, cached: int, written: int, said: int, batch: float
+) -> None:
+    """Each of the three is rounded once."""
+    price = PriceSettings(model="m", input=input_, cached_read=read, output=output)
+    row = counted(
+        price,
+        batch,
+        prompt_tokens=plain + cached + written,
+        cached_tokens=cached,
+        writes=((300.0, written),),
+        completion_tokens=said,
+        lane="batch",
+    )
+    whole = (input_ * (plain + cached + written) + output * said) / 1_000_000 * NANO
+    parts = row.get("cost_nano", 0) + row.get("prefix_nano", 0) + row.get("batch_nano", 0)
+    assert abs(parts - whole) <= 1
