@@ -1,0 +1,56 @@
+"""How the batch lane asks Redis: scripts of this folder, within a time limit, and one error for everything that fails.
+
+All keys begin with the same hash tag, so that one script may touch all of them in a cluster, too. None has a time to
+live: the embedded Redis, which appends what it is told to a file, never evicts those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from importlib.resources import files
+from typing import Any, Final, TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway.errors import OverloadedError
+
+_T = TypeVar("_T")
+
+PREFIX: Final = "kvasir:{batches}:"
+MAX_CALLS: Final = 32
+"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
+
+RETRY_AFTER_S: Final = 2.0
+SCRIPTS: Final = (
+    *("stage", "queue", "claim", "take_over", "renew", "put_back", "complete", "drop_staged", "drop_waiting"),
+    *("create", "update", "reserve", "close", "forget", "lease", "release"),
+)
+
+
+class RedisCalls:
+    """One Redis. `redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
+
+    def __init__(self, redis: Redis, *, timeout_s: float) -> None:
+        self.redis = redis
+        self._timeout_s = timeout_s
+        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._scripts = {name: redis.register_script(_source(name)) for name in SCRIPTS}
+
+    async def run(self, script: str, *args: bytes | str | int) -> Any:
+        """What the script of this name returns. Raises OverloadedError."""
+        return await self.ask(self._scripts[script](keys=[PREFIX], args=args))
+
+    async def ask(self, call: Awaitable[_T]) -> _T:
+        """Raises OverloadedError. What was asked for may have been done all the same."""
+        try:
+            async with asyncio.timeout(self._timeout_s), self._calls:
+                return await call
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            message = "Batches cannot be reached at the moment."
+            raise OverloadedError(message, retry_after_s=RETRY_AFTER_S) from error
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath("scripts", f"{name}.lua").read_text(encoding="utf-8")

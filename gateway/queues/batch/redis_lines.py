@@ -1,0 +1,155 @@
+"""Lines in Redis, shared by all gateways. The scripts say what they do; see lines.py for what is promised.
+
+kvasir:{batches}:staged:JOB      list: plans of lines that are not queued yet, in their order
+kvasir:{batches}:waiting:LANE    sorted set of places, all with the same score, so in byte order
+kvasir:{batches}:models          set: models that lines may wait for
+kvasir:{batches}:turns:MODEL     sorted set: tenants with lines, by the tokens that they had
+kvasir:{batches}:clock, last     hashes: model -> tokens at which the last turn began, and whose it was
+kvasir:{batches}:cursors         hash: lane -> place of the last line that was claimed
+kvasir:{batches}:claims          sorted set: lines that run, by the millisecond at which their lease ends
+kvasir:{batches}:claimed         hash: line -> owner, lane and place
+kvasir:{batches}:attempts        hash: line -> how often it was tried in vain
+kvasir:{batches}:lanes:JOB       set: lanes in which the job had lines
+kvasir:{batches}:results:JOB     hash: number of a line -> its result
+kvasir:{batches}:counts:JOB      hash: planned, queued, results by kind, tokens
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+from gateway.queues.batch.base import Counts, LinePlan
+from gateway.queues.batch.job import Progress
+from gateway.queues.batch.lines import MAX_MODELS, QUANTUM_TOKENS, Back, Claim, Kind, Result, lane_of
+from gateway.queues.batch.paths import MAX_TOKENS, Ref, path_of, ref_at, ref_bytes, ref_of
+from gateway.queues.batch.redis_calls import PREFIX, RedisCalls
+from gateway.types import Usage
+
+STAGE_AT_ONCE: Final = 1000
+"""Lua takes some thousands of arguments."""
+
+
+class RedisLines:
+    """See Lines."""
+
+    def __init__(self, calls: RedisCalls) -> None:
+        self._calls = calls
+
+    async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
+        """See Lines."""
+        planned = start
+        for first in range(0, len(plans), STAGE_AT_ONCE):
+            some = [_plan(plan) for plan in plans[first : first + STAGE_AT_ONCE]]
+            planned = int(await self._calls.run("stage", job, start + first, *some))
+            if planned != start + first + len(some):
+                break
+        return planned
+
+    async def queue(self, job: str, tenant: str, most: int) -> int:
+        """See Lines."""
+        return int(await self._calls.run("queue", job, bytes.fromhex(job), tenant, most))
+
+    async def models(self) -> list[str]:
+        """See Lines."""
+        found: Any = await self._calls.ask(self._calls.redis.srandmember(f"{PREFIX}models", MAX_MODELS))
+        return sorted(_text(model) for model in found)
+
+    async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
+        """See Lines."""
+        return _claims(await self._calls.run("claim", owner, _bytes(model), most, until_ms, QUANTUM_TOKENS))
+
+    async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int) -> list[Claim]:
+        """See Lines."""
+        return _claims(await self._calls.run("take_over", owner, most, now_ms, until_ms))
+
+    async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
+        """See Lines."""
+        return [ref_of(bytes(ref)) for ref in await self._calls.run("renew", owner, until_ms, *map(ref_bytes, refs))]
+
+    async def put_back(self, owner: str, claim: Claim, most_attempts: int) -> Back:
+        """See Lines."""
+        tenant, _, model = claim.lane.partition(":")
+        ref, lane = ref_bytes(claim.ref), _bytes(claim.lane)
+        args = (owner, ref, lane, claim.place, tenant, _bytes(model), most_attempts)
+        return cast("Back", _text(await self._calls.run("put_back", *args)))
+
+    async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
+        """See Lines."""
+        (job, line), lane = claim.ref, _bytes(claim.lane)
+        tokens = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.cache_write_tokens)
+        args = (ref_bytes(claim.ref), lane, claim.place, job, line, _result(result), result.kind, *tokens)
+        done = int(await self._calls.run("complete", *args))
+        return None if done < 0 else done
+
+    async def drop_staged(self, job: str, total: int, kind: Kind, most: int) -> bool:
+        """See Lines."""
+        return int(await self._calls.run("drop_staged", job, total, kind, most)) > 0
+
+    async def lanes(self, job: str) -> list[str]:
+        """See Lines."""
+        found: Any = await self._calls.ask(self._calls.redis.smembers(f"{PREFIX}lanes:{job}"))
+        return sorted(_text(lane) for lane in found)
+
+    async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
+        """See Lines."""
+        args = (job, bytes.fromhex(job), _bytes(lane), after, kind, most)
+        return bytes(await self._calls.run("drop_waiting", *args))
+
+    async def progress(self, job: str) -> Progress:
+        """See Lines."""
+        asked = self._calls.redis.pipeline(transaction=True)
+        asked.hmget(f"{PREFIX}counts:{job}", ["planned", "queued"])
+        asked.hlen(f"{PREFIX}results:{job}")
+        (planned, queued), done = await self._calls.ask(asked.execute())
+        return Progress(int(planned or 0), int(queued or 0), done)
+
+    async def tally(self, job: str) -> tuple[Counts, Usage]:
+        """See Lines."""
+        found: Any = await self._calls.ask(self._calls.redis.hgetall(f"{PREFIX}counts:{job}"))
+        counts = {_text(name): int(count) for name, count in found.items()}
+        kinds = {kind: counts.get(kind, 0) for kind in ("succeeded", "failed", "cancelled", "expired")}
+        prompt, completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
+        cached, cache_write = counts.get("cached_tokens", 0), counts.get("cache_write_tokens", 0)
+        return Counts(**kinds), Usage(prompt, completion, cached, cache_write)
+
+    async def results(self, job: str, start: int, count: int) -> list[Result | None]:
+        """See Lines."""
+        lines = [str(line) for line in range(start, start + count)]
+        found: Any = await self._calls.ask(self._calls.redis.hmget(f"{PREFIX}results:{job}", lines)) if lines else []
+        return [None if written is None else _result_of(_text(written)) for written in found]
+
+    async def forget(self, job: str) -> None:
+        """See Lines."""
+        names = [f"{PREFIX}{name}:{job}" for name in ("staged", "lanes", "results", "counts")]
+        await self._calls.ask(self._calls.redis.unlink(*names))
+
+
+def _plan(plan: LinePlan) -> bytes:
+    model, tokens = _bytes(lane_of("", plan.model)[1:]), min(plan.tokens, MAX_TOKENS)
+    return struct.pack(">H", len(model)) + model + struct.pack(">I", tokens) + path_of(plan.digests)
+
+
+def _claims(flat: Sequence[bytes]) -> list[Claim]:
+    pairs = zip(flat[::2], flat[1::2], strict=True)
+    return [Claim(ref_at(bytes(place)), _text(lane), bytes(place)) for lane, place in pairs]
+
+
+def _result(result: Result) -> str:
+    return f"{result.kind} {result.spool} {result.offset} {result.num_bytes}" if result.spool else result.kind
+
+
+def _result_of(written: str) -> Result:
+    kind, *where = written.split(" ")
+    if not where:
+        return Result(cast("Kind", kind))
+    return Result(cast("Kind", kind), where[0], int(where[1]), int(where[2]))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(written: bytes | str) -> str:
+    return written if isinstance(written, str) else bytes(written).decode("utf-8", "surrogatepass")

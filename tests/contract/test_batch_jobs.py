@@ -1,0 +1,164 @@
+"""The promises of queues/batch/jobs.py over both stores."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.config import BatchSettings
+from gateway.errors import QuotaError
+from gateway.queues.batch.base import Counts, Job, JobError
+from gateway.queues.batch.jobs import Jobs, MemoryJobs
+from gateway.queues.batch.redis_calls import PREFIX, RedisCalls
+from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.types import Usage
+
+LIMITS = BatchSettings(max_jobs=3, max_waiting_lines=10, max_kept=3)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def jobs(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Jobs]:
+    if request.param == "memory":
+        yield MemoryJobs(LIMITS)
+        return
+    async with Redis.from_url(redis_url) as redis:
+        yield RedisJobs(RedisCalls(redis, timeout_s=5.0), LIMITS)
+
+
+def job(number: int, tenant: str = "a", dialect: str = "openai", lines: int = 0) -> Job:
+    return Job(f"{number:032x}", tenant, dialect, "/v1/x", 1.5, 2.5, counts=Counts(lines))
+
+
+async def test_a_job_comes_back_as_it_was_kept(jobs: Jobs) -> None:
+    whole = replace(
+        job(1),
+        namespace="n",
+        metadata={"metadata": {"é": "\u2028"}, "x": None},
+        in_files=True,
+        output_ttl_s=3600.0,
+        input_file_id="f",
+        state="finalizing",
+        reached={"validating": 1.5, "finalizing": 2.25},
+        model="m",
+        validated=True,
+        counts=Counts(7, 1, 2, 3, 1),
+        usage=Usage(5, 6, 7, 8),
+        errors=(JobError("code", "message", None, 3),),
+        output_file_id="o",
+        error_file_id="e",
+        file_ids=("o", "e"),
+    )
+    await jobs.create(whole)
+    assert await jobs.find(whole.id) == whole
+    assert await jobs.find("x") is None
+    assert await jobs.open() == [whole]
+
+
+async def test_of_two_who_change_a_job_one_does(jobs: Jobs) -> None:
+    await jobs.create(job(1))
+    found = await jobs.find(job(1).id)
+    assert found is not None
+    changed = await jobs.update(replace(found, model="m"))
+    assert changed is not None
+    assert changed.version == found.version + 1
+    assert await jobs.update(replace(found, model="other")) is None
+    assert await jobs.find(found.id) == changed
+    assert await jobs.update(replace(changed, model="n")) is not None
+    assert await jobs.update(job(9)) is None
+
+
+async def test_pages_are_newest_first_and_of_one_tenant_and_dialect(jobs: Jobs) -> None:
+    for number in (2, 1, 3):
+        await jobs.create(job(number))
+    await jobs.create(job(4, "b"))
+    await jobs.create(job(5, "b", "anthropic"))
+
+    async def page(limit: int, after: int | None = None, before: int | None = None) -> list[int]:
+        ids = [None if one is None else job(one).id for one in (after, before)]
+        found = await jobs.page("a", "openai", limit=limit, after=ids[0], before=ids[1])
+        return [int(one.id, 16) for one in found]
+
+    assert await page(9) == [3, 2, 1]
+    assert await page(2) == [3, 2]
+    assert await page(2, after=2) == [1]
+    assert await page(1, after=3) == [2]
+    assert await page(9, after=1) == []
+    assert await page(1, before=1) == [2]
+    assert await page(9, before=0) == [3, 2, 1]
+    assert await page(9, before=3) == []
+    assert await jobs.page("b", "openai", limit=9, after="zz", before=None) == [job(4, "b")]
+    assert await jobs.page("b", "anthropic", limit=9, after=None, before=None) == [job(5, "b", "anthropic")]
+
+
+async def test_a_tenant_has_so_many_jobs_and_lines_that_have_not_ended(jobs: Jobs) -> None:
+    await jobs.create(job(1, lines=4))
+    await jobs.create(job(2))
+    assert await jobs.reserve(job(2), 6)
+    assert await jobs.reserve(job(2), 6), "doing it again changes nothing"
+    assert not await jobs.reserve(job(2), 7)
+    with pytest.raises(QuotaError, match=r"batches\.max_waiting_lines"):
+        await jobs.create(job(3, lines=1))
+    await jobs.create(job(3))
+    with pytest.raises(QuotaError, match=r"batches\.max_jobs"):
+        await jobs.create(job(4))
+    await jobs.create(job(4, "b"))
+    await jobs.close(job(1), 100)
+    await jobs.close(job(1), 100)
+    await jobs.create(job(5, lines=4))
+    assert not await jobs.reserve(job(9), 1)
+    await jobs.forget(job(5))
+    await jobs.create(job(6, lines=4))
+    assert [int(one.id, 16) for one in await jobs.open()] == [2, 3, 4, 6]
+
+
+async def test_jobs_are_forgotten_when_they_have_been_closed_for_a_while(jobs: Jobs) -> None:
+    await jobs.create(job(1))
+    await jobs.create(job(2))
+    assert await jobs.over(10**12, 9) == []
+    await jobs.close(job(1), 100)
+    assert await jobs.find(job(1).id) is not None
+    assert await jobs.over(99, 9) == []
+    assert await jobs.over(100, 9) == [job(1)]
+    await jobs.forget(job(1))
+    await jobs.forget(job(1))
+    assert await jobs.find(job(1).id) is None
+    assert await jobs.over(100, 9) == []
+    assert await jobs.page("a", "openai", limit=9, after=None, before=None) == [job(2)]
+
+
+async def test_past_so_many_the_oldest_that_have_ended_are_forgotten(jobs: Jobs) -> None:
+    for number in range(1, 4):
+        await jobs.create(job(number))
+    for number in (2, 3):
+        await jobs.close(job(number), 10**9)
+    await jobs.create(job(4))
+    await jobs.create(job(5))
+    assert await jobs.over(1, 9) == [job(2)], "1 is open, and 5 - 3 are too many"
+
+
+async def test_a_job_is_leased_to_one_at_a_time(jobs: Jobs) -> None:
+    assert await jobs.lease("j", "x", 0, 10)
+    assert not await jobs.lease("j", "y", 9, 19)
+    assert await jobs.lease("j", "x", 9, 20)
+    assert not await jobs.lease("j", "y", 19, 29)
+    assert await jobs.lease("j", "y", 20, 30)
+    await jobs.release("j", "x")
+    assert not await jobs.lease("j", "x", 21, 31)
+    await jobs.release("j", "y")
+    assert await jobs.lease("j", "x", 21, 31)
+
+
+async def test_nothing_is_left_in_redis_of_jobs_that_are_forgotten(redis_url: str) -> None:
+    async with Redis.from_url(redis_url) as redis:
+        jobs = RedisJobs(RedisCalls(redis, timeout_s=5.0), LIMITS)
+        for number in (1, 2):
+            await jobs.create(job(number, lines=1))
+            await jobs.lease(job(number).id, "x", 0, 1)
+        await jobs.close(job(1), 5)
+        for number in (1, 2):
+            await jobs.forget(job(number))
+        assert await redis.keys(f"{PREFIX}*") == [f"{PREFIX}quota".encode()]
+        assert set(await redis.hvals(f"{PREFIX}quota")) == {b"0"}  # type: ignore[misc]
