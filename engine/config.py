@@ -80,6 +80,10 @@ class EngineSettings(Section):
     step_tokens: Annotated[int, Field(ge=16)] = Field(
         1024, description="Tokens computed in one step: all running decodes plus chunks of prefills."
     )
+    batch_step_tokens: Annotated[int, Field(ge=16)] = Field(
+        256,
+        description="Tokens of prefills of the batch lane in one step; not less than `prefill_grid_tokens` and eight.",
+    )
     prefill_grid_tokens: Annotated[int, Field(ge=16)] = Field(
         256, description="Tokens; a prefill is cut only at multiples of this, so that a warm answer equals a cold one."
     )

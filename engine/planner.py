@@ -4,6 +4,9 @@ Continuous batching under one token budget: every running decode gets its token,
 canonical grid so that a warm answer is computed like a cold one. Who runs out of blocks is recomputed later: the
 youngest first, batch before online. Leases give way last.
 
+The batch lane gets what the online lane leaves of a step, and leaves the step while anything is to be prefilled for the
+online lane. Its own prefills are cut small, because whoever arrives in the online lane waits for the step that runs.
+
 Pure bookkeeping, no model and no clock. engine/scheduler.py asks for a plan and makes a step of it; engine/lanes.py has
 the queues, engine/tables.py the blocks of the sequences.
 """
@@ -15,13 +18,17 @@ from engine.counters import Counters
 from engine.forks import find_source
 from engine.lanes import Lanes
 from engine.leases.claims import Claims
-from engine.plan import Plan, choose_cut
+from engine.plan import MIN_TAIL_TOKENS, Plan, choose_cut
 from engine.protocol import LANES, Lane
 from engine.sequence import Sequence, Status
 from engine.tables import BlockTables
 
 COPY_WAIT_S = 2.0
 """So long a sequence waits for copies between tiers to give blocks back, before leases do, when nothing else will."""
+
+BATCH_TURN_STEPS = 8
+"""After so many steps in a row that prefill for the online lane, the decodes of the batch lane are in one, too: they
+hold blocks, and come to an end when they go on."""
 
 
 class Planner:
@@ -40,31 +47,56 @@ class Planner:
         self._step_tokens = settings.step_tokens
         self._max_running = min(settings.max_sequences, settings.step_tokens)  # every decode fits in a step
         self._grid = min(settings.prefill_grid_tokens, settings.step_tokens)
-        self._prefills_first = False
+        # Some more than the grid, so that there is always a place to cut, however many decodes are in the step.
+        self._batch_tokens = max(settings.batch_step_tokens, self._grid + 2 * MIN_TAIL_TOKENS)
+        self._prefills_first: set[Lane] = set()
+        self._batch_passed = 0  # steps in a row that the batch lane was not in
         self._waiting_since_s: float | None = None  # the head of a queue for copies, while nothing runs
 
     def plan(self, now: float) -> Plan:
         """What the next step computes; empty when there is nothing to do, or nothing before a copy is done."""
         plan = Plan(self._step_tokens, now)
-        if self._prefills_first:
-            self._plan_prefills(plan)
-            self._plan_decodes(plan)
+        if self._batch_passed == BATCH_TURN_STEPS:
+            self._batch_passed = 0
+            self._plan_decodes("batch", plan)
+        self._plan_lane("online", plan)
+        if plan.has_prefill or plan.too_small or plan.blocked:
+            self._batch_passed += 1
         else:
-            self._plan_decodes(plan)
-            self._plan_prefills(plan)
+            self._plan_batch(plan)
         if plan.is_empty:  # everything was preempted, or nothing ran: whoever waits longest has the pool to itself
             self._tables.settle()  # a block that was to be copied may be all that was missing
             plan.blocked = False
-            self._plan_prefills(plan)
-        # A prefill that decodes leave too little room for goes first the next time, and decodes take what it leaves.
-        self._prefills_first = plan.too_small and not plan.has_prefill
+            for lane in LANES:
+                if not plan.has_prefill:
+                    self._plan_prefills(lane, plan)
         return plan
+
+    def _plan_lane(self, lane: Lane, plan: Plan) -> None:
+        if lane in self._prefills_first:
+            self._plan_prefills(lane, plan)
+            self._plan_decodes(lane, plan)
+        else:
+            self._plan_decodes(lane, plan)
+            self._plan_prefills(lane, plan)
+        # A prefill that decodes leave too little room for goes first the next time, and decodes take what it leaves.
+        if plan.too_small and not plan.has_prefill:
+            self._prefills_first.add(lane)
+        else:
+            self._prefills_first.discard(lane)
+
+    def _plan_batch(self, plan: Plan) -> None:
+        self._batch_passed = 0
+        kept_back = max(0, plan.budget - self._lanes.count_running("batch") - self._batch_tokens)
+        plan.budget -= kept_back
+        self._plan_lane("batch", plan)
+        plan.budget += kept_back
 
     # -- decodes ------------------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, plan: Plan) -> None:
+    def _plan_decodes(self, lane: Lane, plan: Plan) -> None:
         size, work = self._block_size, plan.work
-        decodes = [s for s in self._lanes.running() if len(s.tokens) - s.num_computed == 1]
+        decodes = [s for s in self._lanes.running(lane) if len(s.tokens) - s.num_computed == 1]
         for sequence in decodes:
             if plan.budget < 1:
                 return
@@ -100,18 +132,17 @@ class Planner:
 
     # -- prefills -----------------------------------------------------------------------------------------------------
 
-    def _plan_prefills(self, plan: Plan) -> None:
-        for lane in LANES:
-            for sequence in list(self._lanes.running(lane)):
-                if sequence not in plan.work and sequence.num_tokens - sequence.num_computed > 1:
-                    self._plan_chunk(sequence, plan)
-            self._admit(lane, plan)
+    def _plan_prefills(self, lane: Lane, plan: Plan) -> None:
+        for sequence in list(self._lanes.running(lane)):
+            if sequence not in plan.work and sequence.num_tokens - sequence.num_computed > 1:
+                self._plan_chunk(sequence, plan)
+        self._admit(lane, plan)
 
     def _plan_chunk(self, sequence: Sequence, plan: Plan) -> bool:
         start, end = sequence.num_computed, sequence.num_tokens
         budget = plan.budget
         if sequence.sampling.prompt_logprobs is not None:  # each of its tokens brings a row of the whole vocabulary
-            budget = min(budget, self._grid)
+            budget = min(budget, self._grid + 2 * MIN_TAIL_TOKENS)
         cut = choose_cut(start, end, budget, self._grid, forced=not plan.work)
         if cut is None:
             plan.too_small = True
@@ -155,7 +186,7 @@ class Planner:
 
     def _make_room(self, sequence: Sequence, plan: Plan, source: Sequence | None = None) -> bool:
         """Admits a sequence if there are a slot and blocks for it, or for it as a fork of its source, which is in the
-        same lane; the online lane takes them from the batch lane.
+        same lane; the online lane takes them from the batch lane, unless a prefill of it waits for a larger budget.
         A sequence whose prefix comes back from a lower tier keeps waiting, and has the room that it needs."""
         while True:
             has_slot = self._lanes.num_running + self._tiers.count_restoring(plan.now) < self._max_running
@@ -173,7 +204,7 @@ class Planner:
                     self._start(sequence, plan.now, source)
                     plan.add_fresh(fresh)
                     return True
-            if sequence.lane == "online" and self._lanes.runs("batch"):
+            if sequence.lane == "online" and self._lanes.runs("batch") and not plan.too_small:
                 self._preempt(self._lanes.choose_victim(), plan)
             elif self._lanes.num_running or not has_slot or self._waits_for_copies(plan.now):
                 return False  # whoever runs or is copied will end

@@ -36,6 +36,7 @@ class Fuzz:
             policy=HitDensity(num_blocks, SIZE, max_records=16) if seed % 2 else None,
             step_tokens=rng.choice([16, 20, 33]),
             prefill_grid_tokens=rng.choice([16, 18]),
+            batch_step_tokens=rng.choice([16, 256]),
             max_sequences=rng.randint(1, 6),
             max_waiting=6,
             context_tokens=self.context,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config import EngineSettings
+from engine.plan import is_prefill
 from engine.pool.blocks import BlockPool
 from engine.pool.eviction import EvictionPolicy
 from engine.protocol import Breakpoint, Group, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
@@ -75,6 +76,7 @@ class Bench:
         self.now += 0.010
         step = self.scheduler.schedule(self.now)
         if step is not None:
+            assert len({work.sequence.lane for work in step.work if is_prefill(work)}) < 2, "the lanes share a step"
             try:
                 results = self.runner.run(step)
             except RuntimeError:
