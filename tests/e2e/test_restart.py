@@ -53,7 +53,11 @@ def test_the_second_days_first_request_is_warm_and_says_the_same(tmp_path: Path)
         warm = ask(second_day)
         assert tokens(warm)[1] >= tokens(cold)[0] - 32
         assert warm.choices[0].message.content == cold.choices[0].message.content
-        assert tokens(ask(second_day, "And two?"))[1] >= tokens(cold)[0] - 64
+        other = ask(second_day, "And two?")
+        assert tokens(other)[1] >= tokens(cold)[0] - 64
+        used = second_day.get("/admin/ledger")["total"]["used"]
+        answers = [tokens(answer) for answer in (cold, warm, other)]
+        assert [used["prompt_tokens"], used["cached_tokens"]] == [sum(column) for column in zip(*answers, strict=True)]
         for path in files[::7]:  # as if the power had failed before all of it was on the disk
             path.write_bytes(path.read_bytes()[:-1000] + bytes(1000))
 
