@@ -30,6 +30,7 @@ class Server:
         self.ready_line = r"on (http://\S+)"  # what it prints when it is up; an engine alone prints something else
         self._clients: dict[str, openai.OpenAI | anthropic.Anthropic] = {}
         self._changed = threading.Condition()
+        self._said_all = False
         self._arguments = [
             sys.executable,
             "-m",
@@ -89,7 +90,7 @@ class Server:
 
         def look() -> bool:
             found[:] = [line for line in self.lines[after:] if re.search(pattern, line)]
-            return bool(found) or (not self._reader.is_alive() and self.process.poll() is not None)
+            return bool(found) or self._said_all
 
         with self._changed:
             self._changed.wait_for(look, limit_s)
@@ -145,4 +146,5 @@ class Server:
                 self.lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
         with self._changed:
+            self._said_all = True
             self._changed.notify_all()
