@@ -40,6 +40,10 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 from gateway.ledger.redis_book import RedisBook
+from gateway.limits.limits import TenantLimits
+from gateway.limits.memory_counters import MemoryCounters
+from gateway.limits.redis_counters import RedisCounters
+from gateway.limits.shared_counters import SharedCounters
 from gateway.prompt.stage import PromptStage
 from gateway.queues.places import PlaceQueue
 from gateway.redis_server import RedisServer, RedisStartError
@@ -87,6 +91,7 @@ class Gateway:
         )
         self.responses = ResponseStore(self._response_backend(), retry_s=settings.redis.retry_s)
         self.ledger = Ledger(settings.ledger, Prices(settings.prices, settings.batches.price), self._book(), time.time)
+        self.limits = TenantLimits(settings.limits, settings.tenants, _counters(settings, self.redis))
         self.figures = EngineFigures(lambda: self.registry.engines)
         self.street = Street(
             prompts=self.prompts,
@@ -121,6 +126,7 @@ class Gateway:
             now=time.time,
             allowance=self.queue.allowance,
             ledger=self.ledger,
+            limits=self.limits,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
@@ -129,6 +135,7 @@ class Gateway:
                 embeddings=self.embedder.figures,
                 responses=lambda: self.responses.outcomes,
                 ledger=self.ledger,
+                limits=self.limits.figures,
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
                 draining=lambda: self.draining,
                 version=installed_version(),
@@ -172,6 +179,14 @@ class Gateway:
 
     def _engine_statuses(self) -> list[EngineStatus]:
         return [_status(engine, self.figures.of(engine.url)) for engine in self.registry.engines]
+
+
+def _counters(settings: Settings, redis: Redis | None) -> SharedCounters:
+    """What counts tenants' requests and tokens."""
+    lease_s, retry_s = settings.limits.lease_s, settings.redis.retry_s
+    memory = MemoryCounters(lease_s=lease_s)
+    shared = None if redis is None else RedisCounters(redis, lease_s=lease_s, timeout_s=settings.redis.timeout_s)
+    return SharedCounters(shared, memory, retry_s=retry_s)
 
 
 def _contents(settings: Settings, redis: Redis | None) -> MemoryContents | SharedContents:
@@ -233,6 +248,7 @@ async def serve(
         stack.push_async_callback(gateway.figures.close)
         stack.push_async_callback(gateway.ledger.close)
         stack.push_async_callback(gateway.files.close)
+        stack.push_async_callback(gateway.limits.close)
         runner = app_runner(gateway.web_app(), settings.server)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -256,6 +272,7 @@ async def serve(
             gateway.registry.add(url)
         gateway.files.start()
         gateway.ledger.start()
+        gateway.limits.start()
         gateway.index.start()
         gateway.registry.start()
         await _first_engines(gateway, stop)

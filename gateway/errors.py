@@ -13,6 +13,7 @@ api/ writes these in its own shape.
     +-- BodyTooLargeError          413                          retry: no
     +-- FileTooLargeError          413                          retry: no
     +-- QueueFullError             429  rate_limit_exceeded     retry: after retry_after_s
+    +-- RateLimitError             429  rate_limit_exceeded     retry: after retry_after_s; no, where it is None
     +-- QuotaError                 429  quota_exceeded          retry: no, something has to be deleted, or to end
     +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
     |   +-- NoEngineError          503                          the model is known, its engines are away
@@ -144,6 +145,21 @@ class QueueFullError(KvasirError):
     status = 429
     type = "requests"
     code = "rate_limit_exceeded"
+
+
+class RateLimitError(KvasirError):
+    """The tenant has sent as much as it may for now; without `retry_after_s`, the request is more than it ever may.
+    `limit` names which limit it is, and `type` says whether it is one of tokens."""
+
+    status = 429
+    type = "tokens"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, limit: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit
+        if "tokens" not in limit:
+            self.type = "requests"
 
 
 class QuotaError(KvasirError):

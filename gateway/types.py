@@ -60,18 +60,49 @@ class Tenant:
         return Scope(tenant=self.name).salt
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """What a tenant may still send.
+LimitKind = Literal["requests", "tokens", "input_tokens", "output_tokens"]
+"""What is limited per minute; tokens are those of prompts and completions together."""
 
-    limit      requests that may wait for a place at a time
-    remaining  of those, before the next one is refused
-    reset_s    seconds until all of them are free again, at the rate of the last minutes
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much of something a tenant may still send.
+
+    limit      at a time, or per minute
+    remaining  of those, before the next request is refused
+    reset_s    seconds until all of it is free again, if nothing more comes
     """
 
     limit: int
     remaining: int
     reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a tenant may still send: requests per minute, or that may wait for a place where that has no limit; and
+    tokens per minute where they have one."""
+
+    requests: Room
+    tokens: Room | None = None
+    input_tokens: Room | None = None
+    output_tokens: Room | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request will take of its tenant's limits, as far as that is known before it is answered.
+
+    input_tokens   of its prompts, estimated
+    answer_tokens  that one answer may have; None: as many as the context
+    answers        that are generated
+    generates      False: it is counted as a request, and nothing else of it
+    """
+
+    input_tokens: int = 0
+    answer_tokens: int | None = 0
+    answers: int = 0
+    generates: bool = True
 
 
 MAX_BREAKPOINTS = 4

@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STAGES = ("prompt", "responses", "index", "routing", "queues", "engines", "contents", "files", "stores", "ledger")
+STAGES = (
+    "prompt",
+    "responses",
+    "index",
+    "routing",
+    "queues",
+    "engines",
+    "contents",
+    "files",
+    "stores",
+    "ledger",
+    "limits",
+)
 WITH_NUMPY = {"gateway.responses.embedding.bert", "gateway.responses.embedding.text_model"}
 """What the extra `semantic` is for; imported when the first text is embedded."""
 FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.config"}

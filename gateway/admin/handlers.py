@@ -55,7 +55,7 @@ class Admin:
                 "GET",
                 "/admin/stats",
                 self.stats,
-                "Cache, engines, queues, prompts, Redis and tenants as JSON.",
+                "Cache, engines, queues, prompts, Redis, limits and tenants as JSON.",
                 key="admin",
             ),
         ]
@@ -96,7 +96,7 @@ class Admin:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def stats(self, http: web.Request) -> web.Response:
-        """GET /admin/stats: cache, engines, queues, prompts, redis and tenants."""
+        """GET /admin/stats: cache, engines, queues, prompts, redis, limits and tenants."""
         self._auth.check_admin(http)
         await self._sources.refresh()
         sources, engines = self._sources, self._sources.engines()
@@ -124,6 +124,7 @@ class Admin:
             "embeddings": sources.embeddings(),
             "ledger": self._ledger(),
             "redis": sources.redis(),
+            "limits": sources.limits(),
             "tenants": {
                 tenant: {**asdict(totals), "cached_ratio": _ratio(totals.cached_tokens, totals.prompt_tokens)}
                 for tenant, totals in self._metrics.totals.items()

@@ -206,6 +206,7 @@ class _Scraped(Collector):
         for outcome, count in self._sources.responses().items():
             responses.add_metric([outcome], count)
         yield responses
+        yield from self._limits()
         yield GaugeMetricFamily(
             "kvasir_redis_up",
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
@@ -224,6 +225,21 @@ class _Scraped(Collector):
             for outcome in ("admitted", "refused", "expired", "abandoned"):
                 outcomes.add_metric([lane, outcome], getattr(queue, outcome))
         yield from (waiting, in_flight, outcomes)
+
+    def _limits(self) -> Iterator[Metric]:
+        limits = self._sources.limits()
+        refused = CounterMetricFamily(
+            "kvasir_limited_requests", "Requests that a limit of their tenant refused.", labels=("tenant", "limit")
+        )
+        for tenant, told in limits["tenants"].items():
+            for limit, count in told["refused"].items():
+                refused.add_metric([tenant, limit], count)
+        yield refused
+        yield CounterMetricFamily(
+            "kvasir_limit_outages",
+            "Times that Redis went away, and limits were counted by this gateway alone until it was back.",
+            value=limits["outages"],
+        )
 
     def _embeddings(self) -> Metric:
         embeddings = GaugeMetricFamily("kvasir_embeddings", "Figures of the embedder.", labels=("figure",))

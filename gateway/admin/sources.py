@@ -79,6 +79,7 @@ class Sources:
     embeddings  figures of the embedder, numbers; empty without the extra
     responses   what became of responses that were to be kept, since the start
     ledger      what requests used and saved
+    limits      "outages" of what counts them, and under "tenants" those that tenants have, and who was refused
     redis       at least {"up": bool}; the index answers from memory while it is False
     draining    whether the server is ending and wants no new requests
     """
@@ -90,6 +91,7 @@ class Sources:
     embeddings: Callable[[], Mapping[str, Any]]
     responses: Callable[[], Mapping[str, int]]
     ledger: LedgerStatus
+    limits: Callable[[], Mapping[str, Any]]
     redis: Callable[[], Mapping[str, Any]]
     draining: Callable[[], bool]
     version: str

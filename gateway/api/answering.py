@@ -14,6 +14,7 @@ from gateway.api.answers import Answer
 from gateway.api.auth import Auth
 from gateway.api.call import Call, settle
 from gateway.api.dialect import JSON, SSE
+from gateway.api.limiting import ONLY_COUNTED, Limits, need_of, set_aside
 from gateway.api.namespaces import HEADER as NAMESPACE_HEADER
 from gateway.api.namespaces import Namespaces
 from gateway.api.record import RECORD, Record, kvasir_headers
@@ -21,7 +22,20 @@ from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.street import Engine
-from gateway.types import Allowance, Prompt, Request, Scope, Tenant, TextPrompt, TokenPrompt, Trace, Usage
+from gateway.types import (
+    Allowance,
+    LimitKind,
+    Need,
+    Prompt,
+    Request,
+    Room,
+    Scope,
+    Tenant,
+    TextPrompt,
+    TokenPrompt,
+    Trace,
+    Usage,
+)
 
 
 class Models(Protocol):
@@ -90,15 +104,18 @@ class Answering:
         models: Models,
         decoders: Decoders,
         embedding_models: Mapping[str, int],
-        allowance: Callable[[str], Allowance],
+        allowance: Callable[[str], Room],
+        limits: Limits,
         *,
         line_timeout_s: float,
     ) -> None:
-        """allowance       what a tenant, by name, may still send
+        """allowance       requests of a tenant, by name, that may wait for a place
+        limits          what tenants may ask for
         line_timeout_s  that a line of a batch may take
         """
         self._line_timeout_s = line_timeout_s
         self._allowance = allowance
+        self._limits = limits
         self.models = models
         self.embedding_models = embedding_models
         self._server = server
@@ -111,7 +128,9 @@ class Answering:
         """Whose request this is. Raises UnauthorizedError, and ForbiddenError for an admin key."""
         tenant = self._auth.tenant(http)
         record = http[RECORD]
-        record.tenant, record.allowance = tenant.name, self._allowance(tenant.name)
+        record.tenant = tenant.name
+        rooms: dict[LimitKind, Room] = {"requests": self._allowance(tenant.name), **self._limits.rooms(tenant.name)}
+        record.allowance = Allowance(**rooms)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         return tenant
 
@@ -166,7 +185,7 @@ class Answering:
     ) -> web.StreamResponse:
         """A stream that is complete when this returns. Raises only while nothing was sent."""
         http[RECORD].stream = True
-        requests = self.requests(http[RECORD], tenant, call, model)
+        requests = await self.begun(http[RECORD], tenant, call, model)
         at_once = self._server.prompts_at_once
         return await stream(
             http,
@@ -183,7 +202,7 @@ class Answering:
         self, record: Record, tenant: Tenant, call: Call, model: Hello, *, street: Answers | None = None
     ) -> tuple[list[Answer], Usage]:
         """The answers that are told, and the usage of all that were generated."""
-        return await self.collected(self.requests(record, tenant, call, model), call, model, street=street)
+        return await self.collected(await self.begun(record, tenant, call, model), call, model, street=street)
 
     async def collected(
         self, requests: list[Request], call: Call, model: Hello, *, street: Answers | None = None
@@ -196,10 +215,16 @@ class Answering:
 
     async def prewarm(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> Usage:
         """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
-        (answer,) = await collect(self.street, self.requests(record, tenant, call, model), _no_echo, at_once=1)
+        requests = await self.begun(record, tenant, call, model)
+        (answer,) = await collect(self.street, requests, _no_echo, at_once=1)
         return answer.usage
 
     async def count(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
+        """Tokens of its prompt, for a request that asks for nothing else. Raises RateLimitError."""
+        await self.set_aside(record, lambda: ONLY_COUNTED)
+        return await self.tokens(record, tenant, call, model)
+
+    async def tokens(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
         """Tokens of its prompt, with nothing generated."""
         (request,) = self.requests(record, tenant, call, model)
         return await self.street.count(request)
@@ -207,6 +232,16 @@ class Answering:
     async def digests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bytes:
         """The chain digests of its first prompt: requests whose digests begin alike share a prefix."""
         return await self.street.digests(self.requests(record, tenant, call, model)[0])
+
+    async def begun(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
+        """Its requests, once the tenant's limits have let it in. Raises RateLimitError, and what `requests` raises."""
+        requests = self.requests(record, tenant, call, model)
+        await self.set_aside(record, lambda: need_of(call, record.body_bytes, model.context_tokens))
+        return requests
+
+    async def set_aside(self, record: Record, need: Callable[[], Need]) -> None:
+        """What the record's request needs of its tenant's limits. Raises RateLimitError."""
+        await set_aside(self._limits, record, need)
 
     def requests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that

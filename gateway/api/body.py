@@ -16,6 +16,7 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
+from gateway.api.record import RECORD
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, BodyTooLargeError
 
@@ -50,6 +51,7 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
                 body = await _read(http, server.max_body_bytes)
         if "Content-Encoding" in http.headers:
             body = _decoded(http, body, server.max_body_bytes)
+        http[RECORD].body_bytes = len(body)
     except TimeoutError:
         raise BadRequestError("The request body did not arrive in time (server.body_timeout_s).") from None
     except zlib.error:

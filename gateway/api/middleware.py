@@ -56,6 +56,8 @@ def noted(observer: Observer, record: Record) -> Iterator[None]:
         yield
     finally:
         record.total_ms = elapsed_ms(record)
+        if record.hold is not None:
+            record.hold.settle(record.usage)
         observer.finished(record)
         _log(record)
 

@@ -12,9 +12,17 @@ from aiohttp import web
 
 from engine.protocol import Lane
 from gateway.api.dialect import Dialect
-from gateway.types import Allowance, Lease, Trace
+from gateway.types import Allowance, Lease, Trace, Usage
 
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
+
+
+class Hold(Protocol):
+    """What was set aside of a tenant's limits for one request."""
+
+    def settle(self, usage: Usage) -> None:
+        """It is over, and used this much. Waits for nothing, never raises, and does nothing but once."""
+        ...
 
 
 @dataclass(slots=True)
@@ -30,6 +38,8 @@ class Record:
     lane: Lane = "online"
     model: str | None = None
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
+    hold: Hold | None = None  # of a tenant with limits, once the request was let in
+    body_bytes: int = 0  # of what was sent, decoded
     traces: list[Trace] = field(default_factory=list)  # one for each prompt
     embedded_tokens: int = 0  # of texts whose vectors were computed
     stream: bool = False
@@ -64,6 +74,16 @@ class Record:
     @property
     def lease_write_tokens(self) -> int:
         return sum(trace.lease_write_tokens for trace in self.traces)
+
+    @property
+    def usage(self) -> Usage:
+        """What was computed for it, or begun to be."""
+        begun = [trace for trace in self.traces if trace.engine is not None]
+        return Usage(
+            sum(trace.prompt_tokens for trace in begun) + self.embedded_tokens,
+            sum(trace.completion_tokens for trace in begun),
+            sum(trace.cached_tokens for trace in begun),
+        )
 
     @property
     def queue_ms(self) -> float:

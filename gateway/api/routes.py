@@ -28,6 +28,7 @@ from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
+from gateway.api.limiting import Limits
 from gateway.api.lines import Lines
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
@@ -54,7 +55,7 @@ from gateway.config import (
     TenantSettings,
 )
 from gateway.stores.base import Backend
-from gateway.types import Allowance
+from gateway.types import Room
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
@@ -85,8 +86,9 @@ def build_app(
     upload_timeout_s: float,
     batches: BatchSettings,
     now: Callable[[], float],
-    allowance: Callable[[str], Allowance],
     ledger: Ledger,
+    allowance: Callable[[str], Room],
+    limits: Limits,
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -97,8 +99,9 @@ def build_app(
     fingerprints               keeps hashes of prompts, for Anthropic's diagnostics
     files, upload_timeout_s    what /v1/files keeps; seconds that an upload may take
     contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
-    allowance                  what a tenant, by name, may still send
     ledger                     takes what requests used and saved, and tells it by day
+    allowance                  requests of a tenant, by name, that may wait for a place
+    limits                     what tenants may ask for
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
@@ -113,6 +116,7 @@ def build_app(
         decoders,
         embedder.models(),
         allowance,
+        limits,
         line_timeout_s=batches.line_timeout_s,
     )
     cached = CachedContents(server, gemini, answering, contents, now)

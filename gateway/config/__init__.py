@@ -7,6 +7,7 @@ from gateway.config.batches import BatchSettings
 from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
+from gateway.config.limits import LimitSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.settings import Settings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
@@ -26,6 +27,7 @@ __all__ = [
     "GeminiSettings",
     "LeaseSettings",
     "LedgerSettings",
+    "LimitSettings",
     "NamespaceSettings",
     "PriceSettings",
     "PromptSettings",

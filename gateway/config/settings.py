@@ -9,6 +9,7 @@ from gateway.config.batches import BatchSettings
 from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
+from gateway.config.limits import LimitSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
@@ -52,6 +53,7 @@ class Settings(BaseModel):
     gemini: GeminiSettings = GeminiSettings()
     routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()
+    limits: LimitSettings = LimitSettings()
     embeddings: EmbeddingSettings = EmbeddingSettings()
     ledger: LedgerSettings = LedgerSettings()
     prices: tuple[PriceSettings, ...] = ()

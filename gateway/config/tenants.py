@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from engine.config import Section
+from gateway.config.limits import PerMinute
 
 
 class AuthSettings(Section):
@@ -23,6 +24,13 @@ class TenantSettings(Section):
     )
     keys: Annotated[tuple[Annotated[str, Field(min_length=8)], ...], Field(min_length=1)] = Field(
         ..., description="API keys of this tenant, 8 characters or more."
+    )
+    requests_per_minute: PerMinute | None = Field(None, description="In place of that of `[limits]`, as the next four.")
+    tokens_per_minute: PerMinute | None = Field(None, description="Tokens of prompts and completions; 0 is no limit.")
+    input_tokens_per_minute: PerMinute | None = Field(None, description="Tokens of prompts; 0 is no limit.")
+    output_tokens_per_minute: PerMinute | None = Field(None, description="Tokens of completions; 0 is no limit.")
+    max_in_flight: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Requests that wait or are answered at a time; 0 is no limit."
     )
 
 

@@ -29,7 +29,7 @@ from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, EngineLostError, KvasirError, QueueFullError
 from gateway.queues.lane import Lane, Router, Seat, Waiter
-from gateway.types import Allowance, Ask
+from gateway.types import Ask, Room
 
 RATE_SAMPLES: Final = 64
 """Ends of requests that the service rate is taken from."""
@@ -183,13 +183,13 @@ class PlaceQueue(Generic[E]):
             abandoned=figures.abandoned,
         )
 
-    def allowance(self, tenant: str) -> Allowance:
-        """The narrower of the tenant's own limit and that of all, in the online lane."""
+    def allowance(self, tenant: str) -> Room:
+        """For requests that wait in the online lane: the narrower of the tenant's own limit and that of all."""
         limits, online, now = self._settings, self._figures["online"], self._clock()
         theirs = limits.max_waiting_per_tenant - online.waiting_by_tenant.get(tenant, 0)
         remaining = max(min(theirs, limits.max_waiting - online.waiting), 0)
         waits = [line.wait_s(len(line.online), now) for line in self._lines.values() if len(line.online)]
-        return Allowance(min(limits.max_waiting_per_tenant, limits.max_waiting), remaining, max(waits, default=0.0))
+        return Room(min(limits.max_waiting_per_tenant, limits.max_waiting), remaining, max(waits, default=0.0))
 
     @property
     def waiting(self) -> int:

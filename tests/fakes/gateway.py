@@ -28,6 +28,7 @@ from gateway.config import (
     GeminiSettings,
     LeaseSettings,
     LedgerSettings,
+    LimitSettings,
     NamespaceSettings,
     PriceSettings,
     QueueSettings,
@@ -42,6 +43,9 @@ from gateway.files.store import FileStore
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
+from gateway.limits.limits import TenantLimits
+from gateway.limits.memory_counters import MemoryCounters
+from gateway.limits.shared_counters import SharedCounters
 from gateway.queues.places import PlaceQueue
 from gateway.responses.embedding.embedder import Embedder
 from gateway.routing.router import Router
@@ -63,6 +67,7 @@ class Gateway:
     models: FakeModels
     state: dict[str, Any]
     app: web.Application
+    limits: TenantLimits
     session: aiohttp.ClientSession
     clients: list[openai.AsyncOpenAI | anthropic.AsyncAnthropic] = field(default_factory=list)
     """Closed with the server."""
@@ -123,6 +128,8 @@ class Options:
     now: Callable[[], float] = time.time
     prices: Sequence[PriceSettings] = ()
     ledger: Ledger | None = None  # None is memory
+    limited: LimitSettings = field(default_factory=LimitSettings)  # of every tenant
+    limits: TenantLimits | None = None  # None is those of `limited` and the tenants, in memory
     embedder: Embedder = field(default_factory=no_embedder)
     fingerprints: Backend | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
@@ -149,6 +156,7 @@ def make_app(
     ledger = given.ledger or Ledger(
         LedgerSettings(), Prices(given.prices, given.batches.price), MemoryBook(), given.now
     )
+    limits = given.limits = given.limits or limits_of(given)
     responses = ResponseStore(given.backend or MemoryStore(given.stored_responses), retry_s=60.0)
     return build_app(
         server=given.server,
@@ -173,6 +181,7 @@ def make_app(
         now=given.now,
         allowance=queue.allowance,
         ledger=ledger,
+        limits=limits,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
@@ -181,11 +190,17 @@ def make_app(
             embeddings=given.embedder.figures,
             responses=lambda: responses.outcomes,
             ledger=ledger,
+            limits=limits.figures,
             redis=lambda: state["redis"],
             draining=lambda: state["draining"],
             version="0.0.test",
         ),
     )
+
+
+def limits_of(given: Options) -> TenantLimits:
+    memory = MemoryCounters(lease_s=given.limited.lease_s)
+    return TenantLimits(given.limited, given.tenants, SharedCounters(None, memory, retry_s=1.0))
 
 
 def make_files(settings: FileSettings, folder: Path, now: Callable[[], float]) -> FileStore:
@@ -201,6 +216,7 @@ async def running(
     state: dict[str, Any] = {"engines": [ENGINE], "redis": {"up": True}, "draining": False}
     folder = tempfile.TemporaryDirectory(prefix="kvasir-files-")
     files = make_files(given.files, Path(folder.name), given.now)
+    limits = given.limits = given.limits or limits_of(given)
     app = make_app(street, models, state, given, files)
     runner = app_runner(app, given.server)
     await runner.setup()
@@ -209,7 +225,7 @@ async def running(
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
-            gateway = Gateway(f"http://127.0.0.1:{port}", port, street, models, state, app, session)
+            gateway = Gateway(f"http://127.0.0.1:{port}", port, street, models, state, app, limits, session)
             try:
                 yield gateway
             finally:
@@ -219,5 +235,6 @@ async def running(
         async with asyncio.timeout(LIMIT_S):
             await runner.cleanup()
             await files.close()
+            await limits.close()
         folder.cleanup()
         given.embedder.close()

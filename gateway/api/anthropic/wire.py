@@ -17,7 +17,7 @@ from gateway.api.body import ENCODING_CODES
 from gateway.api.dialect import Dialect, printable
 from gateway.api.fields import closed_object, shown
 from gateway.errors import BadRequestError, ContextLengthError, DeadlineError, KvasirError
-from gateway.types import Allowance
+from gateway.types import Allowance, Room
 
 Version = Literal["2023-06-01", "2026-10-21"]
 
@@ -91,11 +91,23 @@ def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:
 
 
 def _allowance(allowance: Allowance) -> dict[str, str]:
-    reset = datetime.now(UTC) + timedelta(seconds=math.ceil(allowance.reset_s))
+    headers = _room("requests", allowance.requests)
+    for kind, room in (
+        ("tokens", allowance.tokens),
+        ("input-tokens", allowance.input_tokens),
+        ("output-tokens", allowance.output_tokens),
+    ):
+        if room is not None:
+            headers |= _room(kind, room)
+    return headers
+
+
+def _room(kind: str, room: Room) -> dict[str, str]:
+    reset = datetime.now(UTC) + timedelta(seconds=math.ceil(room.reset_s))
     return {
-        "anthropic-ratelimit-requests-limit": str(allowance.limit),
-        "anthropic-ratelimit-requests-remaining": str(allowance.remaining),
-        "anthropic-ratelimit-requests-reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        f"anthropic-ratelimit-{kind}-limit": str(room.limit),
+        f"anthropic-ratelimit-{kind}-remaining": str(room.remaining),
+        f"anthropic-ratelimit-{kind}-reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
 

@@ -170,7 +170,7 @@ class CachedContents:
         call = prefix_call(name, values, ttl_s)
         model = self._answering.model(name, http[RECORD])
         least = self._settings.min_tokens
-        if least and (found := await self._answering.count(http[RECORD], tenant, call, model)) < least:
+        if least and (found := await self._answering.tokens(http[RECORD], tenant, call, model)) < least:
             raise BadRequestError(
                 f"Cached content is too small. total_token_count={found}, min_total_token_count={least} "
                 "(gemini.min_tokens).",

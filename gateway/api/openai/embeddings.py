@@ -33,7 +33,7 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
 from gateway.config import EmbeddingSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, ModelNotFoundError, NotFoundError
-from gateway.types import EmbeddingInput, Tenant
+from gateway.types import EmbeddingInput, Need, Tenant
 
 ENCODED_AT_ONCE = 32
 """Vectors that are written before the event loop gets its turn: about a millisecond."""
@@ -182,6 +182,7 @@ class Embeddings:
                 param="input",
                 code="max_tokens_per_request",
             )
+        await self._answering.set_aside(record, lambda: Need(input_tokens=tokens))
         # 2. Their vectors.
         wanted = [EmbeddingInput(one, dimensions) for one in texts]
         deadline_s = self._answering.deadline_s(record)

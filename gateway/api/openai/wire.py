@@ -7,7 +7,7 @@ from typing import Any
 from gateway.api.dialect import Dialect, printable
 from gateway.api.fields import closed_object
 from gateway.errors import KvasirError
-from gateway.types import Allowance
+from gateway.types import Allowance, Room
 
 OPENAI_VERSION = "2020-10-01"
 
@@ -34,10 +34,15 @@ _ERROR = closed_object(
 
 
 def _allowance(allowance: Allowance) -> dict[str, str]:
+    headers = _room("requests", allowance.requests)
+    return headers if allowance.tokens is None else headers | _room("tokens", allowance.tokens)
+
+
+def _room(kind: str, room: Room) -> dict[str, str]:
     return {
-        "x-ratelimit-limit-requests": str(allowance.limit),
-        "x-ratelimit-remaining-requests": str(allowance.remaining),
-        "x-ratelimit-reset-requests": _duration(allowance.reset_s),
+        f"x-ratelimit-limit-{kind}": str(room.limit),
+        f"x-ratelimit-remaining-{kind}": str(room.remaining),
+        f"x-ratelimit-reset-{kind}": _duration(room.reset_s),
     }
 
 

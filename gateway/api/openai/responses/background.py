@@ -65,7 +65,7 @@ class Background:
             work.close()
             raise OverloadedError("A background response cannot be kept at the moment.", retry_after_s=RETRY_AFTER_S)
         own = replace(record, endpoint=ENDPOINT, traces=record.traces, status=200)
-        record.traces = []
+        record.traces, record.hold = [], None
         task = tasks.spawn(self._run(own, tenant, shape, items, work), name="background response")
         self._running[response["id"]] = task
         task.add_done_callback(lambda _: self._running.pop(response["id"], None))

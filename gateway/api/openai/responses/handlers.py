@@ -152,7 +152,7 @@ class Responses:
         """In the background. Answers with the response as it is then."""
         call, model, shape, items = wanted
         self._background.admit()
-        requests = self._answering.requests(http[RECORD], tenant, call, model)
+        requests = await self._answering.begun(http[RECORD], tenant, call, model)
         shape.response["store"] = True
         begun = orjson.dumps(shape.response)
         work = self._answering.collected(requests, call, model)
@@ -281,7 +281,7 @@ class Responses:
 
     async def _fits(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bool:
         try:
-            tokens = await self._answering.count(record, tenant, call, model)
+            tokens = await self._answering.tokens(record, tenant, call, model)
         except ContextLengthError:
             return False
         return tokens + max(call.sampling.max_tokens, 1) <= model.context_tokens

@@ -1,0 +1,121 @@
+"""What a tenant has limits for, and what a request takes of them. Pure values.
+
+A request's tokens are known when it is over. Before that its prompt's are estimated, and its answers are taken to be as
+long as they may be, so that what is set aside is seldom less than what is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, get_args
+
+from gateway.config import LimitSettings, TenantSettings
+from gateway.errors import RateLimitError
+from gateway.limits.base import WINDOW_US, Taken, cost_us, wait_us
+from gateway.types import ANONYMOUS, LimitKind, Need, Usage
+
+KINDS: Final[tuple[LimitKind, ...]] = get_args(LimitKind)
+
+IN_FLIGHT: Final = "in_flight"
+"""The limit of requests in flight, among those that a request is refused for."""
+
+RETRY_IN_FLIGHT_S: Final = 1.0
+"""When to ask again for a place among those in flight: nobody knows when the next of them ends."""
+
+_NAMES: Final[Mapping[LimitKind, str]] = {
+    "requests": "requests per min (RPM)",
+    "tokens": "tokens per min (TPM)",
+    "input_tokens": "input tokens per min (ITPM)",
+    "output_tokens": "output tokens per min (OTPM)",
+}
+
+Amounts = Mapping[LimitKind, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one tenant: those per minute that it has, and requests in flight, 0 without a limit."""
+
+    per_minute: Amounts
+    max_in_flight: int
+
+    def __bool__(self) -> bool:
+        return bool(self.per_minute or self.max_in_flight)
+
+
+def limits_of(settings: LimitSettings, tenants: Sequence[TenantSettings]) -> Iterator[tuple[str, Limits]]:
+    """Every tenant that has any, by name. What a tenant does not say is as in [limits]."""
+    own = {tenant.name: tenant.model_dump(exclude_none=True) for tenant in tenants} or {ANONYMOUS: {}}
+    for name, theirs in own.items():
+        told = settings.model_dump() | theirs
+        per_minute = {kind: told[f"{kind}_per_minute"] for kind in KINDS if told[f"{kind}_per_minute"]}
+        if limits := Limits(per_minute, told["max_in_flight"]):
+            yield name, limits
+
+
+def to_set_aside(need: Need, limits: Limits, settings: LimitSettings) -> Amounts:
+    """Of each limit. Raises RateLimitError for what would never fit.
+
+    Where cached tokens do not count, a prompt of any length may turn out to be one: it needs no more than all there is.
+    """
+    each = settings.assumed_completion_tokens if need.answer_tokens is None else need.answer_tokens
+    wanted = _amounts(need.input_tokens, need.answers * each)
+    least = wanted if settings.count_cached_tokens else _amounts(0, need.answers * each)
+    for kind, limit in limits.per_minute.items():
+        if least[kind] > limit:
+            raise RateLimitError(
+                f"Request too large for {_NAMES[kind]}: Limit {limit}, Requested {least[kind]}. "
+                "The input or output tokens must be reduced in order to run successfully.",
+                kind,
+            )
+    return {kind: min(wanted[kind], limit) for kind, limit in limits.per_minute.items()}
+
+
+def used(usage: Usage, settings: LimitSettings) -> Amounts:
+    """What a request took in the end."""
+    inputs = usage.prompt_tokens - (0 if settings.count_cached_tokens else usage.cached_tokens)
+    return _amounts(max(0, inputs), usage.completion_tokens)
+
+
+def costs(amounts: Amounts, limits: Limits) -> dict[LimitKind, int]:
+    """Microseconds in which so much flows back, of each limit."""
+    return {kind: cost_us(amounts[kind], limit) for kind, limit in limits.per_minute.items()}
+
+
+def refusal(limits: Limits, amounts: Amounts, taken: Taken, tenant: str) -> RateLimitError:
+    """Why it was not taken: the limit that will be in its way the longest."""
+    waits = {
+        kind: wait_us(taken.full_us[kind], taken.now_us, cost) for kind, cost in costs(amounts, limits).items() if cost
+    }
+    kind = max(waits, key=waits.__getitem__, default=None)
+    if kind is None or not waits[kind]:
+        return _too_many(limits.max_in_flight, tenant)
+    limit = limits.per_minute[kind]
+    missing = -(-(taken.full_us[kind] - taken.now_us) * limit // WINDOW_US)
+    retry_s = math.ceil(waits[kind] / 1e3) / 1e3
+    return RateLimitError(
+        f"Rate limit reached for {tenant} on {_NAMES[kind]}: Limit {limit}, Used {missing}, "
+        f"Requested {amounts[kind]}. Please try again in {retry_s:g}s.",
+        kind,
+        retry_after_s=retry_s,
+    )
+
+
+def _too_many(most: int, tenant: str) -> RateLimitError:
+    return RateLimitError(
+        f"Rate limit reached for {tenant} on concurrent requests: Limit {most}, Used {most}, Requested 1. "
+        f"Please try again in {RETRY_IN_FLIGHT_S:g}s.",
+        IN_FLIGHT,
+        retry_after_s=RETRY_IN_FLIGHT_S,
+    )
+
+
+def _amounts(input_tokens: int, output_tokens: int) -> Amounts:
+    return {
+        "requests": 1,
+        "tokens": input_tokens + output_tokens,
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+    }

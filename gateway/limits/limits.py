@@ -1,0 +1,176 @@
+"""The limits of every tenant: what a request may take is set aside before it is answered, and put right behind it.
+
+Knows no wire format and no Redis: counters count, amounts.py says how much, the dialects write what they are told. A
+tenant without limits costs nothing; one with limits, one call of the counters before the answer and one behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from gateway import tasks
+from gateway.config import LimitSettings, TenantSettings
+from gateway.errors import RateLimitError
+from gateway.limits.amounts import Amounts, Limits, costs, limits_of, refusal, to_set_aside, used
+from gateway.limits.base import Counters, CountersDownError, Take, Taken, room
+from gateway.limits.shared_counters import SharedCounters
+from gateway.types import LimitKind, Need, Room, Usage
+
+CLOSE_LIMIT_S: Final = 2.0
+"""For what is on its way to the counters when the gateway ends."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """A tenant that has limits, as this gateway knows it.
+
+    taken     what its counters said last
+    heard_s   when that was, by the monotonic clock
+    flights   leases that this gateway holds for it, and who counts them
+    refused   requests since the start, by the limit
+    """
+
+    limits: Limits
+    taken: Taken = field(default_factory=lambda: Taken(True, 0, {}))
+    heard_s: float = 0.0
+    flights: dict[str, Counters] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class TenantLimits:
+    """Limits of [limits] and [[tenants]]. Between `start` and `close` leases are renewed."""
+
+    def __init__(
+        self,
+        settings: LimitSettings,
+        tenants: Sequence[TenantSettings],
+        counters: SharedCounters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._counters = counters
+        self._clock = clock
+        self._accounts = {name: _Account(limits) for name, limits in limits_of(settings, tenants)}
+        self._gateway = secrets.token_hex(6)
+        self._numbers = itertools.count()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    def has(self, tenant: str) -> bool:
+        """Whether it has any limit."""
+        return tenant in self._accounts
+
+    def rooms(self, tenant: str) -> dict[LimitKind, Room]:
+        """What it may still send, as its counters said last; nothing for what has no limit. Asks nobody."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            return {}
+        taken = account.taken
+        now_us = taken.now_us + round((self._clock() - account.heard_s) * 1e6)
+        per_minute = account.limits.per_minute
+        return {kind: room(limit, taken.full_us.get(kind, 0), now_us) for kind, limit in per_minute.items()}
+
+    async def set_aside(self, tenant: str, need: Need) -> Hold | None:
+        """Until the hold is settled. None for a tenant without limits. Raises RateLimitError, and nothing else: who
+        counts may be away."""
+        if (account := self._accounts.get(tenant)) is None:
+            return None
+        try:
+            return await self._set_aside(tenant, account, need)
+        except RateLimitError as error:
+            account.refused[error.limit] += 1
+            raise
+
+    async def _set_aside(self, tenant: str, account: _Account, need: Need) -> Hold:
+        limits = account.limits
+        amounts = to_set_aside(need, limits, self._settings)
+        flight = f"{self._gateway}-{next(self._numbers)}" if need.generates and limits.max_in_flight else None
+        take = Take(costs(amounts, limits), flight, limits.max_in_flight)
+        taken, counters = await self._counters.take(tenant, take)
+        account.taken, account.heard_s = taken, self._clock()
+        if not taken.admitted:
+            raise refusal(limits, amounts, taken, tenant)
+        if flight is not None:
+            account.flights[flight] = counters
+        return Hold(partial(self._settle, tenant, counters, amounts, flight))
+
+    def start(self) -> None:
+        if any(account.limits.max_in_flight for account in self._accounts.values()):
+            self._renewing = tasks.spawn(self._renew_always(), name="renew leases of requests in flight")
+
+    async def close(self) -> None:
+        """What was given back reaches its counters, if they answer."""
+        await tasks.cancel(self._renewing)
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=CLOSE_LIMIT_S)
+
+    async def renew(self) -> None:
+        """Moves the ends of all leases of this gateway on. Never raises."""
+        for tenant, account in self._accounts.items():
+            by_counters: dict[Counters, list[str]] = {}
+            for flight, counters in account.flights.items():
+                by_counters.setdefault(counters, []).append(flight)
+            for counters, flights in by_counters.items():
+                await _tried(counters.renew(tenant, flights))
+
+    def figures(self) -> dict[str, Any]:
+        """For /metrics and /admin/stats, as counters said last."""
+        return {"outages": self._counters.outages, "tenants": {name: self._figures(name) for name in self._accounts}}
+
+    def _figures(self, tenant: str) -> dict[str, Any]:
+        account = self._accounts[tenant]
+        told: dict[str, Any] = {
+            kind: {"limit": one.limit, "remaining": one.remaining, "reset_s": round(one.reset_s, 3)}
+            for kind, one in self.rooms(tenant).items()
+        }
+        if most := account.limits.max_in_flight:
+            told["in_flight"] = {"limit": most, "of_this_gateway": len(account.flights)}
+        return {**told, "refused": dict(account.refused)}
+
+    async def _renew_always(self) -> None:
+        while not tasks.was_cancelled():
+            await asyncio.sleep(self._settings.lease_s / 3)
+            await self.renew()
+
+    def _settle(self, tenant: str, counters: Counters, amounts: Amounts, flight: str | None, usage: Usage) -> None:
+        account = self._accounts[tenant]
+        before, after = costs(amounts, account.limits), costs(used(usage, self._settings), account.limits)
+        changes = {kind: cost - after[kind] for kind, cost in before.items() if cost != after[kind]}
+        if flight is not None:
+            account.flights.pop(flight, None)
+        if changes or flight is not None:
+            flights = [] if flight is None else [flight]
+            task = tasks.spawn(_tried(counters.give_back(tenant, changes, flights)), name="settle limits")
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+
+class Hold:
+    """What was set aside for one request."""
+
+    __slots__ = ("_settle",)
+
+    def __init__(self, settle: Callable[[Usage], None]) -> None:
+        self._settle: Callable[[Usage], None] | None = settle
+
+    def settle(self, usage: Usage) -> None:
+        """The request is over and used this much; what else was set aside for it goes back. Waits for nothing, and
+        does nothing but once."""
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            settle(usage)
+
+
+async def _tried(call: Coroutine[Any, Any, None]) -> None:
+    """What was set aside flows back within a minute, and leases end by themselves."""
+    with contextlib.suppress(CountersDownError):
+        await call

@@ -1,0 +1,76 @@
+"""Counters in Redis, which all gateways share: one script call for each decision, by Redis's own clock.
+
+    kvasir:limits:{TENANT}          hash: kind -> microsecond at which its bucket is full again
+    kvasir:limits:{TENANT}:flights  sorted set: id of a request in flight, microsecond at which its lease ends
+
+The keys of one tenant have one slot of a Redis Cluster, and end by themselves when nothing in them matters any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+from redis.exceptions import RedisError
+
+from gateway.limits.base import WINDOW_US, CountersDownError, Take, Taken
+from gateway.types import LimitKind
+
+MAX_CALLS: Final = 32
+"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
+
+
+class RedisCounters:
+    """See Counters in base.py."""
+
+    def __init__(
+        self, redis: Redis, *, lease_s: float, timeout_s: float, now_us: Callable[[], int] | None = None
+    ) -> None:
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `now_us` None: Redis's own
+        clock, on which gateways agree."""
+        self._lease_us = round(lease_s * 1e6)
+        self._timeout_s = timeout_s
+        self._now_us = now_us
+        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._take = redis.register_script(_source("take.lua"))
+        self._give_back = redis.register_script(_source("give_back.lua"))
+        self._renew = redis.register_script(_source("renew.lua"))
+
+    async def take(self, tenant: str, take: Take) -> Taken:
+        args = [self._now(), WINDOW_US, self._lease_us, take.flight or "", take.max_in_flight, *_flat(take.costs)]
+        admitted, now_us, in_flight, *full_us = await self._ask(self._take, _keys(tenant), args)
+        return Taken(bool(admitted), now_us, dict(zip(take.costs, full_us, strict=True)), in_flight)
+
+    async def give_back(self, tenant: str, costs: Mapping[LimitKind, int], flights: Sequence[str]) -> None:
+        await self._ask(self._give_back, _keys(tenant), [self._now(), len(flights), *flights, *_flat(costs)])
+
+    async def renew(self, tenant: str, flights: Sequence[str]) -> None:
+        await self._ask(self._renew, _keys(tenant)[1:], [self._now(), self._lease_us, *flights])
+
+    def _now(self) -> str | int:
+        return "" if self._now_us is None else self._now_us()
+
+    async def _ask(self, script: AsyncScript, keys: list[str], args: list[str | int]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s), self._calls:
+                return await script(keys=keys, args=args)
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise CountersDownError(str(error) or type(error).__name__) from error
+
+
+def _keys(tenant: str) -> list[str]:
+    """KEYS of the scripts."""
+    tag = f"kvasir:limits:{{{tenant}}}"
+    return [tag, f"{tag}:flights"]
+
+
+def _flat(costs: Mapping[LimitKind, int]) -> list[str | int]:
+    return [item for pair in costs.items() for item in pair]
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,50 @@
+-- Takes what a request needs from its tenant's buckets, and a lease, if all of it is there.
+-- KEYS     buckets (hash: kind, microsecond at which it is full again), flights (sorted set: id, end in microseconds)
+-- ARGV     now in microseconds or empty for Redis's own clock, microseconds of a window, microseconds of a lease,
+--          id of a flight or empty, flights at most; then kind and cost in microseconds of each bucket
+-- returns  1 if it was taken else 0, now, flights, and when each bucket is full again
+local buckets, flights = KEYS[1], KEYS[2]
+local window, lease, flight, most = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local now = tonumber(ARGV[1])
+if not now then
+  local time = redis.call('TIME')
+  now = time[1] * 1000000 + time[2]
+end
+
+local admitted, full = 1, {}
+for i = 6, #ARGV, 2 do
+  local cost = tonumber(ARGV[i + 1])
+  local at = math.max(tonumber(redis.call('HGET', buckets, ARGV[i]) or 0), now)
+  if cost > 0 and at + cost > now + window then
+    admitted = 0
+  end
+  full[#full + 1] = at
+end
+local taken = 0
+if flight ~= '' then
+  redis.call('ZREMRANGEBYSCORE', flights, '-inf', string.format('%.0f', now))
+  taken = redis.call('ZCARD', flights)
+  if taken >= most then
+    admitted = 0
+  end
+end
+
+if admitted == 1 then
+  local last = now
+  for i = 1, #full do
+    full[i] = full[i] + tonumber(ARGV[5 + 2 * i])
+    redis.call('HSET', buckets, ARGV[4 + 2 * i], string.format('%.0f', full[i]))
+    last = math.max(last, full[i])
+  end
+  -- A second more: clocks are not this script's, and a key that ends early would be a bucket that is full early.
+  local stays = math.ceil((last - now) / 1000) + 1000
+  if #full > 0 and redis.call('PTTL', buckets) < stays then
+    redis.call('PEXPIRE', buckets, stays)
+  end
+  if flight ~= '' then
+    redis.call('ZADD', flights, string.format('%.0f', now + lease), flight)
+    redis.call('PEXPIRE', flights, math.ceil(lease / 1000) + 1000)
+    taken = taken + 1
+  end
+end
+return {admitted, now, taken, unpack(full)}

@@ -1,0 +1,206 @@
+"""The promises of gateway/limits/base.py over every implementation, with a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.index.redis_index import connect
+from gateway.limits.base import WINDOW_US, Counters, CountersDownError, Take, cost_us, room, wait_us
+from gateway.limits.memory_counters import MemoryCounters
+from gateway.limits.redis_counters import RedisCounters
+from gateway.types import LimitKind
+from tests.fakes.limits import Clock
+from tests.fakes.redis_process import RedisProcess
+
+LIMIT_S = 10.0
+LEASE_S = 30.0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url, LIMIT_S)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture(params=["memory", "redis"])
+def counters(request: pytest.FixtureRequest, redis: Redis, clock: Clock) -> Counters:
+    if request.param == "memory":
+        return MemoryCounters(lease_s=LEASE_S, now_us=clock)
+    return RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S, now_us=clock)
+
+
+def requests(amount: int, limit: int = 60) -> Take:
+    return Take({"requests": cost_us(amount, limit)})
+
+
+def flight(name: str, most: int = 2) -> Take:
+    return Take({}, name, most)
+
+
+async def test_a_minutes_worth_is_there_at_once_and_flows_back_evenly(counters: Counters, clock: Clock) -> None:
+    for _ in range(60):
+        assert (await counters.take("north", requests(1))).admitted
+    refused = await counters.take("north", requests(1))
+    assert not refused.admitted
+    assert wait_us(refused.full_us["requests"], refused.now_us, cost_us(1, 60)) == 1_000_000
+    clock.now_us += 999_999
+    assert not (await counters.take("north", requests(1))).admitted
+    clock.now_us += 1
+    assert (await counters.take("north", requests(1))).admitted
+    assert not (await counters.take("north", requests(1))).admitted
+    clock.pass_s(3600)
+    assert not (await counters.take("north", requests(61))).admitted, "nothing is saved up beyond a minute's worth"
+    assert (await counters.take("north", requests(60))).admitted
+
+
+async def test_what_is_not_all_there_is_not_taken_at_all(counters: Counters) -> None:
+    tokens = Take({"requests": cost_us(1, 10), "tokens": cost_us(600, 1000)})
+    assert (await counters.take("north", tokens)).admitted
+    refused = await counters.take("north", tokens)
+    assert not refused.admitted
+    assert room(10, refused.full_us["requests"], refused.now_us).remaining == 9
+    assert room(1000, refused.full_us["tokens"], refused.now_us).remaining == 400
+
+
+async def test_tenants_do_not_use_each_others(counters: Counters) -> None:
+    assert (await counters.take("north", requests(60))).admitted
+    assert (await counters.take("north}", requests(60))).admitted
+    assert (await counters.take("south", requests(60))).admitted
+    assert not (await counters.take("north", requests(1))).admitted
+
+
+async def test_what_was_not_used_is_there_again(counters: Counters) -> None:
+    assert (await counters.take("north", requests(60))).admitted
+    await counters.give_back("north", {"requests": cost_us(59, 60)}, [])
+    taken = await counters.take("north", requests(59))
+    assert taken.admitted
+    assert taken.full_us["requests"] == taken.now_us + WINDOW_US
+
+
+async def test_what_comes_back_late_makes_a_bucket_no_larger(counters: Counters, clock: Clock) -> None:
+    assert (await counters.take("north", requests(60))).admitted
+    clock.pass_s(50)
+    await counters.give_back("north", {"requests": cost_us(60, 60)}, [])
+    assert not (await counters.take("north", requests(61))).admitted
+    assert (await counters.take("north", requests(60))).admitted
+
+
+async def test_what_was_used_beyond_is_owed(counters: Counters, clock: Clock) -> None:
+    assert (await counters.take("north", requests(60))).admitted
+    await counters.give_back("north", {"requests": -cost_us(30, 60)}, [])
+    refused = await counters.take("north", requests(1))
+    assert wait_us(refused.full_us["requests"], refused.now_us, cost_us(1, 60)) == 31_000_000
+    free = await counters.take("north", requests(0))
+    assert free.admitted, "what costs nothing is there whatever is owed"
+    clock.pass_s(31)
+    assert (await counters.take("north", requests(1))).admitted
+
+
+async def test_so_many_are_in_flight_and_whoever_ends_makes_room(counters: Counters) -> None:
+    first, second = await counters.take("north", flight("a")), await counters.take("north", flight("b"))
+    assert (first.admitted, first.in_flight, second.admitted, second.in_flight) == (True, 1, True, 2)
+    third = await counters.take("north", flight("c"))
+    assert (third.admitted, third.in_flight) == (False, 2)
+    assert (await counters.take("south", flight("d"))).admitted
+    await counters.give_back("north", {}, ["a"])
+    await counters.give_back("north", {}, ["a", "never"])
+    assert (await counters.take("north", flight("c"))).admitted
+    assert not (await counters.take("north", flight("e"))).admitted
+
+
+async def test_who_has_no_place_takes_nothing_else_either(counters: Counters) -> None:
+    asked = Take({"requests": cost_us(1, 60)}, "a", 1)
+    assert (await counters.take("north", asked)).admitted
+    refused = await counters.take("north", Take({"requests": cost_us(1, 60)}, "b", 1))
+    assert not refused.admitted
+    assert room(60, refused.full_us["requests"], refused.now_us).remaining == 59
+
+
+async def test_leases_that_nobody_renews_end(counters: Counters, clock: Clock) -> None:
+    for name in "ab":
+        assert (await counters.take("north", flight(name))).admitted
+    clock.pass_s(LEASE_S - 1)
+    await counters.renew("north", ["a"])
+    clock.pass_s(1)
+    taken = await counters.take("north", flight("c"))
+    assert (taken.admitted, taken.in_flight) == (True, 2)
+    clock.pass_s(LEASE_S)
+    await counters.renew("north", ["a", "b", "c"])
+    taken = await counters.take("north", flight("d"))
+    assert taken.in_flight == 1, "a lease that has ended is not renewed"
+
+
+async def test_of_many_that_come_at_once_no_more_are_let_in_than_may(counters: Counters) -> None:
+    asked = [counters.take("north", Take({"requests": cost_us(1, 7)}, str(number), 5)) for number in range(40)]
+    assert sum(taken.admitted for taken in await asyncio.gather(*asked)) == 5
+
+
+async def test_redis_and_its_twin_say_the_same(redis: Redis, clock: Clock) -> None:
+    """Random requests, ends and pauses, with limits from one per minute to more than the clock can tell apart."""
+    twins: tuple[Counters, Counters] = (
+        MemoryCounters(lease_s=LEASE_S, now_us=clock),
+        RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S, now_us=clock),
+    )
+    chance = random.Random(7)
+    kinds: tuple[LimitKind, ...] = ("requests", "tokens", "input_tokens")
+    limits = dict(zip(kinds, (1, 977, 10**9), strict=True))
+    for number in range(600):
+        clock.now_us += chance.choice((0, 1, 333, 10**5, 10**7)) * chance.randrange(4)
+        asked = {
+            kind: cost_us(chance.choice((0, 1, limits[kind] // 3, limits[kind])), limits[kind])
+            for kind in chance.sample(kinds, chance.randrange(4))
+        }
+        match chance.randrange(4):
+            case 0:
+                changes = {kind: cost * chance.choice((-1, 1)) for kind, cost in asked.items()}
+                ended = [str(chance.randrange(number + 1)) for _ in range(chance.randrange(3))]
+                for twin in twins:
+                    await twin.give_back("north", changes, ended)
+            case 1:
+                names = [str(max(0, number - chance.randrange(20))) for _ in range(3)]
+                for twin in twins:
+                    await twin.renew("north", names)
+            case _:
+                take = Take(asked, str(number) if chance.random() < 0.7 else None, chance.randrange(1, 6))
+                one, other = [await twin.take("north", take) for twin in twins]
+                assert one == other, number
+
+
+async def test_keys_in_redis_end_when_nothing_in_them_matters(redis: Redis) -> None:
+    counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S)
+    assert (await counters.take("north", Take({"requests": cost_us(30, 60)}, "a", 1))).admitted
+    assert sorted(await redis.keys("*")) == [b"kvasir:limits:{north}", b"kvasir:limits:{north}:flights"]
+    assert 29_000 < await redis.pttl("kvasir:limits:{north}") <= 31_000
+    assert 30_000 < await redis.pttl("kvasir:limits:{north}:flights") <= 31_000
+    await counters.give_back("north", {"requests": cost_us(30, 60)}, ["a"])
+    assert await redis.keys("*") == []
+
+
+async def test_redis_that_is_away_or_cannot_do_it_is_down(own_redis: RedisProcess) -> None:
+    redis = connect(own_redis.url, 0.5)
+    try:
+        counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=0.5)
+        await redis.set("kvasir:limits:{north}", "not a hash")
+        with pytest.raises(CountersDownError, match="WRONGTYPE"):
+            await counters.take("north", requests(1))
+        own_redis.kill()
+        for call in (
+            counters.take("north", requests(1)),
+            counters.give_back("north", {}, ["a"]),
+            counters.renew("north", ["a"]),
+        ):
+            with pytest.raises(CountersDownError):
+                await call
+    finally:
+        await redis.aclose()

@@ -1,0 +1,52 @@
+"""Limits of tenants for tests: with a clock that the test turns, in memory or in a Redis that gateways share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gateway.config import LimitSettings, TenantSettings
+from gateway.limits.base import Counters
+from gateway.limits.limits import TenantLimits
+from gateway.limits.memory_counters import MemoryCounters
+from gateway.limits.redis_counters import RedisCounters
+from gateway.limits.shared_counters import SharedCounters
+
+START_US = 1_800_000_000_000_000
+"""Of the size of Redis's own clock: nothing may be lost to rounding there."""
+
+
+@dataclass
+class Clock:
+    """Microseconds when called."""
+
+    now_us: int = START_US
+
+    def __call__(self) -> int:
+        return self.now_us
+
+    def seconds(self) -> float:
+        return self.now_us / 1e6
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_us += round(seconds * 1e6)
+
+
+def tenant_limits(
+    clock: Clock,
+    *,
+    tenants: Sequence[TenantSettings] = (),
+    redis: Redis | Counters | None = None,
+    timeout_s: float = 10.0,
+    **limits: Any,
+) -> TenantLimits:
+    """`limits` are those of [limits]."""
+    settings = LimitSettings(**limits)
+    memory = MemoryCounters(lease_s=settings.lease_s, now_us=clock)
+    if isinstance(redis, Redis):
+        redis = RedisCounters(redis, lease_s=settings.lease_s, timeout_s=timeout_s, now_us=clock)
+    shared = SharedCounters(redis, memory, retry_s=1.0, clock=clock.seconds)
+    return TenantLimits(settings, tenants, shared, clock.seconds)
