@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ LOCK_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.01
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LINK: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -109,18 +111,31 @@ class Folder:
         return part, room
 
     def keep(
-        self, part: Part, tenant: str, filename: str, purpose: str, mime_type: str, ttl_s: float | None
+        self,
+        part: Part,
+        tenant: str,
+        filename: str,
+        purpose: str,
+        mime_type: str,
+        ttl_s: float | None,
+        *,
+        file_id: str | None = None,
     ) -> StoredFile:
         """Makes a file of an upload: it is durable, and every gateway sees it, when this returns.
+
+        file_id  that was chosen before; a file that has it already stays as it is, and is what comes back
 
         Raises QuotaError, StorageFullError and StorageError; the part is the caller's to discard then.
         """
         part.sync()
         with self._locked(tenant) as folder:
+            if file_id is not None and (there := self.find(tenant, file_id)) is not None:
+                part.discard()
+                return there
             self._room(tenant, part.num_bytes)
             now_s = self._now()
             stored = StoredFile(
-                id=self._next_id(tenant, now_s),
+                id=self._next_id(tenant, now_s) if file_id is None else file_id,
                 filename=filename,
                 purpose=purpose,
                 mime_type=mime_type,
@@ -162,6 +177,27 @@ class Folder:
                 return stored, _paths(self._root / tenant, file_id)[0].open("rb", buffering=0)
             except FileNotFoundError:
                 return None
+
+    def link(self, tenant: str, file_id: str, path: Path) -> bool:
+        """Puts its bytes at `path`, too, where they stay when it is deleted. Whether it was there. Raises
+        StorageFullError and StorageError."""
+        if self.find(tenant, file_id) is None:
+            return False
+        data, _ = _paths(self._root / tenant, file_id)
+        with _translated():
+            try:
+                os.link(data, path)
+            except FileNotFoundError:
+                if path.parent.is_dir():
+                    return False
+                raise
+            except OSError as error:
+                if error.errno not in _NO_LINK:
+                    raise
+                shutil.copyfile(data, path)
+                _sync_file(path)
+            _sync(path.parent)
+        return True
 
     def delete(self, tenant: str, file_id: str) -> bool:
         """Whether it was there."""
@@ -286,6 +322,11 @@ def _write(part: Path, body: bytes, path: Path) -> None:
     _sync(path.parent)
     os.rename(part, path)
     _sync(path.parent)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:

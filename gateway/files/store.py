@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
 
 from gateway import tasks
@@ -27,6 +29,7 @@ _T = TypeVar("_T")
 BUFFER_BYTES: Final = 1 << 20  # that are written at once
 THREADS: Final = 4
 RETRY_AFTER_S: Final = 1.0
+JSON_LINES: Final = "application/jsonl"
 
 
 class Upload:
@@ -111,6 +114,34 @@ class FileStore:
                 await asyncio.shield(self.run(part.discard))
         finally:
             self._uploads[tenant] -= 1
+
+    async def add(
+        self,
+        tenant: str,
+        file_id: str,
+        filename: str,
+        purpose: str,
+        ttl_s: float | None,
+        pieces: AsyncIterator[bytes],
+    ) -> StoredFile:
+        """A file that we made, of JSON lines. What has its id already stays as it is, and is what comes back: whoever
+        was killed meanwhile does the same again. `ttl_s` None: as long as batch files are kept. Raises QuotaError,
+        StorageFullError and StorageError."""
+        if (there := await self.find(tenant, file_id)) is not None:
+            return there
+        ttl_s = self.settings.batch_ttl_s if ttl_s is None else ttl_s
+        part, _ = await self._acquired(lambda: self.folder.begin(tenant), undo=lambda begun: begun[0].discard())
+        try:
+            async for piece in pieces:
+                await self.run(partial(part.write, piece))
+            keep = partial(self.folder.keep, part, tenant, filename, purpose, JSON_LINES, ttl_s, file_id=file_id)
+            return await self.run(keep)
+        finally:
+            await asyncio.shield(self.run(part.discard))
+
+    async def link(self, tenant: str, file_id: str, path: Path) -> bool:
+        """See Folder.link."""
+        return await self.run(lambda: self.folder.link(tenant, file_id, path))
 
     async def all_of(self, tenant: str) -> list[StoredFile]:
         """In the order in which they were made."""

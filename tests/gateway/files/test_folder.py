@@ -245,3 +245,40 @@ def test_who_holds_the_lock_too_long_makes_others_fail_and_not_wait(
     part, _ = bench.other.begin("a")
     assert isinstance(part, Part)
     part.discard()
+
+
+def test_a_file_whose_id_was_chosen_before_is_made_once(bench: Bench) -> None:
+    chosen, parts = f"{1:032x}", [bench.one.begin("a")[0] for _ in range(2)]
+    for part, data in zip(parts, (b"first", b"second"), strict=True):
+        part.write(data)
+    made = [
+        gateway.keep(part, "a", "x", "batch_output", "", 60, file_id=chosen)
+        for gateway, part in zip((bench.one, bench.other), parts, strict=True)
+    ]
+    assert made[0] == made[1]
+    assert made[0].id == chosen
+    assert bench.bytes_of(made[0]) == b"first"
+    assert bench.names() == [f"{chosen}.data", f"{chosen}.json"]
+    assert bench.put(b"later").id > chosen
+
+
+@pytest.mark.parametrize("error", [None, errno.EXDEV, errno.EPERM])
+def test_bytes_of_a_file_can_be_had_elsewhere_and_stay_when_it_is_deleted(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None
+) -> None:
+    if error is not None:
+
+        def link(*paths: Path) -> None:
+            raise OSError(error, "no links here")
+
+        monkeypatch.setattr(os, "link", link)
+    stored = bench.put(b"x")
+    assert bench.one.link("a", stored.id, tmp_path / "there")
+    assert bench.one.delete("a", stored.id)
+    assert (tmp_path / "there").read_bytes() == b"x"
+    assert not bench.one.link("a", stored.id, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    kept = bench.put(b"y")
+    assert not bench.one.link("b", kept.id, tmp_path / "none")
+    with pytest.raises(StorageError):
+        bench.one.link("a", kept.id, tmp_path / "no" / "folder")
