@@ -125,10 +125,8 @@ class BodyTooLargeError(KvasirError):
     status = 413
     type = "invalid_request_error"
 
-    def __init__(self, limit_bytes: int, *, code: str | None = None) -> None:
-        super().__init__(
-            f"The request body is larger than the limit of {limit_bytes} bytes (server.max_body_bytes).", code=code
-        )
+    def __init__(self, limit_bytes: int, *, code: str | None = None, setting: str = "server.max_body_bytes") -> None:
+        super().__init__(f"The request body is larger than the limit of {limit_bytes} bytes ({setting}).", code=code)
 
 
 class FileTooLargeError(KvasirError):

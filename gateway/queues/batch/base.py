@@ -238,5 +238,5 @@ class Runner(Protocol):
         ...
 
     def unrun(self, job: Job, row: bytes, why: Unrun) -> bytes:
-        """The result of a line that never ran, one row of JSON without the line end."""
+        """The result of a line that never ran, one row of JSON without the line end. `row` is empty when it is lost."""
         ...

@@ -31,10 +31,15 @@ class Progress(NamedTuple):
     done: int
 
 
+def new_id(now_s: float) -> str:
+    """Of a job or a file; later than those that were made before."""
+    return f"{round(now_s * 1e6):016x}{secrets.token_hex(8)}"
+
+
 def new_job(order: Order, *, now_s: float, window_s: float, input_file_id: str | None) -> Job:
     """Its id is later than those of jobs made before."""
     return Job(
-        id=f"{round(now_s * 1e6):016x}{secrets.token_hex(8)}",
+        id=new_id(now_s),
         tenant=order.tenant,
         dialect=order.dialect,
         endpoint=order.endpoint,
@@ -82,6 +87,11 @@ def failed(job: Job, errors: Sequence[JobError], now_s: float) -> Job:
     """Nothing of it will run. Who cancelled it meanwhile gets what was asked for."""
     state: State = "cancelled" if job.state == "cancelling" else "failed"
     return _to(replace(job, errors=tuple(errors)), state, now_s)
+
+
+def held_up(job: Job, error: JobError | None) -> Job:
+    """It says why it cannot end yet; None: it can."""
+    return replace(job, errors=() if error is None else (error,))
 
 
 def cancelled(job: Job, now_s: float) -> Job:

@@ -1,0 +1,327 @@
+"""What jobs have on disk, in a folder that all gateways share. Blocking: called from threads.
+
+    ROOT/TENANT/NAME.part          rows that are being sent; locked (flock) by whoever writes them while they live
+    ROOT/TENANT/JOB/input.jsonl    the rows of a job
+    ROOT/TENANT/JOB/lines          where each line is in them: offset and bytes, as in _ENTRY
+    ROOT/TENANT/JOB/NAME.spool     results, each of one gateway, one behind the other; which of them count, Redis knows
+    ROOT/TENANT/JOB/results.jsonl  all results, once the job has ended, where they became no files
+
+What is written in one go is renamed into place. A spool's end may be torn; nobody points to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from gateway.errors import BodyTooLargeError, StorageError, StorageFullError
+from gateway.queues.batch.base import Job, Line
+
+log = logging.getLogger(__name__)
+
+NEW_S: Final = 60.0
+
+_ENTRY: Final = struct.Struct("<QI")
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Rows:
+    """Rows that are being sent, by one thread at a time. Ended by JobFolder.put_input or by `discard`."""
+
+    def __init__(self, path: Path, descriptor: int, folder: JobFolder, max_bytes: int) -> None:
+        self.path = path
+        self._descriptor: int | None = descriptor
+        self._folder = folder
+        self._room_bytes = max_bytes
+        self._max_bytes = max_bytes
+        self._one_at_a_time = threading.Lock()  # who was cancelled discards while a write may still run
+
+    def append(self, data: bytes) -> None:
+        """Does nothing after `discard`. Raises BodyTooLargeError, StorageFullError and StorageError."""
+        with self._one_at_a_time, translated():
+            if self._descriptor is None:
+                return
+            self._room_bytes -= len(data)
+            if self._room_bytes < 0:
+                raise BodyTooLargeError(self._max_bytes, setting="batches.max_request_bytes")
+            self._folder.check_room(len(data))
+            write_all(self._descriptor, data)
+
+    def sync(self) -> None:
+        """Returns when what was written survives a power failure."""
+        with self._one_at_a_time, translated():
+            if self._descriptor is not None:
+                os.fsync(self._descriptor)
+
+    def discard(self) -> None:
+        """Leaves nothing behind; what became a job stays."""
+        with self._one_at_a_time:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+class JobFolder:
+    """The jobs below `root`, which is made when the first one comes."""
+
+    def __init__(self, root: Path, *, min_free_bytes: int) -> None:
+        self._root = root
+        self._min_free_bytes = min_free_bytes
+        self._appending = threading.Lock()
+
+    # -- input --------------------------------------------------------------------------------------------------------
+
+    def begin(self, tenant: str, max_bytes: int) -> Rows:
+        """Raises StorageError."""
+        with translated():
+            folder = self._root / tenant
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path = folder / f"{secrets.token_hex(16)}.part"
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            rows = Rows(path, descriptor, self, max_bytes)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return rows
+
+    def make(self, job: Job) -> Path:
+        """Its folder; where its rows belong comes back. Raises StorageError."""
+        with translated():
+            folder = self._of(job)
+            folder.mkdir(parents=True, mode=0o700)
+            _sync(folder.parent)
+        return folder / "input.jsonl"
+
+    def put_input(self, job: Job, rows: Rows) -> None:
+        """Its folder, with what was sent as its rows. Durable when this returns. Raises StorageError."""
+        rows.sync()
+        path = self.make(job)
+        with translated():
+            os.rename(rows.path, path)
+            _sync(path.parent)
+
+    def rows(self, job: Job) -> Generator[bytes]:
+        """All of them, with their line ends, one after the other. Raises StorageError."""
+        with translated(), (self._of(job) / "input.jsonl").open("rb") as file:
+            yield from file
+
+    def put_lines(self, job: Job, lines: Sequence[Line]) -> None:
+        """Where its lines are. Raises StorageFullError and StorageError."""
+        with self._writing(self._of(job) / "lines") as writing:
+            writing.write(b"".join(_ENTRY.pack(*line) for line in lines))
+            writing.keep()
+
+    def read_lines(self, job: Job, start: int, count: int) -> list[bytes]:
+        """The rows of so many lines from one on. Raises StorageError."""
+        with translated(), (self._of(job) / "lines").open("rb") as index, self._input(job) as rows:
+            entries = os.pread(index.fileno(), count * _ENTRY.size, start * _ENTRY.size)
+            if len(entries) != count * _ENTRY.size:
+                raise OSError(errno.EIO, f"the lines of {job.id} are not all there")
+            return [os.pread(rows.fileno(), size, offset) for offset, size in _ENTRY.iter_unpack(entries)]
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def append(self, job: Job, spool: str, body: bytes) -> int:
+        """The offset at which the result is; it survives a power failure when this returns. `spool` is written by this
+        process alone. Raises StorageFullError and StorageError."""
+        with translated():
+            self.check_room(len(body))
+            path = self._of(job) / f"{spool}.spool"
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                with self._appending:
+                    offset = os.fstat(descriptor).st_size
+                    write_all(descriptor, body + b"\n")
+                os.fdatasync(descriptor)
+                if not offset:
+                    _sync(path.parent)
+            finally:
+                os.close(descriptor)
+        return offset
+
+    def read(self, job: Job, places: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
+        """Results by spool, offset and bytes; None for what is not there. Raises StorageError."""
+        found: list[bytes | None] = []
+        with translated(), _Spools(self._of(job)) as spools:
+            for spool, offset, num_bytes in places:
+                file = spools.open(spool)
+                body = b"" if file is None else os.pread(file.fileno(), num_bytes, offset)
+                found.append(body if len(body) == num_bytes > 0 else None)
+        return found
+
+    @contextmanager
+    def writing(self, job: Job) -> Iterator[Writing]:
+        """All results of a job, in place of those that were there. Raises StorageFullError and StorageError."""
+        with self._writing(self._of(job) / "results.jsonl") as writing:
+            yield writing
+
+    def open_results(self, job: Job) -> BinaryIO | None:
+        """They stay readable until they are closed. None when there are none. Raises StorageError."""
+        with translated():
+            try:
+                return (self._of(job) / "results.jsonl").open("rb", buffering=0)
+            except FileNotFoundError:
+                return None
+
+    # -- what goes ----------------------------------------------------------------------------------------------------
+
+    def clean(self, job: Job) -> None:
+        """Leaves nothing but its results. Raises StorageError."""
+        with translated():
+            folder = self._of(job)
+            if folder.is_dir():
+                for path in folder.iterdir():
+                    if path.name != "results.jsonl":
+                        path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    folder.rmdir()  # when there are none
+
+    def remove(self, tenant: str, job_id: str) -> None:
+        """Raises StorageError."""
+        with translated():
+            shutil.rmtree(self._root / tenant / job_id, ignore_errors=True)
+
+    def jobs(self) -> list[tuple[str, str]]:
+        """Tenant and id of all that have a folder. Raises StorageError."""
+        with translated():
+            folders = (path for tenant in self._tenants() for path in tenant.iterdir() if path.is_dir())
+            return sorted((path.parent.name, path.name) for path in folders)
+
+    def sweep(self) -> int:
+        """Removes rows that nobody sends any more. How many there were. Raises StorageError."""
+        with translated():
+            parts = [path for tenant in self._tenants() for path in tenant.glob("*.part") if _is_left(path)]
+            for path in parts:
+                path.unlink(missing_ok=True)
+        return len(parts)
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raises StorageFullError when so many bytes would leave less than others need."""
+        disk = os.statvfs(self._root)
+        if disk.f_bavail * disk.f_frsize - num_bytes < self._min_free_bytes:
+            raise _full()
+
+    def _tenants(self) -> list[Path]:
+        return [path for path in self._root.iterdir() if path.is_dir()] if self._root.is_dir() else []
+
+    def _of(self, job: Job) -> Path:
+        return self._root / job.tenant / job.id
+
+    def _input(self, job: Job) -> BinaryIO:
+        return (self._of(job) / "input.jsonl").open("rb", buffering=0)
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[Writing]:
+        with translated():
+            part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            yield Writing(self, descriptor, part, path)
+        finally:
+            os.close(descriptor)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+class Writing:
+    """A file that is there, whole, from `keep` on, and not at all without it."""
+
+    def __init__(self, folder: JobFolder, descriptor: int, part: Path, path: Path) -> None:
+        self._folder = folder
+        self._descriptor = descriptor
+        self._part = part
+        self._path = path
+
+    def write(self, data: bytes) -> None:
+        """Raises StorageFullError and StorageError."""
+        with translated():
+            self._folder.check_room(len(data))
+            write_all(self._descriptor, data)
+
+    def keep(self) -> None:
+        """Durable when this returns. Raises StorageFullError and StorageError."""
+        with translated():
+            os.fsync(self._descriptor)
+            os.rename(self._part, self._path)
+            _sync(self._path.parent)
+
+
+class _Spools:
+    """Context manager around the spools of one job that are read, each opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, BinaryIO | None] = {}
+
+    def __enter__(self) -> _Spools:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for file in self._files.values():
+            if file is not None:
+                file.close()
+
+    def open(self, spool: str) -> BinaryIO | None:
+        if spool not in self._files:
+            try:
+                self._files[spool] = (self._folder / f"{spool}.spool").open("rb", buffering=0)
+            except FileNotFoundError:
+                self._files[spool] = None
+        return self._files[spool]
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _full() from error
+        log.warning("jobs cannot be written or read: %s", error)
+        raise StorageError("Batches cannot be written or read at the moment.") from error
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _full() -> StorageFullError:
+    return StorageFullError("There is no room for this batch on the server's disk.")
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_left(part: Path) -> bool:
+    """Whether nobody writes it. One that is new may not be locked yet."""
+    try:
+        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False  # it became a job, or was discarded meanwhile
+    try:
+        if time.time() - os.fstat(descriptor).st_mtime < NEW_S:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)

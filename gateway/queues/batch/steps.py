@@ -1,0 +1,217 @@
+"""What is done for a job besides running its lines: it is validated, planned and queued; its lines are dropped when its
+time is over; its results are written. What is next follows from its record (job.py), so whoever comes after somebody
+who was killed goes on, and whatever is done twice comes to the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final
+
+from gateway.config import BatchSettings
+from gateway.errors import KvasirError, OverloadedError, QuotaError, StorageError
+from gateway.queues.batch import job as states
+from gateway.queues.batch.base import Checked, Job, JobError, Runner, Unrun
+from gateway.queues.batch.folder import JobFolder
+from gateway.queues.batch.job import Progress, Step, new_id, next_step, why_dropped
+from gateway.queues.batch.jobs import Jobs, too_many_lines
+from gateway.queues.batch.lines import Kind, Lines, Result
+from gateway.queues.batch.store import FILE_PURPOSE, Files
+
+log = logging.getLogger(__name__)
+
+PLAN_AT_ONCE: Final = 64
+QUEUE_AT_ONCE: Final = 500
+DROP_AT_ONCE: Final = 500
+WRITE_AT_ONCE: Final = 200
+
+OK: Final[tuple[Kind, ...]] = ("succeeded",)
+NOT_OK: Final[tuple[Kind, ...]] = ("failed", "cancelled", "expired")
+
+
+class HeldUpError(Exception):
+    """A job cannot go on now: there is no room for its results, say. It is tried again later."""
+
+
+class Steps:
+    """One gateway's. `owner` is who it says it is."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        lines: Lines,
+        folder: JobFolder,
+        files: Files,
+        runner: Runner,
+        settings: BatchSettings,
+        now: Callable[[], float],
+        owner: str,
+    ) -> None:
+        """`now` is seconds since 1970."""
+        self._jobs = jobs
+        self._lines = lines
+        self._folder = folder
+        self._files = files
+        self._runner = runner
+        self._settings = settings
+        self._now = now
+        self._owner = owner
+        self._do: Mapping[Step, Callable[[Job, Progress], Awaitable[None]]] = {
+            "validate": self._validate,
+            "plan": self._plan,
+            "queue": self._queue,
+            "drop": self._drop,
+            "finalize": self._finalize,
+        }
+
+    async def due(self, job: Job) -> bool:
+        """Whether there is something to do for it besides running its lines."""
+        return next_step(job, await self._lines.progress(job.id), self._now()) != "wait"
+
+    async def advance(self, job_id: str) -> bool:
+        """Does what there is to do for a job. False when there is no use in looking again at once: somebody else does
+        it, or its last lines run. Raises HeldUpError, OverloadedError and StorageError; whatever was done until then is
+        done."""
+        if not await self._lease(job_id):
+            return False
+        dropped = False
+        while (job := await self._jobs.find(job_id)) is not None and await self._lease(job_id):
+            progress = await self._lines.progress(job_id)
+            step = next_step(job, progress, self._now())
+            if step == "clean":
+                await self._clean(job)
+                break
+            if step == "wait" or (step == "drop" and dropped):
+                break
+            await self._do[step](job, progress)
+            dropped = step == "drop"
+        await self._jobs.release(job_id, self._owner)
+        return not dropped
+
+    async def _lease(self, job_id: str) -> bool:
+        now_ms = round(self._now() * 1e3)
+        return await self._jobs.lease(job_id, self._owner, now_ms, now_ms + round(self._settings.lease_s * 1e3))
+
+    # -- in the beginning ---------------------------------------------------------------------------------------------
+
+    async def _validate(self, job: Job, _: Progress) -> None:
+        checked = await asyncio.to_thread(self._check, job)
+        errors, now_s = list(checked.errors), self._now()
+        if not errors and not await self._jobs.reserve(job, len(checked.lines)):
+            errors = [JobError("too_many_requests", too_many_lines(self._settings).message)]
+        if errors:
+            await self._jobs.update(states.failed(job, errors, now_s))
+            return
+        await asyncio.to_thread(self._folder.put_lines, job, checked.lines)
+        await self._jobs.update(states.validated(job, len(checked.lines), checked.model, now_s))
+
+    def _check(self, job: Job) -> Checked:
+        rows = self._folder.rows(job)
+        try:
+            return self._runner.check(job, rows)
+        finally:
+            rows.close()
+
+    async def _plan(self, job: Job, progress: Progress) -> None:
+        count = min(PLAN_AT_ONCE, job.counts.total - progress.planned)
+        rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count)
+        plans = [await self._runner.plan(job, row) for row in rows]
+        await self._lines.stage(job.id, progress.planned, plans)
+
+    async def _queue(self, job: Job, _: Progress) -> None:
+        while await self._lines.queue(job.id, job.tenant, QUEUE_AT_ONCE):
+            await self._lease(job.id)
+
+    # -- in the end ---------------------------------------------------------------------------------------------------
+
+    async def _drop(self, job: Job, _: Progress) -> None:
+        kind = why_dropped(job, self._now())
+        assert kind is not None, "the step is for those"
+        while await self._lines.drop_staged(job.id, job.counts.total, kind, DROP_AT_ONCE):
+            await self._lease(job.id)
+        for lane in await self._lines.lanes(job.id):
+            after = b""
+            while after := await self._lines.drop_waiting(job.id, lane, after, kind, DROP_AT_ONCE):
+                await self._lease(job.id)
+
+    async def _finalize(self, job: Job, _: Progress) -> None:
+        """The ids of its files are kept before there are files, so that there never are two of one."""
+        if job.file_ids is None:
+            await self._jobs.update(states.finalizing(job, (new_id(self._now()), new_id(self._now())), self._now()))
+            return
+        counts, usage = await self._lines.tally(job.id)
+        output, errors = job.file_ids
+        some_ran = counts.succeeded + counts.failed > 0
+        has_output = job.in_files and counts.succeeded > 0
+        has_errors = job.in_files and some_ran and counts.succeeded < job.counts.total
+        try:
+            if has_output:
+                await self._add(job, output, "output", OK)
+            if has_errors:
+                await self._add(job, errors, "errors", NOT_OK)
+            if not job.in_files:
+                await self._put_results(job)
+        except OverloadedError:
+            raise
+        except (QuotaError, StorageError) as error:
+            await self._hold_up(job, error)
+        counts = replace(counts, total=job.counts.total)
+        ids = (output if has_output else None, errors if has_errors else None)
+        await self._jobs.update(states.ended(job, counts, usage, *ids, self._now()))
+
+    async def _add(self, job: Job, file_id: str, name: str, kinds: Collection[Kind]) -> None:
+        async with aclosing(self._results(job, kinds)) as pieces:
+            filename = f"batch_{job.id}_{name}.jsonl"
+            await self._files.add(job.tenant, file_id, filename, FILE_PURPOSE, job.output_ttl_s, pieces)
+
+    async def _put_results(self, job: Job) -> None:
+        with self._folder.writing(job) as writing:
+            async with aclosing(self._results(job, (*OK, *NOT_OK))) as pieces:
+                async for piece in pieces:
+                    await asyncio.to_thread(writing.write, piece)
+            await asyncio.to_thread(writing.keep)
+
+    async def _results(self, job: Job, kinds: Collection[Kind]) -> AsyncGenerator[bytes]:
+        """JSON lines, in the order of the job's."""
+        for start in range(0, job.counts.total, WRITE_AT_ONCE):
+            await self._lease(job.id)
+            count = min(WRITE_AT_ONCE, job.counts.total - start)
+            results = await self._lines.results(job.id, start, count)
+            if piece := await asyncio.to_thread(self._written, job, start, results, kinds):
+                yield piece
+
+    def _written(self, job: Job, start: int, results: list[Result | None], kinds: Collection[Kind]) -> bytes:
+        wanted = [(start + index, one) for index, one in enumerate(results) if one is not None and one.kind in kinds]
+        ran = [(one.spool, one.offset, one.num_bytes) for _, one in wanted if one.spool]
+        bodies = iter(self._folder.read(job, ran))
+        written = []
+        for line, one in wanted:
+            body = next(bodies) if one.spool else None
+            if body is None:
+                why: Unrun = one.kind if one.kind in ("cancelled", "expired") else "failed"
+                body = self._runner.unrun(job, self._row(job, line), why)
+            written.append(body + b"\n")
+        return b"".join(written)
+
+    def _row(self, job: Job, line: int) -> bytes:
+        """Empty when it is lost, so that a job ends all the same."""
+        try:
+            return self._folder.read_lines(job, line, 1)[0]
+        except StorageError:
+            return b""
+
+    async def _hold_up(self, job: Job, error: KvasirError) -> None:
+        told = JobError(error.code or "storage_error", error.message)
+        if job.errors != (told,):
+            log.warning("a batch of %s cannot end yet: %s", job.tenant, error.message)
+            await self._jobs.update(states.held_up(job, told))
+        raise HeldUpError(error.message) from error
+
+    async def _clean(self, job: Job) -> None:
+        await asyncio.to_thread(self._folder.clean, job)
+        await self._lines.forget(job.id)
+        await self._jobs.close(job, round((self._now() + self._settings.keep_s) * 1e3))

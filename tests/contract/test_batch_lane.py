@@ -1,0 +1,62 @@
+"""The batch lane over a real Redis, which is killed while it works."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.config import BatchSettings
+from gateway.index.redis_index import connect
+from gateway.queues.batch.base import Counts
+from gateway.queues.batch.jobs import Jobs
+from gateway.queues.batch.lines import Lines
+from gateway.queues.batch.redis_calls import PREFIX, RedisCalls
+from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.queues.batch.redis_lines import RedisLines
+from tests.fakes.batches import FakeRunner, Lane
+from tests.fakes.redis_process import RedisProcess
+from tests.fakes.waiting import until
+
+
+def stores(redis: Redis) -> Callable[[BatchSettings], tuple[Jobs, Lines]]:
+    calls = RedisCalls(redis, timeout_s=2.0)
+    return lambda settings: (RedisJobs(calls, settings), RedisLines(calls))
+
+
+async def test_a_job_leaves_its_record_alone_in_redis_until_that_is_over_its_time(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with connect(redis_url, 2.0) as redis:
+        lane = Lane(tmp_path, stores=stores(redis))
+        job = await lane.create([{"id": str(number), "prefix": number % 3} for number in range(100)])
+        async with lane.gateway(FakeRunner()):
+            job = await lane.ended(job)
+        assert job.counts == Counts(100, succeeded=100)
+        assert Counter(row["id"] for row in await lane.results(job)) == Counter(map(str, range(100)))
+        names = {key.decode().removeprefix(PREFIX).partition(":")[0] for key in await redis.keys(f"{PREFIX}*")}
+        assert names == {"job", "of", "ended", "quota"}
+        lane.now_s += lane.settings.keep_s
+        await lane.worker(FakeRunner()).sweep()
+        assert await redis.keys(f"{PREFIX}*") == [f"{PREFIX}quota".encode()]
+
+
+async def test_while_redis_is_away_lines_wait_and_then_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RedisProcess(tmp_path, "--appendonly", "yes") as process:
+        async with connect(process.url, 2.0) as redis:
+            lane, runner = Lane(tmp_path / "data", stores=stores(redis)), FakeRunner()
+            job = await lane.create([{"id": str(number), "hold": number >= 4} for number in range(20)])
+            async with lane.gateway(runner) as worker:
+                await until(lambda: len(runner.holding) == 4)
+                process.kill()
+                runner.gate.set()
+                await until(lambda: "waits for Redis" in caplog.text)
+                assert worker.in_flight == 4, "their results are not given up"
+                process.start()
+                job = await lane.ended(job)
+            assert job.counts == Counts(20, succeeded=20)
+            assert Counter(runner.ran) == Counter(map(str, range(20)))
+            assert caplog.text.count("waits for Redis") == 1

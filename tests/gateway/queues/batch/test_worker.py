@@ -1,0 +1,369 @@
+"""The batch lane as a whole, with a runner that answers at once: every line one result, whoever is killed when."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.errors import BadRequestError, NotFoundError, QuotaError
+from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, Order
+from gateway.queues.batch.folder import JobFolder
+from gateway.queues.batch.lines import Result
+from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, until_holding
+from tests.fakes.waiting import until
+
+
+@pytest.fixture
+def lane(tmp_path: Path) -> Lane:
+    return Lane(tmp_path)
+
+
+def rows(count: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"id": str(number), **more} for number in range(count)]
+
+
+async def test_a_job_goes_through_all_its_states_and_leaves_nothing_but_its_files(lane: Lane) -> None:
+    made = [*rows(70), {"id": "x", "fail": True}]
+    job = await lane.create(made, metadata={"k": "v"}, namespace="n", output_ttl_s=3600.0)
+    assert (job.state, job.counts.total) == ("validating", 0)
+    async with lane.gateway(FakeRunner()):
+        job = await lane.ended(job)
+    assert job.state == "completed"
+    assert job.counts == Counts(71, succeeded=70, failed=1)
+    assert job.usage.prompt_tokens == 3 * 71
+    assert list(job.reached) == ["validating", "in_progress", "finalizing", "completed"]
+    assert (job.metadata, job.namespace, job.model) == ({"k": "v"}, "n", "m")
+    assert [row["id"] for row in await lane.file("a", job.output_file_id)] == [row["id"] for row in made[:-1]]
+    assert await lane.file("a", job.error_file_id) == [{"id": "x", "ran": True}]
+    output = await lane.files.find("a", str(job.output_file_id))
+    assert output is not None
+    assert (output.purpose, output.filename) == ("batch_output", f"batch_{job.id}_output.jsonl")
+    assert output.expires_s == output.created_s + 3600.0
+    assert lane.on_disk() == []
+
+
+async def test_a_job_whose_rows_were_sent_has_results_to_read_instead_of_files(lane: Lane) -> None:
+    order = Order("a", "anthropic", "/v1/messages", num_lines=3)
+    async with lane.store.input("a") as sent:
+        for piece in (b'{"id":', b'"1"}\n{"id":"2","fail":true}', b'\n{"id":"3"}\n'):
+            await sent.write(piece)
+        job = await lane.store.create(order, sent)
+    assert job.counts.total == 3
+    async with lane.store.results("a", "anthropic", job.id) as none:
+        assert none is None
+    async with lane.gateway(FakeRunner()):
+        job = await lane.ended(job)
+    assert (job.state, job.output_file_id, job.error_file_id) == ("completed", None, None)
+    assert [row["id"] for row in await lane.results(job)] == ["1", "2", "3"]
+    assert lane.on_disk() == [f"a/{job.id}/results.jsonl"]
+    assert not await lane.store.delete("b", "anthropic", job.id)
+    assert await lane.store.delete("a", "anthropic", job.id)
+    assert await lane.store.find("a", "anthropic", job.id) is None
+    assert lane.on_disk() == []
+
+
+async def test_rows_that_became_no_job_are_gone(lane: Lane) -> None:
+    async with lane.store.input("a") as sent:
+        await sent.write(b"x" * 3_000_000)
+        assert len(lane.on_disk()) == 1
+    assert lane.on_disk() == []
+    with pytest.raises(NotFoundError):
+        await lane.store.create(Order("a", "openai", "/v1/x"), "0" * 32)
+    assert lane.folder.jobs() == []
+
+
+async def test_a_job_goes_on_without_the_file_that_it_came_from(lane: Lane) -> None:
+    job = await lane.create(rows(3))
+    assert job.input_file_id is not None
+    assert await lane.files.delete("a", job.input_file_id)
+    async with lane.gateway(FakeRunner()):
+        assert (await lane.ended(job)).counts == Counts(3, succeeded=3)
+
+
+async def test_a_wrong_input_fails_the_job_with_its_lines(lane: Lane) -> None:
+    job = await lane.create(b'{"id":"1"}\n\nbad\n')
+    async with lane.gateway(FakeRunner()):
+        job = await lane.ended(job)
+    assert (job.state, job.errors) == ("failed", (JobError("invalid_json_line", "Bad.", None, 3),))
+    assert await lane.files.all_of("a") == [await lane.files.find("a", str(job.input_file_id))]
+    assert lane.on_disk() == []
+
+
+async def test_lines_that_share_a_prefix_run_together_across_jobs(tmp_path: Path) -> None:
+    lane, runner = Lane(tmp_path, QUICK.model_copy(update={"max_in_flight": 1})), FakeRunner()
+    made = [await lane.create([{"id": f"{job}{n}", "prefix": n % 3} for n in range(6)]) for job in "ab"]
+    steps = lane.worker(runner)
+    for job in made:
+        assert await steps._steps.advance(job.id)
+    async with lane.gateway(runner):
+        for job in made:
+            await lane.ended(job)
+    prefixes = [int(name[1:]) % 3 for name in runner.ran]
+    assert prefixes == sorted(prefixes)
+    assert len(prefixes) == 12
+
+
+async def test_no_more_lines_run_at_a_time_than_may(lane: Lane) -> None:
+    runner = FakeRunner()
+    job = await lane.create(rows(10, hold=True))
+    async with lane.gateway(runner) as worker:
+        await until(lambda: len(runner.holding) == 4)
+        found = await lane.found(job)
+        assert (found.state, found.counts.processing) == ("in_progress", 10)
+        assert worker.in_flight == 4
+        runner.gate.set()
+        await lane.ended(job)
+    assert Counter(runner.ran) == Counter(map(str, range(10)))
+
+
+async def test_what_an_engine_failed_is_tried_again_until_that_is_its_result(lane: Lane) -> None:
+    runner = FakeRunner()
+    job = await lane.create([{"id": "twice", "again": 2}, {"id": "always", "again": 99}, {"id": "later", "later": 5}])
+    async with lane.gateway(runner):
+        job = await lane.ended(job)
+    assert job.counts == Counts(3, succeeded=2, failed=1)
+    assert runner.tries == {"twice": 3, "always": 3, "later": 6}
+
+
+async def test_cancelling_ends_what_waits_at_once_and_lets_what_runs_end(lane: Lane) -> None:
+    runner = FakeRunner()
+    job = await lane.create(rows(10, hold=True))
+    async with lane.gateway(runner):
+        await until(lambda: len(runner.holding) == 4)
+        cancelling = await lane.store.cancel("a", "openai", job.id)
+        assert cancelling is not None
+        assert cancelling.state == "cancelling"
+        assert await lane.store.cancel("b", "openai", job.id) is None
+
+        async def dropped() -> bool:
+            return (await lane.found(job)).counts.cancelled == 6
+
+        await until(dropped)
+        with pytest.raises(BadRequestError):
+            await lane.store.delete("a", "openai", job.id)
+        runner.gate.set()
+        job = await lane.ended(job)
+    assert (job.state, job.counts) == ("cancelled", Counts(10, succeeded=4, cancelled=6))
+    assert len(runner.ran) == 4
+    found = await lane.results(job)
+    assert Counter(row.get("why") for row in found) == {None: 4, "cancelled": 6}
+    assert len({row["id"] for row in found}) == 10
+    with pytest.raises(BadRequestError):
+        await lane.store.cancel("a", "openai", job.id)
+
+
+async def test_a_job_that_is_cancelled_before_it_began_has_results_for_all_its_lines(lane: Lane) -> None:
+    async with lane.store.input("a") as sent:
+        await sent.write(b'{"id":"1"}\n{"id":"2"}\n')
+        job = await lane.store.create(Order("a", "anthropic", "/v1/messages"), sent)
+    await lane.store.cancel("a", "anthropic", job.id)
+    runner = FakeRunner()
+    async with lane.gateway(runner):
+        job = await lane.ended(job)
+    assert (job.state, job.counts, runner.ran) == ("cancelled", Counts(2, cancelled=2), [])
+    assert [row["why"] for row in await lane.results(job)] == ["cancelled"] * 2
+
+
+async def test_when_its_time_is_over_what_has_not_begun_expires_and_what_is_done_is_kept(lane: Lane) -> None:
+    runner = FakeRunner()
+    job = await lane.create([*rows(3), *({"id": f"h{n}", "hold": True} for n in range(6))], window_s=100.0)
+    async with lane.gateway(runner):
+        await until(lambda: len(runner.holding) == 4)
+        lane.now_s += 50.0
+        assert (await lane.found(job)).state == "in_progress"
+        lane.now_s += 50.0
+        runner.gate.set()
+        job = await lane.ended(job)
+    assert job.state == "expired"
+    assert job.counts.succeeded >= 3 + 4
+    assert job.counts.processing == 0
+    assert len({row["id"] for row in await lane.results(job)}) == 9
+
+
+async def test_a_job_of_which_nothing_ran_has_no_files(lane: Lane) -> None:
+    job = await lane.create(rows(3), window_s=10.0)
+    lane.now_s += 10.0
+    async with lane.gateway(FakeRunner()):
+        job = await lane.ended(job)
+    assert (job.state, job.counts) == ("expired", Counts(3, expired=3))
+    assert (job.output_file_id, job.error_file_id) == (None, None)
+
+
+async def test_two_gateways_share_the_work_and_one_that_closes_leaves_its_lines_to_the_other(lane: Lane) -> None:
+    one, other = FakeRunner(), FakeRunner()
+    job = await lane.create(rows(12, hold=True))
+    async with lane.gateway(other):
+        async with lane.gateway(one):
+            await until(lambda: len(one.holding) == len(other.holding) == 4)
+            assert not one.holding & other.holding
+        other.gate.set()
+        job = await lane.ended(job)
+    assert job.counts == Counts(12, succeeded=12)
+    assert set(other.ran) >= one.holding
+
+
+async def test_lines_of_a_gateway_that_was_killed_run_elsewhere_when_its_leases_are_over(lane: Lane) -> None:
+    dead, runner, life = FakeRunner(), FakeRunner(), Life()
+    job = await lane.create(rows(6, hold=True))
+    async with lane.gateway(dead, life):
+        await until(lambda: len(dead.holding) == 4)
+        life.ended = True
+    runner.gate.set()
+    async with lane.gateway(runner):
+        await until(lambda: len(runner.ran) == 2)
+        assert not (await lane.found(job)).has_ended
+        lane.now_s += 60.0
+        job = await lane.ended(job)
+    assert job.counts == Counts(6, succeeded=6)
+    assert Counter(runner.ran) == Counter(map(str, range(6)))
+
+
+async def test_a_gateway_stops_what_somebody_else_has_by_now(tmp_path: Path) -> None:
+    lane = Lane(tmp_path, QUICK.model_copy(update={"lease_s": 0.03}))
+    runner = FakeRunner()
+    job = await lane.create(rows(1, hold=True))
+    async with lane.gateway(runner) as worker:
+        await until_holding(runner, {"0"})
+        lane.now_s += 1.0
+        (claim,) = await lane.lines.take_over("other", 1, round(lane.now_s * 1e3), round(lane.now_s * 1e3) + 10**6)
+        await until(lambda: worker.in_flight == 0)
+        assert await lane.lines.complete(claim, Result("failed"), NO_USAGE) == 1
+        job = await lane.ended(job)
+    assert await lane.results(job) == [{"id": "0", "why": "failed"}], "a result that was lost has one all the same"
+
+
+async def test_a_disk_that_is_full_makes_lines_wait(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.worker.HELD_UP_S", 0.05)
+    full, refused = [True], asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def check_room(self: JobFolder, num_bytes: int) -> None:
+        if full[0]:
+            loop.call_soon_threadsafe(refused.set)
+            raise OSError(errno.ENOSPC, "full")
+
+    job = await lane.create(rows(3))
+    steps = lane.worker(FakeRunner())
+    assert await steps._steps.advance(job.id)
+    monkeypatch.setattr(JobFolder, "check_room", check_room)
+    async with lane.gateway(FakeRunner()):
+        async with asyncio.timeout(10):
+            await refused.wait()
+        assert (await lane.found(job)).counts.processing == 3
+        full[0] = False
+        assert (await lane.ended(job)).counts == Counts(3, succeeded=3)
+    assert "There is no room" in caplog.text
+
+
+async def test_a_tenant_without_room_for_the_results_is_told_and_gets_them_when_there_is(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.worker.HELD_UP_S", 0.05)
+    job = await lane.create(rows(3))
+    limits = lane.file_folder._settings
+    lane.file_folder._settings = limits.model_copy(update={"max_files": 1})
+    async with lane.gateway(FakeRunner()):
+
+        async def held_up() -> bool:
+            return bool((await lane.found(job)).errors)
+
+        await until(held_up)
+        found = await lane.found(job)
+        assert (found.state, found.errors[0].code) == ("finalizing", "quota_exceeded")
+        assert found.output_file_id is None
+        lane.file_folder._settings = limits
+        job = await lane.ended(job)
+    assert (job.state, job.errors, len(await lane.results(job))) == ("completed", (), 3)
+
+
+async def test_a_tenant_with_too_many_lines_has_its_job_failed(tmp_path: Path) -> None:
+    lane = Lane(tmp_path, QUICK.model_copy(update={"max_waiting_lines": 5, "max_jobs": 2}))
+    first, runner = await lane.create(rows(4, hold=True)), FakeRunner()
+    async with lane.gateway(runner):
+        await until(lambda: len(runner.holding) == 4)
+        second = await lane.create(rows(2, hold=True))
+        second = await lane.ended(second)
+        assert (second.state, second.errors[0].code) == ("failed", "too_many_requests")
+        runner.gate.set()
+        await lane.ended(first)
+
+
+async def test_a_tenant_with_too_many_jobs_gets_none_and_nothing_is_left_of_it(tmp_path: Path) -> None:
+    lane = Lane(tmp_path, QUICK.model_copy(update={"max_jobs": 1}))
+    await lane.create(rows(1))
+    with pytest.raises(QuotaError):
+        await lane.create(rows(1))
+    await lane.create(rows(1), "b")
+    assert len(lane.folder.jobs()) == 2
+
+
+async def test_jobs_are_forgotten_after_a_time_and_folders_of_none_are_swept_away(lane: Lane) -> None:
+    job = await lane.create(rows(1))
+    orphan = Job("0" * 31 + "1", "a", "openai", "/v1/x", 0.0, 0.0)
+    lane.folder.make(orphan).write_bytes(b"x")
+    worker = lane.worker(FakeRunner())
+    await worker.sweep()
+    assert lane.folder.jobs() == [("a", job.id)]
+    async with lane.gateway(FakeRunner()):
+        await lane.ended(job)
+    await worker.sweep()
+    assert await lane.store.find("a", "openai", job.id) is not None
+    lane.now_s += lane.settings.keep_s
+    await worker.sweep()
+    assert await lane.store.find("a", "openai", job.id) is None
+
+
+async def test_pages_say_whether_there_are_more(lane: Lane) -> None:
+    made = []
+    for _ in range(3):
+        made.append((await lane.create(rows(1))).id)
+        lane.now_s += 1
+
+    async def page(**named: Any) -> tuple[list[int], bool]:
+        found, more = await lane.store.page("a", "openai", **named)
+        return [made.index(job.id) for job in found], more
+
+    assert await page(limit=2) == ([2, 1], True)
+    assert await page(limit=2, after=made[1]) == ([0], False)
+    assert await page(limit=1, before=made[0]) == ([1], True)
+    assert await page(limit=2, before=made[0]) == ([2, 1], False)
+
+
+MIXED = [*rows(5), {"id": "f", "fail": True}, {"id": "again", "again": 1}]
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("in_files", [True, False], ids=["files", "results"])
+async def test_a_gateway_may_be_cut_off_at_any_call_and_another_one_goes_on(
+    tmp_path: Path, in_files: bool, behind: bool
+) -> None:
+    dies_at, survived = 0, False
+    while not survived:
+        dies_at += 1
+        lane = Lane(tmp_path / str(dies_at))
+        job = await lane.create(MIXED, in_files=in_files)
+        life = Life(dies_at, behind=behind)
+        async with lane.gateway(FakeRunner(), life):
+
+            async def over(lane: Lane = lane, life: Life = life) -> bool:
+                return life.ended or not await lane.jobs.open()
+
+            await until(over)
+        survived = not life.ended
+        lane.now_s += 61.0
+        async with lane.gateway(FakeRunner()):
+            job = await lane.ended(job)
+        assert job.counts.succeeded == 6, dies_at
+        found = Counter(row["id"] for row in await lane.results(job))
+        assert found == Counter(row["id"] for row in MIXED), f"killed at call {dies_at}"
+        expected = 3 if in_files else 1
+        assert len(await lane.files.all_of("a")) == expected, "input, output, errors; nobody's file is none"
+        assert lane.on_disk() == ([] if in_files else [f"a/{job.id}/results.jsonl"])
+    assert dies_at > 30, "it was cut off often"
