@@ -237,6 +237,8 @@ class Street:
             cached_tokens={incarnation: blocks * block_size for incarnation, blocks in held.items()},
             avoid=frozenset(lost),
             lane=request.lane,
+            tier=request.tier,
+            weight=request.tenant.weight,
         )
 
     def _place(self, request: Request, engines: Sequence[Engine], ask: Ask) -> AbstractAsyncContextManager[Engine]:

@@ -53,6 +53,8 @@ class Tenant:
 
     name: str
     admin: bool = False  # may read /admin and everybody's figures
+    weight: float = 1.0  # of its share of engines that others want, too
+    priority: bool = False  # whether its requests may go before others'
 
     @property
     def salt(self) -> str:
@@ -62,6 +64,9 @@ class Tenant:
 
 LimitKind = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 """What is limited per minute; tokens are those of prompts and completions together."""
+
+Tier = Literal["priority", "default", "flex"]
+"""Of the online lane: who goes first, where requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +316,7 @@ class Request:
     stop: tuple[str, ...] = ()  # strings that end the answer and are not part of it
     prompt_param: PromptParam = "messages"  # the name of the prompt in error messages
     lane: Lane = "online"
+    tier: Tier = "default"  # says nothing in the batch lane
     scope: Scope | None = None  # None is the tenant's own
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
     only_leased: bool = False  # what was reused without a lease is not told as cached
@@ -368,6 +374,8 @@ class Ask:
     only           the incarnation that it has to be, for requests that belong together
     avoid          incarnations that failed it, and get it only where there is no other
     lane           online, or batch: then it has a place only where nobody of the online lane wants one
+    tier           who goes first, in the online lane
+    weight         of the tenant's share
     """
 
     tenant: str
@@ -377,6 +385,8 @@ class Ask:
     only: str | None = None
     avoid: frozenset[str] = frozenset()
     lane: Lane = "online"
+    tier: Tier = "default"
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ class Answering:
         rooms: dict[LimitKind, Room] = {"requests": self._allowance(tenant.name), **self._limits.rooms(tenant.name)}
         record.allowance = Allowance(**rooms)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
+        record.may_have_priority = tenant.priority
         return tenant
 
     def model(self, name: str, record: Record) -> Hello:
@@ -267,6 +268,7 @@ class Answering:
                 received_s=record.received_s,
                 deadline_s=self.deadline_s(record),
                 lane=record.lane,
+                tier=record.tier,
                 stop=call.stop,
                 prompt_param=call.prompt_param,
                 scope=scope,

@@ -18,7 +18,7 @@ class Auth:
     """The keys of [auth] and [[tenants]]."""
 
     def __init__(self, auth: AuthSettings, tenants: Sequence[TenantSettings]) -> None:
-        self._tenants = {_digest(key): Tenant(tenant.name) for tenant in tenants for key in tenant.keys}
+        self._tenants = {_digest(key): _tenant(tenant) for tenant in tenants for key in tenant.keys}
         self._admins = {_digest(key) for key in auth.admin_keys}
         self._anonymous = Tenant(ANONYMOUS)
 
@@ -58,6 +58,10 @@ class Auth:
         if digest in self._tenants:
             raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
         raise UnauthorizedError("Incorrect admin key provided.")
+
+
+def _tenant(settings: TenantSettings) -> Tenant:
+    return Tenant(settings.name, weight=settings.weight, priority=settings.priority)
 
 
 def _key(http: web.Request) -> str:

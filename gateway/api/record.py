@@ -12,7 +12,7 @@ from aiohttp import web
 
 from engine.protocol import Lane
 from gateway.api.dialect import Dialect
-from gateway.types import Allowance, Lease, Trace, Usage
+from gateway.types import Allowance, Lease, Tier, Trace, Usage
 
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
 
@@ -36,6 +36,8 @@ class Record:
     tenant: str | None = None
     namespace: str = ""  # that the request asks for, by header
     lane: Lane = "online"
+    may_have_priority: bool = False
+    tier: Tier = "default"  # of its requests
     model: str | None = None
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
     hold: Hold | None = None  # of a tenant with limits, once the request was let in

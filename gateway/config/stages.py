@@ -59,6 +59,10 @@ class QueueSettings(Section):
     batch_places_per_engine: Annotated[int, Field(ge=0)] = Field(
         0, description="Requests of the batch lane that one engine works on; 0 takes what the engine runs at a time."
     )
+    tier_s: Annotated[float, Field(ge=0)] = Field(
+        1.0,
+        description="Seconds of engine time that `flex` requests are behind those of their time, `priority` before.",
+    )
     aging: Annotated[float, Field(gt=0, le=10)] = Field(
         0.02, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
     )

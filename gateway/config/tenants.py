@@ -32,6 +32,12 @@ class TenantSettings(Section):
     max_in_flight: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Requests that wait or are answered at a time; 0 is no limit."
     )
+    weight: Annotated[float, Field(ge=0.01, le=100)] = Field(
+        1.0, description="Share of the engines beside other tenants who wait: twice the weight has twice the time."
+    )
+    priority: bool = Field(
+        False, description="Whether its requests may ask to be served before others (`service_tier`)."
+    )
 
 
 EVERYBODY = "*"

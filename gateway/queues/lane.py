@@ -1,7 +1,8 @@
 """Who waits, and who is sent where when a place is free. Pure: no I/O, no clock, no futures.
 
-    tenants    take turns by the seconds of an engine that their requests took (start-time fair queueing)
+    tenants    take turns by the seconds of an engine that their requests took (start-time fair queueing), over weight
     a tenant's requests go shortest prefill first; every second of waiting counts like `queue.aging` seconds less
+    tiers      `flex` counts as `queue.tier_s` seconds more in both, `priority` as so much less, and as no prefill
     a tenant's batch requests go in the order in which they came, which is that of their prefixes
     an engine  is chosen when a place is free, for requests in that order: each goes where its first token comes
                soonest, given those before it. Who is better off waiting for a busy engine waits, and counts as in front
@@ -21,10 +22,12 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
-from gateway.types import Ask
+from gateway.types import Ask, Tier
 
 PLAN_DEPTH: Final = 128
 """Requests that are looked at for the places that are free at one moment."""
+
+TIER_SIGNS: Final[dict[Tier, float]] = {"priority": -1.0, "default": 0.0, "flex": 1.0}
 
 MAX_IDLE_TENANTS: Final = 1024
 """Tenants without requests whose turns are remembered, until the next look at who need not be."""
@@ -73,6 +76,7 @@ class Waiter:
     arrived_s: float
     order: tuple[float, int] = (0.0, 0)
     cost_s: float = 0.0
+    since_s: float = 0.0  # where turns were when it arrived
 
 
 W = TypeVar("W", bound=Waiter)
@@ -102,10 +106,10 @@ class Lane(Generic[E, W]):
         picture = self._picture()
         self._numbers += 1
         waiter.cost_s = picture.cost_s(waiter.ask)
-        wait_s = waiter.cost_s + self._settings.aging * waiter.arrived_s if self.name == "online" else 0.0
-        waiter.order = (wait_s, self._numbers)
+        waiter.order = (self._order_s(waiter), self._numbers)
+        waiter.since_s = self._turns.now_s
         if not self._tenants and (seat := self._seat_now(waiter, picture)) is not None:
-            self._turns.took(waiter.ask.tenant, waiter.cost_s)
+            self._turns.took(waiter)
             self._turns.forget_all_but(())
             return [(waiter, seat)]
         insort(self._tenants.setdefault(waiter.ask.tenant, []), (waiter.order, waiter))
@@ -147,9 +151,18 @@ class Lane(Generic[E, W]):
                 break
         for waiter, _ in sent:
             self.remove(waiter)
-            self._turns.took(waiter.ask.tenant, waiter.cost_s)
+            self._turns.took(waiter)
         self._turns.forget_all_but(self._tenants)
         return sent
+
+    def _order_s(self, waiter: W) -> float:
+        if self.name == "batch":
+            return 0.0
+        cost_s = 0.0 if waiter.ask.tier == "priority" else waiter.cost_s
+        return cost_s + self._settings.aging * waiter.arrived_s + self._tier_s(waiter)
+
+    def _tier_s(self, waiter: W) -> float:
+        return TIER_SIGNS[waiter.ask.tier] * self._settings.tier_s
 
     def _picture(self) -> Picture:
         return self._router.picture(self.seats.values(), self.name)
@@ -179,16 +192,28 @@ class Lane(Generic[E, W]):
             (line,) = self._tenants.values()
             yield from [waiter for _, waiter in islice(line, PLAN_DEPTH)]
             return
-        lines = {tenant: iter(line[:PLAN_DEPTH]) for tenant, line in self._tenants.items()}
-        turns = [(self._turns.next_s(tenant), tenant) for tenant in lines]
-        heapq.heapify(turns)
-        while turns:
-            turn_s, tenant = turns[0]
-            if (entry := next(lines[tenant], None)) is None:
-                heapq.heappop(turns)
-                continue
-            yield entry[1]
-            heapq.heapreplace(turns, (turn_s + entry[1].cost_s, tenant))
+        turns = [self._turn(iter(line[:PLAN_DEPTH]), 0.0) for line in self._tenants.values()]
+        heap = [turn for turn in turns if turn is not None]
+        heapq.heapify(heap)
+        while heap:
+            _, _, waiter, start_s, behind = heap[0]
+            yield waiter
+            if (following := self._turn(behind, start_s + waiter.cost_s / waiter.ask.weight)) is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, following)
+
+    def _turn(self, line: Iterator[tuple[Any, W]], used_s: float) -> _Turn[W] | None:
+        """Of the next in a tenant's line, when the tenant would have been given so much."""
+        if (entry := next(line, None)) is None:
+            return None
+        waiter = entry[1]
+        start_s = max(self._turns.start_s(waiter), used_s)
+        return start_s + self._tier_s(waiter), waiter.ask.tenant, waiter, start_s, line
+
+
+_Turn = tuple[float, str, W, float, Iterator[tuple[Any, W]]]
+"""When it is whose, in which order they are taken; one who waits, where the tenant stands, and who waits behind."""
 
 
 def _order(entry: tuple[tuple[float, int], Any]) -> tuple[float, int]:
@@ -200,21 +225,22 @@ class Turns:
     more than the others waits until they have had as much."""
 
     def __init__(self) -> None:
-        self._now_s = 0.0  # where those stand whose turn it was last
+        self.now_s = 0.0  # where those stand whose turn it was last
         self._next_s: dict[str, float] = {}
 
-    def next_s(self, tenant: str) -> float:
-        return max(self._now_s, self._next_s.get(tenant, 0.0))
+    def start_s(self, waiter: Waiter) -> float:
+        """Where its tenant stands with it: where everybody stood when it arrived, or behind what the tenant used."""
+        return max(waiter.since_s, self._next_s.get(waiter.ask.tenant, 0.0))
 
-    def took(self, tenant: str, cost_s: float) -> None:
-        start_s = self.next_s(tenant)
-        self._now_s = start_s
-        self._next_s[tenant] = start_s + cost_s
+    def took(self, waiter: Waiter) -> None:
+        start_s = self.start_s(waiter)
+        self.now_s = max(self.now_s, start_s)
+        self._next_s[waiter.ask.tenant] = start_s + waiter.cost_s / waiter.ask.weight
 
     def forget_all_but(self, tenants: Iterable[str]) -> None:
         """Those who would stand where everybody begins need not be remembered."""
         if len(self._next_s) > MAX_IDLE_TENANTS:
             kept = set(tenants)
             self._next_s = {
-                tenant: next_s for tenant, next_s in self._next_s.items() if tenant in kept or next_s > self._now_s
+                tenant: next_s for tenant, next_s in self._next_s.items() if tenant in kept or next_s > self.now_s
             }

@@ -15,12 +15,13 @@ from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.pages import MODELS, read_page
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
 from gateway.api.anthropic.request import check_line, parse_count, parse_message
-from gateway.api.anthropic.response import MessageShape, ServiceTier, model_json
+from gateway.api.anthropic.response import TOLD_TIERS, MessageShape, ServiceTier, model_json
 from gateway.api.anthropic.wire import ANTHROPIC, VERSIONS, Version, read_version
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.lines import Endpoint, asking
 from gateway.api.record import RECORD, Record
+from gateway.api.tiers import grant
 from gateway.config import AnthropicSettings, LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 from gateway.stores.base import Backend
@@ -97,8 +98,8 @@ class Anthropic:
         asked = parse_message(body, version, self._settings, self._leases)
         call = asked.call
         model = self._answering.model(call.model, record)
-        tier: ServiceTier = "batch" if record.lane == "batch" else "standard"
-        shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=tier)
+        told: ServiceTier = "batch" if record.lane == "batch" else TOLD_TIERS[grant(call.tier, record)]
+        shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=told)
         diagnosis = Diagnosis(self._fingerprints, asked.question, shape.message_id) if asked.question else None
         return Asked(call, model, shape, Accounted(self._answering.street, asked.caching, shape, diagnosis))
 

@@ -152,8 +152,7 @@ MESSAGES: Final = _table(
         "service_tier",
         choice("auto", "standard_only"),
         "`auto` or `standard_only`",
-        "The answer always reports `standard`.",
-        "none",
+        "`auto` is `priority` for tenants who have it; `usage.service_tier` says which it was.",
     ),
     Parameter(
         "speed", choice("standard", "fast"), "`standard` or `fast`", "There is one speed, and it is `standard`.", "none"

@@ -15,6 +15,7 @@ from gateway.api.anthropic.tools import DefinedTool, use_of
 from gateway.api.anthropic.wire import Version
 from gateway.api.call import Call
 from gateway.api.fields import invalid, read, unknown_parameter
+from gateway.api.tiers import ANTHROPIC_TIERS
 from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import UnsupportedError
 from gateway.types import ChatPrompt
@@ -64,6 +65,7 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
         fit=True,
         constraint=constraint,
         tool_use=tool_use,
+        tier=ANTHROPIC_TIERS[values.get("service_tier", "auto")],
     )
     question = Question(_pieces(values), values["diagnostics"]) if "diagnostics" in values else None
     return Asked(call, caching, question)

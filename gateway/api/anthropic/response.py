@@ -7,6 +7,7 @@ A stream is `message_start`, for each block `content_block_start`, its deltas an
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
@@ -18,9 +19,10 @@ from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.wire import error_json
 from gateway.api.sse import event, json_text
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Usage
+from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
 
-ServiceTier = Literal["standard", "batch"]
+ServiceTier = Literal["standard", "priority", "batch"]
+TOLD_TIERS: Final[Mapping[Tier, ServiceTier]] = {"priority": "priority", "default": "standard", "flex": "standard"}
 
 _REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CUMULATIVE: Final = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")

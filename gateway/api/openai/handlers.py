@@ -21,6 +21,7 @@ from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model
 from gateway.api.openai.tools import names_a_function
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
+from gateway.api.tiers import grant
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError
 
@@ -118,7 +119,12 @@ class OpenAI:
         model = self._answering.model(call.model, record)
         calls = Calls.NONE if call.tool_use is None else Calls.FUNCTION if body.get("functions") else Calls.TOOLS
         shape = ChatShape(
-            model, call.choices.n, include_usage=call.include_usage, calls=calls, named=names_a_function(body)
+            model,
+            call.choices.n,
+            tier=grant(call.tier, record),
+            include_usage=call.include_usage,
+            calls=calls,
+            named=names_a_function(body),
         )
         return Asked(call, model, shape)
 

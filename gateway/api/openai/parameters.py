@@ -271,11 +271,11 @@ CHAT = _table(
         "metadata", string_map(16, 64, 512), "up to 16 pairs, key up to 64, value up to 512 characters", "Not kept."
     ),
     _no_effect("store", boolean, "boolean", "Nothing is stored."),
-    _no_effect(
+    _used(
         "service_tier",
         choice("auto", "default", "flex", "scale", "priority", "fast"),
         "`auto`, `default`, `flex`, `scale`, `priority` or `fast`",
-        "The answer always reports `default`.",
+        "Who goes first where requests wait; the answer says which it was. See below.",
     ),
     _no_effect(
         "reasoning_effort",

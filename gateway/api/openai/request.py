@@ -13,6 +13,7 @@ from gateway.api.fields import array_too_long, empty_array, read, wrong_type
 from gateway.api.openai.caching import read_caching
 from gateway.api.openai.parameters import CHAT, COMPLETION, TOKEN_ID_MAX
 from gateway.api.openai.tools import read_tools
+from gateway.api.tiers import OPENAI_TIERS
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt
@@ -85,6 +86,7 @@ def _call(
         constraint=_constraint(values),
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
+        tier=OPENAI_TIERS[values.get("service_tier", "auto")],
     )
 
 

@@ -19,7 +19,7 @@ from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.api.openai.wire import error_json
 from gateway.api.sse import data, json_line, json_text
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, Started, TextDelta, Usage
+from gateway.types import CallDelta, Finished, Started, TextDelta, Tier, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -60,9 +60,17 @@ class ChatShape:
     """`chat.completion` and its chunks, of `n` choices."""
 
     def __init__(
-        self, model: Hello, n: int, *, include_usage: bool, calls: Calls = Calls.NONE, named: bool = False
+        self,
+        model: Hello,
+        n: int,
+        *,
+        include_usage: bool,
+        tier: Tier = "default",
+        calls: Calls = Calls.NONE,
+        named: bool = False,
     ) -> None:
-        """`named`: a call of one function was asked for by name, which is then no reason to end."""
+        """`tier` is the one served; `named`: a call of one function was asked for by name, which is then no reason to
+        end."""
         self._n = n
         self._calls = calls
         self._named = named
@@ -71,7 +79,7 @@ class ChatShape:
             "object": "chat.completion",
             "created": int(time.time()),
             "model": model.model,
-            "service_tier": "default",
+            "service_tier": tier,
             "system_fingerprint": _fingerprint(model.namespace),
         }
         self._include_usage = include_usage

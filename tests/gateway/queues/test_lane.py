@@ -105,22 +105,83 @@ def test_a_tenant_that_sends_one_is_next_however_many_another_sent() -> None:
     assert rig.drain().index(one) <= 1
 
 
+def took(turns: Turns, tenant: str, cost_s: float = 1.0) -> float:
+    """Where the tenant stood whose request came now, and was sent."""
+    waiter = Waiter(Ask(tenant, 1, 1e9), 0.0, cost_s=cost_s, since_s=turns.now_s)
+    start_s = turns.start_s(waiter)
+    turns.took(waiter)
+    return start_s
+
+
 def test_what_was_not_used_is_not_saved_up() -> None:
     turns = Turns()
-    turns.took("early", 1.0)
+    took(turns, "early")
     for _ in range(100):
-        turns.took("busy", 1.0)
-    turns.took("early", 1.0)
-    assert turns.next_s("early") >= turns.next_s("busy") - 1.0
+        took(turns, "busy")
+    assert took(turns, "early") >= took(turns, "busy") - 1.0
 
 
 def test_turns_of_tenants_that_went_away_are_forgotten() -> None:
     turns = Turns()
     for number in range(5000):
-        turns.took(f"t{number}", 0.001)
-        turns.took("busy", 1.0)
+        took(turns, f"t{number}", 0.001)
+        took(turns, "busy")
         turns.forget_all_but(["busy"])
     assert len(turns._next_s) <= 1026
+
+
+def test_a_flex_request_is_behind_those_of_its_time_and_a_priority_request_before_them() -> None:
+    rig = Rig()
+    rig.block()
+    tiers = ("flex", "default", "priority", "flex", "default", "priority")
+    waiting = [rig.enter(100, tier=tier)[0] for tier in tiers]
+    assert rig.drain() == [waiting[number] for number in (2, 5, 1, 4, 0, 3)]
+
+
+def test_a_priority_request_goes_before_shorter_ones() -> None:
+    rig = Rig()
+    rig.block()
+    short, long = rig.enter(100)[0], rig.enter(5000, tier="priority")[0]
+    assert rig.drain() == [long, short]
+
+
+def test_tiers_hold_between_tenants_as_well() -> None:
+    rig = Rig()
+    rig.block()
+    flex = [rig.enter(100, "a", tier="flex")[0] for _ in range(2)]
+    default = [rig.enter(100, "b")[0] for _ in range(3)]
+    priority, _ = rig.enter(100, "c", tier="priority")
+    assert rig.drain() == [priority, *default, *flex]
+
+
+def test_waiting_makes_up_for_flex_within_a_tenant() -> None:
+    rig = Rig(aging=0.05)
+    rig.block()
+    flex, _ = rig.enter(100, tier="flex")
+    later = [rig.enter(100, at_s=at_s)[0] for at_s in (19.0, 21.0)]  # a second is made up for after 20
+    assert rig.drain() == [later[0], flex, later[1]]
+
+
+def test_a_tenants_flex_requests_have_their_turn_however_many_others_send() -> None:
+    rig = Rig()
+    rig.block()
+    flex, _ = rig.enter(100, "patient", tier="flex")
+    for _ in range(60):
+        rig.enter(100, "busy")
+    for _ in range(60):
+        rig.enter(100, "hurried", tier="priority")
+    passed = rig.drain().index(flex)
+    # busy has one second more than patient, and hurried one more than busy, at 0.228 s each.
+    assert passed <= (1.0 + 2.0) / 0.228 + 3
+
+
+def test_twice_the_weight_has_twice_the_time() -> None:
+    rig = Rig()
+    rig.block()
+    for tenant, weight in (("heavy", 2.0), ("light", 1.0)) * 30:
+        rig.enter(100, tenant, weight=weight)
+    first = [waiter.ask.tenant for waiter in rig.drain()[:30]]
+    assert 19 <= first.count("heavy") <= 21
 
 
 ASKS = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 2)), min_size=2, max_size=60)

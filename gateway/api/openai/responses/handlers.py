@@ -27,6 +27,7 @@ from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record, kvasir_headers
+from gateway.api.tiers import grant
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
 from gateway.types import Tenant
@@ -128,7 +129,12 @@ class Responses:
         call = await self._call(record, tenant, asked, items, model)
         diagnosis = await self._diagnosis(tenant, asked, items)
         shape = ResponseShape(
-            asked, token, leases=self._leases, generated=lambda: record.completion_tokens, diagnose=diagnosis
+            asked,
+            token,
+            leases=self._leases,
+            generated=lambda: record.completion_tokens,
+            tier=grant(call.tier, record),
+            diagnose=diagnosis,
         )
         return _Wanted(call, model, shape, items)
 

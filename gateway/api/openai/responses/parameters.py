@@ -196,11 +196,11 @@ _TABLE = (
         "min_tokens",
     ),
     *_as_chat("user", "safety_identifier", "prompt_cache_retention"),
-    _no_effect(
+    _used(
         "service_tier",
         choice(*_tiers),
         "`auto`, `default`, `flex`, `scale`, `priority`, `fast` or `ultrafast`",
-        "The answer always reports `default`.",
+        "Who goes first where requests wait, as in chats; the answer says which it was.",
     ),
     _no_effect("max_tool_calls", integer(1, MAX_TOKENS), "integer from 1", "It limits built-in tools; there are none."),
     _used(

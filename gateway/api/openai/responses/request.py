@@ -14,6 +14,7 @@ from gateway.api.openai.responses.items import Item
 from gateway.api.openai.responses.parameters import LOGPROBS, RESPONSE, TOKENS
 from gateway.api.openai.responses.prompt import to_messages
 from gateway.api.openai.responses.tools import read_tools
+from gateway.api.tiers import OPENAI_TIERS
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt
@@ -105,6 +106,7 @@ def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
         only_leased=caching.only_leased,
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
+        tier=OPENAI_TIERS[values.get("service_tier", "auto")],
     )
 
 

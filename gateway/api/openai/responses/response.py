@@ -13,7 +13,7 @@ from gateway.api.openai.responses.request import Asked
 from gateway.api.openai.responses.tools import tool_json
 from gateway.config import LeaseSettings, duration_s
 from gateway.errors import KvasirError
-from gateway.types import ScoredToken, Usage
+from gateway.types import ScoredToken, Tier, Usage
 
 TOLD_TTLS: Final = ("30m", "12h")
 """Whose tokens are always told; those of others only where there are any."""
@@ -26,7 +26,7 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def new_response(asked: Asked, token: str, leases: LeaseSettings) -> dict[str, Any]:
+def new_response(asked: Asked, token: str, tier: Tier, leases: LeaseSettings) -> dict[str, Any]:
     """All its fields. Parameters are told as they were asked for, or with what holds without them."""
     values, body = asked.values, asked.body
     return {
@@ -52,7 +52,7 @@ def new_response(asked: Asked, token: str, leases: LeaseSettings) -> dict[str, A
         "prompt_cache_retention": body.get("prompt_cache_retention"),
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": body.get("safety_identifier"),
-        "service_tier": "default",
+        "service_tier": tier,
         "store": False,
         "temperature": values.get("temperature", 1.0),
         "text": {"format": {"type": "text"}, "verbosity": "medium"}

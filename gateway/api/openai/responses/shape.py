@@ -21,7 +21,7 @@ from gateway.api.openai.responses.response import error_code, failed_response, l
 from gateway.api.sse import event, json_line, json_text
 from gateway.config import LeaseSettings
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Usage
+from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
 
 Diagnose = Callable[[Mapping[str, Any], Usage], dict[str, Any]]
 """What `prompt_cache_diagnostics` says of a response."""
@@ -37,10 +37,12 @@ class ResponseShape:
         *,
         leases: LeaseSettings,
         generated: Callable[[], int],
+        tier: Tier = "default",
         diagnose: Diagnose | None = None,
     ) -> None:
-        """`generated` is how many tokens it has so far, for one that does not come to its end."""
-        self.response = new_response(asked, token, leases)
+        """`generated` is how many tokens it has so far, for one that does not come to its end. `tier` is the one
+        served."""
+        self.response = new_response(asked, token, tier, leases)
         self.begun = False
         self._prewarm = asked.values.get("prompt_cache_options", {}).get("prewarm", False)
         self._leases = leases

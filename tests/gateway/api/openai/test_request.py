@@ -264,7 +264,6 @@ HARMLESS = {
     "safety_identifier": "somebody",
     "metadata": {"a": "b"},
     "store": True,
-    "service_tier": "flex",
     "reasoning_effort": "max",
     "verbosity": "low",
     "parallel_tool_calls": False,

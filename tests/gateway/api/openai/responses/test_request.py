@@ -186,7 +186,6 @@ HARMLESS: dict[str, Any] = {
     "prompt_cache_retention": "24h",
     "reasoning": {"effort": "high", "summary": "auto"},
     "safety_identifier": "somebody",
-    "service_tier": "ultrafast",
     "tool_choice": "auto",
     "user": "somebody",
 }
