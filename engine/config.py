@@ -217,4 +217,4 @@ def _explain(item: Any, origin: Mapping[str, str], file: Path | None) -> str:
 
 
 def _is_secret(path: str) -> bool:
-    return any(word in path for word in ("key", "secret", "url"))
+    return any(word in path for word in ("key", "secret", "url", "header"))

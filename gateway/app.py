@@ -19,7 +19,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from engine.compute.threads import choose_threads, usable_cores
-from engine.config import EngineSettings
+from engine.config import ConfigError, EngineSettings
 from gateway.admin.sources import EngineState, EngineStatus, Sources
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import app_runner, build_app
@@ -54,6 +54,7 @@ from gateway.stores.base import Backend
 from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore
 from gateway.street import Street
+from gateway.upstreams.stage import Upstreams
 from gateway.version import installed_version
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Gateway:
     settings: Settings
     redis: Redis | None
     redis_url: str | None
+    upstream_keys: Mapping[str, str] = field(default_factory=dict)
     memory: MemoryIndex = field(default_factory=MemoryIndex)
     draining: bool = False
 
@@ -92,6 +94,7 @@ class Gateway:
         self.responses = ResponseStore(self._response_backend(), retry_s=settings.redis.retry_s)
         self.ledger = Ledger(settings.ledger, Prices(settings.prices, settings.batches.price), self._book(), time.time)
         self.limits = TenantLimits(settings.limits, settings.tenants, _counters(settings, self.redis))
+        self.upstreams = Upstreams(settings.upstreams, self.upstream_keys)
         self.figures = EngineFigures(lambda: self.registry.engines)
         self.street = Street(
             prompts=self.prompts,
@@ -115,6 +118,7 @@ class Gateway:
             street=self.street,
             models=self.registry,
             decoders=self.prompts,
+            upstreams=self.upstreams,
             embedder=self.embedder,
             responses=self.responses,
             fingerprints=self._fingerprint_backend(),
@@ -133,6 +137,7 @@ class Gateway:
                 queue=self.queue.status,
                 prompts=self.prompts.stats,
                 embeddings=self.embedder.figures,
+                upstreams=self.upstreams.figures,
                 responses=lambda: self.responses.outcomes,
                 ledger=self.ledger,
                 limits=self.limits.figures,
@@ -241,7 +246,7 @@ async def serve(
         if redis is not None:
             stack.push_async_callback(redis.aclose)
         # 2. The stages, and the port: whoever asks now is told that the server is starting.
-        gateway = Gateway(settings, redis, redis_url)
+        gateway = Gateway(settings, redis, redis_url, upstream_keys(settings, environ))
         stack.callback(gateway.prompts.close)
         stack.callback(gateway.embedder.close)
         stack.push_async_callback(gateway.index.close)
@@ -249,6 +254,7 @@ async def serve(
         stack.push_async_callback(gateway.ledger.close)
         stack.push_async_callback(gateway.files.close)
         stack.push_async_callback(gateway.limits.close)
+        stack.push_async_callback(gateway.upstreams.close)
         runner = app_runner(gateway.web_app(), settings.server)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -285,6 +291,20 @@ async def serve(
         await runner.cleanup()
     if fatal:
         raise fatal[0]
+
+
+def upstream_keys(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Upstream -> its key, of those that have one. Raises ConfigError for a variable that is not set."""
+    keys: dict[str, str] = {}
+    for upstream in settings.upstreams:
+        key = upstream.key.get_secret_value() if upstream.key is not None else None
+        if upstream.key_env is not None:
+            key = environ.get(upstream.key_env, "").strip()
+            if not key or not key.isprintable():
+                raise ConfigError(f"upstreams: key_env of {upstream.name!r}: {upstream.key_env} is not set, or no key")
+        if key:
+            keys[upstream.name] = key
+    return keys
 
 
 async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
@@ -347,6 +367,8 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
     own_redis = settings.redis.url is None
     where = f"own, in {settings.server.data_dir / 'redis'}" if own_redis else "as configured (redis.url)"
     lines.append(f"  redis    {where if gateway.redis_url else 'none: the index is in memory'}")
+    if settings.upstreams:
+        lines.append(f"  behind   {', '.join(upstream.name for upstream in settings.upstreams)} ([[upstreams]])")
     if settings.tenants:
         lines.append(f"  access   {len(settings.tenants)} tenants with keys")
     else:

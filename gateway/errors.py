@@ -18,7 +18,10 @@ api/ writes these in its own shape.
     +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
     |   +-- NoEngineError          503                          the model is known, its engines are away
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
+    |   +-- UpstreamsAwayError     503                          all upstreams of the model are left alone, or busy
     +-- EngineLostError            502                          after the first byte; before it the street tries again
+    +-- UpstreamLostError          502  upstream_failed         no upstream answered, or one stopped in its answer
+    +-- UpstreamTimeoutError       504  upstream_timeout        retry: the upstream was too slow
     +-- EngineFailedError          500                          the engine refused or failed this sequence
     +-- StorageError               500                          the disk does not do what it should
     |   +-- StorageFullError       507  storage_full            retry: no, somebody has to make room
@@ -187,6 +190,31 @@ class EngineLostError(KvasirError):
     """The connection to the engine ended while it worked on the request."""
 
     status = 502
+
+
+class UpstreamsAwayError(OverloadedError):
+    """No upstream of the model may be asked at the moment: they failed too often, or have no connection left."""
+
+    def __init__(self, model: str, retry_after_s: float) -> None:
+        super().__init__(f"No upstream that serves `{model}` can be asked at the moment.", retry_after_s=retry_after_s)
+
+
+class UpstreamLostError(KvasirError):
+    """An upstream could not be reached, or ended in the middle of its answer.
+
+    between_events  whether what came of a stream of events ends where one does
+    """
+
+    status = 502
+    code = "upstream_failed"
+    between_events = False
+
+
+class UpstreamTimeoutError(UpstreamLostError):
+    """An upstream took too long to begin, or to go on."""
+
+    status = 504
+    code = "upstream_timeout"
 
 
 class EngineFailedError(KvasirError):

@@ -21,6 +21,7 @@ STAGES = (
     "stores",
     "ledger",
     "limits",
+    "upstreams",
 )
 WITH_NUMPY = {"gateway.responses.embedding.bert", "gateway.responses.embedding.text_model"}
 """What the extra `semantic` is for; imported when the first text is embedded."""

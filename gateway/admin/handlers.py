@@ -96,7 +96,7 @@ class Admin:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def stats(self, http: web.Request) -> web.Response:
-        """GET /admin/stats: cache, engines, queues, prompts, redis, limits and tenants."""
+        """GET /admin/stats: cache, engines, queues, prompts, upstreams, redis, limits and tenants."""
         self._auth.check_admin(http)
         await self._sources.refresh()
         sources, engines = self._sources, self._sources.engines()
@@ -123,6 +123,7 @@ class Admin:
             "prompts": sources.prompts(),
             "embeddings": sources.embeddings(),
             "ledger": self._ledger(),
+            "upstreams": sources.upstreams(),
             "redis": sources.redis(),
             "limits": sources.limits(),
             "tenants": {
@@ -140,7 +141,8 @@ class Admin:
     def _not_ready(self) -> str | None:
         if self._sources.draining():
             return "the server is shutting down"
-        if not any(engine.state == "ready" for engine in self._sources.engines()):
+        ready = any(engine.state == "ready" for engine in self._sources.engines())
+        if not ready and not self._sources.upstreams():
             return "no engine is ready"
         return None
 

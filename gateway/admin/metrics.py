@@ -24,6 +24,7 @@ from engine.protocol import LANES
 from gateway.admin.engine_metrics import engine_metrics
 from gateway.admin.ledger_metrics import ledger_metrics
 from gateway.admin.sources import Sources
+from gateway.admin.upstream_metrics import upstream_metrics
 from gateway.api.record import CLIENT_LEFT, Record
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
@@ -200,6 +201,7 @@ class _Scraped(Collector):
         yield from self._prompts()
         yield self._embeddings()
         yield from ledger_metrics(self._sources.ledger)
+        yield from upstream_metrics(self._sources.upstreams())
         responses = CounterMetricFamily(
             "kvasir_stored_responses", "What became of responses that were to be kept.", labels=("outcome",)
         )

@@ -77,6 +77,7 @@ class Sources:
     queue       one of the two lanes
     prompts     model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
     embeddings  figures of the embedder, numbers; empty without the extra
+    upstreams   figures of each upstream: requests, in_flight, unmetered, errors by kind, breaker, dialect
     responses   what became of responses that were to be kept, since the start
     ledger      what requests used and saved
     limits      "outages" of what counts them, and under "tenants" those that tenants have, and who was refused
@@ -89,6 +90,7 @@ class Sources:
     queue: Callable[[Lane], QueueStatus]
     prompts: Callable[[], Mapping[str, Mapping[str, Any]]]
     embeddings: Callable[[], Mapping[str, Any]]
+    upstreams: Callable[[], Mapping[str, Mapping[str, Any]]]
     responses: Callable[[], Mapping[str, int]]
     ledger: LedgerStatus
     limits: Callable[[], Mapping[str, Any]]

@@ -17,6 +17,7 @@ from gateway.api.dialect import JSON, SSE
 from gateway.api.limiting import ONLY_COUNTED, Limits, need_of, set_aside
 from gateway.api.namespaces import HEADER as NAMESPACE_HEADER
 from gateway.api.namespaces import Namespaces
+from gateway.api.passthrough import Passthrough
 from gateway.api.record import RECORD, Record, kvasir_headers
 from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream
 from gateway.config import ServerSettings
@@ -106,13 +107,16 @@ class Answering:
         embedding_models: Mapping[str, int],
         allowance: Callable[[str], Room],
         limits: Limits,
+        passthrough: Passthrough,
         *,
         line_timeout_s: float,
     ) -> None:
         """allowance       requests of a tenant, by name, that may wait for a place
         limits          what tenants may ask for
+        passthrough     is asked first: what is for an upstream never becomes a Call
         line_timeout_s  that a line of a batch may take
         """
+        self.passthrough = passthrough
         self._line_timeout_s = line_timeout_s
         self._allowance = allowance
         self._limits = limits

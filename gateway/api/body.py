@@ -30,6 +30,10 @@ _CONTAINERS = frozenset((dict, list))
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
 
 
+RAW: web.RequestKey[bytes] = web.RequestKey("raw", bytes)
+"""The body that `read_json` parsed, decoded, until passthrough.py takes it away."""
+
+
 async def expect_continue(http: web.Request) -> None:
     """aiohttp's expect handler. Does nothing: `read_json` asks for the body once the headers were accepted."""
 
@@ -58,7 +62,9 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
         raise BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID) from None
     except (web.RequestPayloadError, BadHttpMessage) as error:
         raise BadRequestError(f"The request body cannot be read: {type(error).__name__}.") from None
-    return parse_object(body, server.max_json_depth)
+    value = parse_object(body, server.max_json_depth)
+    http[RAW] = body
+    return value
 
 
 def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:

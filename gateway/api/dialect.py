@@ -68,6 +68,7 @@ class Dialect:
     error_schema    of that body, closed: what every refusal is held to
     asking_headers  of a request, as the docs show them, with KEY for the key
     status          of an error; most dialects keep the error's own
+    error_event     name of the event that an error in a stream is, where the API names its events
     unknown         whether a request asks for something that is not there, though its path can be asked otherwise
     """
 
@@ -79,6 +80,7 @@ class Dialect:
     error_schema: JsonSchema
     asking_headers: Mapping[str, str]
     status: Callable[[KvasirError], int] = lambda error: error.status
+    error_event: str | None = None
     unknown: Callable[[web.Request], bool] = lambda http: False
     allowance: Callable[[Allowance], dict[str, str]] = lambda allowance: {}
     tells_writes: bool = True

@@ -40,6 +40,7 @@ from gateway.api.openai.responses.handlers import Responses
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
+from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.record import Observers
 from gateway.api.uploads import FileStore
 from gateway.config import (
@@ -77,6 +78,7 @@ def build_app(
     street: Street,
     models: Models,
     decoders: Decoders,
+    upstreams: Upstreams,
     embedder: Embedder,
     responses: ResponseStore,
     fingerprints: Backend,
@@ -94,6 +96,7 @@ def build_app(
     """The application, ready for `app_runner`.
 
     street, models, decoders   the street, the registry and the prompt stage
+    upstreams                  answer for the models that are theirs
     embedder                   for /v1/embeddings
     responses                  what /v1/responses keeps
     fingerprints               keeps hashes of prompts, for Anthropic's diagnostics
@@ -117,6 +120,7 @@ def build_app(
         embedder.models(),
         allowance,
         limits,
+        Passthrough(server, upstreams, models, embedder.models(), limits),
         line_timeout_s=batches.line_timeout_s,
     )
     cached = CachedContents(server, gemini, answering, contents, now)

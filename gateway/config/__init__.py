@@ -13,6 +13,7 @@ from gateway.config.settings import Settings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
 from gateway.config.units import Duration, duration_s
+from gateway.config.upstreams import ServedModel, UpstreamSettings
 
 __all__ = [
     "EVERYBODY",
@@ -34,9 +35,11 @@ __all__ = [
     "QueueSettings",
     "RedisSettings",
     "RoutingSettings",
+    "ServedModel",
     "ServerSettings",
     "Settings",
     "StoredResponseSettings",
     "TenantSettings",
+    "UpstreamSettings",
     "duration_s",
 ]

@@ -14,6 +14,7 @@ from gateway.config.serving import EnginesSettings, RedisSettings, ServerSetting
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
 from gateway.config.units import duration_s
+from gateway.config.upstreams import UpstreamSettings
 from gateway.types import ANONYMOUS
 
 SHORT_FLAGS.update(
@@ -41,6 +42,7 @@ class Settings(BaseModel):
     auth: AuthSettings = AuthSettings()
     tenants: tuple[TenantSettings, ...] = ()
     namespaces: tuple[NamespaceSettings, ...] = ()
+    upstreams: tuple[UpstreamSettings, ...] = ()
     redis: RedisSettings = RedisSettings()
     engines: EnginesSettings = EnginesSettings()
     engine: EngineSettings = EngineSettings()
@@ -106,4 +108,17 @@ class Settings(BaseModel):
             for tenant in sorted(members) if namespace.default else ():
                 if (other := at_home.setdefault(tenant, namespace.name)) != namespace.name:
                     raise ValueError(f"namespaces: {other!r} and {namespace.name!r} are both the default of {tenant!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _upstreams_are_for_tenants(self) -> Settings:
+        known = {tenant.name for tenant in self.tenants} | {EVERYBODY}
+        known |= set() if self.tenants else {ANONYMOUS}
+        seen: set[str] = set()
+        for upstream in self.upstreams:
+            if upstream.name in seen:
+                raise ValueError(f"upstreams: the name {upstream.name!r} is there twice")
+            seen.add(upstream.name)
+            if missing := set(upstream.tenants) - known:
+                raise ValueError(f"upstreams: {upstream.name!r} is for {min(missing)!r}, which is no tenant")
         return self

@@ -36,6 +36,7 @@ from gateway.config import (
     ServerSettings,
     StoredResponseSettings,
     TenantSettings,
+    UpstreamSettings,
 )
 from gateway.contents.memory_contents import MemoryContents
 from gateway.files.folder import Folder
@@ -51,6 +52,7 @@ from gateway.responses.embedding.embedder import Embedder
 from gateway.routing.router import Router
 from gateway.stores.base import Backend
 from gateway.stores.memory_store import MemoryStore
+from gateway.upstreams.stage import Upstreams
 from tests.fakes.embedding import no_embedder
 from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
 
@@ -133,6 +135,7 @@ class Options:
     embedder: Embedder = field(default_factory=no_embedder)
     fingerprints: Backend | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
+    upstreams: Sequence[UpstreamSettings] = ()
     backend: Backend | None = None  # of stored responses; None is memory
     files: FileSettings = field(
         default_factory=FileSettings
@@ -149,6 +152,7 @@ def make_app(
     state: Mapping[str, Any] = MappingProxyType({}),
     given: Options | None = None,
     files: FileStore | None = None,
+    upstreams: Upstreams | None = None,
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
@@ -157,6 +161,7 @@ def make_app(
         LedgerSettings(), Prices(given.prices, given.batches.price), MemoryBook(), given.now
     )
     limits = given.limits = given.limits or limits_of(given)
+    upstreams = upstreams or Upstreams(given.upstreams, {})
     responses = ResponseStore(given.backend or MemoryStore(given.stored_responses), retry_s=60.0)
     return build_app(
         server=given.server,
@@ -170,6 +175,7 @@ def make_app(
         street=street or FakeStreet(),
         models=models or FakeModels(),
         decoders=FakeDecoders(),
+        upstreams=upstreams,
         embedder=given.embedder,
         responses=responses,
         fingerprints=given.fingerprints or MemoryStore(given.anthropic.fingerprints),
@@ -188,6 +194,7 @@ def make_app(
             queue=queue.status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
             embeddings=given.embedder.figures,
+            upstreams=upstreams.figures,
             responses=lambda: responses.outcomes,
             ledger=ledger,
             limits=limits.figures,
@@ -207,6 +214,12 @@ def make_files(settings: FileSettings, folder: Path, now: Callable[[], float]) -
     return FileStore(Folder(settings.folder or folder, settings, now), settings)
 
 
+def make_upstreams(settings: Sequence[UpstreamSettings]) -> Upstreams:
+    """With the keys of the settings, and retries that do not wait."""
+    keys = {one.name: one.key.get_secret_value() for one in settings if one.key is not None}
+    return Upstreams(settings, keys, backoff_s=0.0)
+
+
 @asynccontextmanager
 async def running(
     street: FakeStreet | None = None, models: FakeModels | None = None, **options: Any
@@ -217,7 +230,8 @@ async def running(
     folder = tempfile.TemporaryDirectory(prefix="kvasir-files-")
     files = make_files(given.files, Path(folder.name), given.now)
     limits = given.limits = given.limits or limits_of(given)
-    app = make_app(street, models, state, given, files)
+    upstreams = make_upstreams(given.upstreams)
+    app = make_app(street, models, state, given, files, upstreams)
     runner = app_runner(app, given.server)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -236,5 +250,6 @@ async def running(
             await runner.cleanup()
             await files.close()
             await limits.close()
+            await upstreams.close()
         folder.cleanup()
         given.embedder.close()

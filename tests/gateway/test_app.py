@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
+from engine.config import ConfigError, load
 from engine.protocol import TOKEN_BYTES
+from gateway.app import upstream_keys
 from gateway.config import LeaseSettings, Settings
 from tests.fakes import tokenisers
 from tests.fakes.waiting import until
@@ -148,3 +151,19 @@ async def test_what_an_engine_counts_is_in_the_stats_and_the_metrics() -> None:
 async def test_a_wish_that_no_engine_would_grant_stops_the_start() -> None:
     with pytest.raises(ValueError, match=r"24h is more than engine\.lease_max_s, 43200 s"):
         Settings(leases=LeaseSettings(ttls=("24h",)))
+
+
+def test_keys_of_upstreams_come_from_the_environment_and_have_to_be_there() -> None:
+    upstream = {"name": "a", "url": "http://a.test", "models": ["m"]}
+    settings = Settings.model_validate({"upstreams": [{**upstream, "key_env": "A_KEY"}]})
+    assert upstream_keys(settings, {"A_KEY": " sk-secret\n"}) == {"a": "sk-secret"}
+    with pytest.raises(ConfigError, match="key_env of 'a': A_KEY is not set"):
+        upstream_keys(settings, {"A_KEY": ""})
+    assert upstream_keys(Settings.model_validate({"upstreams": [upstream]}), {}) == {}
+
+
+def test_the_example_of_upstreams_is_one_that_works() -> None:
+    file = Path(__file__).parent.parent.parent / "deploy/examples/upstreams.toml"
+    settings = load(Settings, file=file, environ={}, flags={})
+    environ = {f"{name}_API_KEY": "sk" for name in ("OPENAI", "ANTHROPIC", "GEMINI")}
+    assert set(upstream_keys(settings, environ)) == {"openai", "anthropic", "gemini"}

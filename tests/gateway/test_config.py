@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
-from gateway.config import NamespaceSettings, PriceSettings, Settings, TenantSettings
+from gateway.config import NamespaceSettings, PriceSettings, Settings, TenantSettings, UpstreamSettings
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PATHS = [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
@@ -124,7 +125,21 @@ def test_every_setting_is_documented_with_default_flag_variable_and_meaning(path
         assert f"`{shown}`" in row
 
 
-TABLES = {TenantSettings: "tenants", NamespaceSettings: "namespaces", PriceSettings: "prices"}
+TABLES = {
+    TenantSettings: "tenants",
+    NamespaceSettings: "namespaces",
+    PriceSettings: "prices",
+    UpstreamSettings: "upstreams",
+}
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default in (None, ()):
+        return "-"
+    shown = ",".join(field.default) if isinstance(field.default, tuple) else str(field.default).lower()
+    return f"`{shown}`"
 
 
 @pytest.mark.parametrize(
@@ -133,10 +148,8 @@ TABLES = {TenantSettings: "tenants", NamespaceSettings: "namespaces", PriceSetti
 )
 def test_every_setting_of_a_table_is_documented(table: type[BaseModel], name: str) -> None:
     field = table.model_fields[name]
-    default = "-" if field.default is None else f"`{str(field.default).lower()}`"
-    default = "required" if field.is_required() else default
     part = (DOCS / "configuration.md").read_text().split(f"## [[{TABLES[table]}]]", 1)[1].split("\n## ", 1)[0]
-    assert f"| `{name}` | {default} | {field.description} |" in part
+    assert f"| `{name}` | {_default(field)} | {field.description} |" in part
 
 
 def test_prices_come_from_the_file_with_every_digit(tmp_path: Path) -> None:
@@ -199,3 +212,40 @@ def test_namespaces_come_from_the_file(tmp_path: Path) -> None:
 def test_a_namespace_that_cannot_be_is_refused(tmp_path: Path, toml: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read(tmp_path, TWO + toml)
+
+
+A = "[[upstreams]]\nname = 'a'\nurl = 'https://api.test/v1/'\nmodels = ['m', 'fast = m-mini', 'x/* = *']\n"
+
+
+def test_upstreams_come_from_the_file_and_hide_their_secrets(tmp_path: Path) -> None:
+    (upstream,) = read(tmp_path, A + "key = 'sk-secret'\nheaders = { X-Team = 'secret-too' }").upstreams
+    assert (upstream.url, upstream.tenants) == ("https://api.test/v1", ("*",))
+    assert [item.upstream for item in upstream.served] == [None, "m-mini", "*"]
+    assert upstream.key is not None
+    assert upstream.key.get_secret_value() == "sk-secret"
+    assert "secret" not in repr(upstream).replace("SecretStr", "")
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        (A + A, "the name 'a' is there twice"),
+        (A + "tenants = ['b']", "'a' is for 'b', which is no tenant"),
+        (A + "tenants = []", "upstreams.0.tenants"),
+        (A + "key = 'sk-secret'\nkey_env = 'KEY'", "one of them is enough"),
+        (A + "key_env = 'KVASIR_KEY'", "are settings of Kvasir's own"),
+        (A + 'key = "sk-secret\\n"', "characters that no header has"),
+        (A + "headers = { 'sk secret' = 'x' }", "no header that can be set"),
+        (A + "headers = { Host = 'sk-secret' }", "no header that can be set"),
+        (A.replace("https://", "ftp://sk-secret@"), "begins with http:// or https://"),
+        (A.replace("https://", "https://u:sk-secret@"), "has no user, query or fragment"),
+        (A.replace("'m'", "'* = m'"), "one `\\*` on both sides"),
+        (A.replace("'m'", "'m ='"), "names no model"),
+        (A.replace("name = 'a'", "name = 'a b'"), "upstreams.0.name"),
+        (A + "dialect = 'cohere'", "'openai', 'anthropic' or 'gemini'"),
+    ],
+)
+def test_an_upstream_that_cannot_be_is_refused_without_showing_a_secret(tmp_path: Path, toml: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read(tmp_path, toml)
+    assert "sk-secret" not in str(caught.value)

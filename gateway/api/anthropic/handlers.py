@@ -90,9 +90,10 @@ class Anthropic:
 
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
-        tenant, version = self._answering.admit(http), read_version(http)
-        asked = self._message(http[RECORD], await read_json(http, self._server), version)
-        return await self._answering.answer(http, tenant, asked)
+        tenant, body = self._answering.admit(http), await read_json(http, self._server)
+        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
+            return told
+        return await self._answering.answer(http, tenant, self._message(http[RECORD], body, read_version(http)))
 
     def _message(self, record: Record, body: dict[str, Any], version: Version) -> Asked:
         asked = parse_message(body, version, self._settings, self._leases)
@@ -105,8 +106,11 @@ class Anthropic:
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""
-        tenant, version = self._answering.admit(http), read_version(http)
-        call = parse_count(await read_json(http, self._server), version, self._settings, self._leases)
+        tenant, body = self._answering.admit(http), await read_json(http, self._server)
+        passed = self._answering.passthrough.answer(http, tenant, body.get("model"), body, metered=False)
+        if (told := await passed) is not None:
+            return told
+        call = parse_count(body, read_version(http), self._settings, self._leases)
         model = self._answering.model(call.model, http[RECORD])
         count = await self._answering.count(http[RECORD], tenant, call, model)
         return reply(orjson.dumps({"input_tokens": count}))
@@ -115,7 +119,7 @@ class Anthropic:
         """GET /v1/models, newest first"""
         self._answering.admit(http)
         read_version(http)
-        models = sorted(self._answering.models.models().items(), key=lambda item: (-item[1], item[0]))
+        models = sorted(self._answering.passthrough.models(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
         page = read_page(http.query, [name for name, _ in models])
         created = dict(models)
         data = [self._model(name, created[name]) for name in page.ids]
@@ -126,13 +130,13 @@ class Anthropic:
         self._answering.admit(http)
         read_version(http)
         name = http.match_info["model"]
-        if (created := self._answering.models.models().get(name)) is None:
+        if (created := self._answering.passthrough.models(http[RECORD]).get(name)) is None:
             raise ModelNotFoundError(name)
         return reply(orjson.dumps(self._model(name, created)))
 
     def _model(self, name: str, created: int) -> dict[str, Any]:
         try:
             context_tokens = self._answering.models.serving(name)[0].hello.context_tokens
-        except NoEngineError:
+        except (NoEngineError, ModelNotFoundError):  # its engines are away, or it is an upstream's
             context_tokens = None
         return model_json(name, created, context_tokens)

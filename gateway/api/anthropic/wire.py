@@ -131,5 +131,6 @@ ANTHROPIC = Dialect(
     error_schema=closed_object({"type": {"const": "error"}, "error": _ERROR, "request_id": {"type": "string"}}),
     asking_headers={"x-api-key": "KEY", VERSION_HEADER: VERSIONS[-1]},
     status=status,
+    error_event="error",
     allowance=_allowance,
 )

@@ -74,8 +74,10 @@ class Gemini:
 
     async def _answer(self, http: web.Request, *, stream: bool) -> web.StreamResponse:
         tenant = self._answering.admit(http)
-        asked = parse_generate(await read_json(http, self._server))
-        name = model_name(http.match_info["model"])
+        body, name = await read_json(http, self._server), model_name(http.match_info["model"])
+        if (told := await self._answering.passthrough.answer(http, tenant, name, body)) is not None:
+            return told
+        asked = parse_generate(body)
         kept = None
         if asked.cached_content is not None:
             _, kept = await self._cached.use(tenant, asked.cached_content, name)
@@ -89,8 +91,10 @@ class Gemini:
     async def count(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/models/{model}:countTokens"""
         tenant = self._answering.admit(http)
-        asked = parse_count(await read_json(http, self._server))
-        name, kept, told = model_name(http.match_info["model"]), None, {}
+        body, name = await read_json(http, self._server), model_name(http.match_info["model"])
+        if (passed := await self._answering.passthrough.answer(http, tenant, name, body, metered=False)) is not None:
+            return passed
+        asked, kept, told = parse_count(body), None, {}
         if asked.cached_content is not None:
             content, kept = await self._cached.use(tenant, asked.cached_content, name)
             told = {"cachedContentTokenCount": content.tokens}
@@ -102,7 +106,7 @@ class Gemini:
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
         self._answering.admit(http)
-        shown, token = page(self._answering.models.models(), http.query)
+        shown, token = page(self._answering.passthrough.models(http[RECORD]), http.query)
         listed = {"models": [model_json(name, self._hello(name)) for name, _ in shown]}
         return reply(orjson.dumps(listed | ({"nextPageToken": token} if token else {})))
 
@@ -110,7 +114,7 @@ class Gemini:
         """GET /v1/models/{model}"""
         self._answering.admit(http)
         name = model_name(http.match_info["model"])
-        if name not in self._answering.models.models():
+        if name not in self._answering.passthrough.models(http[RECORD]):
             raise ModelNotFoundError(name)
         return reply(orjson.dumps(model_json(name, self._hello(name))))
 

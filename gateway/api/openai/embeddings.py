@@ -163,7 +163,10 @@ class Embeddings:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings"""
         tenant = self._answering.admit(http)
-        return reply(await self._answer(http[RECORD], tenant, await read_json(http, self._server)))
+        body = await read_json(http, self._server)
+        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
+            return told
+        return reply(await self._answer(http[RECORD], tenant, body))
 
     async def _answer(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
         values = read(body, EMBEDDINGS, ("model", "input"))

@@ -85,7 +85,10 @@ class OpenAI:
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         tenant = self._answering.admit(http)
-        return await self._answering.answer(http, tenant, self._chat(http[RECORD], await read_json(http, self._server)))
+        body = await read_json(http, self._server)
+        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
+            return told
+        return await self._answering.answer(http, tenant, self._chat(http[RECORD], body))
 
     async def list_chats(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/chat/completions"""
@@ -97,20 +100,22 @@ class OpenAI:
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
         tenant = self._answering.admit(http)
-        asked = self._completion(http[RECORD], await read_json(http, self._server))
-        return await self._answering.answer(http, tenant, asked)
+        body = await read_json(http, self._server)
+        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
+            return told
+        return await self._answering.answer(http, tenant, self._completion(http[RECORD], body))
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
         self._answering.admit(http)
-        data = [model_json(name, created) for name, created in self._models().items()]
+        data = [model_json(name, created) for name, created in self._models(http).items()]
         return reply(orjson.dumps({"object": "list", "data": data}))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
         self._answering.admit(http)
         name = http.match_info["model"]
-        if (created := self._models().get(name)) is None:
+        if (created := self._models(http).get(name)) is None:
             raise ModelNotFoundError(name)
         return reply(orjson.dumps(model_json(name, created)))
 
@@ -133,7 +138,7 @@ class OpenAI:
         model = self._answering.model(call.model, record)
         return Asked(call, model, CompletionShape(model, include_usage=call.include_usage))
 
-    def _models(self) -> Mapping[str, int]:
+    def _models(self, http: web.Request) -> Mapping[str, int]:
         """Those that embed come last: what takes the first wants one that answers."""
-        models = self._answering.models.models()
+        models = self._answering.passthrough.models(http[RECORD])
         return {**models, **{name: at for name, at in self._answering.embedding_models.items() if name not in models}}

@@ -96,7 +96,10 @@ class Responses:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses"""
         tenant, record = self._answering.admit(http), http[RECORD]
-        asked = parse(await read_json(http, self._server))
+        body = await read_json(http, self._server)
+        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
+            return told
+        asked = parse(body)
         wanted = await self._wanted(record, tenant, asked)
         if asked.values.get("background"):
             return await self._begin(http, tenant, wanted)
@@ -168,7 +171,11 @@ class Responses:
     async def input_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens"""
         tenant = self._answering.admit(http)
-        asked = parse_count(await read_json(http, self._server))
+        body = await read_json(http, self._server)
+        passed = self._answering.passthrough.answer(http, tenant, body.get("model"), body, metered=False)
+        if (told := await passed) is not None:
+            return told
+        asked = parse_count(body)
         model = self._answering.model(asked.values["model"], http[RECORD])
         call = await self._call(http[RECORD], tenant, asked, await self._items(tenant, asked), model)
         tokens = await self._answering.count(http[RECORD], tenant, call, model)

@@ -1,0 +1,43 @@
+"""What /metrics says of each upstream. Labels are few: upstreams are configured ones, kinds those of upstream.py
+and statuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+_OPEN: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
+
+
+def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """One family after the other; those without a sample too."""
+    requests = CounterMetricFamily(
+        "kvasir_upstream_requests", "Requests sent to an upstream, retries among them.", labels=("upstream",)
+    )
+    errors = CounterMetricFamily(
+        "kvasir_upstream_errors",
+        "Requests that an upstream failed: connect, timeout, lost, busy, key, redirect, or a status from 400 on.",
+        labels=("upstream", "kind"),
+    )
+    unmetered = CounterMetricFamily(
+        "kvasir_upstream_unmetered", "Answers of an upstream that told no usage.", labels=("upstream",)
+    )
+    in_flight = GaugeMetricFamily(
+        "kvasir_upstream_in_flight", "Requests that an upstream has, or that wait for it.", labels=("upstream",)
+    )
+    breaker = GaugeMetricFamily(
+        "kvasir_upstream_breaker_open",
+        "1 while an upstream is left alone, 0.5 while one request may try it, 0 while it is asked.",
+        labels=("upstream",),
+    )
+    for name, figures in upstreams.items():
+        requests.add_metric([name], figures["requests"])
+        unmetered.add_metric([name], figures["unmetered"])
+        in_flight.add_metric([name], figures["in_flight"])
+        breaker.add_metric([name], _OPEN[figures["breaker"]])
+        for kind, count in figures["errors"].items():
+            errors.add_metric([name, kind], count)
+    yield from (requests, errors, unmetered, in_flight, breaker)

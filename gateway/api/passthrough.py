@@ -1,0 +1,243 @@
+"""Requests for models that an upstream serves: they go on as the client wrote them, and the answer's bytes come back as
+they are, as fast as the client reads and no faster.
+
+The dialects ask here first, with what they have read; nothing of it was checked but that it is a JSON object. Who is
+asked, and how often, is the upstreams' to say: anything that answers a request with a status, headers and pieces can
+stand in their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final, Protocol
+from urllib.parse import unquote_plus
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from gateway.api.anthropic.wire import ANTHROPIC
+from gateway.api.body import RAW
+from gateway.api.gemini.wire import GEMINI
+from gateway.api.limiting import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, set_aside
+from gateway.api.openai.wire import OPENAI
+from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, kvasir_headers
+from gateway.api.sse import data, event
+from gateway.api.stream import LAST_WRITE_S
+from gateway.config import ServerSettings
+from gateway.errors import UpstreamLostError, UpstreamTimeoutError
+from gateway.types import Need, Tenant, UpstreamAnswer, UpstreamRequest
+
+REQUEST_ID: Final = "x-kvasir-request-id"
+"""The gateway's own id, where the usual header has the upstream's."""
+
+PASSED_ON: Final = frozenset(
+    (
+        "accept",
+        "anthropic-beta",
+        "anthropic-version",
+        "content-type",
+        "idempotency-key",
+        "openai-beta",
+        "traceparent",
+        "tracestate",
+        "user-agent",
+        "x-client-request-id",
+        "x-goog-api-client",
+    )
+)
+"""Headers of a client that an upstream gets, besides those that begin with x-stainless-. No others: they are for us, or
+secrets."""
+
+MAX_ANSWERS: Final = 128
+"""To one prompt, that a request is taken to want."""
+
+_MOST: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens", "maxOutputTokens")
+"""How the APIs call the tokens that an answer may have."""
+
+_KEYS: Final = frozenset(("key", "api_key", "access_token", "$key"))
+"""Parameters of a URL that an upstream never gets."""
+
+
+class Upstreams(Protocol):
+    """Who answers."""
+
+    def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
+        """Whether a request for a model goes to an upstream. `ours`: an engine, or the embedder, serves it as well."""
+        ...
+
+    def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
+        """Those that can be named -> Unix second since when they are served."""
+        ...
+
+    def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]:
+        """Entering it returns when the first byte is there, and raises a KvasirError when nobody answered; leaving it
+        ends what is left of the answer."""
+        ...
+
+
+class Models(Protocol):
+    """Those of our own engines."""
+
+    def models(self) -> Mapping[str, int]: ...
+
+
+class Passthrough:
+    """Holds what answering from an upstream needs. `embedding_models` are those of our own embedder."""
+
+    def __init__(
+        self,
+        server: ServerSettings,
+        upstreams: Upstreams,
+        models: Models,
+        embedding_models: Mapping[str, int],
+        limits: Limits,
+    ) -> None:
+        self._limits = limits
+        self._server = server
+        self._upstreams = upstreams
+        self._models = models
+        self._embedding_models = embedding_models
+
+    def models(self, record: Record) -> dict[str, int]:
+        """Every model that can be asked for in the record's dialect -> Unix second. Our own come first."""
+        ours = self._models.models()
+        theirs = self._upstreams.models(record.dialect.name, record.tenant or "")
+        return {**ours, **{name: since for name, since in theirs.items() if name not in ours}}
+
+    async def answer(
+        self,
+        http: web.Request,
+        tenant: Tenant,
+        model: object,
+        values: Mapping[str, Any],
+        *,
+        metered: bool = True,
+    ) -> web.StreamResponse | None:
+        """The upstream's answer, complete; None when the model, as the client wrote it, is none of an upstream's.
+
+        values   what the body says
+        metered  whether the answer tells a usage
+        Raises only while nothing was sent.
+        """
+        body = http.pop(RAW)
+        if not isinstance(model, str) or not self._serves(model, tenant):
+            return None
+        record = http[RECORD]
+        request = UpstreamRequest(
+            request_id=record.request_id,
+            tenant=tenant,
+            dialect=_dialect(record.endpoint),
+            model=model,
+            path=record.endpoint,
+            query=_query(http.rel_url.raw_query_string),
+            headers=_headers(http),
+            body=body,
+            values=values,
+            received_s=record.received_s,
+            deadline_s=record.received_s + self._server.request_timeout_s,
+            metered=metered,
+        )
+        await set_aside(self._limits, record, lambda: _need(request))
+        record.traces = [request.trace]
+        async with self._upstreams.answer(request) as answer:
+            record.model = answer.label
+            record.stream = "text/event-stream" in dict(_lower(answer.headers)).get("content-type", "")
+            return await _pass_back(http, record, answer, request.deadline_s)
+
+    def _serves(self, model: str, tenant: Tenant) -> bool:
+        ours = model in self._models.models() or model in self._embedding_models
+        return self._upstreams.serves(model, tenant.name, ours=ours)
+
+
+async def _pass_back(
+    http: web.Request, record: Record, answer: UpstreamAnswer, deadline_s: float
+) -> web.StreamResponse:
+    """Each write waits until the client has room for it, and so does reading from the upstream."""
+    response = web.StreamResponse(status=answer.status, headers=_told(record, answer))
+    try:
+        async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
+            await response.prepare(http)
+            async for piece in answer.pieces:
+                await response.write(piece)
+            await response.write_eof()
+    except ConnectionResetError:
+        record.status = CLIENT_LEFT
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        await _cut(http, record, response, UpstreamTimeoutError("The client read too slowly."))
+    except UpstreamLostError as error:
+        await _cut(http, record, response, error)
+    return response
+
+
+async def _cut(http: web.Request, record: Record, response: web.StreamResponse, error: UpstreamLostError) -> None:
+    """Ends an answer that is not whole so that nobody takes it for one: with an error event where the upstream's last
+    event is complete, else by closing the connection."""
+    record.status = record.dialect.status(error)
+    if error.between_events:
+        told = record.dialect.error_json(error, record.request_id)
+        name = record.dialect.error_event
+        try:
+            async with asyncio.timeout(LAST_WRITE_S):
+                await response.write_eof(data(told) if name is None else event(name, told))
+                return
+        except (TimeoutError, ConnectionResetError):
+            record.status = CLIENT_LEFT
+    if http.transport is not None:
+        http.transport.abort()
+
+
+def _told(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
+    """Ours, and the upstream's in the place of those that it has as well, such as the id of the request."""
+    own = kvasir_headers(record, cached=False) | {REQUEST_ID: record.request_id}
+    headers = CIMultiDict(common_headers(record))
+    theirs = [(name, value) for name, value in answer.headers if not name.lower().startswith("x-kvasir-")]
+    for name, _ in theirs:
+        headers.popall(name, None)
+    headers.extend(theirs)
+    headers.update(own)
+    return headers
+
+
+def _dialect(endpoint: str) -> str:
+    """Of a route that generates. The request itself may look like one of another dialect, by a header."""
+    if "{model}" in endpoint:
+        return GEMINI.name
+    return ANTHROPIC.name if endpoint.startswith("/v1/messages") else OPENAI.name
+
+
+def _headers(http: web.Request) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (name, value)
+        for name, value in _lower(http.headers.items())
+        if name in PASSED_ON or name.startswith("x-stainless-")
+    )
+
+
+def _lower(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(name.lower(), value) for name, value in headers]
+
+
+def _need(request: UpstreamRequest) -> Need:
+    """Of what the request says itself; its prompt is nobody's to count before the upstream has."""
+    if not request.metered:
+        return ONLY_COUNTED
+    values = request.values
+    inputs = -(-len(request.body) // BYTES_PER_TOKEN)
+    if request.path.endswith("/embeddings"):
+        return Need(inputs)
+    inside = values.get("generationConfig")
+    said = {**values, **(inside if isinstance(inside, dict) else {})}
+    most = [said[name] for name in _MOST if type(said.get(name)) is int]
+    answers = next((said[name] for name in ("n", "candidateCount") if type(said.get(name)) is int), 1)
+    return Need(inputs, max(0, most[0]) if most else None, min(max(1, answers), MAX_ANSWERS))
+
+
+def _query(raw: str) -> str:
+    """Without what may be a key, however it is spelt."""
+    parts = [part for part in raw.split("&") if part]
+    return "&".join(part for part in parts if unquote_plus(part.partition("=")[0]).strip().lower() not in _KEYS)

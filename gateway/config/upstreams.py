@@ -1,0 +1,150 @@
+"""Hosted and self-hosted APIs that the gateway stands in front of."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from engine.config import ENVIRONMENT_PREFIX, Section
+from gateway.config.tenants import EVERYBODY
+
+WILD = frozenset("*?[")
+"""What makes a name a pattern."""
+
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_OURS = frozenset(("host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding"))
+
+
+class ServedModel(NamedTuple):
+    """One item of `models`: what clients ask for, and what the upstream calls it (a `*` stands for the client's)."""
+
+    served: str
+    upstream: str | None
+
+    @property
+    def is_pattern(self) -> bool:
+        return not WILD.isdisjoint(self.served)
+
+
+def served_model(written: str) -> ServedModel:
+    """`name`, `pattern` or `served = name at the upstream`. Raises ValueError."""
+    served, equals, upstream = (part.strip() for part in written.partition("="))
+    if not served or (equals and not upstream):
+        raise ValueError(f"{written!r} names no model; write `name`, `gpt-*` or `served = name at the upstream`")
+    stars = upstream.count("*")
+    if equals and (not WILD.isdisjoint(served) or stars) and not (served.count("*") == stars == 1):
+        raise ValueError(f"{written!r}: a pattern is renamed with one `*` on both sides, as in `openai/* = *`")
+    if equals and stars and not {"?", "["}.isdisjoint(served):
+        raise ValueError(f"{written!r}: `?` and `[` have no place in a pattern that is renamed")
+    return ServedModel(served, upstream or None)
+
+
+class UpstreamSettings(Section):
+    """[[upstreams]]: one hosted or self-hosted API, and the models that it is asked for."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        ..., description="Name in logs, metrics and headers; letters, digits and `._-`."
+    )
+    dialect: Literal["openai", "anthropic", "gemini"] = Field(
+        "openai", description="The API that it speaks: `openai`, `anthropic` or `gemini`."
+    )
+    url: str = Field(
+        ..., description="As its SDK's base URL: `https://api.openai.com/v1`, `https://api.anthropic.com`."
+    )
+    key: SecretStr | None = Field(None, description="Its API key. Never shown, and never sent anywhere else.")
+    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
+        None, description="Environment variable that has the key, in place of `key`; not one of `KVASIR_`."
+    )
+    models: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        ..., description="Names, patterns with `*` and `?`, and renamed ones: `served = name at the upstream`."
+    )
+    priority: int = Field(
+        0, description="Of several upstreams for one model the lowest is tried first; then the order of the file."
+    )
+    over_engines: bool = Field(
+        False, description="Whether it is asked also for models that an engine or the embedder of ours serves."
+    )
+    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        (EVERYBODY,), description="Names of the tenants that may use it, or `*` for every tenant."
+    )
+    headers: dict[str, SecretStr] = Field({}, description="Headers that every request to it gets; values are secrets.")
+    connect_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="Seconds to get a connection, waiting for a free one included."
+    )
+    first_byte_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        300.0, description="Seconds to the first byte of an answer; one that does not stream comes whole."
+    )
+    idle_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="Seconds from one piece of an answer to the next."
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds that one answer may take; `server.request_timeout_s` holds, too."
+    )
+    max_connections: Annotated[int, Field(ge=1)] = Field(
+        256, description="Connections, each of which has one request at a time."
+    )
+    max_waiting: Annotated[int, Field(ge=0)] = Field(
+        256, description="Requests that wait for a connection; for the next one it counts as busy."
+    )
+    retries: Annotated[int, Field(ge=0, le=10)] = Field(
+        2, description="Further tries at this upstream, before the first byte, until the next one is asked."
+    )
+    retry_max_s: Annotated[float, Field(ge=0)] = Field(
+        10.0, description="Seconds that are waited before a try; an upstream that asks for more is not tried again."
+    )
+    breaker_failures: Annotated[int, Field(ge=1)] = Field(
+        5, description="Failures in a row after which it is left alone."
+    )
+    breaker_open_s: Annotated[float, Field(gt=0)] = Field(
+        15.0, description="Seconds that it is left alone, until one request tries it again."
+    )
+    max_error_bytes: Annotated[int, Field(ge=1024)] = Field(
+        1 << 20, description="Bytes of an error that are kept to try elsewhere first; a larger one is cut to that."
+    )
+    max_metered_bytes: Annotated[int, Field(ge=1024)] = Field(
+        4 << 20, description="Bytes of a whole answer, or an event, that are kept to read its usage; 4 MiB."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("an upstream's URL begins with http:// or https:// and a host")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("an upstream's URL has no user, query or fragment; its key belongs into key or key_env")
+        return url.rstrip("/")
+
+    @field_validator("models")
+    @classmethod
+    def _are_models(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+        for written in models:
+            served_model(written)
+        return models
+
+    @field_validator("headers")
+    @classmethod
+    def _are_headers(cls, headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        for name, value in headers.items():
+            if not _HEADER.fullmatch(name) or name.lower() in _OURS:
+                raise ValueError(f"{name!r} is no header that can be set")
+            if not value.get_secret_value().isprintable():
+                raise ValueError(f"the value of {name!r} has characters that no header has")
+        return headers
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> Self:
+        if self.key is not None and self.key_env is not None:
+            raise ValueError("has a key and a key_env; one of them is enough")
+        if self.key_env is not None and self.key_env.startswith(ENVIRONMENT_PREFIX):
+            raise ValueError(f"key_env: variables that begin with {ENVIRONMENT_PREFIX} are settings of Kvasir's own")
+        if self.key is not None and not self.key.get_secret_value().isprintable():
+            raise ValueError("the key has characters that no header has")
+        return self
+
+    @property
+    def served(self) -> tuple[ServedModel, ...]:
+        return tuple(map(served_model, self.models))

@@ -1,0 +1,238 @@
+"""An answer from one of the upstreams of a model: which are asked, how often, and whose error is passed on in the end.
+
+    1. the upstreams of the model that speak the request's dialect, in order (routes.py)
+    2. one that failed too often is left out for a while (breaker.py)
+    3. each is tried `retries` times more, until the first byte of an answer is there
+    4. the last error that an upstream answered is the answer, where none did better
+
+Nothing is tried again once an answer has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final
+
+from gateway.config import UpstreamSettings
+from gateway.errors import (
+    BadRequestError,
+    KvasirError,
+    ModelNotFoundError,
+    UpstreamLostError,
+    UpstreamsAwayError,
+    UpstreamTimeoutError,
+)
+from gateway.types import UpstreamAnswer, UpstreamRequest
+from gateway.upstreams.json_edit import children, replaced, root
+from gateway.upstreams.routes import Route, Routes
+from gateway.upstreams.upstream import AttemptFailed, Opened, Upstream
+
+log = logging.getLogger(__name__)
+
+MAX_LABELS: Final = 1000
+"""Names of models that were found by a pattern and are labels of metrics; what is more is under the pattern."""
+
+BUSY_S: Final = 1.0
+"""What a client is told to wait whose upstreams have no connection left."""
+
+
+class Upstreams:
+    """Of all [[upstreams]]. `keys` has those of upstreams that have one."""
+
+    def __init__(
+        self,
+        settings: Sequence[UpstreamSettings],
+        keys: Mapping[str, str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        backoff_s: float = 0.25,
+    ) -> None:
+        """`backoff_s` is how long the first retry waits where the upstream does not say."""
+        self._by_name = {one.name: Upstream(one, keys.get(one.name), clock=clock) for one in settings}
+        self._routes = Routes(settings)
+        self._backoff_s = backoff_s
+        self._labels: set[str] = set()
+        self._started = int(time.time())
+
+    def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
+        """Whether a request for a model goes to an upstream. `ours`: an engine, or the embedder, serves it as well."""
+        return any(route.over_engines or not ours for route in self._routes.find(model, tenant))
+
+    def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
+        """Those that can be named -> Unix second since when they are served."""
+        return dict.fromkeys(self._routes.listed(dialect, tenant, {}), self._started)
+
+    def figures(self) -> Mapping[str, Mapping[str, Any]]:
+        """By upstream, for metrics and /admin/stats."""
+        return {name: upstream.figures() for name, upstream in self._by_name.items()}
+
+    async def close(self) -> None:
+        for upstream in self._by_name.values():
+            await upstream.close()
+
+    @asynccontextmanager
+    async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
+        """The answer, once its first byte is there; leaving the context ends the request at the upstream.
+
+        Raises ModelNotFoundError and BadRequestError before anybody was asked, UpstreamsAwayError, UpstreamLostError
+        and UpstreamTimeoutError when nobody answered.
+        """
+        routes = self._routes_of(request)
+        request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
+        answer = await self._first_good(request, routes)
+        if answer.status < 400:
+            request.trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
+        async with aclosing(answer.pieces):
+            yield answer
+
+    def _routes_of(self, request: UpstreamRequest) -> list[Route]:
+        routes = self._routes.find(request.model, request.tenant.name)
+        if not routes:
+            raise ModelNotFoundError(request.model)
+        if spoken := [route for route in routes if route.dialect == request.dialect]:
+            return spoken
+        raise _other_dialect(request.model, routes[0].dialect)
+
+    async def _first_good(self, request: UpstreamRequest, routes: Sequence[Route]) -> UpstreamAnswer:
+        """The first answer that is no failure of its upstream; else the last failure that was answered."""
+        last: UpstreamAnswer | None = None
+        failed: AttemptFailed | None = None
+        for number, route in enumerate(routes, 1):
+            try:
+                last = await self._ask(request, route, others=number < len(routes))
+            except AttemptFailed as error:
+                failed = error if failed is None or failed.kind in _AWAY else failed
+                continue
+            if not _retriable(last.status):
+                break
+        if last is not None:
+            return last
+        assert failed is not None, "there is at least one route"
+        raise self._error(request.model, routes, failed)
+
+    async def _ask(self, request: UpstreamRequest, route: Route, *, others: bool) -> UpstreamAnswer:
+        """One upstream, as often as it may be tried. Raises AttemptFailed when it never answered."""
+        upstream, body = self._by_name[route.upstream], _body(request, route)
+        last: UpstreamAnswer | None = None
+        for attempt in range(upstream.settings.retries + 1):
+            again = attempt < upstream.settings.retries
+            try:
+                opened = await self._open(request, route, upstream, body)
+                if opened.status < 400:
+                    return UpstreamAnswer(
+                        upstream.name,
+                        opened.status,
+                        opened.headers,
+                        opened.pieces(request),
+                        self._label(request, route),
+                    )
+                last = await self._error_answer(opened, request, route, upstream)
+            except AttemptFailed as error:
+                if last is not None:
+                    return last
+                if not (again and error.again and await self._pause(request, upstream, attempt, None, others=others)):
+                    raise
+                continue
+            again = again and _retriable(last.status) and not opened.final
+            if not (again and await self._pause(request, upstream, attempt, opened.retry_after_s, others=others)):
+                return last
+        assert last is not None, "the last attempt returned or raised"
+        return last
+
+    async def _open(self, request: UpstreamRequest, route: Route, upstream: Upstream, body: bytes) -> Opened:
+        if not upstream.breaker.admit():
+            raise AttemptFailed("open", f"{upstream.name} is left alone", again=False)
+        trace = request.trace
+        trace.retries += trace.engine is not None
+        trace.engine = upstream.name
+        return await upstream.open(request, route.model, body)
+
+    async def _error_answer(
+        self, opened: Opened, request: UpstreamRequest, route: Route, upstream: Upstream
+    ) -> UpstreamAnswer:
+        """With its whole body, so that others can be asked first. Raises AttemptFailed where our key is in it."""
+        body = await opened.whole(request, upstream.settings.max_error_bytes)
+        if any(secret.encode() in body for secret in upstream.secrets):
+            log.warning("upstream %s quotes a secret of the gateway in an error; clients are not told", upstream.name)
+            raise AttemptFailed("key", f"{upstream.name} failed", again=False)
+        headers = tuple(item for item in opened.headers if item[0].lower() != "content-length")
+        headers += (("Content-Length", str(len(body))),)
+        return UpstreamAnswer(upstream.name, opened.status, headers, _once(body), route.pattern)
+
+    async def _pause(
+        self, request: UpstreamRequest, upstream: Upstream, attempt: int, asked_s: float | None, *, others: bool
+    ) -> bool:
+        """Waits until the next try. False at once when that would be too long, or when the upstream asks for time and
+        somebody else can be asked instead."""
+        if asked_s is not None and others:
+            return False
+        wait_s = self._backoff_s * 2**attempt * random.uniform(0.5, 1.0) if asked_s is None else asked_s  # noqa: S311
+        if wait_s > upstream.settings.retry_max_s or time.monotonic() + wait_s >= request.deadline_s:
+            return False
+        await asyncio.sleep(wait_s)
+        return True
+
+    def _label(self, request: UpstreamRequest, route: Route) -> str:
+        """Of a model that its upstream has answered for."""
+        name = request.model
+        if name != route.pattern and name not in self._labels:
+            if len(self._labels) >= MAX_LABELS:
+                return route.pattern
+            self._labels.add(name)
+        return name
+
+    def _error(self, model: str, routes: Sequence[Route], failed: AttemptFailed) -> KvasirError:
+        if failed.kind in _AWAY:
+            waits = [self._by_name[route.upstream].breaker.wait_s() or BUSY_S for route in routes]
+            return UpstreamsAwayError(model, min(waits))
+        kind = UpstreamTimeoutError if failed.kind == "timeout" else UpstreamLostError
+        return kind(f"No upstream answered for `{model}`: {failed.why}.")
+
+
+_AWAY: Final = ("open", "busy")
+"""Kinds of attempts that were not made."""
+
+
+def _retriable(status: int) -> bool:
+    """Whether the same request may be answered by another try, or by somebody else."""
+    return status in (408, 429) or (status >= 500 and status not in (501, 505))
+
+
+def _body(request: UpstreamRequest, route: Route) -> bytes:
+    """As the client wrote it, but for the model's name where the upstream has another one for it."""
+    if "{model}" in request.path:
+        if any(part in ("", ".", "..") for part in route.model.split("/")):
+            raise ModelNotFoundError(request.model)
+        return request.body
+    named = [child for child in children(request.body, root(request.body)) if child.name == "model"]
+    if len(named) != 1:
+        # Parsers differ in which one they take: ours would decide about another model than the upstream answers with.
+        raise BadRequestError("Invalid 'model': it is there more than once.", param="model", code="invalid_value")
+    return request.body if route.model == request.model else replaced(request.body, named[0], route.model)
+
+
+async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+    if body:
+        yield body
+
+
+_TITLES: Final = {
+    "openai": ("OpenAI", "POST /v1/chat/completions"),
+    "anthropic": ("Anthropic", "POST /v1/messages"),
+    "gemini": ("Google Gen AI", "POST /v1beta/models/{model}:generateContent"),
+}
+
+
+def _other_dialect(model: str, dialect: str) -> BadRequestError:
+    sdk, path = _TITLES[dialect]
+    return BadRequestError(
+        f"The model `{model}` is served by an upstream that speaks another API, and requests are not translated: "
+        f"ask for it with the {sdk} SDK ({path}).",
+        param="model",
+        code="wrong_api",
+    )

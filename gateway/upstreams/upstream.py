@@ -1,0 +1,271 @@
+"""One upstream: its connections, its key, its breaker and its counters. The only file of the room that touches aiohttp,
+whose errors end here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Final, Literal
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from gateway.config import UpstreamSettings
+from gateway.errors import UpstreamLostError, UpstreamTimeoutError
+from gateway.types import UpstreamRequest
+from gateway.upstreams.breaker import Breaker
+from gateway.upstreams.headers import retry_after_s, returned
+from gateway.upstreams.metering import Meter
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["connect", "timeout", "lost", "open", "busy", "key", "redirect"]
+
+_KEY_HEADERS: Final = {"openai": "authorization", "anthropic": "x-api-key", "gemini": "x-goog-api-key"}
+_HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
+"""Of every request, unless the client or the settings say something else. What comes uncompressed can be metered."""
+
+_FAILED: Final = frozenset((500, 502, 503, 504, 529))
+"""Statuses that say something about the upstream and not about the request."""
+
+
+class AttemptFailed(Exception):  # noqa: N818 - an attempt that failed, which nobody outside of the room is told of
+    """No answer. `again` says whether this upstream may be tried once more."""
+
+    def __init__(self, kind: Kind, why: str, *, again: bool) -> None:
+        super().__init__(why)
+        self.kind = kind
+        self.why = why
+        self.again = again
+
+
+class Opened:
+    """An answer whose first bytes are there. Has to be closed, and may be several times."""
+
+    def __init__(self, upstream: Upstream, response: aiohttp.ClientResponse, first: bytes, meter: Meter) -> None:
+        self._upstream = upstream
+        self._response = response
+        self._first = first
+        self._meter = meter
+        self._open = True
+        self.status = response.status
+        self.headers = returned(response.headers.items(), upstream.secrets)
+        self.retry_after_s = retry_after_s(response.headers)
+        self.final = response.headers.get("x-should-retry", "").lower() == "false"  # the upstream wants no retry
+
+    async def pieces(self, request: UpstreamRequest) -> AsyncGenerator[bytes, None]:
+        """The body as it comes, metered into the request's trace. Raises UpstreamLostError."""
+        try:
+            piece = self._first
+            while piece:
+                self._meter.feed(piece)
+                yield piece
+                piece = await self._upstream.next_piece(self._response, request)
+        except UpstreamLostError as error:
+            error.between_events = self._meter.between_events
+            raise
+        finally:
+            self._settle(request)
+            self.close()
+
+    async def whole(self, request: UpstreamRequest, max_bytes: int) -> bytes:
+        """The body of an error, cut to a limit. Raises AttemptFailed when it does not come."""
+        body = b""
+        try:
+            async with aclosing(self.pieces(request)) as pieces:
+                async for piece in pieces:
+                    body += piece
+                    if len(body) >= max_bytes:
+                        break
+        except UpstreamLostError as error:
+            raise AttemptFailed("lost", error.message, again=True) from None
+        return body[:max_bytes]
+
+    def close(self) -> None:
+        """Gives the connection back, or closes it when the answer has not come to its end."""
+        if self._open:
+            self._open = False
+            self._response.close()
+            self._upstream.in_flight -= 1
+
+    def _settle(self, request: UpstreamRequest) -> None:
+        if not request.metered or self.status >= 300:
+            return
+        if (tokens := self._meter.tokens()) is None:
+            self._upstream.unmetered += 1
+            return
+        trace = request.trace
+        trace.prompt_tokens, trace.completion_tokens = tokens.prompt, tokens.completion
+        trace.cached_tokens = trace.told_cached_tokens = tokens.cached
+        trace.cache_write_tokens = tokens.cache_write
+
+
+class Upstream:
+    """Made before the event loop runs; the connections are opened when they are wanted."""
+
+    def __init__(
+        self, settings: UpstreamSettings, key: str | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
+        self.requests = 0
+        self.unmetered = 0
+        self.errors: Counter[str] = Counter()
+        self.in_flight = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
+        self.secrets = tuple(value for value in (key, *self._headers.values()) if value)
+        if key:
+            name = _KEY_HEADERS[settings.dialect]
+            self._headers[name] = f"Bearer {key}" if name == "authorization" else key
+
+    async def open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
+        """Sends it, and waits for the first bytes of the answer, of an error as well. Raises AttemptFailed, and
+        UpstreamTimeoutError when the request's own time is over. The breaker is told how it went."""
+        if self.in_flight >= self.settings.max_connections + self.settings.max_waiting:
+            self.breaker.abandoned()
+            self.errors["busy"] += 1
+            raise AttemptFailed("busy", f"{self.name} has no connection left", again=False)
+        self.requests += 1
+        self.in_flight += 1
+        try:
+            opened = await self._open(request, model, body)
+        except BaseException as error:
+            self.in_flight -= 1
+            if isinstance(error, AttemptFailed):
+                self.failed(error.kind)
+            else:
+                self.breaker.abandoned()
+            raise
+        self._told(opened.status)
+        return opened
+
+    async def next_piece(self, response: aiohttp.ClientResponse, request: UpstreamRequest) -> bytes:
+        """Empty at the end. Raises UpstreamLostError."""
+        until_s = self._deadline_s(request)
+        try:
+            async with asyncio.timeout(max(0.0, min(self.settings.idle_timeout_s, until_s - time.monotonic()))):
+                return await response.content.readany()
+        except TimeoutError:
+            if time.monotonic() >= until_s:
+                raise self._too_late() from None
+            self.failed("timeout")
+            raise UpstreamTimeoutError(f"Upstream {self.name} stopped in the middle of its answer.") from None
+        except (aiohttp.ClientError, OSError):
+            self.failed("lost")
+            raise UpstreamLostError(f"Upstream {self.name} ended in the middle of its answer.") from None
+
+    def failed(self, kind: str) -> None:
+        """Counts a failure; says in the log when the upstream is left alone from now on."""
+        self.errors[kind] += 1
+        was = self.breaker.state
+        self.breaker.failed()
+        if was != "open" and self.breaker.state == "open":
+            log.warning(
+                "upstream %s is left alone for %.0f s: it failed again and again, the last time with %s",
+                self.name,
+                self.settings.breaker_open_s,
+                kind,
+            )
+
+    def figures(self) -> dict[str, Any]:
+        """For metrics and /admin/stats."""
+        return {
+            "dialect": self.settings.dialect,
+            "requests": self.requests,
+            "in_flight": self.in_flight,
+            "errors": dict(self.errors),
+            "unmetered": self.unmetered,
+            "breaker": self.breaker.state,
+        }
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
+        settings = self.settings
+        until_s = min(time.monotonic() + settings.first_byte_timeout_s, self._deadline_s(request))
+        response: aiohttp.ClientResponse | None = None
+        try:
+            async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
+                response = await self._connected().post(
+                    self._url(request, model),
+                    data=io.BytesIO(body),
+                    headers={**_HEADERS, **dict(request.headers), **self._headers},
+                    allow_redirects=False,
+                )
+                self._check(response)
+                first = await response.content.readany()
+        except BaseException as error:
+            if response is not None:
+                response.close()
+            if isinstance(error, aiohttp.ClientError | OSError):
+                raise self._failure(error, until_s, self._deadline_s(request)) from None
+            raise
+        meter = Meter(
+            settings.dialect,
+            media_type=response.content_type,
+            encoding=response.headers.get("Content-Encoding", "").strip().lower(),
+            max_bytes=settings.max_metered_bytes,
+        )
+        return Opened(self, response, first, meter)
+
+    def _check(self, response: aiohttp.ClientResponse) -> None:
+        """An answer that is about the gateway and not for the client. Its body might quote our key."""
+        if response.status == 401:
+            log.warning("upstream %s refuses the key of the gateway (upstreams.key)", self.name)
+            raise AttemptFailed("key", f"{self.name} refuses the gateway's key", again=False)
+        if 300 <= response.status < 400:
+            raise AttemptFailed("redirect", f"{self.name} sends the gateway elsewhere", again=False)
+
+    def _failure(self, error: Exception, until_s: float, deadline_s: float) -> Exception:
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            return AttemptFailed("connect", f"{self.name} cannot be reached", again=True)
+        if isinstance(error, TimeoutError):
+            if until_s == deadline_s:
+                return self._too_late()
+            return AttemptFailed("timeout", f"{self.name} did not begin its answer in time", again=False)
+        return AttemptFailed("lost", f"{self.name} ended without an answer", again=True)
+
+    def _too_late(self) -> UpstreamTimeoutError:
+        limits = "server.request_timeout_s, upstreams.timeout_s"
+        return UpstreamTimeoutError(f"The answer of upstream {self.name} took longer than it may ({limits}).")
+
+    def _told(self, status: int) -> None:
+        if status in _FAILED:
+            self.failed(str(status))
+            return
+        self.breaker.succeeded()
+        if status >= 400:
+            self.errors[str(status)] += 1
+
+    def _deadline_s(self, request: UpstreamRequest) -> float:
+        return min(request.deadline_s, request.received_s + self.settings.timeout_s)
+
+    def _url(self, request: UpstreamRequest, model: str) -> URL:
+        path = request.path.replace("{model}", quote(model, safe="/"))
+        if self.settings.dialect == "openai":
+            path = path.removeprefix("/v1")  # the base URL of this SDK has it
+        query = f"?{request.query}" if request.query else ""
+        return URL(f"{self.settings.url}{path}{query}", encoded=True)
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            settings = self.settings
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=settings.max_connections, keepalive_timeout=60.0),
+                timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
+            )
+        return self._session
