@@ -48,6 +48,9 @@ from gateway.prompt.stage import PromptStage
 from gateway.queues.places import PlaceQueue
 from gateway.redis_server import RedisServer, RedisStartError
 from gateway.responses.embedding.embedder import Embedder
+from gateway.responses.exact import ExactCache
+from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.stage import ResponseCache
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
 from gateway.stores.base import Backend
@@ -96,12 +99,14 @@ class Gateway:
         self.limits = TenantLimits(settings.limits, settings.tenants, _counters(settings, self.redis))
         self.upstreams = Upstreams(settings.upstreams, self.upstream_keys)
         self.figures = EngineFigures(lambda: self.registry.engines)
+        self.response_cache = _response_cache(settings)
         self.street = Street(
             prompts=self.prompts,
             index=self.index,
             registry=self.registry,
             queue=self.queue,
             max_attempts=settings.server.max_attempts,
+            responses=self.response_cache,
         )
 
     def web_app(self) -> web.Application:
@@ -141,6 +146,7 @@ class Gateway:
                 responses=lambda: self.responses.outcomes,
                 ledger=self.ledger,
                 limits=self.limits.figures,
+                response_cache=self.response_cache.stats,
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
                 draining=lambda: self.draining,
                 version=installed_version(),
@@ -192,6 +198,15 @@ def _counters(settings: Settings, redis: Redis | None) -> SharedCounters:
     memory = MemoryCounters(lease_s=lease_s)
     shared = None if redis is None else RedisCounters(redis, lease_s=lease_s, timeout_s=settings.redis.timeout_s)
     return SharedCounters(shared, memory, retry_s=retry_s)
+
+
+def _response_cache(settings: Settings) -> ResponseCache:
+    """Steps 1 and 7 of the street."""
+    own = settings.response_cache
+    memory = MemoryEntries(own.max_memory_bytes, time.time)
+    exact = ExactCache(memory, None, retry_s=settings.redis.retry_s, clock=time.monotonic)
+    modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
+    return ResponseCache(own, modes, exact, None, time.time)
 
 
 def _contents(settings: Settings, redis: Redis | None) -> MemoryContents | SharedContents:

@@ -25,6 +25,7 @@ api/ writes these in its own shape.
     +-- EngineFailedError          500                          the engine refused or failed this sequence
     +-- StorageError               500                          the disk does not do what it should
     |   +-- StorageFullError       507  storage_full            retry: no, somebody has to make room
+    +-- NotCachedError             504  not_cached              retry: no, nothing else was allowed than the cache
     +-- EmbedderError              500                          the embedding model failed these texts
 """
 
@@ -230,6 +231,13 @@ class StorageFullError(StorageError):
 
     status = 507
     code = "storage_full"
+
+
+class NotCachedError(KvasirError):
+    """The client wants an answer from the cache or none (RFC 9111, section 5.2.1.7), and there is none."""
+
+    status = 504
+    code = "not_cached"
 
 
 class EmbedderError(KvasirError):

@@ -1,11 +1,11 @@
 """The way of a request, in numbered steps. Each stage is a small Protocol here; app.py brings the real ones.
 
-    1. (responses) was it answered before?            a later stage
+    1. responses   was it answered before, or is it being answered?
     2. prompts     render, split, tokenise what is new, chain the block hashes
     3. index       who holds the longest part of this prompt?
     4. + 5. queue  wait for a place, where the first token will come soonest
     6. engine      stream the tokens; detokenise; stop; meter
-    7. (responses) remember the answer                a later stage
+    7. responses   remember the answer, if it may be remembered
 
 What a failing stage does is written where it is called. Only api/stream.py consumes `answer`, through aclosing.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -49,6 +49,18 @@ from gateway.types import (
 )
 
 log = logging.getLogger(__name__)
+
+
+class Responses(Protocol):
+    """Steps 1 and 7, around all others."""
+
+    def answer(
+        self, request: Request, model: Hello, generate: Callable[[Request], AsyncGenerator[Event, None]]
+    ) -> AsyncGenerator[Event, None]:
+        """The events of an answer that was there, of one that is being generated, or of `generate`, which is then
+        remembered. Raises NotCachedError where nothing may be generated, and what `generate` raises; it has no errors
+        of its own: a cache that is down is a cache that is cold."""
+        ...
 
 
 class Reader(Protocol):
@@ -157,7 +169,17 @@ class Queue(Protocol):
 class Street:
     """Holds the stages. Knows no dialect, no Redis and no HTTP."""
 
-    def __init__(self, *, prompts: Prompts, index: Index, registry: Registry, queue: Queue, max_attempts: int) -> None:
+    def __init__(
+        self,
+        *,
+        prompts: Prompts,
+        index: Index,
+        registry: Registry,
+        queue: Queue,
+        max_attempts: int,
+        responses: Responses | None = None,
+    ) -> None:
+        self._responses = responses
         self._prompts = prompts
         self._index = index
         self._registry = registry
@@ -179,9 +201,17 @@ class Street:
         model = self._registry.serving(request.model)[0].hello
         return (await self._prompts.encode(request, model)).breakpoints
 
-    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+    def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Started, any number of TextDeltas and CallDeltas, Finished. Raises a KvasirError instead of, or after, any of
-        them."""
+        them, also when it is called."""
+        if self._responses is None:
+            return self._answer(request)
+        # 1. + 7. An answer that was there, or one that will be remembered.
+        model = self._registry.serving(request.model)[0].hello
+        return self._responses.answer(request, model, self._answer)
+
+    async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Steps 2 to 6."""
         # 2. Render and tokenise. All engines of a model share tokeniser and context.
         model = self._registry.serving(request.model)[0].hello
         prompt = await self._prompts.encode(request, model)

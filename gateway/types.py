@@ -261,6 +261,61 @@ class Hit:
     generation_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a request says of the response cache. Everything here restricts what is reused or with whom, but `asked`,
+    which takes part where the tenant's policy leaves that to requests.
+
+    asked       None leaves it to the policy; False: nothing of it is looked up, shared or kept
+    read        whether what was answered before will do
+    write       whether the answer may be kept
+    only_kept   nothing is generated for it: it is answered from the cache, or refused
+    max_age_s   of what will do
+    ttl_s       for which the answer is kept, at most
+    partition   separates what would be shared; of the client's making
+    semantic    whether what means the same will do; None leaves it to the policy
+    similarity  that such an answer needs at least; it may only raise the cache's own bound
+    """
+
+    asked: bool | None = None
+    read: bool = True
+    write: bool = True
+    only_kept: bool = False
+    max_age_s: float | None = None
+    ttl_s: float | None = None
+    partition: str = ""
+    semantic: bool | None = None
+    similarity: float | None = None
+
+
+PLAIN_REUSE = Reuse()
+
+Outcome = Literal["exact", "shared", "semantic", "miss", "bypass"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the response cache had for a request.
+
+    outcome     "exact": the answer to this very request; "shared": the same, while it was generated for somebody else;
+                "semantic": that to one that means the same; "bypass": the cache had no part in it
+    reason      of a bypass, one word
+    entry       id of the answer that was found, or would be kept; it tells nothing of the request
+    age_s       of the answer that was found
+    similarity  of the request that it was given to, where that was another
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    entry: str = ""
+    age_s: float = 0.0
+    similarity: float | None = None
+
+    @property
+    def found(self) -> bool:
+        return self.outcome in ("exact", "shared", "semantic")
+
+
 @dataclass(slots=True)
 class Trace:
     """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
@@ -286,6 +341,7 @@ class Trace:
     queue_ms: float = 0.0  # waiting for a place, in the gateway and in the engine
     first_token_ms: float | None = None  # from arrival
     finish: str | None = None
+    lookup: Lookup | None = None  # in the response cache; None: it was not asked
 
 
 @dataclass(slots=True)
@@ -326,6 +382,8 @@ class Request:
     tool_use: ToolUse | None = None  # None: what the model writes is text, whatever it looks like
     group: Group | None = None
     number: int = 0  # among the requests of its group; the prompt is accounted for with the first
+    stream: bool = False  # the client gets pieces as they come; else it is all one how an answer is cut
+    reuse: Reuse = PLAIN_REUSE
     trace: Trace = field(default_factory=Trace)
 
     @property

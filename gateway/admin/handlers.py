@@ -126,6 +126,7 @@ class Admin:
             "upstreams": sources.upstreams(),
             "redis": sources.redis(),
             "limits": sources.limits(),
+            "response_cache": sources.response_cache(),
             "tenants": {
                 tenant: {**asdict(totals), "cached_ratio": _ratio(totals.cached_tokens, totals.prompt_tokens)}
                 for tenant, totals in self._metrics.totals.items()

@@ -50,6 +50,7 @@ class Totals:
     completion_tokens: int = 0
     tokenized_tokens: int = 0
     embedded_tokens: int = 0
+    response_hits: int = 0  # answers from the response cache, whose tokens are not among these
 
 
 class Metrics:
@@ -86,6 +87,12 @@ class Metrics:
             "kvasir_breakpoint_requests",
             "Answered requests with breakpoints: all of them kept, or any degraded.",
             (*tenant_model, "lease"),
+            registry=self.registry,
+        )
+        self._lookups = Counter(
+            "kvasir_response_cache_answers",
+            "Answers, by what the response cache had for them: exact, shared, semantic, miss, bypass.",
+            (*tenant_model, "outcome"),
             registry=self.registry,
         )
         self._retries = Counter(
@@ -130,6 +137,9 @@ class Metrics:
         totals.errors += record.status >= 400 and record.status != CLIENT_LEFT
         totals.embedded_tokens += record.embedded_tokens
         for trace in record.traces:
+            if trace.hit is not None:
+                totals.response_hits += 1
+                continue
             totals.prompt_tokens += trace.prompt_tokens
             totals.cached_tokens += trace.cached_tokens
             totals.lease_read_tokens += trace.lease_read_tokens
@@ -141,6 +151,10 @@ class Metrics:
         if (children := self._children.get((model, tenant))) is None:
             children = self._children[model, tenant] = self._labelled(model, tenant)
         for trace in record.traces:
+            if trace.lookup is not None:
+                self._lookups.labels(model, tenant, trace.lookup.outcome).inc()
+            if trace.hit is not None:  # no engine worked, and its figures would look as if one had
+                continue
             children.prompt.inc(trace.prompt_tokens)
             children.cached.inc(trace.cached_tokens)
             children.lease_read.inc(trace.lease_read_tokens)
@@ -202,6 +216,7 @@ class _Scraped(Collector):
         yield self._embeddings()
         yield from ledger_metrics(self._sources.ledger)
         yield from upstream_metrics(self._sources.upstreams())
+        yield from self._response_cache()
         responses = CounterMetricFamily(
             "kvasir_stored_responses", "What became of responses that were to be kept.", labels=("outcome",)
         )
@@ -214,6 +229,24 @@ class _Scraped(Collector):
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
             value=float(bool(self._sources.redis().get("up"))),
         )
+
+    def _response_cache(self) -> Iterator[Metric]:
+        stats = self._sources.response_cache()
+        for name, text in (
+            ("entries", "Answers in the memory of this gateway."),
+            ("bytes", "Bytes of them."),
+            ("in_flight", "Generations that identical requests may share."),
+            ("waiting", "Requests that are answered by these."),
+        ):
+            yield GaugeMetricFamily(f"kvasir_response_cache_{name}", text, value=float(stats[name]))
+        for name, text, label in (
+            ("bypassed", "Answers that the response cache had no part in.", "reason"),
+            ("events", "What became of answers in the response cache.", "event"),
+        ):
+            counts = CounterMetricFamily(f"kvasir_response_cache_{name}", text, labels=(label,))
+            for value, count in stats[name].items():
+                counts.add_metric([value], count)
+            yield counts
 
     def _queue(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a place.", labels=("lane",))

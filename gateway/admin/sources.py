@@ -82,6 +82,7 @@ class Sources:
     ledger      what requests used and saved
     limits      "outages" of what counts them, and under "tenants" those that tenants have, and who was refused
     redis       at least {"up": bool}; the index answers from memory while it is False
+    response_cache  what it holds now, and since the start by outcome, by reason of a bypass, and by event
     draining    whether the server is ending and wants no new requests
     """
 
@@ -95,6 +96,7 @@ class Sources:
     ledger: LedgerStatus
     limits: Callable[[], Mapping[str, Any]]
     redis: Callable[[], Mapping[str, Any]]
+    response_cache: Callable[[], Mapping[str, Any]]
     draining: Callable[[], bool]
     version: str
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from engine.protocol import Breakpoint, Hello
 from gateway.api.answers import Answer
 from gateway.api.auth import Auth
+from gateway.api.cache_control import from_headers, stricter
 from gateway.api.call import Call, settle
 from gateway.api.dialect import JSON, SSE
 from gateway.api.limiting import ONLY_COUNTED, Limits, need_of, set_aside
@@ -29,6 +30,7 @@ from gateway.types import (
     Need,
     Prompt,
     Request,
+    Reuse,
     Room,
     Scope,
     Tenant,
@@ -129,12 +131,14 @@ class Answering:
         self._decoders = decoders
 
     def admit(self, http: web.Request) -> Tenant:
-        """Whose request this is. Raises UnauthorizedError, and ForbiddenError for an admin key."""
+        """Whose request this is. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a
+        header that makes no sense."""
         tenant = self._auth.tenant(http)
         record = http[RECORD]
         record.tenant = tenant.name
         rooms: dict[LimitKind, Room] = {"requests": self._allowance(tenant.name), **self._limits.rooms(tenant.name)}
         record.allowance = Allowance(**rooms)
+        record.reuse = from_headers(http.headers)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         record.may_have_priority = tenant.priority
         return tenant
@@ -251,9 +255,9 @@ class Answering:
     def requests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that
         the model does not have, ForbiddenError for a namespace that the tenant may not use."""
-        prompts = settle(call, model)
+        prompts, reuse = settle(call, model), stricter(record.reuse, call.reuse)
         scope = self._namespaces.scope(record.namespace, tenant, key=call.cache_key, cache_salt=call.cache_salt)
-        requests = [one for prompt in prompts for one in self._requests(record, tenant, scope, call, prompt)]
+        requests = [one for prompt in prompts for one in self._requests(record, tenant, scope, reuse, call, prompt)]
         record.traces = [request.trace for request in requests]
         return requests
 
@@ -261,7 +265,9 @@ class Answering:
         """By the monotonic clock."""
         return record.received_s + (self._line_timeout_s if record.lane == "batch" else self._server.request_timeout_s)
 
-    def _requests(self, record: Record, tenant: Tenant, scope: Scope, call: Call, prompt: Prompt) -> Iterator[Request]:
+    def _requests(
+        self, record: Record, tenant: Tenant, scope: Scope, reuse: Reuse, call: Call, prompt: Prompt
+    ) -> Iterator[Request]:
         for number, group, sampling in call.choices.samplings(call.sampling):
             yield Request(
                 request_id=record.request_id,
@@ -285,6 +291,8 @@ class Answering:
                 group=group,
                 number=number,
                 trace=Trace(fork=number > 0),
+                stream=call.stream,
+                reuse=reuse,
             )
 
     def _echo(self, call: Call, model: Hello) -> Echo:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.protocol import Hello, Sampling
 from gateway.api.choices import ONE_CHOICE, Choices
 from gateway.errors import BadRequestError
-from gateway.types import Constraint, Prompt, PromptParam, TextPrompt, Tier, TokenPrompt, ToolUse
+from gateway.types import PLAIN_REUSE, Constraint, Prompt, PromptParam, Reuse, TextPrompt, Tier, TokenPrompt, ToolUse
 
 NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and so its end-of-text token, is known
 
@@ -39,6 +39,7 @@ class Call:
     cache_key: str = ""
     cache_salt: str = ""
     tier: Tier = "default"  # that is asked for; Answering.tier says which it is
+    reuse: Reuse = PLAIN_REUSE  # what the body says of the response cache
 
 
 def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:

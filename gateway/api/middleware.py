@@ -118,7 +118,7 @@ def _log(record: Record) -> None:
         level,
         "request_id=%s tenant=%s endpoint=%s model=%s engine=%s lane=%s stream=%d prompt_tokens=%d cached_tokens=%d "
         "lease=%s lease_read_tokens=%d lease_write_tokens=%d completion_tokens=%d queue_ms=%.1f overhead_ms=%.2f "
-        "embedded_tokens=%d first_token_ms=%s total_ms=%.1f retries=%d status=%d",
+        "hit=%s embedded_tokens=%d first_token_ms=%s total_ms=%.1f retries=%d status=%d",
         record.request_id,
         record.tenant or "-",
         record.endpoint,
@@ -134,6 +134,7 @@ def _log(record: Record) -> None:
         record.completion_tokens,
         record.queue_ms,
         record.overhead_ms,
+        record.lookup.outcome if record.lookup else "-",
         record.embedded_tokens,
         "-" if first is None else f"{first:.1f}",
         record.total_ms,

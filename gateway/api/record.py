@@ -12,7 +12,9 @@ from aiohttp import web
 
 from engine.protocol import Lane
 from gateway.api.dialect import Dialect
-from gateway.types import Allowance, Lease, Tier, Trace, Usage
+from gateway.types import PLAIN_REUSE, Allowance, Lease, Lookup, Reuse, Tier, Trace, Usage
+
+_SAYS = {"miss": 0, "bypass": 1, "semantic": 2, "shared": 3, "exact": 4}
 
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
 
@@ -38,6 +40,7 @@ class Record:
     lane: Lane = "online"
     may_have_priority: bool = False
     tier: Tier = "default"  # of its requests
+    reuse: Reuse = PLAIN_REUSE  # what its headers say of the response cache
     model: str | None = None
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
     hold: Hold | None = None  # of a tenant with limits, once the request was let in
@@ -68,6 +71,12 @@ class Record:
     def lease(self) -> Lease | None:
         """Of a request with breakpoints, which has one prompt."""
         return next((trace.lease for trace in self.traces if trace.lease is not None), None)
+
+    @property
+    def lookup(self) -> Lookup | None:
+        """What the response cache had for it. Of several answers the one that says least: a miss is one, if any is."""
+        found = [trace.lookup for trace in self.traces if trace.lookup is not None]
+        return min(found, key=lambda lookup: (_SAYS[lookup.outcome], -lookup.age_s), default=None)
 
     @property
     def lease_read_tokens(self) -> int:
@@ -147,4 +156,17 @@ def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:
     if lease := record.lease:
         kept = lease.kept
         headers["x-kvasir-lease"] = f"kept; tokens={kept.tokens}; ttl={kept.ttl_s:g}" if kept else "degraded"
+    return headers if record.lookup is None else headers | _cache_headers(record.lookup)
+
+
+def _cache_headers(lookup: Lookup) -> dict[str, str]:
+    """An answer that was generated for somebody else at the same time is an exact one, and new."""
+    told = "exact" if lookup.outcome == "shared" else lookup.outcome
+    headers = {"x-kvasir-cache": f"{told}; reason={lookup.reason}" if lookup.reason else told}
+    if lookup.found:
+        headers["Age"] = str(int(lookup.age_s))
+    if lookup.entry:
+        headers["x-kvasir-cache-key"] = lookup.entry
+    if lookup.similarity is not None:
+        headers["x-kvasir-cache-similarity"] = f"{lookup.similarity:.4f}"
     return headers

@@ -8,6 +8,7 @@ from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, Gemini
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
+from gateway.config.responses import ResponseCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.settings import Settings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
@@ -34,6 +35,7 @@ __all__ = [
     "PromptSettings",
     "QueueSettings",
     "RedisSettings",
+    "ResponseCacheSettings",
     "RoutingSettings",
     "ServedModel",
     "ServerSettings",

@@ -10,6 +10,7 @@ from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, Gemini
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
+from gateway.config.responses import ResponseCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
@@ -59,6 +60,7 @@ class Settings(BaseModel):
     embeddings: EmbeddingSettings = EmbeddingSettings()
     ledger: LedgerSettings = LedgerSettings()
     prices: tuple[PriceSettings, ...] = ()
+    response_cache: ResponseCacheSettings = ResponseCacheSettings()
 
     @model_validator(mode="after")
     def _keys_belong_to_one(self) -> Settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -37,6 +37,9 @@ class TenantSettings(Section):
     )
     priority: bool = Field(
         False, description="Whether its requests may ask to be served before others (`service_tier`)."
+    )
+    response_cache: Literal["on", "ask", "off"] | None = Field(
+        None, description="Which of its requests the response cache is for; as `response_cache.mode` when not set."
     )
 
 

@@ -291,7 +291,16 @@ def compare(arguments: argparse.Namespace) -> None:
             start("-m", "tests.bench.gateway_overhead", "--role", "engine", "--ports", str(stream), str(http)),
             start("-m", "tests.bench.gateway_overhead", "--role", "proxy", "--ports", str(bare), str(http)),
             start("-m", "tests.bench.gateway_overhead", "--role", "proxy", "--parse", "--ports", str(parse), str(http)),
-            start("-m", "gateway.cli", "serve", *flags, "--engine-urls", f"http://127.0.0.1:{stream}"),
+            start(
+                "-m",
+                "gateway.cli",
+                "serve",
+                *flags,
+                "--response-cache-mode",
+                "off",
+                "--engine-urls",
+                f"http://127.0.0.1:{stream}",
+            ),
         ]
         try:
             for port in (stream, http, bare, parse, ours):

@@ -32,6 +32,7 @@ from gateway.config import (
     NamespaceSettings,
     PriceSettings,
     QueueSettings,
+    ResponseCacheSettings,
     RoutingSettings,
     ServerSettings,
     StoredResponseSettings,
@@ -49,6 +50,10 @@ from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.shared_counters import SharedCounters
 from gateway.queues.places import PlaceQueue
 from gateway.responses.embedding.embedder import Embedder
+from gateway.responses.entries import Entries
+from gateway.responses.exact import ExactCache
+from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.stage import ResponseCache
 from gateway.routing.router import Router
 from gateway.stores.base import Backend
 from gateway.stores.memory_store import MemoryStore
@@ -116,6 +121,15 @@ def idle_queue() -> PlaceQueue[Any]:
     return PlaceQueue(QueueSettings(), Router(RoutingSettings()))
 
 
+def response_cache(
+    redis: Entries | None = None, now: Callable[[], float] = time.time, **settings: Any
+) -> ResponseCache:
+    """Steps 1 and 7, to stand before the fake street (FakeStreet.responses)."""
+    own = ResponseCacheSettings(**settings)
+    exact = ExactCache(MemoryEntries(own.max_memory_bytes, now), redis, retry_s=1.0, clock=time.monotonic)
+    return ResponseCache(own, {}, exact, None, now)
+
+
 @dataclass
 class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
@@ -137,6 +151,7 @@ class Options:
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     upstreams: Sequence[UpstreamSettings] = ()
     backend: Backend | None = None  # of stored responses; None is memory
+    response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
     files: FileSettings = field(
         default_factory=FileSettings
     )  # without a folder, in one that is deleted with the server
@@ -199,6 +214,7 @@ def make_app(
             ledger=ledger,
             limits=limits.figures,
             redis=lambda: state["redis"],
+            response_cache=given.response_cache.stats,
             draining=lambda: state["draining"],
             version="0.0.test",
         ),

@@ -23,7 +23,10 @@ CLIENT_LIMIT_S = 60.0
 
 
 class Server:
-    """Context manager. `url` is known once inside; what the server printed is in `lines`."""
+    """Context manager. `url` is known once inside; what the server printed is in `lines`.
+
+    Every request reaches an engine, unless the flags or the config say something of the response cache.
+    """
 
     def __init__(self, data_dir: Path, *flags: str, command: str = "serve", config: str | None = None) -> None:
         self.lines: list[str] = []
@@ -31,6 +34,9 @@ class Server:
         self._clients: dict[str, openai.OpenAI | anthropic.Anthropic] = {}
         self._changed = threading.Condition()
         self._said_all = False
+        self._environ = {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
+        if "response_cache" not in (config or "") and not any("response-cache" in flag for flag in flags):
+            self._environ["KVASIR_RESPONSE_CACHE_MODE"] = "off"
         self._arguments = [
             sys.executable,
             "-m",
@@ -49,9 +55,8 @@ class Server:
             self._arguments += ["--config", str(file)]
 
     def __enter__(self) -> Server:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
         self.process = subprocess.Popen(
-            self._arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, bufsize=1
+            self._arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._environ, bufsize=1
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

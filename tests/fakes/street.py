@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.protocol import Breakpoint, Hello, Load, Namespace, Sampling
 from gateway.errors import KvasirError, ModelNotFoundError
+from gateway.street import Responses
 from gateway.types import (
     CallDelta,
     ChatPrompt,
@@ -99,6 +100,7 @@ class FakeStreet:
     hold_before: asyncio.Event | None = None
     hold_after: asyncio.Event | None = None
     requests: list[Request] = field(default_factory=list)
+    responses: Responses | None = None  # steps 1 and 7
     open: int = 0
     most_open: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -125,7 +127,12 @@ class FakeStreet:
         self.requests.append(request)
         return self.prompt_tokens
 
-    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+    def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        if self.responses is None:
+            return self._answer(request)
+        return self.responses.answer(request, hello(request.model), self._answer)
+
+    async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         self.requests.append(request)
         self.open += 1
         self.most_open = max(self.most_open, self.open)

@@ -64,6 +64,8 @@ class Accounted:
 
     async def _cached(self, request: Request) -> Cached:
         trace = request.trace
+        if trace.hit is not None:
+            return Cached(trace.prompt_tokens)
         points, reads = trace.breakpoints, trace.lease_reads
         entries = {point.tokens for point in points}
         near, far = self._caching.places[:NEAR], self._caching.places[NEAR:]

@@ -10,6 +10,7 @@ from gateway.api.anthropic.blocks import check_control, only
 from gateway.api.anthropic.messages import read_system, read_turns
 from gateway.api.anthropic.structured import check_output_config
 from gateway.api.anthropic.tools import read_choice, read_tools
+from gateway.api.cache_control import check_cache
 from gateway.api.fields import (
     Parameter,
     an_object,
@@ -162,6 +163,13 @@ MESSAGES: Final = _table(
         check_control,
         "object: `type` `ephemeral`, `ttl` `5m` or `1h`",
         "Marks the last block that can be cached; see below.",
+    ),
+    Parameter(
+        "cache",
+        check_cache,
+        "object: `ttl`, `s-maxage`, `no-cache`, `no-store`, `use-cache`, `only-if-cached`, `namespace`, `semantic`, "
+        "`similarity`",
+        "Extension, as in other gateways: what may be done with earlier answers; see The response cache.",
     ),
     Parameter(
         "diagnostics",

@@ -13,6 +13,7 @@ from gateway.api.anthropic.messages import Block, converse
 from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING
 from gateway.api.anthropic.tools import DefinedTool, use_of
 from gateway.api.anthropic.wire import Version
+from gateway.api.cache_control import from_body
 from gateway.api.call import Call
 from gateway.api.fields import invalid, read, unknown_parameter
 from gateway.api.tiers import ANTHROPIC_TIERS
@@ -66,6 +67,7 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
         constraint=constraint,
         tool_use=tool_use,
         tier=ANTHROPIC_TIERS[values.get("service_tier", "auto")],
+        reuse=from_body(values.get("cache", {})),
     )
     question = Question(_pieces(values), values["diagnostics"]) if "diagnostics" in values else None
     return Asked(call, caching, question)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.api.cache_control import check_cache
 from gateway.api.fields import (
     INT64,
     Check,
@@ -221,6 +222,13 @@ _SHARED = (
         cache_salt,
         "string of 1 to 128 characters",
         "Extension, as in vLLM: separates in the same way, beside `prompt_cache_key`.",
+    ),
+    _used(
+        "cache",
+        check_cache,
+        "object: `ttl`, `s-maxage`, `no-cache`, `no-store`, `use-cache`, `only-if-cached`, `namespace`, `semantic`, "
+        "`similarity`",
+        "Extension, as in other gateways: what may be done with earlier answers; see The response cache.",
     ),
     _no_effect("user", _string, "string", "The key decides who asks."),
     _used(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.protocol import Sampling
+from gateway.api.cache_control import from_body
 from gateway.api.call import NEW_DOCUMENT, Call
 from gateway.api.choices import Choices
 from gateway.api.fields import array_too_long, empty_array, read, wrong_type
@@ -87,6 +88,7 @@ def _call(
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
         tier=OPENAI_TIERS[values.get("service_tier", "auto")],
+        reuse=from_body(values.get("cache", {})),
     )
 
 

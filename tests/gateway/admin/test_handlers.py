@@ -107,6 +107,7 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "completion_tokens": 4,
         "tokenized_tokens": 0,
         "embedded_tokens": 0,
+        "response_hits": 0,
         "cached_ratio": 0.8,
     }
 

@@ -138,6 +138,7 @@ async def test_one_line_tells_all_of_a_request_but_not_its_text(caplog: pytest.L
         "completion_tokens": "2",
         "queue_ms": "0.0",
         "overhead_ms": "0.50",
+        "hit": "-",
         "embedded_tokens": "0",
         "first_token_ms": "0.1",
         "total_ms": "0.2",

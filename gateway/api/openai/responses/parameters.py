@@ -183,6 +183,7 @@ _TABLE = (
     *_as_chat(
         "prompt_cache_key",
         "cache_salt",
+        "cache",
         "stop",
         "seed",
         "top_k",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.api.cache_control import from_body
 from gateway.api.call import Call
 from gateway.api.fields import empty_array, read
 from gateway.api.openai.caching import place_markers
@@ -107,6 +108,7 @@ def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
         tier=OPENAI_TIERS[values.get("service_tier", "auto")],
+        reuse=from_body(values.get("cache", {})),
     )
 
 

@@ -1,0 +1,45 @@
+"""Answers that are given again: the response cache."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from engine.config import Section
+
+
+class ResponseCacheSettings(Section):
+    """[response_cache]: answers that are given again to the same request, of the same tenant."""
+
+    mode: Literal["on", "ask", "off"] = Field(
+        "on", description="`on`: every request that may be; `ask`: those that ask for it; `off`: none."
+    )
+    requests: Literal["deterministic", "all"] = Field(
+        "deterministic",
+        description="`deterministic`: with temperature 0 or a seed, and those that ask for the cache; `all`: all.",
+    )
+    tool_calls: bool = Field(False, description="Whether answers that may call tools are kept and shared, too.")
+    truncated: bool = Field(False, description="Whether answers that `max_tokens` cut are kept, too.")
+    ttl_s: Annotated[float, Field(gt=0)] = Field(
+        3600.0, description="Seconds that an answer is kept, from its end, when its request does not say."
+    )
+    max_ttl_s: Annotated[float, Field(gt=0)] = Field(
+        604800.0, description="Seconds that a request may ask for, at most; 7 days."
+    )
+    max_entry_bytes: Annotated[int, Field(ge=0)] = Field(
+        1 << 20, description="Bytes of one answer; a larger one is not kept."
+    )
+    max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
+        128 << 20, description="Bytes of answers in the memory of one gateway, those used last; 0 keeps none there."
+    )
+    max_flight_bytes: Annotated[int, Field(ge=1024)] = Field(
+        8 << 20,
+        description="Bytes of one answer that wait for the slowest of those who share it; then it is given up.",
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ResponseCacheSettings:
+        if self.ttl_s > self.max_ttl_s:
+            raise ValueError("ttl_s is more than max_ttl_s")
+        return self

@@ -1,0 +1,74 @@
+"""What is kept of an answer, and the promises of those who keep it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+OVERHEAD_BYTES: Final = 512
+"""What an entry costs besides its body and names: objects, tables, and its place in the order."""
+
+_HEAD: Final = struct.Struct("<32sddII")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One answer.
+
+    key        see key.py; compared on every look-up, whatever an answer is found by
+    id         how it is called, 32 characters
+    owner      whose it is: a tenant or a namespace that several share (Scope)
+    model      as clients name it
+    created_s  seconds since 1970, as expires_s; when the answer was complete
+    body       see recording.py
+    """
+
+    key: bytes
+    id: str
+    owner: str
+    model: str
+    created_s: float
+    expires_s: float
+    body: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """That count against limits."""
+        return len(self.body) + len(self.owner) + len(self.model) + OVERHEAD_BYTES
+
+    def to_bytes(self) -> bytes:
+        owner, model = self.owner.encode(), self.model.encode()
+        head = _HEAD.pack(self.key, self.created_s, self.expires_s, len(owner), len(model))
+        return head + owner + model + self.body
+
+    @classmethod
+    def from_bytes(cls, name: str, data: bytes) -> Entry:
+        """Raises ValueError for what `to_bytes` did not write."""
+        if len(data) < _HEAD.size:
+            raise ValueError("an entry is cut short")
+        key, created_s, expires_s, owner, model = _HEAD.unpack_from(data)
+        start = _HEAD.size
+        names = data[start : start + owner], data[start + owner : start + owner + model]
+        return cls(key, name, names[0].decode(), names[1].decode(), created_s, expires_s, data[start + owner + model :])
+
+
+class EntriesDownError(Exception):
+    """The store did not answer in time, or could not do it."""
+
+
+class Entries(Protocol):
+    """Answers by owner and id, within bytes, the one that was used longest ago goes first; none is found past its
+    time. Methods raise EntriesDownError."""
+
+    async def find(self, owner: str, name: str) -> Entry | None:
+        """Counts as a use."""
+        ...
+
+    async def put(self, entry: Entry) -> bool:
+        """In place of the one with this id. False if it is larger than all may be together."""
+        ...
+
+    async def remove(self, owner: str, name: str) -> bool:
+        """Whether it was there."""
+        ...

@@ -1,0 +1,105 @@
+"""Answers to the very same request: first in memory, then in Redis. A Redis that is down is a cache that is cold.
+
+An answer is found by its id and given only when its whole key is the request's, and its owner.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gateway.responses.entries import Entries, EntriesDownError, Entry
+from gateway.responses.key import entry_id
+from gateway.responses.memory_entries import MemoryEntries, MemoryFigures
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class ExactFigures:
+    """Since the start."""
+
+    memory_hits: int = 0
+    redis_hits: int = 0
+    kept: int = 0
+    redis_failures: int = 0
+
+
+class ExactCache:
+    """No method raises."""
+
+    def __init__(
+        self, memory: MemoryEntries, redis: Entries | None, *, retry_s: float, clock: Callable[[], float]
+    ) -> None:
+        """After a failure Redis is left alone for `retry_s` on `clock`."""
+        self._memory = memory
+        self._redis = redis
+        self._retry_s = retry_s
+        self._clock = clock
+        self._asked_again_s = 0.0
+        self._down = False
+        self.figures = ExactFigures()
+
+    @property
+    def memory_figures(self) -> MemoryFigures:
+        """Of this gateway's memory."""
+        return self._memory.figures
+
+    def peek(self, owner: str, key: bytes) -> Entry | None:
+        """From memory alone."""
+        entry = self._memory.get(owner, entry_id(key))
+        if entry is None or entry.key != key:
+            return None
+        self.figures.memory_hits += 1
+        return entry
+
+    async def find(self, owner: str, key: bytes) -> Entry | None:
+        """From memory or Redis, within the time that Redis has to answer."""
+        if (entry := self.peek(owner, key)) is not None:
+            return entry
+        redis = self._redis
+        if redis is None:
+            return None
+        entry = await self._ask(lambda: redis.find(owner, entry_id(key)), None)
+        if entry is None or entry.key != key:
+            return None
+        self.figures.redis_hits += 1
+        self._memory.set(entry)
+        return entry
+
+    def keep(self, entry: Entry) -> None:
+        """In memory, from now on."""
+        self.figures.kept += 1
+        self._memory.set(entry)
+
+    async def share(self, entry: Entry) -> None:
+        """With other gateways, over Redis."""
+        redis = self._redis
+        if redis is not None:
+            await self._ask(lambda: redis.put(entry), False)
+
+    async def remove(self, owner: str, name: str) -> bool:
+        """Whether it was there. Other gateways may have it in their memory for a while."""
+        was_here, redis = self._memory.delete(owner, name), self._redis
+        was_there = redis is not None and await self._ask(lambda: redis.remove(owner, name), False)
+        return was_here or was_there
+
+    async def _ask(self, call: Callable[[], Awaitable[_T]], otherwise: _T) -> _T:
+        if self._down and self._clock() < self._asked_again_s:
+            return otherwise
+        try:
+            answer = await call()
+        except EntriesDownError as error:
+            if not self._down:
+                log.warning("Redis does not answer, the response cache is this gateway's memory: %s", error)
+            self.figures.redis_failures += 1
+            self._down, self._asked_again_s = True, self._clock() + self._retry_s
+            return otherwise
+        if self._down:
+            self._down = False
+            log.info("Redis answers again, the response cache is shared")
+        return answer

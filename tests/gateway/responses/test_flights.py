@@ -1,0 +1,155 @@
+"""One generation and those who share it: everybody gets all of it, and it lives as long as one of them is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+
+from gateway.errors import EngineLostError, OverloadedError
+from gateway.responses.flights import Flight, Flights
+from tests.fakes.waiting import until
+
+LIMIT_S = 5.0
+
+
+@dataclass
+class Work:
+    """Gives `items`, each when it may."""
+
+    items: int = 6
+    fails: Exception | None = None
+    may: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    runs: int = 0
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, flight: Flight[int]) -> AsyncGenerator[int, None]:
+        self.runs += 1
+        try:
+            for number in range(self.items):
+                await self.may.acquire()
+                yield number
+            if self.fails is not None:
+                raise self.fails
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted.set()
+            raise
+
+    def allow(self, items: int) -> None:
+        for _ in range(items):
+            self.may.release()
+
+
+def board(flights: Flights[int], work: Work) -> Flight[int]:
+    if (flight := flights.find("k")) is None:
+        flight = flights.launch("k")
+        flight.start(work.run, "test")
+    return flight
+
+
+async def everything(flight: Flight[int]) -> list[int]:
+    async with aclosing(flight.read()) as items:
+        return [item async for item in items]
+
+
+def flights(max_bytes: int = 1000, size: Callable[[int], int] = lambda item: 1) -> Flights[int]:
+    return Flights(max_bytes, size)
+
+
+async def test_whoever_comes_before_its_end_gets_all_of_it() -> None:
+    own, work = flights(), Work()
+    flight = board(own, work)
+    first = asyncio.create_task(everything(flight))
+    work.allow(3)
+    await until(lambda: flight.begun)
+    late = asyncio.create_task(everything(board(own, work)))
+    work.allow(3)
+    assert await first == await late == [0, 1, 2, 3, 4, 5]
+    assert work.runs == 1
+    assert len(own) == 0
+
+
+async def test_it_goes_on_when_the_first_one_leaves_and_ends_with_the_last() -> None:
+    own, work = flights(), Work()
+    flight = board(own, work)
+    leader, follower = asyncio.create_task(everything(flight)), asyncio.create_task(everything(flight))
+    work.allow(2)
+    await until(lambda: flight.begun)
+    leader.cancel()
+    await asyncio.wait([leader])
+    assert not work.aborted.is_set()
+    work.allow(1)
+    follower.cancel()
+    async with asyncio.timeout(LIMIT_S):
+        await work.aborted.wait()
+    assert own.find("k") is None
+
+
+async def test_an_error_reaches_everybody_after_what_came_before_it() -> None:
+    own, work = flights(), Work(items=2, fails=EngineLostError("lost"))
+    work.allow(2)
+
+    async def read() -> list[int]:
+        seen: list[int] = []
+        with pytest.raises(EngineLostError):
+            async with aclosing(board(own, work).read()) as items:
+                async for item in items:
+                    seen += [item]
+        return seen
+
+    assert await asyncio.gather(read(), read()) == [[0, 1], [0, 1]]
+    assert own.find("k") is None
+
+
+async def test_who_reads_too_slowly_is_given_up_and_costs_the_others_nothing() -> None:
+    own, work = flights(max_bytes=3), Work(items=20)
+    flight = board(own, work)
+    slow = flight.read()
+    work.allow(1)
+    assert await anext(slow) == 0
+    fast = asyncio.create_task(everything(flight))
+    work.allow(19)
+    assert await fast == list(range(20))
+    with pytest.raises(OverloadedError):
+        async for _ in slow:
+            pass
+    assert flight.full is None
+
+
+async def test_too_large_an_answer_cannot_be_joined_any_more() -> None:
+    own, work = flights(max_bytes=3), Work(items=20)
+    flight = board(own, work)
+    reader = asyncio.create_task(everything(flight))
+    work.allow(5)
+    await until(lambda: own.find("k") is None)
+    work.allow(15)
+    assert await reader == list(range(20))
+
+
+async def test_what_is_to_do_after_its_end_is_done_without_readers() -> None:
+    own, may, done = flights(), asyncio.Event(), asyncio.Event()
+
+    async def work(flight: Flight[int]) -> AsyncGenerator[int, None]:
+        flight.land()
+        yield 1
+        await may.wait()
+        done.set()
+
+    flight = own.launch("k")
+    flight.start(work, "test")
+    async with aclosing(flight.read()) as items:
+        assert await anext(items) == 1
+    may.set()
+    async with asyncio.timeout(LIMIT_S):
+        await done.wait()
+
+
+async def test_nobody_finds_a_flight_without_a_key() -> None:
+    own, work = flights(), Work(items=0)
+    flight = own.launch(None)
+    flight.start(work.run, "test")
+    assert len(own) == 0
+    assert await everything(flight) == []

@@ -1,0 +1,564 @@
+"""Steps 1 and 7: which requests get an answer that was there, which share one, and which answers are remembered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from engine.protocol import Sampling
+from gateway.config import ResponseCacheSettings
+from gateway.errors import BadRequestError, EngineLostError, KvasirError, NotCachedError, OverloadedError
+from gateway.responses.base import Asked, Match
+from gateway.responses.eligibility import Mode
+from gateway.responses.entries import EntriesDownError, Entry
+from gateway.responses.exact import ExactCache
+from gateway.responses.key import request_key
+from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.stage import ResponseCache
+from gateway.types import (
+    CallDelta,
+    ChatPrompt,
+    Event,
+    Finished,
+    FinishReason,
+    Request,
+    Reuse,
+    Started,
+    Tenant,
+    TextDelta,
+    Tool,
+    ToolUse,
+    Usage,
+)
+from tests.fakes.street import hello
+from tests.fakes.waiting import until
+
+LIMIT_S = 5.0
+MODEL = hello()
+USE = ToolUse((Tool("look"),))
+
+
+def ask(text: str = "Hi.", tenant: str = "a", reuse: Reuse | None = None, **changes: Any) -> Request:
+    request = Request(
+        request_id="r",
+        tenant=Tenant(tenant),
+        model="demo",
+        prompt=ChatPrompt([{"role": "user", "content": text}]),
+        sampling=Sampling(max_tokens=8, temperature=0.0),
+        received_s=0.0,
+        deadline_s=9e9,
+        stream=True,
+        reuse=reuse or Reuse(),
+    )
+    return replace(request, **changes)
+
+
+@dataclass
+class Engine:
+    """Steps 2 to 6: answers that count up, so that each is another one."""
+
+    pieces: Sequence[TextDelta | CallDelta] = (TextDelta("Hel"), TextDelta("lo "))
+    reason: FinishReason = "stop"
+    errors: list[Exception | None] = field(default_factory=list)  # one for each run, in place of its first event
+    fails_after: Exception | None = None
+    runs: list[Request] = field(default_factory=list)
+    gate: asyncio.Event | None = None  # before the first event
+    middle: asyncio.Event | None = None  # after the first piece
+    aborted: int = 0
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        self.runs.append(request)
+        number = len(self.runs)
+        try:
+            self.reached.set()
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.errors and (error := self.errors.pop(0)) is not None:
+                raise error
+            request.trace.engine = "engine-1"
+            yield Started("engine-1", Usage(10, 0, cached_tokens=4))
+            for index, piece in enumerate((*self.pieces, TextDelta(str(number)))):
+                yield piece
+                if index == 0 and self.middle is not None:
+                    await self.middle.wait()
+            if self.fails_after is not None:
+                raise self.fails_after
+            yield Finished(self.reason, Usage(10, 3, cached_tokens=4), None)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted += 1
+            raise
+
+
+class Shelf:
+    """A Redis that can be away."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[str, str], Entry] = {}
+        self.down = False
+        self.asked = 0
+
+    async def find(self, owner: str, name: str) -> Entry | None:
+        self._check()
+        return self.entries.get((owner, name))
+
+    async def put(self, entry: Entry) -> bool:
+        self._check()
+        self.entries[entry.owner, entry.id] = entry
+        return True
+
+    async def remove(self, owner: str, name: str) -> bool:
+        self._check()
+        return self.entries.pop((owner, name), None) is not None
+
+    def _check(self) -> None:
+        self.asked += 1
+        if self.down:
+            raise EntriesDownError("away")
+
+
+@dataclass
+class Bench:
+    """A cache over an engine, at a time that the test sets."""
+
+    settings: ResponseCacheSettings = field(default_factory=ResponseCacheSettings)
+    modes: dict[str, Mode] = field(default_factory=dict)
+    shelf: Shelf | None = None
+    semantic: Any = None
+    now: float = 1000.0
+    engine: Engine = field(default_factory=Engine)
+
+    def __post_init__(self) -> None:
+        self.memory = MemoryEntries(self.settings.max_memory_bytes, lambda: self.now)
+        self.exact = ExactCache(self.memory, self.shelf, retry_s=1.0, clock=lambda: self.now)
+        self.cache = ResponseCache(self.settings, self.modes, self.exact, self.semantic, lambda: self.now)
+
+    def events(self, request: Request) -> AsyncGenerator[Event, None]:
+        return self.cache.answer(request, MODEL, self.engine.generate)
+
+    async def all(self, request: Request) -> list[Event]:
+        async with aclosing(self.events(request)) as events:
+            return [event async for event in events]
+
+    async def text(self, request: Request) -> str:
+        return said(await self.all(request))
+
+    async def outcome(self, request: Request) -> str:
+        """What the cache had for it."""
+        await self.all(request)
+        assert request.trace.lookup is not None
+        return request.trace.lookup.outcome
+
+
+def said(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+# -- the same request again -------------------------------------------------------------------------------------------
+
+
+async def test_the_same_request_gets_the_same_answer_in_the_same_pieces_and_no_engine_works() -> None:
+    bench = Bench()
+    first = await bench.all(ask())
+    bench.now += 30
+    request = ask()
+    again = await bench.all(request)
+    assert [event for event in again if isinstance(event, TextDelta)] == [*bench.engine.pieces, TextDelta("1")]
+    assert [type(event) for event in first] == [type(event) for event in again]
+    assert len(bench.engine.runs) == 1
+    lookup, trace = request.trace.lookup, request.trace
+    assert lookup is not None
+    assert (lookup.outcome, lookup.age_s, lookup.found) == ("exact", 30.0, True)
+    hit = request.trace.hit
+    assert hit is not None
+    assert (hit.kind, hit.prompt_tokens, hit.completion_tokens) == ("exact", 10, 3)
+    assert (trace.prompt_tokens, trace.cached_tokens, trace.completion_tokens, trace.engine) == (10, 10, 3, None)
+    assert again[-1] == Finished("stop", Usage(10, 3, cached_tokens=10), None)
+    assert trace.first_token_ms is not None
+
+
+async def test_who_wants_no_pieces_gets_one() -> None:
+    bench = Bench()
+    await bench.all(ask())
+    events = await bench.all(ask(stream=False))
+    assert [event for event in events if isinstance(event, TextDelta)] == [TextDelta("Hello 1")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"text": "Hi!"},
+        {"tenant": "b"},
+        {"model": "x"},
+        {"stop": ("x",)},
+        {"sampling": Sampling(max_tokens=9, temperature=0.0)},
+        {"number": 1},
+        {"reuse": Reuse(partition="p")},
+    ],
+)
+async def test_another_request_gets_an_answer_of_its_own(other: dict[str, Any]) -> None:
+    bench = Bench()
+    await bench.all(ask())
+    assert await bench.text(ask(**other)) == "Hello 2"
+
+
+async def test_an_answer_whose_key_is_another_is_not_given_even_under_the_same_id() -> None:
+    bench = Bench(shelf=Shelf())
+    await bench.all(ask())
+    (entry,) = list(bench.memory)
+    forged = replace(entry, key=bytes(32))
+    bench.memory.set(forged)
+    assert bench.shelf is not None
+    bench.shelf.entries[entry.owner, entry.id] = forged
+    assert await bench.text(ask()) == "Hello 2"
+
+
+async def test_a_time_to_live_counts_from_the_answer_and_using_it_does_not_make_it_longer() -> None:
+    bench = Bench(ResponseCacheSettings(ttl_s=60))
+    await bench.all(ask())
+    for seconds in (30, 29):
+        bench.now += seconds
+        assert await bench.text(ask()) == "Hello 1"
+    bench.now += 1
+    assert await bench.text(ask()) == "Hello 2"
+
+
+async def test_a_request_may_ask_for_a_shorter_time_and_not_for_more_than_there_is() -> None:
+    bench = Bench(ResponseCacheSettings(ttl_s=60, max_ttl_s=100))
+    await bench.all(ask("short", reuse=Reuse(ttl_s=5)))
+    await bench.all(ask("long", reuse=Reuse(ttl_s=1e6)))
+    bench.now += 6
+    assert await bench.outcome(ask("short")) == "miss"
+    bench.now += 95
+    assert await bench.outcome(ask("long")) == "miss"
+
+
+# -- which requests ---------------------------------------------------------------------------------------------------
+
+
+HOT = Sampling(max_tokens=8, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "request_", "reason"),
+    [
+        ({}, None, ask(), None),
+        ({}, None, ask(sampling=HOT), "sampling"),
+        ({}, None, ask(sampling=replace(HOT, seed=3)), None),
+        ({"requests": "all"}, None, ask(sampling=HOT), None),
+        ({}, None, ask(sampling=HOT, reuse=Reuse(asked=True)), None),
+        ({}, None, ask(reuse=Reuse(asked=False)), "off"),
+        ({"mode": "off"}, None, ask(reuse=Reuse(asked=True)), "off"),
+        ({"mode": "ask"}, None, ask(), "not-asked"),
+        ({"mode": "ask"}, None, ask(reuse=Reuse(asked=True)), None),
+        ({"mode": "off"}, "on", ask(), None),
+        ({}, "off", ask(reuse=Reuse(asked=True)), "off"),
+        ({}, None, ask(tool_use=USE), "tools"),
+        ({"tool_calls": True}, None, ask(tool_use=USE), None),
+        ({}, None, ask(tool_use=USE, reuse=Reuse(asked=True)), None),
+        ({}, None, ask(prewarm=True), "prewarm"),
+        ({}, None, ask(use_cache=False), "uncached"),
+        ({}, None, ask(reuse=Reuse(read=False, write=False)), "no-store"),
+        ({}, None, ask(lane="batch"), None),
+    ],
+)
+async def test_who_takes_part(
+    settings: dict[str, Any], mode: Mode | None, request_: Request, reason: str | None
+) -> None:
+    bench = Bench(ResponseCacheSettings(**settings), {"a": mode} if mode else {})
+    await bench.all(again(request_))
+    request = again(request_)
+    text = await bench.text(request)
+    assert request.trace.lookup is not None
+    if reason is None:
+        assert (text, request.trace.lookup.outcome) == ("Hello 1", "exact")
+    else:
+        assert (text, request.trace.lookup.outcome, request.trace.lookup.reason) == ("Hello 2", "bypass", reason)
+        assert bench.cache.figures.bypassed == {reason: 2}
+
+
+def again(request: Request) -> Request:
+    return replace(request, trace=type(request.trace)())
+
+
+async def test_what_the_client_wants_no_cache_for_is_generated_and_replaces_what_was_there() -> None:
+    bench = Bench()
+    await bench.all(ask())
+    assert await bench.text(ask(reuse=Reuse(read=False))) == "Hello 2"
+    assert await bench.text(ask()) == "Hello 2"
+
+
+async def test_what_is_not_to_be_stored_may_still_come_from_the_cache() -> None:
+    bench = Bench()
+    assert await bench.outcome(ask(reuse=Reuse(write=False))) == "miss"
+    assert await bench.outcome(ask()) == "miss"
+    assert await bench.outcome(ask(reuse=Reuse(write=False))) == "exact"
+
+
+async def test_an_answer_that_is_older_than_wanted_is_not_given() -> None:
+    bench = Bench()
+    await bench.all(ask())
+    bench.now += 10
+    assert await bench.outcome(ask(reuse=Reuse(max_age_s=10))) == "exact"
+    assert await bench.outcome(ask(reuse=Reuse(max_age_s=9))) == "miss"
+    assert await bench.text(ask()) == "Hello 2"
+
+
+async def test_who_wants_the_cache_or_nothing_gets_either() -> None:
+    bench, only = Bench(shelf=Shelf()), Reuse(only_kept=True)
+    with pytest.raises(NotCachedError):
+        await bench.all(ask(reuse=only))
+    with pytest.raises(NotCachedError):
+        bench.events(ask(sampling=HOT, reuse=only))
+    assert not bench.engine.runs
+    await bench.all(ask())
+    assert await bench.outcome(ask(reuse=only)) == "exact"
+
+
+# -- which answers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "kept"),
+    [
+        (Engine(), {}, True),
+        (Engine(reason="length"), {}, False),
+        (Engine(reason="length"), {"truncated": True}, True),
+        (Engine(pieces=[TextDelta("x" * 2000)]), {"max_entry_bytes": 1000}, False),
+        (Engine(pieces=[TextDelta("x" * 2000)]), {"max_flight_bytes": 1024}, False),
+        (Engine(pieces=[TextDelta("x" * 2000)]), {"max_memory_bytes": 1000}, False),
+        (Engine(pieces=[TextDelta("x" * 2000)]), {}, True),
+    ],
+)
+async def test_which_answers_are_remembered(engine: Engine, settings: dict[str, Any], kept: bool) -> None:
+    bench = Bench(ResponseCacheSettings(**settings), engine=engine)
+    await bench.all(ask())
+    assert await bench.outcome(ask()) == ("exact" if kept else "miss")
+
+
+async def test_an_answer_that_failed_or_was_given_up_is_not_remembered() -> None:
+    bench = Bench(engine=Engine(fails_after=EngineLostError("lost")))
+    with pytest.raises(EngineLostError):
+        await bench.all(ask())
+    bench.engine.fails_after, bench.engine.middle = None, asyncio.Event()
+    async with aclosing(bench.events(ask())) as events:
+        await anext(events)
+    await until(lambda: bench.engine.aborted == 1)
+    assert not list(bench.memory)
+    bench.engine.middle = None
+    assert await bench.outcome(ask()) == "miss"
+
+
+async def test_calls_are_remembered_where_that_is_allowed() -> None:
+    calls = [CallDelta(0, "look", '{"a":'), CallDelta(0, "", "1}")]
+    bench = Bench(ResponseCacheSettings(tool_calls=True), engine=Engine(pieces=calls, reason="tool_calls"))
+    await bench.all(ask(tool_use=USE))
+    events = await bench.all(ask(tool_use=USE))
+    assert [event for event in events if isinstance(event, CallDelta)] == calls
+    assert len(bench.engine.runs) == 1
+
+
+# -- at the same time -------------------------------------------------------------------------------------------------
+
+
+async def test_a_hundred_identical_requests_are_one_generation() -> None:
+    bench = Bench(shelf=Shelf(), engine=Engine(gate=asyncio.Event()))
+    requests = [ask(stream=number % 2 == 0) for number in range(100)]
+    waiting = [asyncio.create_task(bench.text(request)) for request in requests]
+    await until(bench.engine.reached.is_set)
+    assert bench.engine.gate is not None
+    bench.engine.gate.set()
+    assert set(await asyncio.gather(*waiting)) == {"Hello 1"}
+    assert len(bench.engine.runs) == 1
+    assert bench.shelf is not None
+    outcomes = [request.trace.lookup.outcome for request in requests if request.trace.lookup]
+    assert (outcomes.count("miss"), outcomes.count("shared")) == (1, 99)
+    assert sum(request.trace.engine is not None for request in requests) == 1
+    await until(lambda: bench.shelf is not None and bench.shelf.asked == 2)  # one look and one put, for all of them
+
+
+async def test_pieces_reach_those_who_share_as_they_come() -> None:
+    bench = Bench(engine=Engine(middle=asyncio.Event()))
+    leader, follower = bench.events(ask()), bench.events(ask())
+    async with asyncio.timeout(LIMIT_S), aclosing(leader), aclosing(follower):
+        for events in (leader, follower):
+            assert type(await anext(events)) is Started
+            assert await anext(events) == TextDelta("Hel")
+        assert bench.engine.middle is not None
+        bench.engine.middle.set()
+        assert said([event async for event in follower]) == "lo 1"
+        assert said([event async for event in leader]) == "lo 1"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_when_the_first_one_hangs_up_the_others_are_served(when: str) -> None:
+    hold = asyncio.Event()
+    engine = Engine(gate=hold) if when == "before" else Engine(middle=hold)
+    bench = Bench(engine=engine)
+    leader, follower = (asyncio.create_task(bench.text(ask())) for _ in range(2))
+    await until(engine.reached.is_set)
+    await asyncio.sleep(0)
+    leader.cancel()
+    await asyncio.wait([leader])
+    hold.set()
+    assert await follower == "Hello 1"
+    assert (len(engine.runs), engine.aborted) == (1, 0)
+
+
+async def test_when_all_hang_up_the_generation_ends() -> None:
+    bench = Bench(engine=Engine(gate=asyncio.Event()))
+    waiting = [asyncio.create_task(bench.text(ask())) for _ in range(3)]
+    await until(bench.engine.reached.is_set)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    await until(lambda: bench.engine.aborted == 1)
+    assert bench.cache.in_flight == 0
+
+
+async def test_when_the_first_one_fails_before_it_began_another_one_leads() -> None:
+    bench = Bench(engine=Engine(errors=[OverloadedError("full"), OverloadedError("full")]))
+    waiting = await asyncio.gather(*(bench.text(ask()) for _ in range(4)), return_exceptions=True)
+    assert [type(answer) for answer in waiting] == [OverloadedError, OverloadedError, str, str]
+    assert set(waiting[2:]) == {"Hello 3"}
+
+
+async def test_what_is_wrong_with_one_is_wrong_with_all() -> None:
+    bench = Bench(engine=Engine(errors=[BadRequestError("no")]))
+    waiting = await asyncio.gather(*(bench.text(ask()) for _ in range(4)), return_exceptions=True)
+    assert [type(answer) for answer in waiting] == [BadRequestError] * 4
+    assert len(bench.engine.runs) == 1
+
+
+async def test_a_failure_after_the_first_piece_is_everybodys() -> None:
+    bench = Bench(engine=Engine(fails_after=EngineLostError("lost")))
+    waiting = await asyncio.gather(*(bench.text(ask()) for _ in range(3)), return_exceptions=True)
+    assert [type(answer) for answer in waiting] == [EngineLostError] * 3
+    assert len(bench.engine.runs) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tenant": "b"},
+        {"lane": "batch"},
+        {"tier": "flex"},
+        {"reuse": Reuse(read=False)},
+        {"reuse": Reuse(write=False)},
+        {"reuse": Reuse(asked=False)},
+    ],
+)
+async def test_who_does_not_share_does_not_wait_for_others(other: dict[str, Any]) -> None:
+    bench = Bench(engine=Engine(gate=asyncio.Event()))
+    waiting = [asyncio.create_task(bench.text(request)) for request in (ask(), ask(**other))]
+    await until(lambda: len(bench.engine.runs) == 2)
+    assert bench.engine.gate is not None
+    bench.engine.gate.set()
+    assert set(await asyncio.gather(*waiting)) == {"Hello 1", "Hello 2"}
+
+
+# -- Redis ------------------------------------------------------------------------------------------------------------
+
+
+async def test_another_gateway_has_the_answer_from_redis_and_then_in_its_own_memory() -> None:
+    shelf = Shelf()
+    one, two = Bench(shelf=shelf), Bench(shelf=shelf)
+    await one.all(ask())
+    await until(lambda: bool(shelf.entries))
+    request = ask()
+    assert await two.text(request) == "Hello 1"
+    assert request.trace.lookup is not None
+    assert request.trace.lookup.outcome == "exact"
+    assert request.trace.cached_tokens == 10
+    asked = shelf.asked
+    assert await two.text(ask()) == "Hello 1"
+    assert shelf.asked == asked
+
+
+async def test_a_redis_that_is_away_is_a_cold_cache_and_is_left_alone_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shelf = Shelf()
+    bench = Bench(shelf=shelf)
+    shelf.down = True
+    for number in range(5):
+        assert await bench.outcome(ask(str(number))) == "miss"
+        assert await bench.outcome(ask(str(number))) == "exact"  # from memory
+    assert shelf.asked == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    shelf.down, bench.now = False, bench.now + 2
+    await bench.all(ask("later"))
+    await until(lambda: bool(shelf.entries))
+
+
+# -- what means the same ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Meaning:
+    """Takes every request for one that means the same as the first that was remembered."""
+
+    key: bytes | None = None
+    calls: list[str] = field(default_factory=list)
+    anew: Callable[[], AsyncGenerator[Event, None]] | None = None
+
+    async def find(self, asked: Asked) -> Match | None:
+        self.calls.append("find")
+        return None if self.key is None else Match(self.key, 0.97)
+
+    def hit(
+        self, asked: Asked, match: Match, answer: Sequence[Event], anew: Callable[[], AsyncGenerator[Event, None]]
+    ) -> None:
+        self.calls.append(f"hit {said(answer)}")
+        self.anew = anew
+
+    def gone(self, asked: Asked, match: Match) -> None:
+        self.calls.append("gone")
+
+    def remember(self, asked: Asked, answer: Sequence[Event]) -> None:
+        self.calls.append(f"remember {said(answer)}")
+        self.key = self.key or asked.key
+
+
+async def test_what_means_the_same_is_asked_for_after_an_exact_miss_and_told_of_answers() -> None:
+    meaning = Meaning()
+    bench = Bench(semantic=meaning)
+    assert await bench.outcome(ask("How are you?")) == "miss"
+    request = ask("How are you doing?")
+    assert await bench.text(request) == "Hello 1"
+    assert request.trace.lookup is not None
+    assert (request.trace.lookup.outcome, request.trace.lookup.similarity) == ("semantic", 0.97)
+    assert meaning.calls == ["find", "remember Hello 1", "find", "hit Hello 1"]
+    assert meaning.anew is not None
+    async with aclosing(meaning.anew()) as events:
+        assert said([event async for event in events]) == "Hello 2"
+    assert bench.engine.runs[-1].lane == "batch"
+    assert request.trace.engine is None
+    assert await bench.outcome(ask("How are you?")) == "exact"
+    assert len(meaning.calls) == 4
+
+
+async def test_a_match_whose_answer_is_gone_is_a_miss() -> None:
+    meaning = Meaning()
+    bench = Bench(ResponseCacheSettings(ttl_s=10), semantic=meaning)
+    await bench.all(ask("How are you?"))
+    bench.now += 11
+    assert await bench.text(ask("How are you doing?")) == "Hello 2"
+    assert meaning.calls[2:] == ["find", "gone", "remember Hello 2"]
+
+
+async def test_keys_are_those_of_requests() -> None:
+    meaning = Meaning()
+    bench = Bench(semantic=meaning)
+    await bench.all(ask())
+    assert meaning.key == request_key(ask(), MODEL)
+
+
+def test_errors_of_the_cache_are_a_clients_to_read() -> None:
+    assert isinstance(NotCachedError("x"), KvasirError)
+    assert NotCachedError.status == 504
