@@ -30,6 +30,14 @@ CLOSE_LIMIT_S: Final = 2.0
 
 
 @dataclass(slots=True)
+class _Ended:
+    """Of requests that are over: costs that flow back, and leases."""
+
+    changes: Counter[LimitKind] = field(default_factory=Counter)
+    flights: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class _Account:
     """A tenant that has limits, as this gateway knows it.
 
@@ -37,6 +45,8 @@ class _Account:
     heard_s   when that was, by the monotonic clock
     flights   leases that this gateway holds for it, and who counts them
     refused   requests since the start, by the limit
+    ended     what is to be given back, and to whom
+    sending   does that
     """
 
     limits: Limits
@@ -44,6 +54,8 @@ class _Account:
     heard_s: float = 0.0
     flights: dict[str, Counters] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
+    ended: dict[Counters, _Ended] = field(default_factory=dict)
+    sending: asyncio.Task[None] | None = None
 
 
 class TenantLimits:
@@ -62,7 +74,6 @@ class TenantLimits:
         self._accounts = {name: _Account(limits) for name, limits in limits_of(settings, tenants)}
         self._gateway = secrets.token_hex(6)
         self._numbers = itertools.count()
-        self._sending: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
     def has(self, tenant: str) -> bool:
@@ -110,8 +121,9 @@ class TenantLimits:
     async def close(self) -> None:
         """What was given back reaches its counters, if they answer."""
         await tasks.cancel(self._renewing)
-        if self._sending:
-            await asyncio.wait(self._sending, timeout=CLOSE_LIMIT_S)
+        sending = [account.sending for account in self._accounts.values() if account.sending is not None]
+        if sending:
+            await asyncio.wait(sending, timeout=CLOSE_LIMIT_S)
 
     async def renew(self) -> None:
         """Moves the ends of all leases of this gateway on. Never raises."""
@@ -147,11 +159,20 @@ class TenantLimits:
         changes = {kind: cost - after[kind] for kind, cost in before.items() if cost != after[kind]}
         if flight is not None:
             account.flights.pop(flight, None)
-        if changes or flight is not None:
-            flights = [] if flight is None else [flight]
-            task = tasks.spawn(_tried(counters.give_back(tenant, changes, flights)), name="settle limits")
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+            account.ended.setdefault(counters, _Ended()).flights.append(flight)
+        if changes:
+            account.ended.setdefault(counters, _Ended()).changes.update(changes)
+        if account.ended and account.sending is None:
+            account.sending = tasks.spawn(self._send(tenant, account), name="settle limits")
+
+    async def _send(self, tenant: str, account: _Account) -> None:
+        """What ends while a call is on its way goes with the next one."""
+        try:
+            while account.ended:
+                counters, ended = account.ended.popitem()
+                await _tried(counters.give_back(tenant, ended.changes, ended.flights))
+        finally:
+            account.sending = None
 
 
 class Hold:

@@ -11,14 +11,17 @@ if not now then
   now = time[1] * 1000000 + time[2]
 end
 
-local admitted, full = 1, {}
+local admitted, kinds, costs, full = 1, {}, {}, {}
 for i = 6, #ARGV, 2 do
-  local cost = tonumber(ARGV[i + 1])
-  local at = math.max(tonumber(redis.call('HGET', buckets, ARGV[i]) or 0), now)
-  if cost > 0 and at + cost > now + window then
+  kinds[#kinds + 1] = ARGV[i]
+  costs[#costs + 1] = tonumber(ARGV[i + 1])
+end
+local found = #kinds > 0 and redis.call('HMGET', buckets, unpack(kinds))
+for i = 1, #kinds do
+  full[i] = math.max(tonumber(found[i] or 0), now)
+  if costs[i] > 0 and full[i] + costs[i] > now + window then
     admitted = 0
   end
-  full[#full + 1] = at
 end
 local taken = 0
 if flight ~= '' then
@@ -30,16 +33,16 @@ if flight ~= '' then
 end
 
 if admitted == 1 then
-  local last = now
-  for i = 1, #full do
-    full[i] = full[i] + tonumber(ARGV[5 + 2 * i])
-    redis.call('HSET', buckets, ARGV[4 + 2 * i], string.format('%.0f', full[i]))
+  local last, written = now, {}
+  for i = 1, #kinds do
+    full[i] = full[i] + costs[i]
     last = math.max(last, full[i])
+    written[2 * i - 1], written[2 * i] = kinds[i], string.format('%.0f', full[i])
   end
-  -- A second more: clocks are not this script's, and a key that ends early would be a bucket that is full early.
-  local stays = math.ceil((last - now) / 1000) + 1000
-  if #full > 0 and redis.call('PTTL', buckets) < stays then
-    redis.call('PEXPIRE', buckets, stays)
+  if #kinds > 0 then
+    redis.call('HSET', buckets, unpack(written))
+    -- A second more: clocks are not this script's, and a key that ends early would be a bucket that is full early.
+    redis.call('PEXPIRE', buckets, math.ceil((last - now) / 1000) + 1000)
   end
   if flight ~= '' then
     redis.call('ZADD', flights, string.format('%.0f', now + lease), flight)
