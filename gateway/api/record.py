@@ -88,8 +88,8 @@ class Record:
 
     @property
     def usage(self) -> Usage:
-        """What was computed for it, or begun to be."""
-        begun = [trace for trace in self.traces if trace.engine is not None]
+        """What was computed for it, or begun to be; an answer that was remembered was not."""
+        begun = [trace for trace in self.traces if trace.engine is not None and trace.hit is None]
         return Usage(
             sum(trace.prompt_tokens for trace in begun) + self.embedded_tokens,
             sum(trace.completion_tokens for trace in begun),

@@ -24,7 +24,7 @@ from gateway.errors import QueueFullError
 from gateway.index.redis_index import connect
 from gateway.types import Need, Tenant
 from tests.fakes.embedding import FakeTextModel, fake_embedder
-from tests.fakes.gateway import LIMIT_S, Gateway, running
+from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.gemini import gemini
 from tests.fakes.limits import Clock, tenant_limits
 from tests.fakes.redis_process import RedisProcess
@@ -122,6 +122,16 @@ async def test_a_wrong_request_uses_nothing_and_one_that_fails_is_a_request() ->
         await settled(gateway)
         _, _, headers = await ask(gateway, "input tokens")
     assert (headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-remaining-tokens"]) == ("0", "1000")
+
+
+async def test_an_answer_that_is_remembered_is_a_request_and_uses_no_tokens() -> None:
+    limits = tenant_limits(Clock(), requests_per_minute=60, tokens_per_minute=1000)
+    async with running(FakeStreet(responses=response_cache()), limits=limits) as gateway:
+        for _ in range(3):
+            assert (await ask(gateway, temperature=0))[0] == 200
+            await settled(gateway)
+        _, _, headers = await ask(gateway, "input tokens")
+    assert (headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-remaining-tokens"]) == ("56", "990")
 
 
 async def test_lines_of_a_batch_are_under_no_limit_per_minute() -> None:
