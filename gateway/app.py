@@ -50,6 +50,7 @@ from gateway.redis_server import RedisServer, RedisStartError
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.exact import ExactCache
 from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.stage import ResponseCache
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
@@ -99,7 +100,7 @@ class Gateway:
         self.limits = TenantLimits(settings.limits, settings.tenants, _counters(settings, self.redis))
         self.upstreams = Upstreams(settings.upstreams, self.upstream_keys)
         self.figures = EngineFigures(lambda: self.registry.engines)
-        self.response_cache = _response_cache(settings)
+        self.response_cache = _response_cache(settings, self.redis)
         self.street = Street(
             prompts=self.prompts,
             index=self.index,
@@ -200,11 +201,14 @@ def _counters(settings: Settings, redis: Redis | None) -> SharedCounters:
     return SharedCounters(shared, memory, retry_s=retry_s)
 
 
-def _response_cache(settings: Settings) -> ResponseCache:
+def _response_cache(settings: Settings, redis: Redis | None) -> ResponseCache:
     """Steps 1 and 7 of the street."""
-    own = settings.response_cache
+    own, retry_s = settings.response_cache, settings.redis.retry_s
     memory = MemoryEntries(own.max_memory_bytes, time.time)
-    exact = ExactCache(memory, None, retry_s=settings.redis.retry_s, clock=time.monotonic)
+    shared = None
+    if redis is not None and own.max_redis_bytes:
+        shared = RedisEntries(redis, own, timeout_s=settings.redis.timeout_s, now=time.time)
+    exact = ExactCache(memory, shared, memory_s=own.memory_s, retry_s=retry_s, clock=time.monotonic)
     modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
     return ResponseCache(own, modes, exact, None, time.time)
 

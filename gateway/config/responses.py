@@ -33,6 +33,17 @@ class ResponseCacheSettings(Section):
     max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
         128 << 20, description="Bytes of answers in the memory of one gateway, those used last; 0 keeps none there."
     )
+    memory_s: Annotated[float, Field(ge=0)] = Field(
+        60.0,
+        description="Seconds that an answer is given from the memory of a gateway before Redis is asked whether it is "
+        "still there: others may have removed it.",
+    )
+    max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
+        64 << 20, description="Bytes of answers in Redis, of all tenants, those used last; 0 keeps none there."
+    )
+    max_redis_bytes_per_tenant: Annotated[int, Field(ge=0)] = Field(
+        32 << 20, description="Bytes of answers in Redis of one tenant or namespace."
+    )
     max_flight_bytes: Annotated[int, Field(ge=1024)] = Field(
         8 << 20,
         description="Bytes of one answer that wait for the slowest of those who share it; then it is given up.",

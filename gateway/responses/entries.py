@@ -53,6 +53,18 @@ class Entry:
         return cls(key, name, names[0].decode(), names[1].decode(), created_s, expires_s, data[start + owner + model :])
 
 
+@dataclass(frozen=True, slots=True)
+class About:
+    """What operators are told of an entry."""
+
+    owner: str
+    id: str
+    model: str
+    created_s: float
+    expires_s: float
+    num_bytes: int
+
+
 class EntriesDownError(Exception):
     """The store did not answer in time, or could not do it."""
 
@@ -60,6 +72,11 @@ class EntriesDownError(Exception):
 class Entries(Protocol):
     """Answers by owner and id, within bytes, the one that was used longest ago goes first; none is found past its
     time. Methods raise EntriesDownError."""
+
+    @property
+    def evicted(self) -> int:
+        """How many this gateway removed to make room, since the start."""
+        ...
 
     async def find(self, owner: str, name: str) -> Entry | None:
         """Counts as a use."""
@@ -71,4 +88,12 @@ class Entries(Protocol):
 
     async def remove(self, owner: str, name: str) -> bool:
         """Whether it was there."""
+        ...
+
+    async def owners(self) -> list[str]:
+        """Of what is kept; some of them may have nothing any more."""
+        ...
+
+    async def all_of(self, owner: str) -> list[About]:
+        """In no order."""
         ...

@@ -6,11 +6,12 @@ An answer is found by its id and given only when its whole key is the request's,
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gateway.responses.entries import Entries, EntriesDownError, Entry
+from gateway.responses.entries import About, Entries, EntriesDownError, Entry
 from gateway.responses.key import entry_id
 from gateway.responses.memory_entries import MemoryEntries, MemoryFigures
 
@@ -33,9 +34,17 @@ class ExactCache:
     """No method raises."""
 
     def __init__(
-        self, memory: MemoryEntries, redis: Entries | None, *, retry_s: float, clock: Callable[[], float]
+        self,
+        memory: MemoryEntries,
+        redis: Entries | None,
+        *,
+        memory_s: float = math.inf,
+        retry_s: float,
+        clock: Callable[[], float],
     ) -> None:
-        """After a failure Redis is left alone for `retry_s` on `clock`."""
+        """What has been in memory for `memory_s` is asked for in Redis again. After a failure Redis is left alone for
+        `retry_s` on `clock`."""
+        self._memory_s = math.inf if redis is None else memory_s
         self._memory = memory
         self._redis = redis
         self._retry_s = retry_s
@@ -49,9 +58,14 @@ class ExactCache:
         """Of this gateway's memory."""
         return self._memory.figures
 
+    @property
+    def redis_evicted(self) -> int:
+        """Answers that this gateway removed from Redis to make room."""
+        return 0 if self._redis is None else self._redis.evicted
+
     def peek(self, owner: str, key: bytes) -> Entry | None:
-        """From memory alone."""
-        entry = self._memory.get(owner, entry_id(key))
+        """From memory alone, unless it has been there for so long that it may have been removed elsewhere."""
+        entry = self._memory.get(owner, entry_id(key), within_s=self._memory_s)
         if entry is None or entry.key != key:
             return None
         self.figures.memory_hits += 1
@@ -64,11 +78,16 @@ class ExactCache:
         redis = self._redis
         if redis is None:
             return None
-        entry = await self._ask(lambda: redis.find(owner, entry_id(key)), None)
+        name = entry_id(key)
+        here = self._memory.get(owner, name)
+        entry = await self._ask(lambda: redis.find(owner, name), here)
+        if entry is None:
+            self._memory.delete(owner, name)
         if entry is None or entry.key != key:
             return None
-        self.figures.redis_hits += 1
-        self._memory.set(entry)
+        if entry is not here:
+            self.figures.redis_hits += 1
+            self._memory.set(entry)
         return entry
 
     def keep(self, entry: Entry) -> None:
@@ -87,6 +106,18 @@ class ExactCache:
         was_here, redis = self._memory.delete(owner, name), self._redis
         was_there = redis is not None and await self._ask(lambda: redis.remove(owner, name), False)
         return was_here or was_there
+
+    async def owners(self) -> list[str]:
+        """Of what is kept, here or in Redis."""
+        redis, here = self._redis, await self._memory.owners()
+        there: list[str] = [] if redis is None else await self._ask(redis.owners, [])
+        return sorted({*here, *there})
+
+    async def all_of(self, owner: str) -> list[About]:
+        """What is kept of one owner, here or in Redis, by id."""
+        redis, here = self._redis, await self._memory.all_of(owner)
+        there: list[About] = [] if redis is None else await self._ask(lambda: redis.all_of(owner), [])
+        return sorted({about.id: about for about in (*here, *there)}.values(), key=lambda about: about.id)
 
     async def _ask(self, call: Callable[[], Awaitable[_T]], otherwise: _T) -> _T:
         if self._down and self._clock() < self._asked_again_s:

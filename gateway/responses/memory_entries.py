@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gateway.responses.entries import Entry
+from gateway.responses.entries import About, Entry
 
 
 @dataclass(slots=True)
@@ -19,6 +21,11 @@ class MemoryFigures:
     expired: int = 0
 
 
+class _Held(NamedTuple):
+    entry: Entry
+    set_s: float
+
+
 class MemoryEntries:
     """LRU by bytes. A time to live counts from when the answer was made, and no use makes it longer."""
 
@@ -26,20 +33,26 @@ class MemoryEntries:
         """`now` is the clock of entries, in seconds since 1970."""
         self._max_bytes = max_bytes
         self._now = now
-        self._held: OrderedDict[tuple[str, str], Entry] = OrderedDict()  # used last at the end
+        self._held: OrderedDict[tuple[str, str], _Held] = OrderedDict()  # used last at the end
         self.figures = MemoryFigures()
 
-    def get(self, owner: str, name: str) -> Entry | None:
-        """Counts as a use. None for what is over its time, too."""
-        entry = self._held.get((owner, name))
-        if entry is None:
+    @property
+    def evicted(self) -> int:
+        """See Entries."""
+        return self.figures.evicted
+
+    def get(self, owner: str, name: str, *, within_s: float = math.inf) -> Entry | None:
+        """Counts as a use. None for what is over its time, too, and for what was set longer ago than `within_s`."""
+        held = self._held.get((owner, name))
+        if held is None:
             return None
-        if entry.expires_s <= self._now():
-            self._drop(entry)
+        now = self._now()
+        if held.entry.expires_s <= now:
+            self._drop(held.entry)
             self.figures.expired += 1
             return None
         self._held.move_to_end((owner, name))
-        return entry
+        return held.entry if now - held.set_s <= within_s else None
 
     def set(self, entry: Entry) -> bool:
         """In place of the one with this id. False if it is larger than all may be together."""
@@ -47,24 +60,24 @@ class MemoryEntries:
         if entry.num_bytes > self._max_bytes:
             return False
         while self.figures.bytes + entry.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._held.values())))
+            self._drop(next(iter(self._held.values())).entry)
             self.figures.evicted += 1
-        self._held[entry.owner, entry.id] = entry
+        self._held[entry.owner, entry.id] = _Held(entry, self._now())
         self.figures.entries += 1
         self.figures.bytes += entry.num_bytes
         return True
 
     def delete(self, owner: str, name: str) -> bool:
         """Whether it was there, in its time."""
-        entry = self._held.get((owner, name))
-        if entry is None:
+        held = self._held.get((owner, name))
+        if held is None:
             return False
-        self._drop(entry)
-        return entry.expires_s > self._now()
+        self._drop(held.entry)
+        return held.entry.expires_s > self._now()
 
     def __iter__(self) -> Iterator[Entry]:
         """What is held, in the order of use; what is over its time may be among it."""
-        return iter(list(self._held.values()))
+        return iter([held.entry for held in self._held.values()])
 
     async def find(self, owner: str, name: str) -> Entry | None:
         """See Entries."""
@@ -77,6 +90,18 @@ class MemoryEntries:
     async def remove(self, owner: str, name: str) -> bool:
         """See Entries."""
         return self.delete(owner, name)
+
+    async def owners(self) -> list[str]:
+        """See Entries."""
+        return sorted({entry.owner for entry in self})
+
+    async def all_of(self, owner: str) -> list[About]:
+        """See Entries."""
+        return [
+            About(owner, entry.id, entry.model, entry.created_s, entry.expires_s, entry.num_bytes)
+            for entry in self
+            if entry.owner == owner and entry.expires_s > self._now()
+        ]
 
     def _drop(self, entry: Entry) -> None:
         del self._held[entry.owner, entry.id]

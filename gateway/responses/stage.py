@@ -72,7 +72,13 @@ class ResponseCache:
             "waiting": self._flights.readers,
             "outcomes": dict(self.figures.outcomes),
             "bypassed": dict(self.figures.bypassed),
-            "events": {**asdict(exact), "evicted": memory.evicted, "expired": memory.expired, **self.figures.not_kept},
+            "events": {
+                **asdict(exact),
+                "evicted": memory.evicted,
+                "expired": memory.expired,
+                "redis_evicted": self._exact.redis_evicted,
+                **self.figures.not_kept,
+            },
         }
 
     def answer(self, request: Request, model: Hello, generate: Generate) -> AsyncGenerator[Event, None]:

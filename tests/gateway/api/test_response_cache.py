@@ -4,18 +4,23 @@ and the usage say."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 from google.genai import types
 
-from gateway.config import NamespaceSettings, TenantSettings
+from gateway.config import NamespaceSettings, ResponseCacheSettings, TenantSettings
 from gateway.errors import EngineLostError
+from gateway.index.redis_index import connect
+from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.stage import ResponseCache
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.gemini import gemini
+from tests.fakes.redis_process import RedisProcess
 from tests.fakes.street import FakeStreet
 from tests.fakes.waiting import until
 
@@ -303,6 +308,31 @@ async def test_several_answers_are_several_entries_and_all_of_them_come_again() 
         assert [len(body["choices"]) for _, body, _ in told] == [3, 3]
         assert told[1][1]["usage"]["prompt_tokens"] == 40
         assert (await gateway.post(CHAT, ASK))[2]["x-kvasir-cache"] == "exact"
+
+
+async def test_two_gateways_share_over_redis_and_without_it_are_cold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisProcess(tmp_path) as process:
+        redis = connect(process.url, 1.0)
+        shared = [RedisEntries(redis, ResponseCacheSettings(), timeout_s=1.0, now=time.time) for _ in range(2)]
+        one, two = (FakeStreet(PIECES, responses=response_cache(entries)) for entries in shared)
+        async with running(one) as first, running(two) as second:
+            await first.post(CHAT, ASK)
+            await until(lambda: kept(shared[0]))
+            _, _, headers = await second.post(CHAT, ASK)
+            assert (headers["x-kvasir-cache"], len(two.requests)) == ("exact", 0)
+            process.kill()
+            for gateway in (first, second):
+                assert (await gateway.post(CHAT, ASK))[2]["x-kvasir-cache"] == "exact"  # from memory
+                status, _, headers = await gateway.post(CHAT, {**ASK, "seed": 1})
+                assert (status, headers["x-kvasir-cache"]) == (200, "miss")
+        await redis.aclose()
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 2  # one of each
+
+
+async def kept(entries: RedisEntries) -> bool:
+    return bool(await entries.owners())
 
 
 async def test_the_operator_sees_what_it_did() -> None:

@@ -15,7 +15,7 @@ from gateway.config import ResponseCacheSettings
 from gateway.errors import BadRequestError, EngineLostError, KvasirError, NotCachedError, OverloadedError
 from gateway.responses.base import Asked, Match
 from gateway.responses.eligibility import Mode
-from gateway.responses.entries import EntriesDownError, Entry
+from gateway.responses.entries import About, EntriesDownError, Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import request_key
 from gateway.responses.memory_entries import MemoryEntries
@@ -115,6 +115,18 @@ class Shelf:
     async def remove(self, owner: str, name: str) -> bool:
         self._check()
         return self.entries.pop((owner, name), None) is not None
+
+    async def owners(self) -> list[str]:
+        self._check()
+        return [owner for owner, _ in self.entries]
+
+    async def all_of(self, owner: str) -> list[About]:
+        self._check()
+        return []
+
+    @property
+    def evicted(self) -> int:
+        return 0
 
     def _check(self) -> None:
         self.asked += 1
@@ -494,6 +506,23 @@ async def test_a_redis_that_is_away_is_a_cold_cache_and_is_left_alone_for_a_whil
     shelf.down, bench.now = False, bench.now + 2
     await bench.all(ask("later"))
     await until(lambda: bool(shelf.entries))
+
+
+async def test_what_was_removed_elsewhere_is_given_from_memory_only_for_a_while() -> None:
+    shelf = Shelf()
+    bench = Bench(shelf=shelf)
+    bench.exact = ExactCache(bench.memory, shelf, memory_s=60.0, retry_s=1.0, clock=lambda: bench.now)
+    bench.cache = ResponseCache(bench.settings, {}, bench.exact, None, lambda: bench.now)
+    await bench.all(ask())
+    await until(lambda: bool(shelf.entries))
+    bench.now += 61
+    assert await bench.outcome(ask()) == "exact"  # it is still there
+    shelf.down, bench.now = True, bench.now + 61
+    assert await bench.outcome(ask()) == "exact"  # nobody can tell
+    shelf.down, bench.now = False, bench.now + 2
+    shelf.entries.clear()
+    assert await bench.outcome(ask()) == "miss"
+    assert len(bench.engine.runs) == 2
 
 
 # -- what means the same ----------------------------------------------------------------------------------------------

@@ -1,0 +1,131 @@
+"""Answers in Redis, shared by all gateways. All keys of an owner are in one slot of a cluster.
+
+    kvasir:{answers:OWNER}:ID      the answer (Entry.to_bytes), with a time to live of its own
+    kvasir:{answers:OWNER}.used    sorted set: id, the Unix millisecond at which it was used last
+    kvasir:{answers:OWNER}.ends    sorted set: id, the Unix millisecond at which it ends
+    kvasir:{answers:OWNER}.sizes   hash: id, bytes; and the sum, under the empty name
+    kvasir:{answers:OWNER}.about   hash: id, JSON with model, created_s, expires_s, num_bytes
+    kvasir:answers                 hash: owner, bytes of all its answers, as its last writer counted them
+
+What an owner may keep is exact. The bound over all owners is kept by taking from the largest after a write, so that
+gateways that write at the same time may be over it by an answer each, for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Any, Final, TypeVar
+
+import orjson
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway.config import ResponseCacheSettings
+from gateway.responses.entries import About, EntriesDownError, Entry
+
+_T = TypeVar("_T")
+
+TOTALS: Final = "kvasir:answers"
+
+MAX_CALLS: Final = 32
+"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
+
+
+class RedisEntries:
+    """See Entries."""
+
+    def __init__(
+        self, redis: Redis, settings: ResponseCacheSettings, *, timeout_s: float, now: Callable[[], float]
+    ) -> None:
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `now` is in seconds since
+        1970, as in entries."""
+        self._redis = redis
+        self._max_bytes = settings.max_redis_bytes
+        self._owner_bytes = min(settings.max_redis_bytes_per_tenant, settings.max_redis_bytes)
+        self._timeout_s = timeout_s
+        self._now = now
+        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._put = redis.register_script(_source("answers_put.lua"))
+        self._find = redis.register_script(_source("answers_find.lua"))
+        self._remove = redis.register_script(_source("answers_remove.lua"))
+        self._evicted = 0
+
+    @property
+    def evicted(self) -> int:
+        """See Entries."""
+        return self._evicted
+
+    async def find(self, owner: str, name: str) -> Entry | None:
+        """See Entries."""
+        data: Any = await self._ask(self._find(keys=_keys(owner), args=[name]))
+        if data is None:
+            return None
+        try:
+            entry = Entry.from_bytes(name, data)
+        except ValueError:  # of another version, or somebody else's
+            return None
+        return entry if entry.owner == owner and entry.expires_s > self._now() else None
+
+    async def put(self, entry: Entry) -> bool:
+        """See Entries."""
+        ttl_ms = round((entry.expires_s - self._now()) * 1e3)
+        if entry.num_bytes > self._owner_bytes or ttl_ms <= 0:
+            return False
+        about = orjson.dumps([entry.model, entry.created_s, entry.expires_s, entry.num_bytes])
+        args = [entry.id, entry.to_bytes(), ttl_ms, entry.num_bytes, self._owner_bytes, about]
+        await self._ask(self._write(entry.owner, args))
+        return True
+
+    async def remove(self, owner: str, name: str) -> bool:
+        """See Entries."""
+        _, removed = await self._ask(self._take(owner, name, 0))
+        return removed > 0
+
+    async def owners(self) -> list[str]:
+        """See Entries."""
+        totals: Any = await self._ask(self._redis.hkeys(TOTALS))
+        return sorted(owner.decode() for owner in totals)
+
+    async def all_of(self, owner: str) -> list[About]:
+        """See Entries."""
+        told: Any = await self._ask(self._redis.hgetall(_keys(owner)[3]))
+        every = [About(owner, name.decode(), *orjson.loads(about)) for name, about in told.items()]
+        return [about for about in every if about.expires_s > self._now()]
+
+    async def _write(self, owner: str, args: list[Any]) -> None:
+        total, evicted = await self._put(keys=_keys(owner), args=args)
+        self._evicted += evicted
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hset(TOTALS, owner, total)
+            pipe.hgetall(TOTALS)
+            _, totals = await pipe.execute()
+        bytes_of = {name.decode(): int(count) for name, count in totals.items()}
+        while (over := sum(bytes_of.values()) - self._max_bytes) > 0:
+            largest = max(bytes_of, key=lambda name: bytes_of[name])
+            bytes_of[largest], removed = await self._take(largest, "", max(bytes_of[largest] - over, 0))
+            self._evicted += removed
+
+    async def _take(self, owner: str, name: str, max_bytes: int) -> tuple[int, int]:
+        """Bytes that are left of the owner's, and answers that were removed."""
+        left, removed = await self._remove(keys=_keys(owner), args=[name, max_bytes])
+        await (self._redis.hset(TOTALS, owner, left) if left else self._redis.hdel(TOTALS, owner))
+        return left, removed
+
+    async def _ask(self, call: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(self._timeout_s), self._calls:
+                return await call
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise EntriesDownError(str(error) or type(error).__name__) from error
+
+
+def _keys(owner: str) -> list[str]:
+    """KEYS of the scripts."""
+    prefix = f"kvasir:{{answers:{owner}}}"
+    return [f"{prefix}.used", f"{prefix}.ends", f"{prefix}.sizes", f"{prefix}.about", f"{prefix}:"]
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
