@@ -23,8 +23,16 @@ STAGES = (
     "limits",
     "upstreams",
 )
-WITH_NUMPY = {"gateway.responses.embedding.bert", "gateway.responses.embedding.text_model"}
-"""What the extra `semantic` is for; imported when the first text is embedded."""
+WITH_NUMPY = {
+    "gateway.responses.embedding.bert",
+    "gateway.responses.embedding.text_model",
+    "gateway.responses.semantic.budget",
+    "gateway.responses.semantic.judge",
+    "gateway.responses.semantic.model",
+    "gateway.responses.semantic.nearest",
+    "gateway.responses.semantic.space",
+}
+"""What the extra `semantic` is for; imported when the first text is embedded or looked up."""
 FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.config"}
 PROMISES = {"gateway.stores.base", "gateway.queues.batch.base", "gateway.ledger.base"}
 """Values and Protocols of a stage, which its users write against."""

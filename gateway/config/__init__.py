@@ -9,6 +9,7 @@ from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSetti
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
 from gateway.config.responses import ResponseCacheSettings
+from gateway.config.semantic import SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.settings import Settings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
@@ -37,6 +38,7 @@ __all__ = [
     "RedisSettings",
     "ResponseCacheSettings",
     "RoutingSettings",
+    "SemanticCacheSettings",
     "ServedModel",
     "ServerSettings",
     "Settings",

@@ -1,0 +1,68 @@
+"""Settings of the semantic response cache."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from engine.config import Section
+
+
+class SemanticCacheSettings(Section):
+    """[semantic_cache]: answers to questions that mean the same. Needs the extra `semantic`, and the response cache."""
+
+    mode: Literal["on", "ask", "off"] = Field(
+        "off",
+        description="Which requests it is for: `on` for all that fit, `ask` for those that ask, `off` for none.",
+    )
+    bound: Annotated[float, Field(gt=0, le=0.2)] = Field(
+        0.01, description="Wrong hits that are accepted, as a share of the requests that are looked up."
+    )
+    judged: bool = Field(
+        True,
+        description="Whether answers are compared to learn which hits are right; else `unjudged_similarity` decides.",
+    )
+    unjudged_similarity: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.915, description="Cosine that a hit needs where no answers are compared."
+    )
+    min_similarity: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.8, description="Cosine that every hit needs at least; requests may only raise it."
+    )
+    strict: bool = Field(False, description="Whether the same words in another order are another question.")
+    audit_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.03, description="Requests whose hit is compared with a fresh answer, as a share of all, about."
+    )
+    max_audits: Annotated[int, Field(ge=0)] = Field(
+        4, description="Audits at the same time; beyond, what would be audited is answered afresh instead."
+    )
+    max_judging: Annotated[int, Field(ge=0)] = Field(
+        64, description="Answers that wait to be compared; beyond, what they would have taught is not learned."
+    )
+    max_temperature: Annotated[float, Field(ge=0)] = Field(
+        0.3, description="Requests with a higher temperature are not looked up."
+    )
+    max_text_tokens: Annotated[int, Field(ge=1, le=512)] = Field(
+        256, description="Wordpieces of a question; a longer one is not looked up."
+    )
+    max_text_chars: Annotated[int, Field(ge=1)] = Field(
+        4000, description="Characters of a question; a longer one is not looked up."
+    )
+    ttl_s: Annotated[float, Field(gt=0)] = Field(
+        86400.0, description="Seconds from its answer after which a question is forgotten; being used adds nothing."
+    )
+    max_entries: Annotated[int, Field(ge=0)] = Field(
+        100_000, description="Questions of one tenant to one model that are kept at most."
+    )
+    max_scope_entries: Annotated[int, Field(ge=1)] = Field(
+        20_000, description="Questions that differ in nothing but the last message, at most; the oldest use goes first."
+    )
+    max_bytes: Annotated[int, Field(ge=0)] = Field(
+        1 << 30, description="Bytes of memory for the questions of one tenant to one model, about."
+    )
+    lookup_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        0.25, description="Seconds that a look-up may take; then the request is answered afresh."
+    )
+    sync_s: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Seconds from one look at what other gateways keep in Redis to the next."
+    )
