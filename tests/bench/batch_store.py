@@ -42,7 +42,7 @@ class Runner(FakeRunner):
         source = random.Random(1)
         self._documents = [source.randbytes(DIGEST_BYTES * SHARED_BLOCKS) for _ in range(DOCUMENTS)]
 
-    async def plan(self, job: Job, row: bytes) -> LinePlan:
+    async def plan(self, job: Job, row: bytes) -> LinePlan | None:
         told = orjson.loads(row)
         own = random.Random(told["id"]).randbytes(DIGEST_BYTES * OWN_BLOCKS)
         return LinePlan("m", self._documents[told["document"]] + own, 1000)

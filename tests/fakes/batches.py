@@ -31,13 +31,14 @@ QUICK = BatchSettings(poll_s=0.01, max_in_flight=4, lease_s=60.0, min_free_bytes
 
 
 class FakeRunner:
-    """Rows are JSON: {"id", "model"?, "fail"?, "again"?: times, "later"?: times, "hold"?: true}."""
+    """Rows are JSON: {"id", "model"?, "fail"?, "again"?: times, "later"?: times, "away"?: times, "hold"?: true}."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.gate = asyncio.Event()  # rows that hold wait for it
         self.holding: set[str] = set()
         self.tries: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()  # for plans that could not be told
 
     def check(self, job: Job, rows: Iterable[bytes]) -> Checked:
         lines, errors, offset = [], [], 0
@@ -49,8 +50,11 @@ class FakeRunner:
             offset += len(row)
         return Checked(lines, errors, None if errors else "m")
 
-    async def plan(self, job: Job, row: bytes) -> LinePlan:
+    async def plan(self, job: Job, row: bytes) -> LinePlan | None:
         told = orjson.loads(row)
+        if told.get("away", 0) > self.asked[told["id"]]:
+            self.asked[told["id"]] += 1
+            return None
         return LinePlan(told.get("model", "m"), bytes([told.get("prefix", 0)]) * DIGEST_BYTES, 10)
 
     async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:

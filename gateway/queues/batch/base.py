@@ -229,8 +229,9 @@ class Runner(Protocol):
         fails the job; what is wrong inside of a request is for its result."""
         ...
 
-    async def plan(self, job: Job, row: bytes) -> LinePlan:
-        """Never raises: a request that is wrong has no digests, and is told so when it runs."""
+    async def plan(self, job: Job, row: bytes) -> LinePlan | None:
+        """Never raises: a request that is wrong has no digests, and is told so when it runs. None: it cannot be told
+        now, because the engines of its model are away, and is asked for again."""
         ...
 
     async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:

@@ -29,12 +29,22 @@ QUEUE_AT_ONCE: Final = 500
 DROP_AT_ONCE: Final = 500
 WRITE_AT_ONCE: Final = 200
 
+HELD_UP_S: Final = 30.0
+"""Until a job is tried again that found no room, and until lines run again after the disk was full."""
+
+AWAY_S: Final = 2.0
+"""Until a model is asked for again whose engines were away, at first."""
+
 OK: Final[tuple[Kind, ...]] = ("succeeded",)
 NOT_OK: Final[tuple[Kind, ...]] = ("failed", "cancelled", "expired")
 
 
 class HeldUpError(Exception):
-    """A job cannot go on now: there is no room for its results, say. It is tried again later."""
+    """A job cannot go on now: there is no room for its results, say. It is tried again after `retry_s`."""
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class Steps:
@@ -119,8 +129,15 @@ class Steps:
     async def _plan(self, job: Job, progress: Progress) -> None:
         count = min(PLAN_AT_ONCE, job.counts.total - progress.planned)
         rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count)
-        plans = [await self._runner.plan(job, row) for row in rows]
-        await self._lines.stage(job.id, progress.planned, plans)
+        plans = []
+        for row in rows:
+            if (plan := await self._runner.plan(job, row)) is None:
+                break
+            plans.append(plan)
+        if plans:
+            await self._lines.stage(job.id, progress.planned, plans)
+        if len(plans) < count:
+            raise HeldUpError("The engines that would know the tokens of its lines are away.", AWAY_S)
 
     async def _queue(self, job: Job, _: Progress) -> None:
         while await self._lines.queue(job.id, job.tenant, QUEUE_AT_ONCE):
@@ -209,7 +226,7 @@ class Steps:
         if job.errors != (told,):
             log.warning("a batch of %s cannot end yet: %s", job.tenant, error.message)
             await self._jobs.update(states.held_up(job, told))
-        raise HeldUpError(error.message) from error
+        raise HeldUpError(error.message, HELD_UP_S) from error
 
     async def _clean(self, job: Job) -> None:
         await asyncio.to_thread(self._folder.clean, job)

@@ -26,7 +26,7 @@ from gateway.queues.batch.job import why_dropped
 from gateway.queues.batch.jobs import Jobs
 from gateway.queues.batch.lines import Back, Claim, Lines, Result
 from gateway.queues.batch.paths import Ref
-from gateway.queues.batch.steps import HeldUpError, Steps
+from gateway.queues.batch.steps import AWAY_S, HELD_UP_S, HeldUpError, Steps
 from gateway.queues.batch.store import Files, forget
 from gateway.types import Usage
 
@@ -36,12 +36,6 @@ _T = TypeVar("_T")
 
 STEPS_AT_ONCE: Final = 4
 """Jobs that one gateway validates, plans or writes at a time."""
-
-HELD_UP_S: Final = 30.0
-"""Until a job is tried again that could not go on, and until lines run again after the disk was full."""
-
-LATER_S: Final = 2.0
-"""Until a model is asked again that had no place for a line, and did not say when it will."""
 
 SWEEP_S: Final = 300.0
 ORPHAN_S: Final = 3600.0
@@ -82,7 +76,8 @@ class Worker:
         self._stepping: dict[str, asyncio.Task[None]] = {}
         self._running: dict[Ref, tuple[Claim, asyncio.Task[None]]] = {}
         self._room = asyncio.Event()  # lines may be claimed
-        self._not_before: dict[str, float] = {}  # job or lane -> second
+        self._not_before: dict[str, float] = {}  # job, or model with a colon before it -> second of the clock
+        self._away: dict[str, float] = {}  # model that had no place for a line -> seconds of its pause
         self._swept_s = float("-inf")
         self._took_over_s = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
@@ -136,9 +131,9 @@ class Worker:
     async def _step(self, job_id: str) -> None:
         try:
             if not await self._steps.advance(job_id):
-                self._pause(job_id, LATER_S)
-        except HeldUpError:
-            self._pause(job_id, HELD_UP_S)
+                self._pause(job_id, AWAY_S)
+        except HeldUpError as error:
+            self._pause(job_id, error.retry_s)
         except (OverloadedError, StorageError) as error:
             log.warning("a step of a batch is tried again: %s", error)
             self._pause(job_id, HELD_UP_S if isinstance(error, StorageError) else self._settings.poll_s)
@@ -154,10 +149,18 @@ class Worker:
         for job in (*over, *stuck):
             await forget(job, self._jobs, self._lines, self._folder)
         for tenant, job_id in await asyncio.to_thread(self._folder.jobs):
-            if _made_s(job_id) < now_s - ORPHAN_S and await self._jobs.find(job_id) is None:
-                await asyncio.to_thread(self._folder.remove, tenant, job_id)
+            if _made_s(job_id) < now_s - ORPHAN_S:
+                await self._sweep_folder(tenant, job_id)
         await asyncio.to_thread(self._folder.sweep)
         self._not_before = {name: until_s for name, until_s in self._not_before.items() if until_s > self._clock()}
+
+    async def _sweep_folder(self, tenant: str, job_id: str) -> None:
+        """Whoever lost a line, and did not know it yet, may have written its result behind the end of the job."""
+        job = await self._jobs.find(job_id)
+        if job is None:
+            await asyncio.to_thread(self._folder.remove, tenant, job_id)
+        elif job.has_ended:
+            await asyncio.to_thread(self._folder.clean, job)
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
@@ -177,6 +180,8 @@ class Worker:
         models = [model for model in await self._lines.models() if not self._is_paused(f":{model}")]
         for number, model in enumerate(models):
             share = -(-self._room_for() // (len(models) - number))  # what one does not use, the others have
+            if model in self._away:
+                share = min(share, 1)
             if share > 0:
                 self._begin(await self._lines.claim(self.owner, model, share, self._until_ms()))
 
@@ -213,9 +218,12 @@ class Worker:
     async def _run(self, job: Job, claim: Claim) -> None:
         (row,) = await asyncio.to_thread(self._folder.read_lines, job, claim.ref.line, 1)
         answer = await self._asked(job, row)
+        model = claim.lane.partition(":")[2]
+        if answer.retry == "later":
+            self._pause_model(model, answer.retry_after_s)
+        else:
+            self._away.pop(model, None)
         if answer.retry != "no":
-            if answer.retry == "later":
-                self._pause(":" + claim.lane.partition(":")[2], answer.retry_after_s or LATER_S)
             attempts = self._settings.max_attempts if answer.retry == "again" else 0
             if await self._back(claim, attempts) != "exhausted":
                 return
@@ -263,6 +271,14 @@ class Worker:
 
     def _pause(self, name: str, seconds: float) -> None:
         self._not_before[name] = self._clock() + seconds
+
+    def _pause_model(self, model: str, retry_after_s: float | None) -> None:
+        """Each time for longer; then a single line finds out whether there is a place. Lines that ran together count
+        once."""
+        if not self._is_paused(f":{model}"):
+            pause_s = self._away.get(model) or retry_after_s or AWAY_S
+            self._away[model] = min(2 * pause_s, HELD_UP_S)
+            self._pause(f":{model}", pause_s)
 
     def _resume(self, name: str) -> None:
         self._not_before.pop(name, None)

@@ -130,6 +130,22 @@ async def test_what_an_engine_failed_is_tried_again_until_that_is_its_result(lan
     assert runner.tries == {"twice": 3, "always": 3, "later": 6}
 
 
+async def test_a_model_without_engines_is_asked_for_again_and_with_single_lines(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.steps.AWAY_S", 0.01)
+    runner = FakeRunner()
+    job = await lane.create(
+        [*rows(66), {"id": "unplanned", "away": 3}, *({"id": f"l{n}", "later": 2} for n in range(4))]
+    )
+    async with lane.gateway(runner) as worker:
+        job = await lane.ended(job)
+        assert worker._away == {}
+    assert job.counts == Counts(71, succeeded=71)
+    assert runner.asked["unplanned"] == 3
+    assert max(runner.tries.values()) == 3
+
+
 async def test_cancelling_ends_what_waits_at_once_and_lets_what_runs_end(lane: Lane) -> None:
     runner = FakeRunner()
     job = await lane.create(rows(10, hold=True))
@@ -265,7 +281,7 @@ async def test_a_disk_that_is_full_makes_lines_wait(
 async def test_a_tenant_without_room_for_the_results_is_told_and_gets_them_when_there_is(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.queues.batch.worker.HELD_UP_S", 0.05)
+    monkeypatch.setattr("gateway.queues.batch.steps.HELD_UP_S", 0.05)
     job = await lane.create(rows(3))
     limits = lane.file_folder._settings
     lane.file_folder._settings = limits.model_copy(update={"max_files": 1})
@@ -308,9 +324,15 @@ async def test_jobs_are_forgotten_after_a_time_and_folders_of_none_are_swept_awa
     job = await lane.create(rows(1))
     orphan = Job("0" * 31 + "1", "a", "openai", "/v1/x", 0.0, 0.0)
     lane.folder.make(orphan).write_bytes(b"x")
+    late = Job("0" * 31 + "2", "a", "anthropic", "/v1/x", 0.0, 0.0, state="completed")
+    await lane.jobs.create(late)
+    await lane.jobs.close(late, 10**15)
+    lane.folder.make(late).with_name("results.jsonl").write_bytes(b"x")
+    lane.folder.append(late, "late", b"x")
     worker = lane.worker(FakeRunner())
     await worker.sweep()
-    assert lane.folder.jobs() == [("a", job.id)]
+    assert lane.folder.jobs() == [("a", late.id), ("a", job.id)]
+    assert f"a/{late.id}/late.spool" not in lane.on_disk()
     async with lane.gateway(FakeRunner()):
         await lane.ended(job)
     await worker.sweep()
