@@ -361,14 +361,17 @@ async def test_pages_say_whether_there_are_more(lane: Lane) -> None:
 MIXED = [*rows(5), {"id": "f", "fail": True}, {"id": "again", "again": 1}]
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
-@pytest.mark.parametrize("in_files", [True, False], ids=["files", "results"])
+@pytest.mark.parametrize(
+    ("in_files", "behind", "stride"),
+    [(True, True, 1), (True, False, 3), (False, True, 3), (False, False, 3)],
+    ids=["files-behind", "files-before", "results-behind", "results-before"],
+)
 async def test_a_gateway_may_be_cut_off_at_any_call_and_another_one_goes_on(
-    tmp_path: Path, in_files: bool, behind: bool
+    tmp_path: Path, in_files: bool, behind: bool, stride: int
 ) -> None:
     dies_at, survived = 0, False
     while not survived:
-        dies_at += 1
+        dies_at += stride
         lane = Lane(tmp_path / str(dies_at))
         job = await lane.create(MIXED, in_files=in_files)
         life = Life(dies_at, behind=behind)
