@@ -49,6 +49,7 @@ class Accounting:
                 total_ms=record.total_ms,
                 reused_tokens=sum(trace.cached_tokens for trace in prompts),
                 reused_ms=sum(self._reused_ms(model, trace) for trace in prompts),
+                reused_by="upstream" if any(trace.by_upstream for trace in computed) else "prefix",
                 hits=hits,
             )
         )

@@ -25,6 +25,9 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
     unmetered = CounterMetricFamily(
         "kvasir_upstream_unmetered", "Answers of an upstream that told no usage.", labels=("upstream",)
     )
+    hints = CounterMetricFamily(
+        "kvasir_upstream_hints", "Requests to which a caching hint was added.", labels=("upstream",)
+    )
     in_flight = GaugeMetricFamily(
         "kvasir_upstream_in_flight", "Requests that an upstream has, or that wait for it.", labels=("upstream",)
     )
@@ -36,8 +39,9 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
     for name, figures in upstreams.items():
         requests.add_metric([name], figures["requests"])
         unmetered.add_metric([name], figures["unmetered"])
+        hints.add_metric([name], figures["hints"])
         in_flight.add_metric([name], figures["in_flight"])
         breaker.add_metric([name], _OPEN[figures["breaker"]])
         for kind, count in figures["errors"].items():
             errors.add_metric([name, kind], count)
-    yield from (requests, errors, unmetered, in_flight, breaker)
+    yield from (requests, errors, unmetered, hints, in_flight, breaker)

@@ -121,6 +121,6 @@ class Settings(BaseModel):
             if upstream.name in seen:
                 raise ValueError(f"upstreams: the name {upstream.name!r} is there twice")
             seen.add(upstream.name)
-            if missing := set(upstream.tenants) - known:
+            if missing := {*upstream.tenants, *upstream.hints, *upstream.meter} - known:
                 raise ValueError(f"upstreams: {upstream.name!r} is for {min(missing)!r}, which is no tenant")
         return self

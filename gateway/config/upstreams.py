@@ -70,6 +70,18 @@ class UpstreamSettings(Section):
     tenants: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         (EVERYBODY,), description="Names of the tenants that may use it, or `*` for every tenant."
     )
+    hints: tuple[str, ...] = Field(
+        (), description="Tenants whose requests get caching hints where they have none, or `*` for every tenant."
+    )
+    max_hints: Annotated[int, Field(ge=1)] = Field(
+        100_000, description="Prefixes of prompts, as hashes of 16 bytes, that are remembered as seen before."
+    )
+    hint_ttl_s: Annotated[float, Field(gt=0)] = Field(
+        300.0, description="Seconds that a prefix counts as seen before: about as long as the upstream caches one."
+    )
+    meter: tuple[str, ...] = Field(
+        (), description="Tenants whose streams are asked for their usage, which is taken out again, or `*`."
+    )
     headers: dict[str, SecretStr] = Field({}, description="Headers that every request to it gets; values are secrets.")
     connect_timeout_s: Annotated[float, Field(gt=0)] = Field(
         5.0, description="Seconds to get a connection, waiting for a free one included."

@@ -34,9 +34,14 @@ class Meter:
         self._max_bytes = max_bytes
 
     @property
+    def is_plain_stream(self) -> bool:
+        """Server-sent events that are not compressed."""
+        return self._events is not None and self._decode is _as_it_is
+
+    @property
     def between_events(self) -> bool:
         """Whether an event may be added here without cutting one of the upstream's in two."""
-        return self._events is not None and self._events.between and self._decode is _as_it_is
+        return self._events is not None and self._events.between and self.is_plain_stream
 
     def feed(self, piece: bytes) -> None:
         """The next bytes, cut anywhere."""

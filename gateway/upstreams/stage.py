@@ -28,8 +28,10 @@ from gateway.errors import (
     UpstreamTimeoutError,
 )
 from gateway.types import UpstreamAnswer, UpstreamRequest
+from gateway.upstreams.hints import hinted
 from gateway.upstreams.json_edit import children, replaced, root
-from gateway.upstreams.routes import Route, Routes
+from gateway.upstreams.routes import Route, Routes, may
+from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
 from gateway.upstreams.upstream import AttemptFailed, Opened, Upstream
 
 log = logging.getLogger(__name__)
@@ -117,20 +119,15 @@ class Upstreams:
 
     async def _ask(self, request: UpstreamRequest, route: Route, *, others: bool) -> UpstreamAnswer:
         """One upstream, as often as it may be tried. Raises AttemptFailed when it never answered."""
-        upstream, body = self._by_name[route.upstream], _body(request, route)
+        upstream = self._by_name[route.upstream]
+        body, metered = self._body(request, route, upstream)
         last: UpstreamAnswer | None = None
         for attempt in range(upstream.settings.retries + 1):
             again = attempt < upstream.settings.retries
             try:
                 opened = await self._open(request, route, upstream, body)
                 if opened.status < 400:
-                    return UpstreamAnswer(
-                        upstream.name,
-                        opened.status,
-                        opened.headers,
-                        opened.pieces(request),
-                        self._label(request, route),
-                    )
+                    return self._good_answer(opened, request, route, take_usage_out=metered)
                 last = await self._error_answer(opened, request, route, upstream)
             except AttemptFailed as error:
                 if last is not None:
@@ -149,8 +146,28 @@ class Upstreams:
             raise AttemptFailed("open", f"{upstream.name} is left alone", again=False)
         trace = request.trace
         trace.retries += trace.engine is not None
-        trace.engine = upstream.name
+        trace.engine, trace.by_upstream = upstream.name, True
         return await upstream.open(request, route.model, body)
+
+    def _body(self, request: UpstreamRequest, route: Route, upstream: Upstream) -> tuple[bytes, bool]:
+        """What it is sent, and whether its usage was asked for by us."""
+        body, tenant, settings = _renamed(request, route), request.tenant.name, upstream.settings
+        if may(settings.hints, tenant):
+            hint = hinted(request, body, upstream.seen)
+            upstream.hints += hint is not body
+            body = hint
+        if may(settings.meter, tenant) and tells_no_usage(request):
+            return asking_for_usage(body), True
+        return body, False
+
+    def _good_answer(
+        self, opened: Opened, request: UpstreamRequest, route: Route, *, take_usage_out: bool
+    ) -> UpstreamAnswer:
+        pieces, headers = opened.pieces(request), opened.headers
+        if take_usage_out and opened.is_plain_stream:
+            pieces = without_usage(pieces, self._by_name[route.upstream].settings.max_metered_bytes)
+            headers = tuple(item for item in headers if item[0].lower() != "content-length")
+        return UpstreamAnswer(route.upstream, opened.status, headers, pieces, self._label(request, route))
 
     async def _error_answer(
         self, opened: Opened, request: UpstreamRequest, route: Route, upstream: Upstream
@@ -203,7 +220,7 @@ def _retriable(status: int) -> bool:
     return status in (408, 429) or (status >= 500 and status not in (501, 505))
 
 
-def _body(request: UpstreamRequest, route: Route) -> bytes:
+def _renamed(request: UpstreamRequest, route: Route) -> bytes:
     """As the client wrote it, but for the model's name where the upstream has another one for it."""
     if "{model}" in request.path:
         if any(part in ("", ".", "..") for part in route.model.split("/")):

@@ -22,6 +22,7 @@ from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
 from gateway.upstreams.breaker import Breaker
 from gateway.upstreams.headers import retry_after_s, returned
+from gateway.upstreams.hints import Seen
 from gateway.upstreams.metering import Meter
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,11 @@ class Opened:
         self.headers = returned(response.headers.items(), upstream.secrets)
         self.retry_after_s = retry_after_s(response.headers)
         self.final = response.headers.get("x-should-retry", "").lower() == "false"  # the upstream wants no retry
+
+    @property
+    def is_plain_stream(self) -> bool:
+        """Server-sent events that are not compressed."""
+        return self._meter.is_plain_stream
 
     async def pieces(self, request: UpstreamRequest) -> AsyncGenerator[bytes, None]:
         """The body as it comes, metered into the request's trace. Raises UpstreamLostError."""
@@ -104,7 +110,7 @@ class Opened:
         trace = request.trace
         trace.prompt_tokens, trace.completion_tokens = tokens.prompt, tokens.completion
         trace.cached_tokens = trace.told_cached_tokens = tokens.cached
-        trace.cache_write_tokens = tokens.cache_write
+        trace.cache_write_tokens, trace.lease_writes = tokens.cache_write, tokens.writes
 
 
 class Upstream:
@@ -116,6 +122,8 @@ class Upstream:
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
+        self.seen = Seen(settings.max_hints, settings.hint_ttl_s, clock)
+        self.hints = 0
         self.requests = 0
         self.unmetered = 0
         self.errors: Counter[str] = Counter()
@@ -184,6 +192,7 @@ class Upstream:
             "in_flight": self.in_flight,
             "errors": dict(self.errors),
             "unmetered": self.unmetered,
+            "hints": self.hints,
             "breaker": self.breaker.state,
         }
 

@@ -29,12 +29,16 @@ MARKS: Final = (b'"usage', b'"timings"')
 
 
 class Tokens(NamedTuple):
-    """Of one answer. `prompt` includes `cached` and `cache_write`, which do not overlap."""
+    """Of one answer. `prompt` includes `cached` and `cache_write`, which do not overlap.
+
+    writes  of `cache_write`, those whose time to live is told: seconds, tokens
+    """
 
     prompt: int
     completion: int
     cached: int = 0
     cache_write: int = 0
+    writes: tuple[tuple[float, int], ...] = ()
 
 
 def note(said: Said, value: Any, dialect: str) -> None:
@@ -54,7 +58,8 @@ def _openai(said: Said) -> Tokens | None:
     if (prompt := _first(said, "prompt_tokens", "input_tokens")) is not None:
         cached = _first(said, *_OPENAI_CACHED) or 0
         written = _first(said, *_OPENAI_WRITTEN) or 0
-        return _within(prompt, _first(said, "completion_tokens", "output_tokens") or 0, cached, written)
+        answer = _first(said, "completion_tokens", "output_tokens") or 0
+        return _within(prompt, answer, cached, written)._replace(writes=_writes(said, written))
     if "prompt_n" in said:
         cached = said.get("cache_n", 0)
         return Tokens(said["prompt_n"] + cached, said.get("predicted_n", 0), cached)
@@ -65,7 +70,8 @@ def _anthropic(said: Said) -> Tokens | None:
     if "input_tokens" not in said:
         return None
     read, written = said.get("cache_read_input_tokens", 0), said.get("cache_creation_input_tokens", 0)
-    return Tokens(said["input_tokens"] + read + written, said.get("output_tokens", 0), read, written)
+    prompt = said["input_tokens"] + read + written
+    return Tokens(prompt, said.get("output_tokens", 0), read, written, _writes(said, written))
 
 
 def _gemini(said: Said) -> Tokens | None:
@@ -74,6 +80,12 @@ def _gemini(said: Said) -> Tokens | None:
     prompt = said["promptTokenCount"] + said.get("toolUsePromptTokenCount", 0)
     completion = said.get("candidatesTokenCount", 0) + said.get("thoughtsTokenCount", 0)
     return _within(prompt, completion, said.get("cachedContentTokenCount", 0), 0)
+
+
+def _writes(said: Said, written: int) -> tuple[tuple[float, int], ...]:
+    """By time to live, where these add up to no more than was written."""
+    told = tuple((ttl_s, said[name]) for name, ttl_s in _WRITTEN_FOR.items() if said.get(name))
+    return told if sum(tokens for _, tokens in told) <= written else ()
 
 
 def _within(prompt: int, completion: int, cached: int, written: int) -> Tokens:
@@ -93,6 +105,12 @@ _OPENAI_WRITTEN: Final = (
     "input_tokens_details.cache_write_tokens",
     "prompt_tokens_details.created_cache_tokens",
 )
+_WRITTEN_FOR: Final = {
+    "cache_creation.ephemeral_5m_input_tokens": 300.0,
+    "cache_creation.ephemeral_1h_input_tokens": 3600.0,
+    "input_tokens_details.cache_write_tokens_details.ttl_30m_tokens": 1800.0,
+    "input_tokens_details.cache_write_tokens_details.ttl_12h_tokens": 43200.0,
+}
 _PLACES: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "openai": (("timings",), ("x_groq", "usage"), ("response", "usage"), ("usage",)),
     "anthropic": (("message", "usage"), ("usage",)),
@@ -111,13 +129,13 @@ def _at(value: Any, path: tuple[str, ...]) -> Any:
     return value
 
 
-def _flatten(said: Said, usage: Mapping[str, Any]) -> None:
-    """Two levels deep, which is as deep as counts are."""
+def _flatten(said: Said, usage: Mapping[str, Any], at: str = "", levels: int = 3) -> None:
+    """As deep as counts are."""
     for name, value in usage.items():
-        if isinstance(value, Mapping):
-            said |= {f"{name}.{inner}": count for inner, count in value.items() if _is_count(count)}
+        if isinstance(value, Mapping) and levels > 1:
+            _flatten(said, value, f"{at}{name}.", levels - 1)
         elif _is_count(value):
-            said[name] = value
+            said[at + name] = value
 
 
 def _is_count(value: Any) -> bool:

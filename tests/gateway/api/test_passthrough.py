@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import Any
 
 import anthropic
@@ -19,6 +20,7 @@ from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.upstream import (
     CHAT,
     CHAT_STREAM,
+    CHUNK,
     CONTENT,
     CONTENT_STREAM,
     EMBEDDINGS,
@@ -26,6 +28,7 @@ from tests.fakes.upstream import (
     MESSAGE_STREAM,
     RESPONSE,
     SSE,
+    USAGE,
     Told,
     chunk,
     error,
@@ -563,3 +566,48 @@ def test_what_a_request_needs_of_its_limits_is_what_it_says_itself(
 ) -> None:
     request = UpstreamRequest("r", Tenant("a"), "openai", "m", path, "", (), b" " * 100, values, 0.0, 1.0)
     assert _need(request) == expected
+
+
+async def test_a_stream_whose_usage_the_operator_wants_is_metered_and_the_client_does_not_see_it() -> None:
+    seen_by_client = [*events(chunk("Hel", usage=None)), b"data: [DONE]\n\n"]
+    usage = events({**CHUNK, "choices": [], "usage": USAGE})
+    told = Told([seen_by_client[0], *usage, seen_by_client[1]], media=SSE)
+    async with upstream(told) as stub, running(upstreams=[stub.settings(meter=("*",))]) as gateway:
+        _, _, body = await ask(gateway, {**ASK, "stream": True})
+        assert body == b"".join(seen_by_client)
+        assert stub.got[0].json == {**ASK, "stream": True, "stream_options": {"include_usage": True}}
+        _, _, body = await ask(gateway, {**ASK, "stream": True, "stream_options": {"include_usage": True}})
+        assert body == b"".join(told.pieces)
+        await ask(gateway)
+        assert "stream_options" not in stub.got[2].json
+        page = (await gateway.get("/metrics"))[1]
+        assert 'kvasir_completion_tokens_total{model="up-1",tenant="anonymous"} 21.0' in page
+
+
+async def test_hints_are_added_for_tenants_whose_operator_allows_it_and_for_no_others() -> None:
+    tenants = [TenantSettings(name=name, keys=(f"the-key-of-{name}",)) for name in ("a", "b")]
+    async with upstream(MESSAGE) as stub:
+        settings = stub.settings(dialect="anthropic", hints=("a",))
+        async with running(upstreams=[settings], tenants=tenants) as gateway:
+            for name in ("a", "a", "b", "b"):
+                await ask(gateway, ASK, "/v1/messages", Authorization=f"Bearer the-key-of-{name}")
+            assert [b"cache_control" in got.body for got in stub.got] == [False, True, False, False]
+            assert (await figures_of(gateway))["hints"] == 1
+
+
+async def figures_of(gateway: Gateway) -> dict[str, Any]:
+    """Of a gateway with tenants, whose /admin is closed."""
+    page = (await gateway.get("/metrics"))[1]
+    return {"hints": int(float(re.findall(r'kvasir_upstream_hints_total{upstream="up"} (\S+)', page)[0]))}
+
+
+async def test_the_ledger_knows_whose_cache_it_was() -> None:
+    written = {"cache_creation_input_tokens": 30, "cache_creation": {"ephemeral_1h_input_tokens": 30}}
+    told = said({"usage": {"input_tokens": 10, "cache_read_input_tokens": 60, "output_tokens": 5, **written}})
+    async with upstream(told) as stub, running(upstreams=[stub.settings(dialect="anthropic")]) as gateway:
+        await ask(gateway, ASK, "/v1/messages")
+        async with gateway.session.get(f"{gateway.url}/admin/stats") as answer:
+            ledger = (await answer.json())["ledger"]
+        used = ledger["used"]
+        assert (used["prompt_tokens"], used["cached_tokens"], used["cache_write_tokens"]) == (100, 60, 30)
+        assert (ledger["saved"]["upstream"]["tokens"], ledger["saved"]["prefix"]["tokens"]) == (60, 0)

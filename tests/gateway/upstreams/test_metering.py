@@ -138,7 +138,7 @@ CASES = {
                 }
             }
         ),
-        Tokens(1512, 9, 1400, 100),
+        Tokens(1512, 9, 1400, 100, ((300.0, 100),)),
     ),
     "Anthropic, streamed": (
         "anthropic",

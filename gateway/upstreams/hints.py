@@ -1,0 +1,179 @@
+"""Caching hints, for providers that cache what they are told to: put into a request where the operator allows it for
+the tenant, and where the client said nothing about caching itself.
+
+    Anthropic  `cache_control` at the end of the longest prefix that was seen before. A conversation is marked one turn
+               behind its end, so that each turn reads what the one before wrote; what comes once is never written.
+    OpenAI     `prompt_cache_key`: requests that begin alike go to the same servers.
+
+The only memory is one of hashes. A hint changes what a request costs, never what it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from gateway.types import MAX_BREAKPOINTS, UpstreamRequest
+from gateway.upstreams.json_edit import find, root, with_member
+
+Path = tuple[str | int, ...]
+
+MARK: Final = {"type": "ephemeral"}
+_MARKED: Final = b',"cache_control":' + orjson.dumps(MARK) + b"}]"
+_MARKABLE: Final = frozenset(("text", "image", "document", "tool_use", "tool_result"))
+"""Types of blocks that may carry a mark; thinking may not."""
+
+_KEYED: Final = frozenset(("/v1/chat/completions", "/v1/responses"))
+
+
+class Seen:
+    """Digests of prefixes, each until a time; the ones that were not used for longest go first."""
+
+    def __init__(self, most: int, ttl_s: float, clock: Callable[[], float]) -> None:
+        self._most = most
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+
+    def has(self, digest: bytes) -> bool:
+        return self._until_s.get(digest, 0.0) > self._clock()
+
+    def add(self, digest: bytes) -> None:
+        self._until_s[digest] = self._clock() + self._ttl_s
+        self._until_s.move_to_end(digest)
+        if len(self._until_s) > self._most:
+            self._until_s.popitem(last=False)
+
+
+class Block(NamedTuple):
+    """A piece of an Anthropic prompt, and the digest of everything up to its end.
+
+    path  in the request's JSON; of a string that stands for one block of text, the string's
+    """
+
+    path: Path
+    value: Any
+    digest: bytes
+
+    @property
+    def is_markable(self) -> bool:
+        if self.path[0] == "tools":
+            return isinstance(self.value, dict) and not self.value.get("defer_loading")
+        if isinstance(self.value, str):
+            return bool(self.value.strip())
+        kind = self.value.get("type")
+        return kind in _MARKABLE and (kind != "text" or bool(str(self.value.get("text", "")).strip()))
+
+    @property
+    def is_marked(self) -> bool:
+        return isinstance(self.value, dict) and self.value.get("cache_control") is not None
+
+
+def hinted(request: UpstreamRequest, body: bytes, seen: Seen) -> bytes:
+    """The body, perhaps with a hint. `seen` is that of one upstream."""
+    if request.dialect == "anthropic" and request.path == "/v1/messages":
+        return _marked(request, body, seen)
+    if request.path in _KEYED and (key := _cache_key(request)) is not None:
+        return with_member(body, root(body), "prompt_cache_key", key)
+    return body
+
+
+def _marked(request: UpstreamRequest, body: bytes, seen: Seen) -> bytes:
+    blocks = list(_blocks(request))
+    place = next(
+        (at for at in reversed(range(len(blocks))) if blocks[at].is_markable and seen.has(blocks[at].digest)), None
+    )
+    for block in blocks:
+        seen.add(block.digest)
+    own = [at for at, block in enumerate(blocks) if block.is_marked]
+    # A mark in front of one of the client's could have a shorter time to live than that, which is an error.
+    if place is None or len(own) >= MAX_BREAKPOINTS or any(at >= place for at in own):
+        return body
+    if request.values.get("cache_control") is not None:  # the client has the end of the prompt marked
+        return body
+    return _with_mark(body, blocks[place])
+
+
+def _with_mark(body: bytes, block: Block) -> bytes:
+    child = find(body, block.path)
+    assert child is not None, "the path is one of the parsed body"
+    if isinstance(block.value, dict):
+        # `null` is no mark; a member in front of it would be overruled by it.
+        marked = find(body, (*block.path, "cache_control"))
+        if marked is not None:
+            return body[: marked.start] + orjson.dumps(MARK) + body[marked.end :]
+        return with_member(body, child.start, "cache_control", MARK)
+    text = b'[{"type":"text","text":' + body[child.start : child.end] + _MARKED
+    return body[: child.start] + text + body[child.end :]
+
+
+def _blocks(request: UpstreamRequest) -> Iterator[Block]:
+    """In the order in which the provider reads them. Nothing behind what is no block."""
+    hashed = hashlib.sha256()
+    _feed(hashed, request.tenant.name.encode(), request.model.encode())
+    for path, value, told in _pieces(request.values):
+        if not isinstance(value, dict | str):
+            return
+        _feed(hashed, told, _canonical(value))
+        yield Block(path, value, hashed.copy().digest()[:16])
+
+
+def _pieces(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any, bytes]]:
+    """Path, value, and where it stands."""
+    for number, tool in enumerate(_list(values.get("tools"))):
+        yield ("tools", number), tool, b"tool"
+    yield from _content(("system",), values.get("system"), b"system")
+    for number, message in enumerate(_list(values.get("messages"))):
+        if not isinstance(message, dict):
+            return
+        yield from _content(("messages", number, "content"), message.get("content"), str(message.get("role")).encode())
+
+
+def _content(path: Path, content: Any, told: bytes) -> Iterator[tuple[Path, Any, bytes]]:
+    if isinstance(content, str):
+        yield path, content, told
+    for number, block in enumerate(_list(content)):
+        yield (*path, number), block, told
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _canonical(block: dict[str, Any] | str) -> bytes:
+    """A string is a block of text. Marks are no part of what a block says."""
+    if isinstance(block, str):
+        block = {"type": "text", "text": block}
+    return orjson.dumps({name: value for name, value in block.items() if name != "cache_control"})
+
+
+def _feed(hashed: Any, *parts: bytes) -> None:
+    """Each with its length, so that none can pass for two."""
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little"))
+        hashed.update(part)
+
+
+def _cache_key(request: UpstreamRequest) -> str | None:
+    """Of how the conversation begins: everything up to the end of its first user's turn, which all its turns share."""
+    values = request.values
+    if values.get("prompt_cache_key") is not None or values.get("previous_response_id") is not None:
+        return None
+    items = values.get("messages", values.get("input"))
+    hashed = hashlib.sha256()
+    beginning = [values.get("instructions"), values.get("tools"), _beginning(items)]
+    _feed(hashed, request.tenant.name.encode(), request.model.encode(), orjson.dumps(beginning))
+    return f"kvasir-{hashed.hexdigest()[:24]}"
+
+
+def _beginning(items: Any) -> Any:
+    if not isinstance(items, list):
+        return items
+    for number, item in enumerate(items):
+        if isinstance(item, dict) and item.get("role") == "user":
+            return items[: number + 1]
+    return items
