@@ -296,6 +296,7 @@ async def serve(
         for url in settings.engines.urls:
             gateway.registry.add(url)
         gateway.files.start()
+        gateway.upstreams.start()
         gateway.ledger.start()
         gateway.limits.start()
         gateway.index.start()

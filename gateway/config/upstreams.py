@@ -113,6 +113,13 @@ class UpstreamSettings(Section):
     breaker_open_s: Annotated[float, Field(gt=0)] = Field(
         15.0, description="Seconds that it is left alone, until one request tries it again."
     )
+    list_models: bool = Field(
+        False, description="Whether it is asked for its list, so that `/v1/models` has what the patterns stand for."
+    )
+    list_every_s: Annotated[float, Field(gt=0)] = Field(
+        300.0, description="Seconds from one such question to the next."
+    )
+    max_listed: Annotated[int, Field(ge=1)] = Field(1000, description="Models of its list that are looked at.")
     max_error_bytes: Annotated[int, Field(ge=1024)] = Field(
         1 << 20, description="Bytes of an error that are kept to try elsewhere first; a larger one is cut to that."
     )

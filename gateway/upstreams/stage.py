@@ -30,6 +30,7 @@ from gateway.errors import (
 from gateway.types import UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.hints import hinted
 from gateway.upstreams.json_edit import children, replaced, root
+from gateway.upstreams.listing import Listing
 from gateway.upstreams.routes import Route, Routes, may
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
 from gateway.upstreams.upstream import AttemptFailed, Opened, Upstream
@@ -57,6 +58,7 @@ class Upstreams:
         """`backoff_s` is how long the first retry waits where the upstream does not say."""
         self._by_name = {one.name: Upstream(one, keys.get(one.name), clock=clock) for one in settings}
         self._routes = Routes(settings)
+        self._listing = Listing(list(self._by_name.values()))
         self._backoff_s = backoff_s
         self._labels: set[str] = set()
         self._started = int(time.time())
@@ -67,13 +69,18 @@ class Upstreams:
 
     def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
         """Those that can be named -> Unix second since when they are served."""
-        return dict.fromkeys(self._routes.listed(dialect, tenant, {}), self._started)
+        return dict.fromkeys(self._routes.listed(dialect, tenant, self._listing.told), self._started)
 
     def figures(self) -> Mapping[str, Mapping[str, Any]]:
         """By upstream, for metrics and /admin/stats."""
         return {name: upstream.figures() for name, upstream in self._by_name.items()}
 
+    def start(self) -> None:
+        """Begins to ask upstreams for their lists of models. Needs a running event loop."""
+        self._listing.start()
+
     async def close(self) -> None:
+        await self._listing.close()
         for upstream in self._by_name.values():
             await upstream.close()
 

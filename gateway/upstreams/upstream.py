@@ -33,6 +33,9 @@ _KEY_HEADERS: Final = {"openai": "authorization", "anthropic": "x-api-key", "gem
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
 """Of every request, unless the client or the settings say something else. What comes uncompressed can be metered."""
 
+_VERSIONS: Final = {"anthropic": {"anthropic-version": "2023-06-01"}}
+"""What a request of the gateway's own needs besides."""
+
 _FAILED: Final = frozenset((500, 502, 503, 504, 529))
 """Statuses that say something about the upstream and not about the request."""
 
@@ -155,6 +158,29 @@ class Upstream:
             raise
         self._told(opened.status)
         return opened
+
+    async def fetch(self, path: str) -> bytes:
+        """The body of a GET, for the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed. Says nothing
+        to the breaker."""
+        settings = self.settings
+        if settings.dialect == "openai":
+            path = path.removeprefix("/v1")
+        headers = {**_HEADERS, **_VERSIONS.get(settings.dialect, {}), **self._headers}
+        try:
+            async with (
+                asyncio.timeout(settings.idle_timeout_s),
+                self._connected().get(settings.url + path, headers=headers, allow_redirects=False) as response,
+            ):
+                if response.status != 200:
+                    raise AttemptFailed("lost", f"{self.name} answers with status {response.status}", again=False)
+                body = b""
+                while piece := await response.content.readany():
+                    body += piece
+                    if len(body) > settings.max_metered_bytes:
+                        raise AttemptFailed("lost", "it is too long (upstreams.max_metered_bytes)", again=False)
+                return body
+        except (aiohttp.ClientError, OSError):
+            raise AttemptFailed("connect", f"{self.name} cannot be reached", again=False) from None
 
     async def next_piece(self, response: aiohttp.ClientResponse, request: UpstreamRequest) -> bytes:
         """Empty at the end. Raises UpstreamLostError."""

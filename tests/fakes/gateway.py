@@ -249,6 +249,7 @@ async def running(
     upstreams = make_upstreams(given.upstreams)
     app = make_app(street, models, state, given, files, upstreams)
     runner = app_runner(app, given.server)
+    upstreams.start()
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
