@@ -60,15 +60,17 @@ class Ledger:
 
     @property
     def totals(self) -> Mapping[Row, Figures]:
-        """Of this gateway since its start; the day is empty."""
-        return self._totals
+        """Of this gateway since its start; the day is empty. Made when it is asked for."""
+        totals = {row: dict(counted) for row, counted in self._totals.items()}
+        for row, counted in self._rows.items():
+            self._total(totals, row, counted)
+        return totals
 
     def add(self, entry: Entry) -> None:
         """Counts it, today."""
         tariff = self._prices.of(entry.model)
         counted = figures(entry, tariff)
         row = Row(self._today(), entry.tenant, entry.model, entry.lane, tariff.currency if tariff else "")
-        self._count(self._totals, row._replace(day=""), counted)
         row = self._told_apart(row)
         if row not in self._rows and self.pending >= 2 * self._settings.max_rows:
             self.dropped += 1
@@ -121,6 +123,8 @@ class Ledger:
         """Makes batches of the rows, which keep their numbers from now on."""
         rows = list(self._rows.items())
         self._rows = {}
+        for row, counted in rows:
+            self._total(self._totals, row, counted)
         for start in range(0, len(rows), ROWS_AT_ONCE):
             self._sending.append(_Batch(secrets.token_hex(16), rows[start : start + ROWS_AT_ONCE]))
 
@@ -146,7 +150,8 @@ class Ledger:
             self._known.add(row)
         return row
 
-    def _count(self, totals: dict[Row, Figures], row: Row, counted: Figures) -> None:
+    def _total(self, totals: dict[Row, Figures], row: Row, counted: Figures) -> None:
+        row = row._replace(day="")
         if row not in totals and len(totals) >= self._settings.max_rows:
             row = row._replace(model=OTHER)
         add_up(totals.setdefault(row, {}), counted)
