@@ -49,6 +49,7 @@ from gateway.queues.places import PlaceQueue
 from gateway.redis_server import RedisServer, RedisStartError
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.exact import ExactCache
+from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.stage import ResponseCache
@@ -100,7 +101,10 @@ class Gateway:
         self.limits = TenantLimits(settings.limits, settings.tenants, _counters(settings, self.redis))
         self.upstreams = Upstreams(settings.upstreams, self.upstream_keys)
         self.figures = EngineFigures(lambda: self.registry.engines)
-        self.response_cache = _response_cache(settings, self.redis)
+        remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
+        shared = _shared_answers(settings, self.redis)
+        self.answers = KeptAnswers(remembered, shared)
+        self.response_cache = _response_cache(settings, remembered, shared)
         self.street = Street(
             prompts=self.prompts,
             index=self.index,
@@ -136,6 +140,7 @@ class Gateway:
             now=time.time,
             allowance=self.queue.allowance,
             ledger=self.ledger,
+            answers=self.answers,
             limits=self.limits,
             sources=Sources(
                 refresh=self.figures.refresh,
@@ -201,13 +206,16 @@ def _counters(settings: Settings, redis: Redis | None) -> SharedCounters:
     return SharedCounters(shared, memory, retry_s=retry_s)
 
 
-def _response_cache(settings: Settings, redis: Redis | None) -> ResponseCache:
+def _shared_answers(settings: Settings, redis: Redis | None) -> RedisEntries | None:
+    own = settings.response_cache
+    if redis is None or not own.max_redis_bytes:
+        return None
+    return RedisEntries(redis, own, timeout_s=settings.redis.timeout_s, now=time.time)
+
+
+def _response_cache(settings: Settings, memory: MemoryEntries, shared: RedisEntries | None) -> ResponseCache:
     """Steps 1 and 7 of the street."""
     own, retry_s = settings.response_cache, settings.redis.retry_s
-    memory = MemoryEntries(own.max_memory_bytes, time.time)
-    shared = None
-    if redis is not None and own.max_redis_bytes:
-        shared = RedisEntries(redis, own, timeout_s=settings.redis.timeout_s, now=time.time)
     exact = ExactCache(memory, shared, memory_s=own.memory_s, retry_s=retry_s, clock=time.monotonic)
     modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
     return ResponseCache(own, modes, exact, None, time.time)

@@ -34,7 +34,13 @@ WITH_NUMPY = {
 }
 """What the extra `semantic` is for; imported when the first text is embedded or looked up."""
 FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.config"}
-PROMISES = {"gateway.stores.base", "gateway.queues.batch.base", "gateway.ledger.base"}
+PROMISES = {
+    "gateway.stores.base",
+    "gateway.queues.batch.base",
+    "gateway.ledger.base",
+    "gateway.responses.entries",
+    "gateway.responses.listing",
+}
 """Values and Protocols of a stage, which its users write against."""
 SOURCES = sorted(path for package in ("gateway", "engine") for path in (ROOT / package).rglob("*.py"))
 

@@ -41,20 +41,21 @@ class Auth:
             raise ForbiddenError("This is an admin key, which opens /admin only. Send the key of a tenant.")
         raise UnauthorizedError("Incorrect API key provided.")
 
-    def check_admin(self, http: web.Request) -> None:
-        """Whether /admin may be read. Raises UnauthorizedError and ForbiddenError."""
+    def check_admin(self, http: web.Request) -> bytes:
+        """Whether /admin may be read. A digest of the key that opened it; of no key where it is open. Raises
+        UnauthorizedError and ForbiddenError."""
         if not self._admins:
             if self._tenants:
                 raise ForbiddenError(
                     "/admin is closed: this server has tenants and no admin keys. Set [auth] admin_keys to open it."
                 )
-            return
+            return _digest("")
         key = _bearer(http)
         if not key:
             raise _no_key("/admin needs an admin key. Send it as `Authorization: Bearer KEY`.")
         digest = _digest(key)
         if digest in self._admins:
-            return
+            return digest
         if digest in self._tenants:
             raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
         raise UnauthorizedError("Incorrect admin key provided.")

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.admin.accounting import Accounting
+from gateway.admin.cache.handlers import CachePages
 from gateway.admin.handlers import Admin
 from gateway.admin.ledger import Ledger, LedgerPage
 from gateway.admin.metrics import Metrics
@@ -55,6 +56,7 @@ from gateway.config import (
     StoredResponseSettings,
     TenantSettings,
 )
+from gateway.responses.listing import Answers
 from gateway.stores.base import Backend
 from gateway.types import Room
 
@@ -91,6 +93,7 @@ def build_app(
     ledger: Ledger,
     allowance: Callable[[str], Room],
     limits: Limits,
+    answers: Answers,
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -105,6 +108,7 @@ def build_app(
     ledger                     takes what requests used and saved, and tells it by day
     allowance                  requests of a tenant, by name, that may wait for a place
     limits                     what tenants may ask for
+    answers                    what the response cache remembers, for /admin/cache
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
@@ -142,7 +146,11 @@ def build_app(
             *AnthropicFiles(answering, files, upload_timeout_s).routes(),
         ],
         GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
-        OWN: [*Admin(keys, sources, metrics).routes(), *LedgerPage(keys, ledger, now).routes()],
+        OWN: [
+            *Admin(keys, sources, metrics).routes(),
+            *LedgerPage(keys, ledger, now).routes(),
+            *CachePages(server, keys, answers, now, content=auth.admin_content).routes(),
+        ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.

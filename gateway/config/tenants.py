@@ -14,6 +14,7 @@ class AuthSettings(Section):
     """[auth]: who may ask for the admin pages."""
 
     admin_keys: tuple[str, ...] = Field((), description="Keys for /admin, besides no tenant's requests.")
+    admin_content: bool = Field(False, description="Whether admins may read what remembered answers say.")
 
 
 class TenantSettings(Section):

@@ -52,12 +52,14 @@ from gateway.queues.places import PlaceQueue
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Entries
 from gateway.responses.exact import ExactCache
+from gateway.responses.listing import Answers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.stage import ResponseCache
 from gateway.routing.router import Router
 from gateway.stores.base import Backend
 from gateway.stores.memory_store import MemoryStore
 from gateway.upstreams.stage import Upstreams
+from tests.fakes.answers import FakeAnswers
 from tests.fakes.embedding import no_embedder
 from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
 
@@ -143,6 +145,7 @@ class Options:
     gemini: GeminiSettings = field(default_factory=GeminiSettings)
     now: Callable[[], float] = time.time
     prices: Sequence[PriceSettings] = ()
+    answers: Answers = field(default_factory=FakeAnswers)
     ledger: Ledger | None = None  # None is memory
     limited: LimitSettings = field(default_factory=LimitSettings)  # of every tenant
     limits: TenantLimits | None = None  # None is those of `limited` and the tenants, in memory
@@ -203,6 +206,7 @@ def make_app(
         allowance=queue.allowance,
         ledger=ledger,
         limits=limits,
+        answers=given.answers,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],

@@ -1,0 +1,1 @@
+"""/admin/cache: remembered answers are listed, looked at and removed."""

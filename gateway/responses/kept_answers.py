@@ -1,0 +1,60 @@
+"""What is remembered, as operators see it: in the memory of this gateway, and in Redis, which all share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+from gateway.responses.entries import About, Entries
+from gateway.responses.listing import Chosen, Told
+from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.recording import Recording, decode
+from gateway.types import CallDelta, TextDelta
+
+AT_ONCE: Final = 16
+"""Answers that are removed at the same time: half the calls that Redis gets from here, so that requests get some."""
+
+
+class KeptAnswers:
+    """See Answers in listing.py."""
+
+    def __init__(self, memory: MemoryEntries, redis: Entries | None) -> None:
+        self._places: tuple[Entries, ...] = (memory,) if redis is None else (memory, redis)
+
+    async def scan(self, chosen: Chosen, at_s: float) -> AsyncIterator[About]:
+        owners = {owner for place in self._places for owner in await place.owners()}
+        for owner in sorted(owners if chosen.owner is None else owners & {chosen.owner}):
+            kept = {one.id: one for place in self._places for one in await place.all_of(owner)}
+            for one in kept.values():
+                if chosen.takes(one, at_s):
+                    yield one
+
+    async def find(self, kept: About) -> Told | None:
+        for place in self._places:
+            if (entry := await place.find(kept.owner, kept.id)) is not None:
+                return _told(decode(entry.body, joined=True))
+        return None
+
+    async def remove(self, chosen: Chosen, at_s: float) -> int:
+        found = [kept async for kept in self.scan(chosen, at_s)]
+        removed = 0
+        for start in range(0, len(found), AT_ONCE):
+            removed += sum(await asyncio.gather(*map(self._remove, found[start : start + AT_ONCE])))
+        return removed
+
+    async def _remove(self, kept: About) -> bool:
+        """From Redis first: what is in memory alone is not shared again."""
+        there = [await place.remove(kept.owner, kept.id) for place in reversed(self._places)]
+        return any(there)
+
+
+def _told(recording: Recording) -> Told:
+    """Its pieces put together."""
+    text = "".join(piece.text for piece in recording.pieces if isinstance(piece, TextDelta))
+    calls: dict[int, tuple[str, str]] = {}
+    for piece in recording.pieces:
+        if isinstance(piece, CallDelta):
+            name, arguments = calls.get(piece.call, ("", ""))
+            calls[piece.call] = (name + piece.name, arguments + piece.arguments)
+    return Told(recording.prompt_tokens, recording.completion_tokens, recording.reason, text, tuple(calls.values()))

@@ -1,0 +1,156 @@
+"""Remembered answers as operators see them, over the real response cache and HTTP."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gateway.config import AuthSettings, ResponseCacheSettings, TenantSettings
+from gateway.index.redis_index import connect
+from gateway.responses.exact import ExactCache
+from gateway.responses.kept_answers import KeptAnswers
+from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.stage import ResponseCache
+from gateway.types import CallDelta
+from tests.fakes.gateway import Gateway, running
+from tests.fakes.redis_process import RedisProcess
+from tests.fakes.street import FakeStreet
+
+LIMIT_S = 5.0
+CHAT = "/v1/chat/completions"
+TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
+
+
+class Asking:
+    def __init__(self, gateway: Gateway, clock: list[float]) -> None:
+        self.gateway = gateway
+        self.clock = clock
+
+    async def ask(self, question: str, tenant: str = "north") -> tuple[str, str]:
+        """What the cache had for it, and the answer's id."""
+        body = {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0}
+        headers = {"Authorization": f"Bearer {tenant}-key-1"}
+        status, _, told = await self.gateway.post(CHAT, body, headers=headers)
+        assert status == 200
+        return told["x-kvasir-cache"].partition(";")[0], told["x-kvasir-cache-key"]
+
+    async def get(self, path: str) -> Any:
+        status, text, _ = await self.gateway.get(f"/admin/cache{path}", "admin-key-1")
+        assert status == 200, text
+        return json.loads(text)
+
+    async def invalidate(self, **chosen: Any) -> int:
+        headers = {"Authorization": "Bearer admin-key-1"}
+        path = "/admin/cache/invalidate"
+        _, shown, _ = await self.gateway.post(path, chosen, headers=headers)
+        _, done, _ = await self.gateway.post(path, {**chosen, "confirm": shown["confirm"]}, headers=headers)
+        assert done["removed"] == shown["would_remove"]
+        return int(done["removed"])
+
+
+@asynccontextmanager
+async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | None = None) -> AsyncIterator[Asking]:
+    """A gateway with a response cache of its own, over this Redis if there is one."""
+    clock, settings = clock or [time.time()], ResponseCacheSettings()
+
+    def now() -> float:
+        return clock[0]
+
+    memory = MemoryEntries(1 << 20, now)
+    shared = None if redis is None else RedisEntries(redis, settings, timeout_s=LIMIT_S, now=now)
+    exact = ExactCache(memory, shared, memory_s=settings.memory_s, retry_s=1.0, clock=time.monotonic)
+    cache = ResponseCache(settings, {}, exact, None, now)
+    street = FakeStreet(pieces or ("Hello", " world"), responses=cache)
+    auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)
+    async with running(street, auth=auth, tenants=TENANTS, answers=KeptAnswers(memory, shared), now=now) as gateway:
+        yield Asking(gateway, clock)
+
+
+async def test_what_is_remembered_is_listed_by_the_id_of_its_headers_and_counted() -> None:
+    async with asking() as admin:
+        outcome, first = await admin.ask("one")
+        admin.clock[0] += 1
+        _, second = await admin.ask("two", "south")
+        assert (outcome, await admin.ask("one")) == ("miss", ("exact", first))
+        listed = (await admin.get(""))["data"]
+        assert [(one["id"], one["tenant"], one["model"]) for one in listed] == [
+            (second, "south", "demo"),
+            (first, "north", "demo"),
+        ]
+        assert [one["age_s"] for one in listed] == [0, 1]
+        stats = await admin.get("/stats?tenant=south")
+        assert stats["total"] == {"entries": 1, "bytes": listed[0]["bytes"], "oldest_s": 0.0}
+
+
+async def test_what_an_answer_says_is_shown_whole() -> None:
+    call = (CallDelta(0, "look", '{"a":'), CallDelta(0, "", "1}"), CallDelta(1, "go"))
+    async with asking("Let me ", "see.", *call) as admin:
+        _, name = await admin.ask("one")
+        told = await admin.get(f"/{name}?content=true")
+    assert told["content"] == {
+        "text": "Let me see.",
+        "calls": [{"name": "look", "arguments": '{"a":1}'}, {"name": "go", "arguments": ""}],
+    }
+    assert (told["prompt_tokens"], told["completion_tokens"], told["finish"]) == (40, 5, "stop")
+
+
+async def test_what_was_removed_is_generated_again_and_nothing_else() -> None:
+    async with asking() as admin:
+        _, name = await admin.ask("one")
+        for question, tenant in (("two", "north"), ("one", "south")):
+            await admin.ask(question, tenant)
+        assert await admin.invalidate(id=name) == 1
+        assert [(await admin.ask(*one))[0] for one in (("two",), ("one", "south"), ("one",))] == [
+            "exact",
+            "exact",
+            "miss",
+        ]
+        admin.clock[0] += 10
+        assert await admin.invalidate(tenant="north", older_than_s=5) == 2
+        assert [(await admin.ask(*one))[0] for one in (("one", "south"), ("one",), ("two",))] == [
+            "exact",
+            "miss",
+            "miss",
+        ]
+        assert await admin.invalidate(everything=True) == 3
+
+
+async def test_an_answer_past_its_time_is_neither_listed_nor_found() -> None:
+    async with asking() as admin:
+        await admin.ask("one")
+        admin.clock[0] += ResponseCacheSettings().ttl_s
+        assert (await admin.get(""))["data"] == []
+        assert await admin.invalidate(everything=True) == 0
+
+
+async def test_what_one_gateway_remembers_another_one_lists_shows_and_removes(redis_url: str) -> None:
+    redis, clock = connect(redis_url, LIMIT_S), [time.time()]
+    async with asking(redis=redis, clock=clock) as here, asking(redis=redis, clock=clock) as there:
+        _, name = await here.ask("one")
+        await there.ask("two", "south")
+        assert {one["tenant"] for one in (await here.get(""))["data"]} == {"north", "south"}
+        assert (await there.get(f"/{name}?content=true"))["content"]["text"] == "Hello world"
+        assert await there.invalidate(id=name) == 1
+        assert await there.ask("one") == ("miss", name)
+        assert await there.invalidate(id=name) == 1
+        clock[0] += ResponseCacheSettings().memory_s + 1
+        assert (await here.ask("one"))[0] == "miss", "its own memory is not believed for ever"
+        assert (await here.ask("two", "south"))[0] == "exact"
+    await redis.aclose()
+
+
+async def test_what_cannot_be_removed_everywhere_is_not_said_to_be(own_redis: RedisProcess) -> None:
+    redis = connect(own_redis.url, LIMIT_S)
+    async with asking(redis=redis) as admin:
+        await admin.ask("one")
+        own_redis.kill()
+        for path in ("", "/stats"):
+            assert (await admin.gateway.get(f"/admin/cache{path}", "admin-key-1"))[0] == 503
+        assert (await admin.ask("one"))[0] == "exact"
+    await redis.aclose()
