@@ -20,6 +20,7 @@ from multidict import CIMultiDict
 
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.body import RAW
+from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.limiting import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, set_aside
 from gateway.api.openai.wire import OPENAI
@@ -144,7 +145,7 @@ class Passthrough:
         record.traces = [request.trace]
         async with self._upstreams.answer(request) as answer:
             record.model = answer.label
-            record.stream = "text/event-stream" in dict(_lower(answer.headers)).get("content-type", "")
+            record.stream = SSE in dict(_lower(answer.headers)).get("content-type", "")
             return await _pass_back(http, record, answer, request.deadline_s)
 
     def _serves(self, model: str, tenant: Tenant) -> bool:
@@ -199,6 +200,8 @@ def _told(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
     for name, _ in theirs:
         headers.popall(name, None)
     headers.extend(theirs)
+    if SSE in headers.get("Content-Type", ""):
+        headers.setdefault("X-Accel-Buffering", "no")  # for proxies in front of us, which would collect a stream
     headers.update(own)
     return headers
 

@@ -14,7 +14,7 @@ from google import genai
 from yarl import URL
 
 from gateway.api.passthrough import _need
-from gateway.config import TenantSettings
+from gateway.config import ServerSettings, TenantSettings
 from gateway.types import Need, Tenant, UpstreamRequest
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.upstream import (
@@ -79,7 +79,7 @@ async def test_a_stream_comes_back_byte_for_byte(told: Told) -> None:
         status, headers, body = await ask(gateway, {**ASK, "stream": True})
         assert (status, body) == (200, b"".join(told.pieces))
         assert headers["Content-Type"] == SSE
-        assert headers["x-kvasir-engine"] == "up"
+        assert (headers["x-kvasir-engine"], headers["X-Accel-Buffering"]) == ("up", "no")
 
 
 async def test_each_piece_is_there_before_the_next_one_is_sent() -> None:
@@ -418,6 +418,20 @@ async def test_a_client_that_reads_slowly_is_not_read_ahead_of() -> None:
         assert stub.written < 20 << 20
         writer.close()
         await asyncio.wait_for(stub.left.wait(), LIMIT_S)
+
+
+async def test_a_client_that_stops_reading_is_cut_off_when_its_time_is_over() -> None:
+    huge = Told([b"data: " + b"x" * 65536 + b"\n\n"] * 600, media=SSE)
+    server = ServerSettings(request_timeout_s=1.0)
+    async with upstream(huge) as stub, running(upstreams=[stub.settings()], server=server) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1024)
+        body = b'{"model":"up-1","stream":true}'
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.wait_for(stub.left.wait(), LIMIT_S)
+        page = (await gateway.get("/metrics"))[1]
+        assert 'status="504"' in page
+        writer.close()
 
 
 # -- secrets ----------------------------------------------------------------------------------------------------------
