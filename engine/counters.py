@@ -20,7 +20,8 @@ class Counters:
     shared_tokens: int = 0  # of cached_tokens, those that another computed after the sequence had arrived
     forks: int = 0  # sequences that took the prompt of a sibling, and computed nothing of it
     copied_blocks: int = 0  # that were shared when one of their sequences wrote into them
-    steps: int = 0
+    steps: int = 0  # those that were given up among them
+    steps_given_up: int = 0  # because somebody came to the online lane
     prompt_tokens: int = 0  # of sequences at their first admission
     cached_tokens: int = 0  # of those, reused
     prefilled_tokens: int = 0  # computed, recomputation after preemption included

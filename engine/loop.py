@@ -21,7 +21,7 @@ from engine.protocol import BlockEvents, Load, StepFrame, Submit
 from engine.sampling.grammar import GrammarError, Matcher
 from engine.sampling.grammar_queue import GrammarQueue
 from engine.scheduler import Scheduler
-from engine.sequence import Runner, Step
+from engine.sequence import Runner, Step, StepGivenUp
 from engine.tiers.copy_thread import CopyThread
 
 log = logging.getLogger(__name__)
@@ -93,9 +93,10 @@ class EngineLoop:
         self._clock = clock
         self._idle_check_s = idle_check_s
 
-        self._changed = threading.Condition()  # guards the six below
+        self._changed = threading.Condition()  # guards the seven below
         self._commands: deque[Callable[[], object]] = deque()
         self._pending = 0  # submits among the commands
+        self._online_came = False  # among them, somebody of the online lane
         self._draining = False
         self._stopping = False
         self._idle = True
@@ -105,6 +106,7 @@ class EngineLoop:
         self._prefill_rate = Rate()
         self._decode_rate = Rate()
         self._load = self._measure()
+        self._gave_up = False  # the last step that could be
         self._failed_steps = 0
         self._errors = 0
         self._invariant_violations = 0
@@ -131,6 +133,7 @@ class EngineLoop:
             if refusal is not None:
                 message = replace(message, tokens=b"", digests=b"")
             self._pending += 1
+            self._online_came = self._online_came or message.lane == "online"
         self._post(partial(self._take, owner, message, self._clock(), refusal))
 
     def abort(self, owner: str, seq: int) -> None:
@@ -275,6 +278,7 @@ class EngineLoop:
         with self._changed:
             commands, self._commands = self._commands, deque()
             self._pending = 0
+            self._online_came = False
         for command in commands:
             self._obey(command)
         # 2. What to compute, 3. compute it, 4. what it means for each sequence.
@@ -336,15 +340,23 @@ class EngineLoop:
         self._scheduler.abort_owner(owner)
 
     def _compute(self, step: Step, began_s: float) -> None:
+        can_give_up = self._scheduler.can_give_up(step)
+        if can_give_up and not self._gave_up:  # never twice in a row: the batch lane comes to its end
+            step = replace(step, unwanted=lambda: self._online_came)
         try:
             results = self._runner.run(step)
             if len(results) != step.num_results:
                 raise RuntimeError(f"{len(results)} results for {step.num_results} works and forks")
+        except StepGivenUp:
+            self._gave_up = True
+            self._scheduler.give_up(step)
+            return
         except Exception as error:
             self._failed_steps += 1
             log.exception("a step of %d sequences and %d tokens failed", step.num_results, step.num_tokens)
             self._scheduler.fail(step, f"the engine could not compute a step ({type(error).__name__})")
             return
+        self._gave_up = self._gave_up and not can_give_up
         now_s = self._clock()
         counters = self._scheduler.counters
         prefilled, decoded = counters.prefilled_tokens, counters.decoded_tokens

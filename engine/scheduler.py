@@ -5,9 +5,9 @@
                           ^                         |
                           '-------- preempt --------'          abort ends a sequence anywhere
 
-Pure bookkeeping: no threads, no clock, no model. engine/loop.py calls it from its one thread: schedule, then commit or
-fail, then take_updates. engine/planner.py decides who runs and preempts, engine/tables.py keeps the blocks of the
-sequences, engine/leases/claims.py what their breakpoints became.
+Pure bookkeeping: no threads, no clock, no model. engine/loop.py calls it from its one thread: schedule, then commit,
+fail or give_up, then take_updates. engine/planner.py decides who runs and preempts, engine/tables.py keeps the blocks
+of the sequences, engine/leases/claims.py what their breakpoints became.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Step | None:
         """The next step, or None when there is nothing to do, or nothing before a copy between tiers is done. Ends in
-        `commit` or `fail` before the next call.
+        `commit`, `fail` or `give_up` before the next call.
 
         now  monotonic second; becomes scheduled_s of sequences that are served for the first time
         """
@@ -228,6 +228,17 @@ class Scheduler:
         for sequence in step.sequences:
             if sequence.status is Status.RUNNING:
                 self._fail(sequence, error)
+
+    def can_give_up(self, step: Step) -> bool:
+        """Whether `give_up` may end the step: it has work of the batch lane in it, and nothing that the online lane
+        waits for but single tokens."""
+        online = any(work.sequence.lane == "online" and is_prefill(work) for work in step.work)
+        return not step.forks and not online and any(work.sequence.lane == "batch" for work in step.work)
+
+    def give_up(self, step: Step) -> None:
+        """The step was not computed. Its sequences stay as they were, and are planned for anew."""
+        self.tables.settle()
+        self.counters.steps_given_up += 1
 
     def take_updates(self) -> dict[str, list[SequenceUpdate]]:
         """What has to be told to each owner since the last call."""

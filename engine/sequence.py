@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -120,6 +121,7 @@ class Step:
     fresh_blocks: list[int] = field(default_factory=list)  # to be zeroed before the step writes into them
     copies: list[Copy] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
+    unwanted: Callable[[], bool] | None = None  # asked while it is computed, whether to give it up; None: to its end
 
     @property
     def num_tokens(self) -> int:
@@ -151,9 +153,14 @@ class Runner(Protocol):
         (Siblings.row), and forks sample from it. A work whose hidden state is not finite gets NOT_FINITE, whether it
         samples or not: the loop fails that sequence and registers nothing that the step wrote for it. One whose
         grammar allows nothing gets NO_TOKEN. Any exception fails the whole step. Log probabilities that a sequence
-        asks for are appended to its `logprobs`.
+        asks for are appended to its `logprobs`. Raises StepGivenUp once `unwanted` says so, unless it is about to end:
+        then only zeroing and copying are done, and slots that it would have written may hold anything.
         """
         ...
+
+
+class StepGivenUp(Exception):  # noqa: N818 - nothing went wrong
+    """The step was not computed, because something else is to be computed first."""
 
 
 NOT_FINITE = -1

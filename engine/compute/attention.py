@@ -28,6 +28,7 @@ from engine.compute.capped import CappedAttention
 from engine.compute.kv_cache import KVCache
 from engine.compute.masks import KEY_MULTIPLE, TILE_ROWS, MaskTemplates
 from engine.compute.paged import PagedAttention, can_attend
+from engine.sequence import StepGivenUp
 
 FOLD_ROWS: Final = 64  # up to here, rows of heads that share a key head are put together to fill the products
 ROW_MULTIPLE: Final = 8
@@ -69,8 +70,11 @@ class _Herd:
 class StepAttention:
     """Attention of one step over the paged cache. Made once for a step, used by every layer of it."""
 
-    def __init__(self, cache: KVCache, masks: MaskTemplates, batch: Batch) -> None:
-        self._cache, self._masks = cache, masks
+    def __init__(
+        self, cache: KVCache, masks: MaskTemplates, batch: Batch, unwanted: Callable[[], bool] | None = None
+    ) -> None:
+        """`unwanted` is asked in every layer whether the step is to be given up, which raises StepGivenUp."""
+        self._cache, self._masks, self._unwanted = cache, masks, unwanted
         self._device = cache.data.device
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._run = consecutive(batch.slots)
@@ -121,6 +125,8 @@ class StepAttention:
 
         key_value  (rows, 2, num_kv_heads, head_dim); rows beyond the step's own are padding and left out
         """
+        if self._unwanted is not None and self._unwanted():
+            raise StepGivenUp
         rows = len(self._slots)
         if len(key_value) > rows:
             key_value = key_value[:rows]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Callable
 
 import torch
 
@@ -66,12 +67,12 @@ class ModelRunner:
 
     def _compute(self, step: Step) -> torch.Tensor:
         """Logits of the last row of each work, (num_work, vocab_size). Those of scored rows are taken note of."""
-        logits, num_works = self._forward(make_batch(step, self._block_size)), len(step.work)
+        logits, num_works = self._forward(make_batch(step, self._block_size), step.unwanted), len(step.work)
         if len(logits) > num_works:
             note_prompt_logprobs(logits[num_works:], step)
         return logits[:num_works]
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def _forward(self, batch: Batch, unwanted: Callable[[], bool] | None = None) -> torch.Tensor:
         """Logits of the last row of each work, then of those that are scored, (num_work + num_scored, vocab_size)."""
         device = self.model.device
         tokens, positions, rows = (
@@ -80,7 +81,7 @@ class ModelRunner:
         if len(batch.scored):
             rows = torch.cat((rows, torch.from_numpy(batch.scored).to(device)))
         wanted = len(rows)
-        attention = StepAttention(self.cache, self._masks, batch)
+        attention = StepAttention(self.cache, self._masks, batch, unwanted)
         if self._pads and len(rows) < LEAST_ROWS:  # repeat a row: what it computes is not written and not read
             rows = rows.expand(LEAST_ROWS)
             if len(tokens) < LEAST_ROWS:

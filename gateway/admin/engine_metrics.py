@@ -39,6 +39,8 @@ _COUNTERS: Final = (
     ("shared_tokens", ("shared_tokens",), "Cached tokens that another request computed after this one had arrived."),
     ("shared_waits", ("shared_waits",), "Times a request waited for another to compute their common prefix."),
     ("forks", ("forks",), "Answers that took the prompt of another answer to it, and computed nothing of it."),
+    ("steps_given_up", ("steps_given_up",), "Steps of the batch lane that were given up for the online lane."),
+    ("preemptions", ("preemptions",), "Sequences whose blocks others needed, and that were computed anew."),
     ("copied_blocks", ("copied_blocks",), "Shared blocks that were copied when one of their answers wrote into them."),
     ("leases_granted", ("leases", "granted"), "New leases, those that degraded at once among them."),
     ("leases_renewed", ("leases", "renewed"), "Uses of a lease by a later request."),

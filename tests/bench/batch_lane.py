@@ -1,6 +1,6 @@
 """What the batch lane costs the online lane, and what its order saves.
 
-    python -m tests.bench.batch_lane [--rounds 6] [--seconds 15] [--rate 2.5] [--places 0]
+    python -m tests.bench.batch_lane [--rounds 6] [--seconds 15] [--rate 1.0]
 
 The gateway's own street, queue and router in this process, a real engine with the demo model in another.
 
@@ -38,7 +38,6 @@ from gateway.types import Finished, Request, Started, Tenant, TokenPrompt
 WANTED = 1.25
 IN_FLIGHT = 96
 DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS = 20, 1500, 40
-ONLINE_TOKENS = (100, 1500)
 ANSWER_TOKENS = 24
 START_LIMIT_S = 120.0
 LIMIT_S = 600.0
@@ -112,12 +111,13 @@ def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(300, 4000) for _ in range(count)]
 
 
-async def online(asker: Asker, rng: random.Random, seconds: float, rate: float, told: Told, salt: int) -> None:
+async def online(asker: Asker, options: argparse.Namespace, seconds: float, told: Told, salt: int) -> None:
     """Poisson arrivals. `salt` keeps the prompts of rounds apart, whose lengths and times are the same."""
+    rng, rate, lengths = random.Random(7), options.rate, options.tokens
     async with asyncio.TaskGroup() as group:
         at_s, began_s = 0.0, time.monotonic()
         while (at_s := at_s + rng.expovariate(rate)) < seconds:
-            tokens = words(rng, rng.randint(*ONLINE_TOKENS))
+            tokens = words(rng, rng.randint(*lengths))
             tokens[0] = salt
             await asyncio.sleep(max(0.0, began_s + at_s - time.monotonic()))
             group.create_task(asker.ask(tokens, "online", told))
@@ -151,7 +151,7 @@ async def measure(options: argparse.Namespace) -> None:
         )
         async with running(settings, Path(folder)) as gateway:
             asker = Asker(gateway, next(iter(gateway.registry.models())))
-            await online(asker, random.Random(0), 5.0, options.rate, Told(), 1)  # warm, and its rates measured
+            await online(asker, options, 5.0, Told(), 1)  # warm, and its rates measured
             alone, beside, behind, spent_s = Told(), Told(), Told(), 0.0
             for number in range(options.rounds):
                 for told, full in ((alone, False), (beside, True)):
@@ -159,7 +159,7 @@ async def measure(options: argparse.Namespace) -> None:
                     if filling:
                         await asyncio.sleep(options.ramp)  # until places are taken, and some wait
                     before_s = time.monotonic()
-                    await online(asker, random.Random(7), options.seconds, options.rate, told, 2 * number + full + 2)
+                    await online(asker, options, options.seconds, told, 2 * number + full + 2)
                     if filling:
                         spent_s += time.monotonic() - before_s
                         print(f"  behind: {gateway.queue.status('batch')}")
@@ -186,7 +186,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=15.0, help="of online requests in each round")
-    parser.add_argument("--rate", type=float, default=2.5, help="online requests per second")
+    parser.add_argument("--rate", type=float, default=1.0, help="online requests per second")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(100, 1500), help="of online prompts, from and to")
     parser.add_argument("--ramp", type=float, default=3.0, help="seconds that the batch lane has to fill up")
     parser.add_argument("--places", type=int, default=0, help="queue.batch_places_per_engine")
     parser.add_argument("--cache-bytes", type=int, default=256 << 20)

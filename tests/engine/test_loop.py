@@ -73,9 +73,9 @@ class Desk:
             self.resident -= set(split_digests(events.removed))
             self.resident |= set(split_digests(events.stored))
 
-    def submit(self, seq: int, tokens: list[int], *, owner: str = "g", **sampling: Any) -> None:
+    def submit(self, seq: int, tokens: list[int], *, owner: str = "g", lane: Any = "online", **sampling: Any) -> None:
         sampling.setdefault("max_tokens", 4)
-        self.loop.submit(owner, Submit(seq, pack(tokens), digests_of(tokens), Sampling(**sampling)))
+        self.loop.submit(owner, Submit(seq, pack(tokens), digests_of(tokens), Sampling(**sampling), lane=lane))
 
     def wait_for(self, holds: Callable[[], bool]) -> None:
         with self.said:
@@ -371,3 +371,46 @@ def test_many_gateways_at_once_get_their_own_answers() -> None:
                 if (owner, seq) not in aborted:
                     assert desk.answer(seq, owner) == choose_answer("", tokens, VOCAB, max_tokens, frozenset())
         assert desk.loop.stats()["invariant_violations"] == 0
+
+
+def test_a_step_of_the_batch_lane_is_given_up_when_somebody_comes_to_the_online_lane() -> None:
+    with running() as desk:
+        desk.gate.close()
+        desk.submit(1, prompt(40), lane="batch", max_tokens=3)
+        assert desk.gate.entered.wait(LIMIT_S)
+        desk.submit(2, prompt(20, 1), max_tokens=2)
+        desk.gate.open.set()
+        assert desk.answer(2) == expected(prompt(20, 1), 2)
+        assert desk.answer(1) == expected(prompt(40), 3)
+        assert [{seq for seq, *_ in step} for step in desk.bench.runner.steps[:3]] == [{1}, {2}, {1, 2}]
+        assert desk.loop.stats()["steps_given_up"] == 1
+
+
+def test_nothing_is_given_up_for_the_batch_lane_nor_what_the_online_lane_prefills() -> None:
+    with running() as desk:
+        for seq, lane, newcomer in ((1, "batch", "batch"), (3, "online", "online")):
+            desk.gate.close()
+            desk.submit(seq, prompt(40, seq), lane=lane)
+            assert desk.gate.entered.wait(LIMIT_S)
+            desk.submit(seq + 1, prompt(20, seq + 1), lane=newcomer)
+            desk.gate.open.set()
+            assert desk.answer(seq) == expected(prompt(40, seq))
+            assert desk.answer(seq + 1) == expected(prompt(20, seq + 1))
+        assert desk.loop.stats()["steps_given_up"] == 0
+
+
+def test_the_batch_lane_goes_on_however_often_somebody_comes() -> None:
+    """Whoever comes while a step of the batch lane is computed has no prompt to speak of, and is gone at once."""
+    with running() as desk:
+        seqs = iter(range(2, 1000))
+        run = desk.gate.inner.run
+
+        def interrupted(step: Step) -> list[int | None]:
+            if any(work.sequence.lane == "batch" for work in step.work):
+                desk.submit(next(seqs), prompt(1), max_tokens=1)
+            return run(step)
+
+        desk.gate.answer = interrupted
+        desk.submit(1, prompt(60), lane="batch", max_tokens=8)
+        assert desk.answer(1) == expected(prompt(60), 8)
+        assert desk.loop.stats()["steps_given_up"] >= 8

@@ -66,9 +66,10 @@ class Fuzz:
             self.fail,
             self.wait,
             self.give_way,
+            self.give_up,
         ]
         for _ in range(COMMANDS):
-            (rule,) = self.rng.choices(rules, [24, 6, 8, 60, 3, 0.5, 0.5, 0.5, 2, 1])
+            (rule,) = self.rng.choices(rules, [24, 6, 8, 60, 3, 0.5, 0.5, 0.5, 2, 1, 4])
             rule()
             self.check()
         self.bench.finish()
@@ -98,6 +99,7 @@ class Fuzz:
             leases_read=leases.counters.read_tokens,
             forks=counters.forks,
             copied_blocks=counters.copied_blocks,
+            given_up=counters.steps_given_up,
             whole=sum(finish in ("stop", "length") for finish in self.finished().values()),
         )
 
@@ -169,6 +171,11 @@ class Fuzz:
         self.bench.runner.fails = True
         self.bench.step()
         self.bench.runner.fails = False
+
+    def give_up(self) -> None:
+        self.bench.gives_up = True
+        self.bench.step()
+        self.bench.gives_up = False
 
     def wait(self) -> None:
         self.bench.now += self.rng.choice([0.05, 0.5, 5.0])

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.pool.blocks import BlockPool
-from engine.sequence import NOT_FINITE, Fork, Sequence, Step, Work
+from engine.sequence import NOT_FINITE, Fork, Sequence, Step, StepGivenUp, Work
 
 GARBAGE = (-1, -1)
 """In a slot: numbers that nobody may ever read."""
@@ -74,11 +74,21 @@ class OracleRunner:
             for offset in range(self.pool.block_size):
                 self.slots.pop((block, offset), None)
         self._copy(step)
+        if step.unwanted is not None and step.unwanted():
+            self._leave_garbage(step)
+            raise StepGivenUp
         results = [self._compute(work) for work in step.work] + [self._fork(fork) for fork in step.forks]
         if self.fails:
             self.fails = False
             raise RuntimeError("the fake model fails")
         return results
+
+    def _leave_garbage(self, step: Step) -> None:
+        """Where a step that is given up would have written. Nobody may read it."""
+        for work in step.work:
+            for position in range(work.start, work.start + work.count):
+                block = work.sequence.block_table[position // self.pool.block_size]
+                self.slots[block, position % self.pool.block_size] = GARBAGE
 
     def _copy(self, step: Step) -> None:
         sources = {copy.source for copy in step.copies}
@@ -121,7 +131,8 @@ class OracleRunner:
             slot = (block, position % size)
             prefix = self.prefixes.next(prefix, sequence.tokens[position])
             assert not self.pool.is_registered(block), "a block that can be hit would be written"
-            assert slot not in self.slots, f"{self._who(sequence)} writes {slot}, which is in use"
+            in_use = self.slots.get(slot, GARBAGE) != GARBAGE
+            assert not in_use, f"{self._who(sequence)} writes {slot}, which is in use"
             self.slots[slot] = GARBAGE if bad or self.fails else prefix
         if work.samples and not sequence.num_generated and sequence.siblings is not None:
             sequence.siblings.row = (GARBAGE if bad else prefix) if sequence.siblings.row_wanted else None

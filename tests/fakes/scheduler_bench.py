@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import EngineSettings
@@ -12,7 +12,7 @@ from engine.pool.blocks import BlockPool
 from engine.pool.eviction import EvictionPolicy
 from engine.protocol import Breakpoint, Group, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import Sequence, StepGivenUp
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
 
 SIZE = 4
@@ -38,6 +38,7 @@ class Bench:
     runner: OracleRunner
     now: float = 0.0
     updates: dict[tuple[str, int], list[SequenceUpdate]] = field(default_factory=dict)
+    gives_up: bool = False  # the next step that can be given up
 
     def submit(
         self,
@@ -77,8 +78,13 @@ class Bench:
         step = self.scheduler.schedule(self.now)
         if step is not None:
             assert len({work.sequence.lane for work in step.work if is_prefill(work)}) < 2, "the lanes share a step"
+            if self.gives_up and self.scheduler.can_give_up(step):
+                step = replace(step, unwanted=lambda: True)
+                self.gives_up = False
             try:
                 results = self.runner.run(step)
+            except StepGivenUp:
+                self.scheduler.give_up(step)
             except RuntimeError:
                 self.scheduler.fail(step, "failed")
             else:

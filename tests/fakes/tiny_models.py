@@ -155,8 +155,8 @@ class Driver:
         self._next_block = 0
         forward = runner._forward
 
-        def spy(batch: Any) -> torch.Tensor:
-            self.logits = forward(batch)
+        def spy(*given: Any) -> torch.Tensor:
+            self.logits = forward(*given)
             return self.logits
 
         runner._forward = spy  # type: ignore[method-assign]

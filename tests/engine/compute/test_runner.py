@@ -11,7 +11,7 @@ from engine.compute.paged import can_attend
 from engine.compute.runner import ModelRunner
 from engine.config import ConfigError, EngineSettings
 from engine.plan import MIN_TAIL_TOKENS
-from engine.sequence import NOT_FINITE, Work
+from engine.sequence import NOT_FINITE, Step, StepGivenUp, Work
 from tests.fakes.tiny_models import (
     KINDS,
     Driver,
@@ -236,3 +236,17 @@ def test_in_bfloat16_compiled_attention_gives_a_row_the_same_bits_alone_in_a_bat
     for row, (one, other) in enumerate(zip(cold, warm, strict=True)):
         assert torch.equal(one, other)
         assert torch.equal(one, driver.logits[row])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_step_that_was_given_up_in_any_layer_is_computed_anew_with_the_same_bits(kind: str) -> None:
+    ids, driver = random_ids(150, 1), Driver(make_runner(kind))
+    expected = driver.prefill(driver.sequence(ids)).clone()
+    for layer in range(2):
+        sequence = driver.sequence(ids)
+        asked = iter([False] * layer + [True])
+        step = Step([Work(sequence, 0, 150, samples=True)], unwanted=lambda asked=asked: next(asked))
+        with pytest.raises(StepGivenUp):
+            driver.runner.run(step)
+        assert next(asked, None) is None  # it went no further
+        assert torch.equal(driver.prefill(sequence, cuts=[48]), expected)
