@@ -269,6 +269,8 @@ class Street:
             lane=request.lane,
             tier=request.tier,
             weight=request.tenant.weight,
+            digests=prompt.digests if request.use_cache and request.lane == "batch" else b"",
+            block_size=block_size,
         )
 
     def _place(self, request: Request, engines: Sequence[Engine], ask: Ask) -> AbstractAsyncContextManager[Engine]:

@@ -435,6 +435,8 @@ class Ask:
     lane           online, or batch: then it has a place only where nobody of the online lane wants one
     tier           who goes first, in the online lane
     weight         of the tenant's share
+    digests        of the prompt's full blocks, where the lane looks for what begins like it
+    block_size     tokens of each
     """
 
     tenant: str
@@ -446,6 +448,8 @@ class Ask:
     lane: Lane = "online"
     tier: Tier = "default"
     weight: float = 1.0
+    digests: bytes = b""
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
+from gateway.queues.trails import Trails
 from gateway.types import Ask, Tier
 
 PLAN_DEPTH: Final = 128
@@ -92,7 +93,9 @@ class Lane(Generic[E, W]):
         self._router = router
         self._tenants: dict[str, list[tuple[tuple[float, int], W]]] = {}  # in order; only those with requests
         self._turns = Turns()
+        self._trails = Trails()
         self._numbers = 0
+        self._now_s = 0.0  # when the last one arrived
 
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
@@ -105,6 +108,8 @@ class Lane(Generic[E, W]):
         """It waits from now on. Returns what `assign` returns: it may have a place at once, or be in others' way."""
         picture = self._picture()
         self._numbers += 1
+        self._now_s = waiter.arrived_s
+        self._follow(waiter)
         waiter.cost_s = picture.cost_s(waiter.ask)
         waiter.order = (self._order_s(waiter), self._numbers)
         waiter.since_s = self._turns.now_s
@@ -137,6 +142,7 @@ class Lane(Generic[E, W]):
             return []
         sent: list[tuple[W, Seat[E]]] = []
         for waiter in islice(self._in_order(), PLAN_DEPTH):
+            self._follow(waiter)
             if (engine := picture.choose(waiter.ask)) is None:
                 continue
             seat = seats[engine.hello.incarnation]
@@ -185,6 +191,17 @@ class Lane(Generic[E, W]):
     def _take(self, waiter: W, seat: Seat[E]) -> None:
         seat.taken += 1
         seat.given_tokens += max(0, waiter.ask.prompt_tokens - waiter.ask.cached_tokens.get(seat.incarnation, 0))
+        if waiter.ask.digests:
+            self._trails.sent(waiter.ask.digests, seat.incarnation, self._now_s)
+
+    def _follow(self, waiter: W) -> None:
+        """Takes what was sent before it, and begins like it, to be there when its turn comes."""
+        ask = waiter.ask
+        if ask.digests and (found := self._trails.find(ask.digests, self._now_s)):
+            cached = dict(ask.cached_tokens)
+            for incarnation, blocks in found.items():
+                cached[incarnation] = max(cached.get(incarnation, 0), blocks * ask.block_size)
+            waiter.ask = replace(ask, cached_tokens=cached)
 
     def _in_order(self) -> Iterator[W]:
         """Everybody, as they would be served if all could be served now."""

@@ -1,0 +1,55 @@
+"""Which engine was sent a prefix a moment ago, before any index can know it. Pure: no I/O, no clock.
+
+For the batch lane, whose lines come together and begin alike: without it the first lines of a document would go to all
+engines at once, and each would compute it. A prompt is remembered by its digests at a few places, two for each doubling
+of its length, so what is found of a common prefix may be a third too short. It is a hint; engines look for themselves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from engine.protocol import DIGEST_BYTES
+
+MAX_PLACES: Final = 16_384
+"""Of all prompts that are remembered, the latest."""
+
+TRAIL_S: Final = 60.0
+"""So long a prefix is taken to be where it was sent; every line that follows renews it."""
+
+
+class Trails:
+    """Digest at a place -> which engine had a prompt with it last, and when."""
+
+    def __init__(self) -> None:
+        self._sent: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def sent(self, digests: bytes, incarnation: str, now_s: float) -> None:
+        for count in _places(len(digests) // DIGEST_BYTES):
+            place = digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
+            self._sent[place] = incarnation, now_s
+            self._sent.move_to_end(place)
+        while len(self._sent) > MAX_PLACES:
+            self._sent.popitem(last=False)
+
+    def find(self, digests: bytes, now_s: float) -> Mapping[str, int]:
+        """Incarnation -> leading blocks that it was sent within TRAIL_S; engines without any are missing."""
+        found: dict[str, int] = {}
+        for count in _places(len(digests) // DIGEST_BYTES):
+            place = digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
+            incarnation, sent_s = self._sent.get(place, ("", 0.0))
+            if incarnation and now_s - sent_s <= TRAIL_S:
+                found[incarnation] = count
+        return found
+
+
+def _places(num_blocks: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to the number of blocks."""
+    count = 1
+    while count <= num_blocks:
+        yield count
+        if count > 1 and count + count // 2 <= num_blocks:
+            yield count + count // 2
+        count *= 2
