@@ -7,11 +7,12 @@ is counted twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gateway.admin.prefill import PrefillTimes
 from gateway.api.record import Record
 from gateway.ledger.base import Entry
-from gateway.types import Trace
+from gateway.types import Hit, Trace
 
 
 class Accounting:
@@ -32,7 +33,7 @@ class Accounting:
             return
         model = record.model
         computed = [trace for trace in record.traces if trace.hit is None and trace.first_token_ms is not None]
-        hits = tuple(trace.hit for trace in record.traces if trace.hit is not None)
+        hits = tuple(_once(trace.hit, trace) for trace in record.traces if trace.hit is not None)
         if not (computed or hits or record.embedded_tokens):
             return
         prompts = [trace for trace in computed if not trace.fork]
@@ -66,6 +67,11 @@ class Accounting:
         if trace.first_token_ms is not None:
             waited_ms = trace.first_token_ms - trace.queue_ms - trace.overhead_ms
             self._times.note(model, max(0, trace.prompt_tokens - trace.cached_tokens), max(0.0, waited_ms))
+
+
+def _once(hit: Hit, trace: Trace) -> Hit:
+    """Several answers have one prompt."""
+    return replace(hit, prompt_tokens=0) if trace.fork else hit
 
 
 def _writes(traces: Sequence[Trace]) -> tuple[tuple[float, int], ...]:

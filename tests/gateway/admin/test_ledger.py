@@ -23,8 +23,10 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 from gateway.types import Hit, Lease, Request, Tenant
-from tests.fakes.gateway import LIMIT_S, Gateway, running
+from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.street import FakeStreet
+from tests.fakes.upstream import said, upstream
+from tests.fakes.waiting import until
 
 DAY_S = 86_400.0
 NOON_S = 20_000 * DAY_S + DAY_S / 2  # 2024-10-04
@@ -125,6 +127,58 @@ async def test_the_ledger_has_what_the_usage_of_the_answer_costs(
     assert row["requests"] == 1
 
 
+OPENAI_USAGE = {
+    "prompt_tokens": 2006,
+    "completion_tokens": 300,
+    "prompt_tokens_details": {"cached_tokens": 1920, "cache_write_tokens": 0},
+}
+ANTHROPIC_USAGE = {
+    "input_tokens": 10,
+    "cache_read_input_tokens": 4000,
+    "cache_creation_input_tokens": 500,
+    "cache_creation": {"ephemeral_5m_input_tokens": 100, "ephemeral_1h_input_tokens": 400},
+    "output_tokens": 50,
+}
+GEMINI_USAGE = {"promptTokenCount": 1000, "candidatesTokenCount": 20, "cachedContentTokenCount": 900}
+HOSTED: list[Any] = [
+    pytest.param("openai", CHAT, ASK, "usage", OPENAI_USAGE, openai_bill, (2006, 1920, 0), id="openai"),
+    pytest.param("anthropic", "/v1/messages", MESSAGE, "usage", ANTHROPIC_USAGE, anthropic_bill, (4510, 4000, 500)),
+    pytest.param(
+        "gemini",
+        "/v1beta/models/demo:generateContent",
+        CONTENTS,
+        "usageMetadata",
+        GEMINI_USAGE,
+        gemini_bill,
+        (1000, 900, 0),
+        id="gemini",
+    ),
+]
+
+
+@pytest.mark.parametrize(("dialect", "path", "body", "name", "usage", "bill", "tokens"), HOSTED)
+async def test_no_token_of_a_hosted_api_counts_twice_whichever_way_it_counts_cached_ones(
+    dialect: str,
+    path: str,
+    body: dict[str, Any],
+    name: str,
+    usage: dict[str, Any],
+    bill: Callable[[Any], Decimal],
+    tokens: tuple[int, int, int],
+) -> None:
+    headers = VERSION if dialect == "anthropic" else {}
+    async with upstream(said({name: usage})) as stub:
+        theirs = [stub.settings("demo", dialect=dialect, over_engines=True)]
+        async with running(upstreams=theirs, prices=(PRICE,)) as gateway:
+            assert (await gateway.post(path, body, headers=headers))[0] == 200
+            (row,) = (await ledger_of(gateway))["rows"]
+    used, saved = row["used"], row["saved"]
+    assert (used["prompt_tokens"], used["cached_tokens"], used["cache_write_tokens"]) == tokens
+    assert Decimal(used["cost"]["USD"]) * 1_000_000 == bill(usage)
+    assert (saved["upstream"]["tokens"], saved["prefix"]["tokens"]) == (tokens[1], 0)
+    assert Decimal(saved["upstream"]["money"]["USD"]) * 1_000_000 == tokens[1] * Decimal("2.7")
+
+
 async def test_what_was_reused_is_saved_in_tokens_milliseconds_and_money() -> None:
     """32 tokens that an engine would compute at 1000 a second."""
     async with running(FakeStreet(), prices=(PRICE,)) as gateway:
@@ -174,7 +228,7 @@ class Remembering(FakeStreet):
     """Answers from what it remembers."""
 
     def _events(self, request: Request) -> Any:
-        request.trace.hit = Hit("exact", prompt_tokens=1000, completion_tokens=100, generation_ms=5000.0)
+        request.trace.hit = Hit("semantic", prompt_tokens=1000, completion_tokens=100, generation_ms=5000.0)
         return super()._events(request)
 
 
@@ -183,9 +237,45 @@ async def test_a_remembered_answer_is_saved_whole_and_uses_nothing() -> None:
         await gateway.post(CHAT, ASK)
         (row,) = (await ledger_of(gateway))["rows"]
     assert (row["used"]["prompt_tokens"], row["used"]["cost"]) == (0, {"USD": "0"})
+    semantic = row["saved"]["semantic"]
+    assert (semantic["requests"], semantic["tokens"], semantic["money"]) == (1, 1100, {"USD": "0.0045"})
+    assert semantic["ms"] == pytest.approx(5000 - row["used"]["ms"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_several_asked_at_once_is_paid_once_and_saved_for_all_others(stream: bool) -> None:
+    """One generation of 40 tokens and 2, one more from memory, and one that was not the same."""
+    body = {**ASK, "temperature": 0, "stream": stream}
+    street = FakeStreet(hold_before=asyncio.Event(), responses=response_cache(), cached_tokens=0)
+    async with running(street, prices=(PRICE,), response_cache=street.responses) as gateway:
+
+        async def ask(asked: dict[str, Any]) -> None:
+            async with gateway.session.post(gateway.url + CHAT, json=asked) as answer:
+                assert answer.status == 200
+                await answer.read()
+
+        asking = [asyncio.create_task(ask(body)) for _ in range(10)]
+        await until(lambda: street.responses.stats()["waiting"] == 10)
+        street.hold_before.set()
+        await asyncio.gather(*asking)
+        await ask(body)
+        await ask({**body, "seed": 1})
+        (row,) = (await ledger_of(gateway))["rows"]
+    assert row["requests"] == 12
+    assert (row["used"]["prompt_tokens"], row["used"]["completion_tokens"]) == (80, 4)
+    assert row["used"]["cost"] == {"USD": "0.0003"}
     exact = row["saved"]["exact"]
-    assert (exact["requests"], exact["tokens"], exact["money"]) == (1, 1100, {"USD": "0.0045"})
-    assert exact["ms"] == pytest.approx(5000 - row["used"]["ms"])
+    assert (exact["requests"], exact["tokens"], exact["money"]) == (10, 420, {"USD": "0.0015"})
+
+
+async def test_several_remembered_answers_to_a_prompt_save_it_once() -> None:
+    street = FakeStreet(responses=response_cache(), cached_tokens=0)
+    async with running(street, response_cache=street.responses) as gateway:
+        for _ in range(2):
+            await gateway.post(CHAT, {**ASK, "temperature": 0.5, "seed": 1, "n": 3})
+        (row,) = (await ledger_of(gateway))["rows"]
+    assert (row["used"]["prompt_tokens"], row["used"]["completion_tokens"]) == (40, 6)
+    assert (row["saved"]["exact"]["requests"], row["saved"]["exact"]["tokens"]) == (3, 46)
 
 
 async def test_who_is_refused_uses_nothing_and_who_leaves_pays_what_was_generated() -> None:
