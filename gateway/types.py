@@ -315,6 +315,11 @@ class Lookup:
     def found(self) -> bool:
         return self.outcome in ("exact", "shared", "semantic")
 
+    @property
+    def all_there(self) -> bool:
+        """Whether the whole answer was found, so that there is nothing to wait for between its pieces."""
+        return self.outcome in ("exact", "semantic")
+
 
 @dataclass(slots=True)
 class Trace:

@@ -1,0 +1,192 @@
+"""What an answer from the response cache costs, against a bare aiohttp handler that returns the same bytes, and against
+the same request without the cache.
+
+    python -m tests.bench.response_cache [--scale 1.0] [--rounds 5]
+
+Processes: a fake engine that gives a token every 4 ms; `kvasir serve` without engines of its own; the bare handler,
+which reads the body and returns what a hit was. This process sends the requests. CPU is what the kernel says of the
+process, user and system, per request, eight at a time; p50 is that of one after the other.
+
+Goal: at most 2.5 times the bare handler, in both. Rounds alternate; medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from tests.bench.gateway_overhead import Middle, body, free_port, start, wait_for_answer, wait_for_port
+
+TOKENS: Final = 128
+AT_ONCE: Final = 8
+SIZES: Final = {"300 B": 300, "16 KB": 16_000, "400 KB": 400_000}
+NO_CACHE: Final = {"Cache-Control": "no-cache, no-store"}
+
+
+async def run_bare(port: int) -> None:
+    """Answers with the bytes that it was given with PUT, after reading what it was asked."""
+    kept: dict[str, bytes] = {}
+
+    async def keep(http: web.Request) -> web.Response:
+        kept[http.path] = await http.read()
+        return web.Response()
+
+    async def answer(http: web.Request) -> web.Response:
+        await http.read()
+        kind = "text/event-stream" if "stream" in http.path else "application/json"
+        return web.Response(body=kept[http.path], content_type=kind)
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_put("/{name:.*}", keep)
+    app.router.add_post("/{name:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await asyncio.Event().wait()
+
+
+@dataclass
+class Case:
+    """One request, and who answers it."""
+
+    name: str
+    data: bytes
+    stream: bool
+
+
+def cases() -> list[Case]:
+    made = []
+    for name, size in SIZES.items():
+        for stream in (False, True):
+            asked = orjson.loads(body(size, stream=stream, max_tokens=TOKENS)) | {"temperature": 0}
+            made.append(Case(f"{name}, {'stream' if stream else 'whole'}", orjson.dumps(asked), stream))
+    return made
+
+
+async def ask(session: aiohttp.ClientSession, url: str, case: Case, **headers: str) -> tuple[bytes, str]:
+    sent = {"Content-Type": "application/json", **headers}
+    async with session.post(url, data=case.data, headers=sent) as answer:
+        told = await answer.read()
+        assert answer.status == 200, told
+        return told, answer.headers.get("x-kvasir-cache", "")
+
+
+async def one_by_one(session: aiohttp.ClientSession, url: str, case: Case, count: int, **headers: str) -> float:
+    """Milliseconds, p50."""
+    times = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        await ask(session, url, case, **headers)
+        times.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(times)
+
+
+async def cpu(
+    session: aiohttp.ClientSession, middle: Middle, url: str, case: Case, count: int, **headers: str
+) -> float:
+    """Milliseconds per request."""
+    left, before = iter(range(count)), middle.cpu_s()
+
+    async def sender() -> None:
+        for _ in left:
+            await ask(session, url, case, **headers)
+
+    await asyncio.gather(*(sender() for _ in range(AT_ONCE)))
+    return (middle.cpu_s() - before) / count * 1e3
+
+
+async def measure(ours: Middle, bare: Middle, arguments: argparse.Namespace) -> None:
+    print(f"ms, medians of {arguments.rounds} rounds; answers of {TOKENS} tokens")
+    print(
+        "| request | bare p50 | hit p50 | ratio | bare CPU | hit CPU | ratio | miss p50 | miss CPU | hit / miss CPU |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for number, case in enumerate(cases()):
+            await ask(session, ours.url, case)
+            told, outcome = await ask(session, ours.url, case)
+            assert outcome == "exact", outcome
+            same = f"{bare.url}/{number}{'stream' if case.stream else ''}"
+            async with session.put(same, data=told):
+                pass
+            count = max(20, int(arguments.scale * min(400, 40_000_000 // len(case.data))))
+            rows: dict[str, list[float]] = {}
+            for _ in range(arguments.rounds):
+                for name, middle, url, headers, times in (
+                    ("bare", bare, same, {}, count),
+                    ("hit", ours, ours.url, {}, count),
+                    ("miss", ours, ours.url, NO_CACHE, max(8, count // 20)),
+                ):
+                    rows.setdefault(f"{name} p50", []).append(
+                        await one_by_one(session, url, case, max(4, times // 2), **headers)
+                    )
+                    rows.setdefault(f"{name} CPU", []).append(await cpu(session, middle, url, case, times, **headers))
+            _, outcome = await ask(session, ours.url, case)
+            assert outcome == "exact", outcome
+            print(_row(case, {name: statistics.median(values) for name, values in rows.items()}), flush=True)
+
+
+def _row(case: Case, ms: dict[str, float]) -> str:
+    cells = [
+        f"{ms['bare p50']:.2f}",
+        f"{ms['hit p50']:.2f}",
+        f"{ms['hit p50'] / ms['bare p50']:.2f}",
+        f"{ms['bare CPU']:.3f}",
+        f"{ms['hit CPU']:.3f}",
+        f"{ms['hit CPU'] / ms['bare CPU']:.2f}",
+        f"{ms['miss p50']:.0f}",
+        f"{ms['miss CPU']:.2f}",
+        f"{ms['hit CPU'] / ms['miss CPU']:.3f}",
+    ]
+    return f"| {case.name} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--role", choices=["load", "bare"], default="load", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
+    arguments = parser.parse_args()
+    if arguments.role == "bare":
+        import uvloop
+
+        uvloop.run(run_bare(arguments.port))
+    else:
+        compare(arguments)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    stream, http, bare, ours = (free_port() for _ in range(4))
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--port", str(ours), "--data-dir", folder, "--engines", "0", "--log-level", "WARNING"]
+        flags += ["--response-cache-truncated", "true"]  # the fake engine never ends by itself
+        processes = [
+            start("-m", "tests.bench.gateway_overhead", "--role", "engine", "--ports", str(stream), str(http)),
+            start("-m", "tests.bench.response_cache", "--role", "bare", "--port", str(bare)),
+            start("-m", "gateway.cli", "serve", *flags, "--engine-urls", f"http://127.0.0.1:{stream}"),
+        ]
+        try:
+            for port in (stream, bare, ours):
+                wait_for_port(port)
+            own = Middle("kvasir", processes[2].pid, f"http://127.0.0.1:{ours}/v1/chat/completions")
+            asyncio.run(wait_for_answer(own.url))
+            asyncio.run(measure(own, Middle("bare", processes[1].pid, f"http://127.0.0.1:{bare}"), arguments))
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(30)
+
+
+if __name__ == "__main__":
+    main()
