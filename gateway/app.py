@@ -22,7 +22,7 @@ from engine.compute.threads import choose_threads, usable_cores
 from engine.config import ConfigError, EngineSettings
 from gateway.admin.sources import EngineState, EngineStatus, Sources
 from gateway.api.openai.responses.store import ResponseStore
-from gateway.api.routes import app_runner, build_app
+from gateway.api.routes import RUNNER, app_runner, build_app
 from gateway.config import Settings
 from gateway.contents.memory_contents import MemoryContents
 from gateway.contents.redis_contents import RedisContents
@@ -45,6 +45,7 @@ from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.redis_counters import RedisCounters
 from gateway.limits.shared_counters import SharedCounters
 from gateway.prompt.stage import PromptStage
+from gateway.queues.batch.lane import BatchLane
 from gateway.queues.places import PlaceQueue
 from gateway.redis_server import RedisServer, RedisStartError
 from gateway.responses.embedding.embedder import Embedder
@@ -89,6 +90,8 @@ class Gateway:
         self.contents = _contents(settings, self.redis)
         folder = settings.files.folder or settings.server.data_dir / "files"
         self.files = FileStore(Folder(folder, settings.files, time.time), settings.files)
+        jobs_folder = settings.batches.folder or settings.server.data_dir / "batches"
+        self.batches = BatchLane(self.redis, jobs_folder, self.files, settings.batches, time.time)
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
@@ -137,6 +140,7 @@ class Gateway:
             files=self.files,
             upload_timeout_s=settings.files.upload_timeout_s,
             batches=settings.batches,
+            jobs=self.batches.store,
             now=time.time,
             allowance=self.queue.allowance,
             ledger=self.ledger,
@@ -282,7 +286,8 @@ async def serve(
         stack.push_async_callback(gateway.files.close)
         stack.push_async_callback(gateway.limits.close)
         stack.push_async_callback(gateway.upstreams.close)
-        runner = app_runner(gateway.web_app(), settings.server)
+        app = gateway.web_app()
+        runner = app_runner(app, settings.server)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         port = await _listen(runner, settings)
@@ -310,11 +315,15 @@ async def serve(
         gateway.index.start()
         gateway.registry.start()
         await _first_engines(gateway, stop)
+        worker = gateway.batches.worker(app[RUNNER])
+        stack.push_async_callback(worker.close)
+        worker.start()
         # 4. Serve.
         if not stop.is_set():
             _introduce(gateway, port, own_engines, say)
         await stop.wait()
         gateway.draining = True
+        await worker.close()
         log.info("shutting down: requests in flight get %.0f s", settings.server.shutdown_s)
         await runner.cleanup()
     if fatal:

@@ -100,6 +100,11 @@ class Sources:
     draining: Callable[[], bool]
     version: str
 
+    def all_joined(self) -> bool:
+        """Whether there are engines, and all have said what they are. Until then any model may be one of theirs."""
+        states = [one.state for one in self.engines()]
+        return bool(states) and "connecting" not in states
+
     def prefill_tokens_per_s(self, engine: str) -> float:
         """What an engine, by name, has measured; 0 when it has not, or is none of ours."""
         return next((one.load.prefill_tokens_per_s for one in self.engines() if one.name == engine), 0.0)

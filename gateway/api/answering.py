@@ -26,6 +26,7 @@ from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.street import Engine
 from gateway.types import (
     Allowance,
+    EncodedPrompt,
     LimitKind,
     Need,
     Prompt,
@@ -68,8 +69,8 @@ class Street(Answers, Protocol):
         """Tokens of the request's prompt."""
         ...
 
-    async def digests(self, request: Request) -> bytes:
-        """The chain digests of its prompt's full blocks."""
+    async def encoded(self, request: Request) -> EncodedPrompt:
+        """Its prompt as engines would get it."""
         ...
 
     async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
@@ -238,9 +239,9 @@ class Answering:
         (request,) = self.requests(record, tenant, call, model)
         return await self.street.count(request)
 
-    async def digests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bytes:
-        """The chain digests of its first prompt: requests whose digests begin alike share a prefix."""
-        return await self.street.digests(self.requests(record, tenant, call, model)[0])
+    async def prompt(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> EncodedPrompt:
+        """Its first prompt, with nothing generated."""
+        return await self.street.encoded(self.requests(record, tenant, call, model)[0])
 
     async def begun(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """Its requests, once the tenant's limits have let it in. Raises RateLimitError, and what `requests` raises."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Final, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -25,6 +25,17 @@ ENCODING_INVALID: Final = "request_body_encoding_invalid"
 DECODED_TOO_LARGE: Final = "request_body_too_large_after_decoding"
 ENCODING_CODES: Final = (ENCODING_UNSUPPORTED, ENCODING_INVALID, DECODED_TOO_LARGE)
 """Codes of errors of a compressed body, by their names in the Anthropic API."""
+
+PIECE_BYTES: Final = 256 << 10
+"""Of a compressed body, that are decoded at a time."""
+
+
+class BodyLimit(NamedTuple):
+    """Bytes of a decoded body, and the setting that says so."""
+
+    num_bytes: int
+    setting: str
+
 
 _CONTAINERS = frozenset((dict, list))
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
@@ -67,6 +78,43 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
     return value
 
 
+async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> AsyncIterator[bytes]:
+    """The body piece by piece as it comes, decoded, for those that are too large for memory. Raises as `read_json` does
+    while it arrives."""
+    limit_bytes, setting = limit
+    try:
+        _check_headers(http, limit_bytes, setting)
+        _ask_for_body(http)
+        size = 0
+        async with asyncio.timeout(timeout_s):
+            async for piece in _decoded_pieces(http):
+                if (size := size + len(piece)) > limit_bytes:
+                    raise BodyTooLargeError(limit_bytes, setting=setting)
+                yield piece
+    except TimeoutError:
+        raise BadRequestError("The request body did not arrive in time.") from None
+    except zlib.error:
+        raise BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID) from None
+    except (web.RequestPayloadError, BadHttpMessage) as error:
+        raise BadRequestError(f"The request body cannot be read: {type(error).__name__}.") from None
+
+
+async def _decoded_pieces(http: web.Request) -> AsyncIterator[bytes]:
+    if _encoding(http) == "identity":
+        while piece := await http.content.readany():
+            yield piece
+        return
+    decoder = zlib.decompressobj(_GZIP_OR_ZLIB)
+    while piece := await http.content.readany():
+        decoded = b" "
+        while decoded and not decoder.eof:
+            if decoded := decoder.decompress(piece, PIECE_BYTES):
+                yield decoded
+            piece = decoder.unconsumed_tail
+    if not decoder.eof:
+        raise BadRequestError("The compressed request body is cut short.", code=ENCODING_INVALID)
+
+
 def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
     """Strict JSON whose outermost value is an object. Raises BadRequestError."""
     try:
@@ -100,9 +148,9 @@ def deeper_than(value: Any, levels: int) -> bool:
     return bool(level)
 
 
-def _check_headers(http: web.Request, limit_bytes: int) -> None:
+def _check_headers(http: web.Request, limit_bytes: int, setting: str = "server.max_body_bytes") -> None:
     if (http.content_length or 0) > limit_bytes:
-        raise BodyTooLargeError(limit_bytes)
+        raise BodyTooLargeError(limit_bytes, setting=setting)
     if _encoding(http) not in ("identity", "gzip", "x-gzip", "deflate"):
         why = "Content-Encoding must be gzip, deflate or identity."
         raise BadRequestError(why, code=ENCODING_UNSUPPORTED)
@@ -112,9 +160,13 @@ def _encoding(http: web.Request) -> str:
     return http.headers.get("Content-Encoding", "identity").strip().lower()
 
 
-async def _read(http: web.Request, limit_bytes: int) -> bytes:
+def _ask_for_body(http: web.Request) -> None:
     if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
         http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+async def _read(http: web.Request, limit_bytes: int) -> bytes:
+    _ask_for_body(http)
     pieces: list[bytes] = []
     size = 0
     while piece := await http.content.readany():

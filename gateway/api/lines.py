@@ -15,12 +15,18 @@ from typing import Any, Final, Literal, NamedTuple
 import orjson
 
 from gateway.api.answering import Answering, Asked
-from gateway.api.body import parse_object
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
 from gateway.api.record import CLIENT_LEFT, Observer, Record
-from gateway.errors import BadRequestError, DeadlineError, KvasirError, OverloadedError, QueueFullError
-from gateway.types import Tenant, Usage
+from gateway.errors import (
+    BadRequestError,
+    DeadlineError,
+    KvasirError,
+    ModelNotFoundError,
+    OverloadedError,
+    QueueFullError,
+)
+from gateway.types import EncodedPrompt, Tenant, Usage
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +41,12 @@ class Endpoint(NamedTuple):
 
     dialect  that it is of
     answer   the body of the answer
-    digests  the chain digests of its prompt, by which lines with a common beginning are found; None: it has no such
+    prompt   what it generates from, by which lines with a common beginning are found; None: it generates nothing
     """
 
     dialect: Dialect
     answer: Callable[[Record, Tenant, Body], Awaitable[bytes]]
-    digests: Callable[[Record, Tenant, Body], Awaitable[bytes]] | None = None
+    prompt: Callable[[Record, Tenant, Body], Awaitable[EncodedPrompt]] | None = None
 
 
 def asking(answering: Answering, dialect: Dialect, ask: Callable[[Record, Body], Asked]) -> Endpoint:
@@ -49,11 +55,11 @@ def asking(answering: Answering, dialect: Dialect, ask: Callable[[Record, Body],
     async def answer(record: Record, tenant: Tenant, body: Body) -> bytes:
         return await answering.whole(record, tenant, _checked(ask(record, body)))
 
-    async def digests(record: Record, tenant: Tenant, body: Body) -> bytes:
+    async def prompt(record: Record, tenant: Tenant, body: Body) -> EncodedPrompt:
         asked = _checked(ask(record, body))
-        return await answering.digests(record, tenant, asked.call, asked.model)
+        return await answering.prompt(record, tenant, asked.call, asked.model)
 
-    return Endpoint(dialect, answer, digests)
+    return Endpoint(dialect, answer, prompt)
 
 
 def _checked(asked: Asked) -> Asked:
@@ -68,11 +74,11 @@ def check_whole(stream: bool) -> None:
 
 
 class Line(NamedTuple):
-    """A line. `endpoint` is the name of one that there is; `body` JSON, if the client wrote any."""
+    """A line. `endpoint` is the name of one that there is."""
 
     endpoint: str
     tenant: Tenant
-    body: bytes
+    body: Body
     namespace: str = ""
     request_id: str = ""
 
@@ -96,11 +102,11 @@ class Answered(NamedTuple):
 class Lines:
     """Answers lines, each as one request of the batch lane."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], observer: Observer, *, max_depth: int) -> None:
-        """`max_depth` is that of their JSON."""
+    def __init__(self, endpoints: Mapping[str, Endpoint], observer: Observer, all_joined: Callable[[], bool]) -> None:
+        """`all_joined`: every engine has said which model it has, so that one which nobody has does not exist."""
+        self._all_joined = all_joined
         self._endpoints = endpoints
         self._observer = observer
-        self._max_depth = max_depth
 
     async def answer(self, line: Line) -> Answered:
         """Never raises but when it is cancelled."""
@@ -108,27 +114,44 @@ class Lines:
         with noted(self._observer, record):
             try:
                 answer = self._endpoints[line.endpoint].answer
-                told = await answer(record, line.tenant, parse_object(line.body, self._max_depth))
+                told = await answer(record, line.tenant, line.body)
                 record.status = OK
                 return Answered(OK, told, _usage(record))
             except asyncio.CancelledError:
                 record.status = CLIENT_LEFT
                 raise
             except KvasirError as error:
-                return _refused(error, record)
+                return self._refused(error, record)
             except Exception:
                 log.exception("line %s failed", record.request_id)
-                return _refused(KvasirError("The server had an error while processing your request."), record)
+                return self._refused(KvasirError("The server had an error while processing your request."), record)
 
-    async def digests(self, line: Line) -> bytes:
-        """The chain digests of a line's prompt; none for what has no prompt, or is wrong, which its answer will say."""
-        digests = self._endpoints[line.endpoint].digests
-        if digests is None:
-            return b""
+    async def find_prompt(self, line: Line) -> EncodedPrompt | None:
+        """A line's prompt. None for what has none, or is wrong, which its answer will say. Raises OverloadedError when
+        its engines are away."""
+        prompt = self._endpoints[line.endpoint].prompt
+        if prompt is None:
+            return None
         try:
-            return await digests(self._record(line), line.tenant, parse_object(line.body, self._max_depth))
-        except KvasirError:
-            return b""
+            return await prompt(self._record(line), line.tenant, line.body)
+        except KvasirError as error:
+            if isinstance(error, OverloadedError) or self._may_join(error):
+                raise OverloadedError(error.message, retry_after_s=error.retry_after_s) from error
+            return None
+        except Exception:
+            log.exception("line %s has no prompt", line.request_id)
+            return None
+
+    def _may_join(self, error: KvasirError) -> bool:
+        """Whether the model that was not found may still be that of an engine."""
+        return isinstance(error, ModelNotFoundError) and not self._all_joined()
+
+    def _refused(self, error: KvasirError, record: Record) -> Answered:
+        dialect = record.dialect
+        record.status = dialect.status(error)
+        body = orjson.dumps(dialect.error_json(error, record.request_id))
+        retry: Retry = "later" if self._may_join(error) else _retry(error)
+        return Answered(record.status, body, Usage(0, 0), retry, error.retry_after_s)
 
     def _record(self, line: Line) -> Record:
         return Record(
@@ -145,13 +168,6 @@ class Lines:
 def _usage(record: Record) -> Usage:
     told_cached = sum(trace.told_cached_tokens for trace in record.traces)
     return Usage(record.prompt_tokens + record.embedded_tokens, record.completion_tokens, told_cached)
-
-
-def _refused(error: KvasirError, record: Record) -> Answered:
-    dialect = record.dialect
-    record.status = dialect.status(error)
-    body = orjson.dumps(dialect.error_json(error, record.request_id))
-    return Answered(record.status, body, Usage(0, 0), _retry(error), error.retry_after_s)
 
 
 def _retry(error: KvasirError) -> Retry:

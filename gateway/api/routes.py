@@ -18,12 +18,15 @@ from gateway.admin.ledger import Ledger, LedgerPage
 from gateway.admin.metrics import Metrics
 from gateway.admin.sources import Sources
 from gateway.api.answering import Answering, Decoders, Models, Street
+from gateway.api.anthropic.batches.handlers import MessageBatches
+from gateway.api.anthropic.batches.rows import ROWS
 from gateway.api.anthropic.files import AnthropicFiles
 from gateway.api.anthropic.handlers import Anthropic
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.auth import Auth
+from gateway.api.batches import BatchRunner
 from gateway.api.body import expect_continue
-from gateway.api.dialect import BYTES, Route
+from gateway.api.dialect import PIECES, Route
 from gateway.api.dialects import DIALECTS, handlers_of
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
@@ -33,6 +36,8 @@ from gateway.api.limiting import Limits
 from gateway.api.lines import Lines
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
+from gateway.api.openai.batches.handlers import OpenAIBatches
+from gateway.api.openai.batches.rows import RowLimits, row_format
 from gateway.api.openai.embeddings import Embedder, Embeddings
 from gateway.api.openai.files import Files
 from gateway.api.openai.handlers import OpenAI
@@ -56,6 +61,7 @@ from gateway.config import (
     StoredResponseSettings,
     TenantSettings,
 )
+from gateway.queues.batch.base import Batches
 from gateway.responses.listing import Answers
 from gateway.stores.base import Backend
 from gateway.types import Room
@@ -63,8 +69,8 @@ from gateway.types import Room
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
 
-LINES: web.AppKey[Lines] = web.AppKey("lines", Lines)
-"""Who answers lines of batches, by the same stages."""
+RUNNER: web.AppKey[BatchRunner] = web.AppKey("runner", BatchRunner)
+"""Who runs the lines of batches, by the same stages."""
 
 
 def build_app(
@@ -89,6 +95,7 @@ def build_app(
     files: FileStore,
     upload_timeout_s: float,
     batches: BatchSettings,
+    jobs: Batches,
     now: Callable[[], float],
     ledger: Ledger,
     allowance: Callable[[str], Room],
@@ -104,6 +111,7 @@ def build_app(
     responses                  what /v1/responses keeps
     fingerprints               keeps hashes of prompts, for Anthropic's diagnostics
     files, upload_timeout_s    what /v1/files keeps; seconds that an upload may take
+    jobs                       the batch lane; its runner is the application's `RUNNER`
     contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
     ledger                     takes what requests used and saved, and tells it by day
     allowance                  requests of a tenant, by name, that may wait for a place
@@ -140,10 +148,12 @@ def build_app(
             *items.routes(),
             *vectors.routes(),
             *Files(answering, files, upload_timeout_s).routes(),
+            *OpenAIBatches(server, answering, files, jobs).routes(),
         ],
         ANTHROPIC.name: [
             *messages.routes(),
             *AnthropicFiles(answering, files, upload_timeout_s).routes(),
+            *MessageBatches(server, batches, answering, jobs, upload_timeout_s).routes(),
         ],
         GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
         OWN: [
@@ -156,10 +166,14 @@ def build_app(
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(observer)], client_max_size=0)
     app[ROUTES] = docs.routes
-    app[LINES] = Lines(endpoints, observer, max_depth=server.max_json_depth)
+    row_limits = RowLimits(
+        batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, server.max_json_depth
+    )
+    formats = {OPENAI.name: row_format(row_limits), ANTHROPIC.name: ROWS}
+    app[RUNNER] = BatchRunner(Lines(endpoints, observer, sources.all_joined), formats)
     app.on_shutdown.append(lambda _: background.close())
     # What sends a file piece by piece would do so for a HEAD as well.
-    downloads = {route.path for own in docs.routes.values() for route in own if BYTES in route.media}
+    downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}
     for (method, path), handler in handlers_of(docs.routes).items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
         if method == "GET" and path not in downloads:

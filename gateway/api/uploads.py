@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -19,7 +19,7 @@ from multidict import MultiMapping
 from gateway.api.dialect import BYTES, FORM
 from gateway.api.fields import invalid, missing, shown
 from gateway.api.record import CLIENT_LEFT, RECORD, common_headers
-from gateway.errors import BadRequestError, NotFoundError
+from gateway.errors import BadRequestError, NotFoundError, StorageError
 from gateway.types import StoredFile, Tenant
 
 log = logging.getLogger(__name__)
@@ -117,26 +117,32 @@ async def send_file(http: web.Request, files: FileStore, tenant: Tenant, file_id
 
 async def _send(http: web.Request, stored: StoredFile, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
     headers = {
-        **common_headers(http[RECORD]),
         "Content-Type": BYTES,
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(stored.filename, safe='')}",
         "X-Content-Type-Options": "nosniff",
     }
-    response = web.StreamResponse(headers=headers)
-    response.content_length = left = stored.num_bytes
+    return await send_pieces(http, pieces, headers, num_bytes=stored.num_bytes)
+
+
+async def send_pieces(
+    http: web.Request, pieces: AsyncIterator[bytes], headers: Mapping[str, str], *, num_bytes: int | None = None
+) -> web.StreamResponse:
+    """Bytes as they come. Cuts the connection where it cannot send all of them: so many, where that is known."""
+    response = web.StreamResponse(headers={**common_headers(http[RECORD]), **headers})
+    response.content_length = left = num_bytes
     await response.prepare(http)
     try:
         async for piece in pieces:
             async with asyncio.timeout(PIECE_TIMEOUT_S):
                 await response.write(piece[:left])
-            left -= len(piece)
+            left = None if left is None else left - len(piece)
     except TimeoutError:
         return _cut_off(http, response, "its client does not read")
-    except OSError as error:
+    except (OSError, StorageError) as error:
         if isinstance(error, ConnectionResetError):
             raise
         return _cut_off(http, response, f"it cannot be read: {error}")
-    if left > 0:
+    if left is not None and left > 0:
         return _cut_off(http, response, "it has become shorter")
     await response.write_eof()
     return response

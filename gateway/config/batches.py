@@ -25,6 +25,9 @@ class BatchSettings(Section):
         86400.0, description="Seconds that a job may take; lines that have not begun by then expire."
     )
     max_lines: Annotated[int, Field(ge=1)] = Field(50_000, description="Lines of one job of the OpenAI API.")
+    max_embedding_inputs: Annotated[int, Field(ge=1)] = Field(
+        50_000, description="Texts to embed of all lines of one job of the OpenAI API."
+    )
     max_requests: Annotated[int, Field(ge=1)] = Field(
         100_000, description="Requests of one message batch of the Anthropic API."
     )
@@ -51,6 +54,9 @@ class BatchSettings(Section):
     )
     poll_s: Annotated[float, Field(gt=0)] = Field(
         1.0, description="Seconds from one look for something to do to the next."
+    )
+    redis_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="Seconds that Redis may take for one call about jobs and lines, before it is taken for away."
     )
     keep_s: Annotated[float, Field(gt=0)] = Field(
         2592000.0,

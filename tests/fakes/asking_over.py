@@ -20,7 +20,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from gateway.api.dialect import JSON, SSE, Dialect
-from gateway.api.dialects import dialect_of
+from gateway.api.dialects import DIALECTS, dialect_of
 from tests.fakes.askings import Asking
 from tests.fakes.gateway import LIMIT_S
 
@@ -55,11 +55,20 @@ class Target:
         ):
             return answer.status, answer.headers, await answer.read()
 
-    async def make(self, path: str) -> Any:
+    async def upload(self) -> str:
+        """A file of requests, by its id."""
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", b"{}", filename="in.jsonl")
+        async with self.session.post(f"{self.url}/v1/files", data=form) as answer:
+            assert answer.status == 200, await answer.text()
+            return str((await answer.json())["id"])
+
+    async def make(self, path: str, **changed: Any) -> Any:
         """Posts the document's example."""
         examples = self.document["paths"][path]["post"]["requestBody"]["content"][JSON]["examples"]
-        body = next(iter(examples.values()))["value"]
-        async with self.session.post(self.url + path, json=body) as answer:
+        tag, example = next(iter(examples.items()))
+        headers = next((dialect.asking_headers for dialect in DIALECTS if dialect.name == tag), {})
+        async with self.session.post(self.url + path, json=example["value"] | changed, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             return await answer.json()
 
@@ -164,6 +173,10 @@ def target(runner: asyncio.Runner, context: AbstractAsyncContextManager[Any]) ->
             over.made.setdefault("response_id", []).append((await over.make("/v1/responses"))["id"])
             cached = await over.make("/v1beta/cachedContents")
             over.made.setdefault("name", []).append(cached["name"].removeprefix("cachedContents/"))
+        over.made["file_id"] = [await over.upload() for _ in range(MADE)]
+        batches = [await over.make("/v1/batches", input_file_id=file_id) for file_id in over.made["file_id"]]
+        batches += [await over.make("/v1/messages/batches") for _ in range(MADE)]
+        over.made["batch_id"] = [one["id"] for one in batches]
         return served, over
 
     async def end() -> None:

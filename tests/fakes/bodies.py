@@ -148,6 +148,14 @@ BODIES: Mapping[str, Sequence[Any]] = {
     "/v1/completions": _COMPLETIONS,
     "/v1/responses": _RESPONSES,
     "/v1/messages": _MESSAGES,
+    "/v1/messages/batches": [
+        {
+            "requests": [
+                *({"custom_id": f"m{number}", "params": body} for number, body in enumerate(_MESSAGES)),
+                {"custom_id": "any-thing_", "params": {"stream": True, "\u2028": [None, 1.5, -0.0, "\\ud83d 😀"]}},
+            ]
+        }
+    ],
     "/v1/messages/count_tokens": [
         {name: value for name, value in _MESSAGES[0].items() if name in ("model", "messages", "system", "tools")}
     ],

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.openai.responses.store import ResponseStore
-from gateway.api.routes import app_runner, build_app
+from gateway.api.routes import RUNNER, app_runner, build_app
 from gateway.config import (
     AnthropicSettings,
     AuthSettings,
@@ -48,6 +48,9 @@ from gateway.ledger.prices import Prices
 from gateway.limits.limits import TenantLimits
 from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.shared_counters import SharedCounters
+from gateway.queues.batch.base import Batches
+from gateway.queues.batch.lane import BatchLane
+from gateway.queues.batch.worker import Worker
 from gateway.queues.places import PlaceQueue
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Entries
@@ -78,6 +81,7 @@ class Gateway:
     app: web.Application
     limits: TenantLimits
     session: aiohttp.ClientSession
+    worker: Worker  # of the batch lane; not started
     clients: list[openai.AsyncOpenAI | anthropic.AsyncAnthropic] = field(default_factory=list)
     """Closed with the server."""
 
@@ -171,9 +175,11 @@ def make_app(
     given: Options | None = None,
     files: FileStore | None = None,
     upstreams: Upstreams | None = None,
+    jobs: Batches | None = None,
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
+    files = files or make_files(given.files, Path("/nowhere"), given.now)
     queue = given.queue or idle_queue()
     ledger = given.ledger or Ledger(
         LedgerSettings(), Prices(given.prices, given.batches.price), MemoryBook(), given.now
@@ -199,9 +205,10 @@ def make_app(
         fingerprints=given.fingerprints or MemoryStore(given.anthropic.fingerprints),
         stored_responses=given.stored_responses,
         contents=MemoryContents(given.gemini, given.now),
-        files=files or make_files(given.files, Path("/nowhere"), given.now),
+        files=files,
         upload_timeout_s=given.files.upload_timeout_s,
         batches=given.batches,
+        jobs=jobs or make_lane(given, Path("/nowhere"), files).store,
         now=given.now,
         allowance=queue.allowance,
         ledger=ledger,
@@ -240,6 +247,11 @@ def make_upstreams(settings: Sequence[UpstreamSettings]) -> Upstreams:
     return Upstreams(settings, keys, backoff_s=0.0)
 
 
+def make_lane(given: Options, folder: Path, files: FileStore) -> BatchLane:
+    """In memory, and on disk."""
+    return BatchLane(None, folder / "batches", files, given.batches, given.now)
+
+
 @asynccontextmanager
 async def running(
     street: FakeStreet | None = None, models: FakeModels | None = None, **options: Any
@@ -251,7 +263,9 @@ async def running(
     files = make_files(given.files, Path(folder.name), given.now)
     limits = given.limits = given.limits or limits_of(given)
     upstreams = make_upstreams(given.upstreams)
-    app = make_app(street, models, state, given, files, upstreams)
+    lane = make_lane(given, Path(folder.name), files)
+    app = make_app(street, models, state, given, files, upstreams, lane.store)
+    worker = lane.worker(app[RUNNER])
     runner = app_runner(app, given.server)
     upstreams.start()
     await runner.setup()
@@ -260,7 +274,7 @@ async def running(
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
-            gateway = Gateway(f"http://127.0.0.1:{port}", port, street, models, state, app, limits, session)
+            gateway = Gateway(f"http://127.0.0.1:{port}", port, street, models, state, app, limits, session, worker)
             try:
                 yield gateway
             finally:
@@ -268,6 +282,7 @@ async def running(
                     await client.close()
     finally:
         async with asyncio.timeout(LIMIT_S):
+            await worker.close()
             await runner.cleanup()
             await files.close()
             await limits.close()

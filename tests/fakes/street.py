@@ -14,6 +14,7 @@ from gateway.street import Responses
 from gateway.types import (
     CallDelta,
     ChatPrompt,
+    EncodedPrompt,
     Event,
     Finished,
     FinishReason,
@@ -119,9 +120,9 @@ class FakeStreet:
         self.looked_up.append(request.prompt.markers)
         return tuple(Breakpoint(tokens, 0.0) for tokens in self.places)
 
-    async def digests(self, request: Request) -> bytes:
+    async def encoded(self, request: Request) -> EncodedPrompt:
         self.requests.append(request)
-        return b"digests"
+        return EncodedPrompt(b"\0" * 4 * self.prompt_tokens, b"digests")
 
     async def count(self, request: Request) -> int:
         self.requests.append(request)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,7 +16,7 @@ from aiohttp import web
 from engine.protocol import Submit, TokenizerFiles
 from gateway.api.routes import app_runner
 from gateway.app import Gateway
-from gateway.config import EnginesSettings, LeaseSettings, Settings
+from gateway.config import EnginesSettings, LeaseSettings, ServerSettings, Settings
 from tests.fakes import tokenisers
 from tests.fakes.fake_engine import FakeEngine, make_hello
 
@@ -49,8 +51,11 @@ async def whole(engines: int = 1, files: TokenizerFiles | None = None, **behavio
     """`files` is the tokeniser of the engines' model, `behaviour` that of every engine."""
     files = files or tokenisers.qwen()
     hello = tokenisers.hello(files)
+    folder = tempfile.TemporaryDirectory(prefix="kvasir-whole-")
     settings = Settings(
-        engines=EnginesSettings(connect_timeout_s=2.0, reconnect_max_s=0.1), leases=LeaseSettings(ttls=("5m", "1h"))
+        server=ServerSettings(data_dir=Path(folder.name)),
+        engines=EnginesSettings(connect_timeout_s=2.0, reconnect_max_s=0.1),
+        leases=LeaseSettings(ttls=("5m", "1h")),
     )
     gateway = Gateway(settings, None, None)
     fakes = [
@@ -78,5 +83,7 @@ async def whole(engines: int = 1, files: TokenizerFiles | None = None, **behavio
             await gateway.registry.stop()
             await gateway.index.close()
             gateway.prompts.close()
+            await gateway.files.close()
             for fake in fakes:
                 await fake.die()
+        folder.cleanup()

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any, Final
 
 import orjson
@@ -12,7 +11,7 @@ from aiohttp import web
 
 from gateway.api.answering import Answering, reply
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT, read_page
-from gateway.api.anthropic.wire import read_version
+from gateway.api.anthropic.wire import read_version, time_text
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read, read_query, text
 from gateway.api.uploads import FileStore, delete_file, find_file, query_values, read_form, send_file, store_id
@@ -120,9 +119,9 @@ def file_json(stored: StoredFile) -> dict[str, Any]:
         "filename": stored.filename,
         "mime_type": stored.mime_type,
         "size_bytes": stored.num_bytes,
-        "created_at": _time(stored.created_s),
+        "created_at": time_text(stored.created_s),
         "downloadable": True,
-        "expires_at": None if stored.expires_s is None else _time(stored.expires_s),
+        "expires_at": None if stored.expires_s is None else time_text(stored.expires_s),
     }
 
 
@@ -144,10 +143,6 @@ def _ids(http: web.Request) -> set[str]:
     if asked and ("page" in http.query or "limit" in http.query):
         raise invalid("ids", "it goes with neither `page` nor `limit`")
     return {store_id(one) for one in asked}
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:

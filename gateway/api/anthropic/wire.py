@@ -71,6 +71,11 @@ def dotted(path: str) -> str:
     return _INDEX.sub(r".\1", path)
 
 
+def time_text(seconds: float) -> str:
+    """Seconds since 1970 as this API writes a time."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
 def _message(error: KvasirError) -> str:
     match error:
         case ContextLengthError():

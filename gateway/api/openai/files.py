@@ -27,7 +27,7 @@ _upload = (
         "purpose",
         _purpose,
         f"one of {', '.join(f'`{one}`' for one in PURPOSES)}",
-        "What it is for. All are kept in the same way, and nothing else is done with them yet.",
+        "What it is for: `batch` is the input of batches. Nothing else is done with the others yet.",
     ),
     Parameter("expires_after[anchor]", choice("created_at"), "`created_at`", "From when the time to live counts."),
     Parameter(

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
-import orjson
 import pytest
 
 from gateway.api.anthropic.handlers import endpoint_name
 from gateway.api.lines import Answered, Line
-from gateway.api.routes import LINES
+from gateway.api.routes import RUNNER
 from gateway.config import BatchSettings, NamespaceSettings
-from gateway.errors import DeadlineError, EngineFailedError, EngineLostError, KvasirError, NoEngineError, QueueFullError
+from gateway.errors import (
+    DeadlineError,
+    EngineFailedError,
+    EngineLostError,
+    KvasirError,
+    NoEngineError,
+    OverloadedError,
+    QueueFullError,
+)
 from gateway.types import Tenant, Usage
 from tests.fakes.embedding import FakeTextModel, fake_embedder
-from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet
+from tests.fakes.gateway import ENGINE, running
+from tests.fakes.street import FakeModels, FakeStreet
 
 TENANT = Tenant("acme")
 CHAT, MESSAGE = "/v1/chat/completions", endpoint_name("2026-10-21")
@@ -32,11 +40,10 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def ask(
-    url: str, body: object, street: FakeStreet | None = None, *, namespace: str = "", **options: Any
+    url: str, body: dict[str, Any], street: FakeStreet | None = None, *, namespace: str = "", **options: Any
 ) -> Answered:
     async with running(street, **options) as gateway:
-        written = body if isinstance(body, bytes) else orjson.dumps(body)
-        return await gateway.app[LINES].answer(Line(url, TENANT, written, namespace, "req_1"))
+        return await gateway.app[RUNNER].lines.answer(Line(url, TENANT, body, namespace, "req_1"))
 
 
 @pytest.mark.parametrize("url", BODIES)
@@ -45,7 +52,7 @@ async def test_a_line_is_answered_as_its_endpoint_answers_in_the_batch_lane(url:
     answered = await ask(url, BODIES[url], street, batches=BatchSettings(line_timeout_s=5000))
     assert (answered.status, answered.retry) == (200, "no")
     num = len(street.requests)
-    assert answered.usage == Usage(num * street.prompt_tokens, num * 2)
+    assert replace(answered.usage, cached_tokens=0) == Usage(num * street.prompt_tokens, num * 2)
     assert "Hello world" in answered.body.decode()
     for request in street.requests:
         assert (request.lane, request.tenant, request.request_id) == ("batch", TENANT, "req_1")
@@ -61,23 +68,25 @@ async def test_a_line_may_ask_for_vectors_which_have_no_prompt() -> None:
     (name, *_) = embedder.models()
     body = {"model": name, "input": "Hi"}
     async with running(embedder=embedder) as gateway:
-        lines = gateway.app[LINES]
-        line = Line("/v1/embeddings", TENANT, orjson.dumps(body))
+        lines = gateway.app[RUNNER].lines
+        line = Line("/v1/embeddings", TENANT, body)
         answered = await lines.answer(line)
         assert answered.status == 200
         assert answered.usage == Usage(4, 0)
         assert len(json.loads(answered.body)["data"]) == 1
-        assert await lines.digests(line) == b""
+        assert await lines.find_prompt(line) is None
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_the_prompt_of_a_line_is_told_by_its_digests_before_it_runs(url: str) -> None:
+async def test_the_prompt_of_a_line_is_known_before_it_runs(url: str) -> None:
     street = FakeStreet()
     async with running(street) as gateway:
-        lines = gateway.app[LINES]
-        assert await lines.digests(Line(url, TENANT, orjson.dumps(BODIES[url]))) == b"digests"
+        lines = gateway.app[RUNNER].lines
+        prompt = await lines.find_prompt(Line(url, TENANT, BODIES[url]))
+        assert prompt is not None
+        assert prompt.digests == b"digests"
         assert street.requests[-1].lane == "batch"
-        assert await lines.digests(Line(url, TENANT, b"{}")) == b""
+        assert await lines.find_prompt(Line(url, TENANT, {})) is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,6 @@ async def test_the_prompt_of_a_line_is_told_by_its_digests_before_it_runs(url: s
     [
         (CHAT, ASKED | {"stream": True}, "stream"),
         (CHAT, ASKED | {"temperature": "hot"}, "temperature"),
-        (CHAT, b"[]", None),
         ("/v1/responses", {"model": "demo", "input": "Hi", "background": True}, "background"),
         ("/v1/responses", {"model": "demo", "input": "Hi", "stream": True}, "stream"),
         ("/v1/completions", {"model": "demo", "prompt": "Hi", "stream": True}, "stream"),
@@ -96,7 +104,7 @@ async def test_the_prompt_of_a_line_is_told_by_its_digests_before_it_runs(url: s
     ],
 )
 async def test_a_line_that_cannot_be_carried_out_gets_the_error_of_its_dialect(
-    url: str, body: object, param: str | None
+    url: str, body: dict[str, Any], param: str | None
 ) -> None:
     answered = await ask(url, body)
     assert (answered.status, answered.retry) == (400, "no")
@@ -145,3 +153,23 @@ async def test_each_line_has_its_line_in_the_log(caplog: pytest.LogCaptureFixtur
     (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
     for told in ("request_id=req_1", "tenant=acme", f"endpoint={CHAT} (batch)", "lane=batch"):
         assert told in line
+
+
+async def test_a_model_that_nobody_has_yet_may_come_with_an_engine_that_has_not_said_hello() -> None:
+    body = ASKED | {"model": "other"}
+    async with running() as gateway:
+        lines = gateway.app[RUNNER].lines
+        line = Line(CHAT, TENANT, body, request_id="req_1")
+        assert (await lines.answer(line)).retry == "no"
+        assert await lines.find_prompt(line) is None
+        for engines in ([], [ENGINE, replace(ENGINE, state="connecting", model=None)]):
+            gateway.state["engines"] = engines
+            assert (await lines.answer(line)).retry == "later"
+            with pytest.raises(OverloadedError):
+                await lines.find_prompt(line)
+
+
+async def test_a_prompt_is_asked_for_again_when_its_engines_are_back() -> None:
+    async with running(models=FakeModels(away=NoEngineError("demo", 2.0))) as gateway:
+        with pytest.raises(OverloadedError):
+            await gateway.app[RUNNER].lines.find_prompt(Line(CHAT, TENANT, ASKED))

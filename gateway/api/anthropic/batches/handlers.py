@@ -1,0 +1,216 @@
+"""/v1/messages/batches of the Anthropic API. The body of a new batch goes to disk while it comes, read by requests.py;
+the batch lane keeps the jobs and runs them, and rows.py writes their results.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from gateway.api.answering import Answering, reply
+from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
+from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT
+from gateway.api.anthropic.wire import ANTHROPIC, read_version, time_text
+from gateway.api.body import BodyLimit, body_pieces
+from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
+from gateway.api.fields import Parameter, in_url, integer, invalid, read_query, shown, text
+from gateway.api.record import RECORD
+from gateway.api.uploads import send_pieces
+from gateway.config import BatchSettings, ServerSettings
+from gateway.errors import BadRequestError, NotFoundError
+from gateway.queues.batch.base import Batches, Job, Order
+from gateway.types import Tenant
+
+PREFIX: Final = "msgbatch_"
+ENDPOINT: Final = "/v1/messages"
+ROOT: Final = "/v1/messages/batches"
+
+_PARAMS: Final = {"model": EXAMPLE_MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello."}]}
+_create = (
+    Parameter(
+        "requests",
+        REQUESTS,
+        "array of objects: `custom_id`, `params`",
+        "The requests, with `params` as in `POST /v1/messages`.",
+    ),
+)
+CREATE: Final = {parameter.name: parameter for parameter in _create}
+_list = (
+    Parameter("limit", in_url(integer(1, MAX_LIMIT)), "integer 1 to 1000, default 20", "Batches of one page, at most."),
+    Parameter("after_id", text(), "string", "The page right after this batch: older ones."),
+    Parameter("before_id", text(), "string", "The page right before this batch: newer ones."),
+)
+LIST: Final = {parameter.name: parameter for parameter in _list}
+
+
+class MessageBatches:
+    """Holds what its handlers need."""
+
+    def __init__(
+        self,
+        server: ServerSettings,
+        settings: BatchSettings,
+        answering: Answering,
+        batches: Batches,
+        upload_timeout_s: float,
+    ) -> None:
+        self._limits = RequestLimits(settings.max_requests, server.max_body_bytes, server.max_json_depth)
+        self._body_limit = BodyLimit(settings.max_request_bytes, "batches.max_request_bytes")
+        self._answering = answering
+        self._batches = batches
+        self._upload_timeout_s = upload_timeout_s
+
+    def routes(self) -> list[Route]:
+        one = f"{ROOT}/{{batch_id}}"
+        example = {"requests": [{"custom_id": "first", "params": _PARAMS}]}
+        return [
+            Route(
+                "POST",
+                ROOT,
+                self.create,
+                "Has many messages answered when there is room.",
+                CREATE,
+                ("requests",),
+                example=example,
+            ),
+            Route("GET", ROOT, self.list_batches, "The batches, newest first.", query=LIST),
+            Route("GET", one, self.get_batch, "How far one of them is."),
+            Route("DELETE", one, self.delete, "Forgets one that has ended, with its results."),
+            Route("POST", f"{one}/cancel", self.cancel, "Begins no more of its requests."),
+            Route("GET", f"{one}/results", self.results, "What became of its requests.", media=(JSONL,)),
+        ]
+
+    async def create(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/messages/batches"""
+        tenant, version = self._answering.admit(http), read_version(http)
+        reader = RequestReader(self._limits)
+        async with self._batches.input(tenant.name) as rows:
+            async for piece in body_pieces(http, self._body_limit, self._upload_timeout_s):
+                if complete := reader.feed(piece):
+                    await rows.write(complete)
+            reader.close()
+            order = Order(
+                tenant=tenant.name,
+                dialect=ANTHROPIC.name,
+                endpoint=ENDPOINT,
+                namespace=http[RECORD].namespace or None,
+                metadata={"version": version},
+                num_lines=reader.num_requests,
+            )
+            return _reply(job_json(await self._batches.create(order, rows)))
+
+    async def list_batches(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/messages/batches"""
+        tenant = self._admit(http)
+        values = read_query(http.query, LIST)
+        if "after_id" in values and "before_id" in values:
+            raise invalid("before_id", "only one of `after_id` and `before_id` is possible")
+        jobs, has_more = await self._batches.page(
+            tenant.name,
+            ANTHROPIC.name,
+            limit=values.get("limit", DEFAULT_LIMIT),
+            after=_place(values, "after_id"),
+            before=_place(values, "before_id"),
+        )
+        data = [job_json(job) for job in jobs]
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return _reply({"data": data, "has_more": has_more, **ends})
+
+    async def get_batch(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/messages/batches/{batch_id}"""
+        return _reply(job_json(await self._get(*self._asked(http))))
+
+    async def cancel(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/messages/batches/{batch_id}/cancel, whose body is empty whatever its type says"""
+        tenant, batch_id = self._asked(http)
+        job = await self._batches.cancel(tenant.name, ANTHROPIC.name, _job_id(batch_id))
+        return _reply(job_json(_found(job, batch_id)))
+
+    async def delete(self, http: web.Request) -> web.StreamResponse:
+        """DELETE /v1/messages/batches/{batch_id}"""
+        tenant, batch_id = self._asked(http)
+        if not await self._batches.delete(tenant.name, ANTHROPIC.name, _job_id(batch_id)):
+            raise _not_found(batch_id)
+        return _reply({"id": batch_id, "type": "message_batch_deleted"})
+
+    async def results(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/messages/batches/{batch_id}/results"""
+        tenant, batch_id = self._asked(http)
+        job = await self._get(tenant, batch_id)
+        if not job.has_ended:
+            raise BadRequestError(f"The batch {batch_id} has no results yet: it is {_status(job)}.")
+        async with self._batches.results(tenant.name, ANTHROPIC.name, job.id) as found:
+            if found is None:
+                raise _not_found(batch_id)
+            return await send_pieces(http, found[1], {"Content-Type": JSONL})
+
+    def _admit(self, http: web.Request) -> Tenant:
+        tenant = self._answering.admit(http)
+        read_version(http)
+        return tenant
+
+    def _asked(self, http: web.Request) -> tuple[Tenant, str]:
+        return self._admit(http), http.match_info["batch_id"]
+
+    async def _get(self, tenant: Tenant, batch_id: str) -> Job:
+        return _found(await self._batches.find(tenant.name, ANTHROPIC.name, _job_id(batch_id)), batch_id)
+
+
+def job_json(job: Job) -> dict[str, Any]:
+    """As every route tells it. All requests are processing until the batch has ended."""
+    counts, ended = job.counts, job.has_ended
+    errored = counts.failed + (counts.processing if job.state == "failed" else 0)
+    cancelled_s = job.reached.get("cancelling")
+    batch_id = PREFIX + job.id
+    return {
+        "id": batch_id,
+        "type": "message_batch",
+        "processing_status": _status(job),
+        "request_counts": {
+            "processing": 0 if ended else counts.total,
+            "succeeded": counts.succeeded if ended else 0,
+            "errored": errored if ended else 0,
+            "canceled": counts.cancelled if ended else 0,
+            "expired": counts.expired if ended else 0,
+        },
+        "created_at": time_text(job.created_s),
+        "expires_at": time_text(job.expires_s),
+        "ended_at": time_text(job.reached[job.state]) if ended else None,
+        "cancel_initiated_at": None if cancelled_s is None else time_text(cancelled_s),
+        "archived_at": None,
+        "results_url": f"{ROOT}/{batch_id}/results" if ended else None,
+    }
+
+
+def _status(job: Job) -> str:
+    if job.has_ended:
+        return "ended"
+    return "canceling" if job.state == "cancelling" else "in_progress"
+
+
+def _place(values: dict[str, Any], name: str) -> str | None:
+    if name not in values:
+        return None
+    if not values[name].startswith(PREFIX):
+        raise invalid(name, f"{shown(values[name])!r} is no id of a batch")
+    return _job_id(values[name])
+
+
+def _job_id(batch_id: str) -> str:
+    return batch_id[len(PREFIX) :] if batch_id.startswith(PREFIX) else ""
+
+
+def _found(job: Job | None, batch_id: str) -> Job:
+    if job is None:
+        raise _not_found(batch_id)
+    return job
+
+
+def _not_found(batch_id: str) -> NotFoundError:
+    return NotFoundError(f"There is no message batch {shown(batch_id)!r}.")
+
+
+def _reply(value: dict[str, Any]) -> web.Response:
+    return reply(orjson.dumps(value))

@@ -1,0 +1,186 @@
+"""The body of a new message batch, read while it arrives: bytes in, cut anywhere, and out a row for each request.
+
+Pure, and never more than one request in memory. What is wrong with `params` is found when the request runs, and becomes
+its result; everything else is wrong at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import Any, Final, NamedTuple
+
+import ijson
+import orjson
+
+from gateway.api.fields import (
+    Check,
+    anything,
+    empty_array,
+    invalid,
+    missing,
+    object_schema,
+    shown,
+    unknown_parameter,
+    wrong_type,
+)
+from gateway.errors import BadRequestError, BodyTooLargeError
+
+_CUSTOM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_REQUEST: Final = object_schema(
+    {"custom_id": {"type": "string", "pattern": f"^{_CUSTOM_ID.pattern}$"}, "params": {"type": "object"}},
+    "custom_id",
+    "params",
+)
+REQUESTS: Final = Check(anything.function, {"type": "array", "minItems": 1, "items": _REQUEST})
+"""What the reader below takes, which is told to clients; it is never a value as a whole."""
+
+_ESCAPES: Final = re.compile(
+    rb"(?:[^\\]|\\(?:[^u]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB]..\\u[dD][c-fC-F]..))*+", re.DOTALL
+)
+"""Text in which every escaped half of a character has its other half. The parser would write `?` for a lone one."""
+_LONGEST_ESCAPE: Final = len(rb"\ud83d\ude00")
+
+_OUTER: Final = 2
+"""Levels around `params`: the array, and the request."""
+_VALUES: Final[dict[str, Any]] = {"start_map": {}, "start_array": []}
+"""What began, for saying that it is of the wrong type."""
+
+
+class RequestLimits(NamedTuple):
+    """Of the requests of one batch, and of each of them."""
+
+    requests: int
+    request_bytes: int
+    depth: int
+
+
+class RequestReader:
+    """For one body. Every method raises BadRequestError with the path of what is wrong, and `feed` BodyTooLargeError
+    for a request that is too large."""
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self.num_requests = 0
+        self._limits = limits
+        self._seen: set[str] = set()
+        self._found: list[Any] = []
+        self._begun = False  # the array of requests
+        self._since_last = 0  # bytes that came after the last complete request
+        self._loose = b""  # the beginning of an escape
+        self._items = ijson.items_coro(ijson.coroutine(self._collect)(), "requests.item", use_float=True)
+        self._events = ijson.basic_parse_coro(ijson.coroutine(self._check_events)())
+
+    def feed(self, data: bytes) -> bytes:
+        """Rows of the requests that are complete with these bytes, with their line ends; often none."""
+        self._check_escapes(data)
+        self._send(data)
+        self._since_last = len(data) if self._found else self._since_last + len(data)
+        if self._since_last > self._limits.request_bytes:
+            raise BodyTooLargeError(self._limits.request_bytes)
+        rows = b"".join(self._row(item) + b"\n" for item in self._found)
+        self._found.clear()
+        return rows
+
+    def close(self) -> None:
+        """The body is complete."""
+        if self._loose:
+            raise _half()
+        try:
+            self._events.close()
+            self._items.close()
+        except ijson.JSONError as error:
+            raise _unreadable(error) from None
+        if not self._begun:
+            raise missing("requests")
+        if not self.num_requests:
+            raise empty_array("requests")
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._events.send(data)  # first: what is nested too deeply takes the other very long
+            self._items.send(data)
+        except ijson.JSONError as error:
+            raise _unreadable(error) from None
+
+    def _check_escapes(self, data: bytes) -> None:
+        whole = self._loose + data
+        matched = _ESCAPES.match(whole)
+        self._loose = whole[matched.end() :] if matched else whole
+        if len(self._loose) >= _LONGEST_ESCAPE:
+            raise _half()
+
+    def _collect(self) -> Generator[None, Any, None]:
+        while True:
+            self._found.append((yield))
+
+    def _check_events(self) -> Generator[None, tuple[str, Any], None]:
+        """That it is an object with `requests`, an array, and nothing else."""
+        if (yield)[0] != "start_map":
+            raise BadRequestError("The request body must be a JSON object.")
+        event, value = yield
+        if event == "map_key":
+            if value != "requests":
+                raise unknown_parameter(value)
+            event, value = yield
+            if event != "start_array":
+                raise wrong_type("requests", "an array", _VALUES.get(event, value))
+            self._begun = True
+            yield from self._check_depth()
+            event, value = yield
+            if event == "map_key":
+                raise unknown_parameter(value)
+        while True:
+            yield
+
+    def _check_depth(self) -> Generator[None, tuple[str, Any], None]:
+        """Until the end of the array."""
+        depth, most = 1, self._limits.depth + _OUTER
+        while depth:
+            event, _ = yield
+            if event in ("start_map", "start_array"):
+                depth += 1
+                if depth > most:
+                    why = f"nested deeper than {self._limits.depth} levels (server.max_json_depth)"
+                    raise invalid(f"requests[{self.num_requests}]", why)
+            elif event in ("end_map", "end_array"):
+                depth -= 1
+
+    def _row(self, item: Any) -> bytes:
+        path = f"requests[{self.num_requests}]"
+        self.num_requests += 1
+        if self.num_requests > self._limits.requests:
+            why = f"there are more than {self._limits.requests} requests (batches.max_requests)"
+            raise invalid("requests", why, code="array_above_max_length")
+        self._check(item, path)
+        try:
+            return orjson.dumps(item)
+        except orjson.JSONEncodeError:
+            raise invalid(path, "a number in it has more than 64 bits") from None
+
+    def _check(self, item: Any, path: str) -> None:
+        if type(item) is not dict:
+            raise wrong_type(path, "an object", item)
+        for name, kind, told in (("custom_id", str, "a string"), ("params", dict, "an object")):
+            if name not in item:
+                raise missing(f"{path}.{name}")
+            if type(item[name]) is not kind:
+                raise wrong_type(f"{path}.{name}", told, item[name])
+        if unknown := sorted(item.keys() - {"custom_id", "params"}):
+            raise unknown_parameter(f"{path}.{unknown[0]}")
+        custom_id = item["custom_id"]
+        if not _CUSTOM_ID.fullmatch(custom_id):
+            why = f"{shown(custom_id)!r} is not 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
+            raise invalid(f"{path}.custom_id", why)
+        if custom_id in self._seen:
+            raise invalid(f"{path}.custom_id", f"{custom_id!r} is that of a request before it")
+        self._seen.add(custom_id)
+
+
+def _unreadable(error: Exception) -> BadRequestError:
+    said = error.args[0] if error.args else ""
+    why = (said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)).strip().split("\n")[0]
+    return BadRequestError(f"We could not parse the JSON body of your request: {why}.")
+
+
+def _half() -> BadRequestError:
+    return BadRequestError("We could not parse the JSON body of your request: half of a character is escaped in it.")

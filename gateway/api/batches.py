@@ -1,0 +1,89 @@
+"""Runs the lines of batches, for the batch lane: it brings rows, and takes results. Each dialect says how its rows are
+read and written (`RowFormat`); lines.py answers what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from engine.protocol import TOKEN_BYTES
+from gateway.api.lines import OK, Answered, Line, Lines
+from gateway.errors import OverloadedError
+from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
+from gateway.types import EncodedPrompt, Tenant
+
+COMPLETION_TOKENS: Final = 256
+"""That an answer is taken to have for which no limit was asked."""
+
+Row = dict[str, Any]
+
+
+class RowFormat(NamedTuple):
+    """How a dialect writes batches. Rows that passed its check are JSON objects with a `custom_id`.
+
+    check     all rows of a job, blocking
+    request   name of the endpoint that a row asks (Lines), and the body
+    answered  row, request id and what became of it -> the result
+    unrun     row, and why it never ran -> the result
+    """
+
+    check: Callable[[Job, Iterable[bytes]], Checked]
+    request: Callable[[Job, Row], tuple[str, dict[str, Any]]]
+    answered: Callable[[Row, str, Answered], bytes]
+    unrun: Callable[[Row, Unrun], bytes]
+
+
+class BatchRunner:
+    """queues.batch.base.Runner, of all dialects that have batches."""
+
+    def __init__(self, lines: Lines, formats: Mapping[str, RowFormat]) -> None:
+        """`formats` by the name of the dialect."""
+        self.lines = lines
+        self._formats = formats
+
+    def check(self, job: Job, rows: Iterable[bytes]) -> Checked:
+        """See Runner."""
+        return self._formats[job.dialect].check(job, rows)
+
+    async def plan(self, job: Job, row: bytes) -> LinePlan | None:
+        """See Runner."""
+        line = self._line(job, orjson.loads(row), "")
+        model = line.body.get("model")
+        try:
+            prompt = await self.lines.find_prompt(line)
+        except OverloadedError:
+            return None
+        digests = b"" if prompt is None else prompt.digests
+        return LinePlan(model if type(model) is str else "", digests, _expected_tokens(line.body, prompt, len(row)))
+
+    async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
+        """See Runner."""
+        value = orjson.loads(row)
+        answered = await self.lines.answer(self._line(job, value, request_id))
+        return LineResult(
+            ok=answered.status == OK,
+            body=self._formats[job.dialect].answered(value, request_id, answered),
+            usage=answered.usage,
+            retry=answered.retry,
+            retry_after_s=answered.retry_after_s,
+        )
+
+    def unrun(self, job: Job, row: bytes, why: Unrun) -> bytes:
+        """See Runner."""
+        return self._formats[job.dialect].unrun(orjson.loads(row) if row else {}, why)
+
+    def _line(self, job: Job, row: Row, request_id: str) -> Line:
+        endpoint, body = self._formats[job.dialect].request(job, row)
+        return Line(endpoint, Tenant(job.tenant), body, job.namespace or "", request_id)
+
+
+def _expected_tokens(body: Mapping[str, Any], prompt: EncodedPrompt | None, num_bytes: int) -> int:
+    """A guess, for turns between tenants. What generates nothing has about a token for each four bytes."""
+    if prompt is None:
+        return num_bytes // TOKEN_BYTES
+    limits = (body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"))
+    asked = next((limit for limit in limits if type(limit) is int and limit > 0), COMPLETION_TOKENS)
+    return prompt.num_tokens + asked

@@ -1,0 +1,1 @@
+"""Batches of the OpenAI API: files of requests, answered when there is room."""

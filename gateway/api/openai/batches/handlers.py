@@ -1,0 +1,243 @@
+"""/v1/batches of the OpenAI API. What is asked for is checked here, the batch lane keeps the jobs and runs them, and
+rows.py knows what is in their files.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from gateway.api.answering import Answering, reply
+from gateway.api.body import read_json
+from gateway.api.dialect import Route
+from gateway.api.fields import (
+    Parameter,
+    an_object,
+    choice,
+    in_url,
+    integer,
+    invalid,
+    missing,
+    object_schema,
+    read,
+    read_query,
+    record,
+    shown,
+    string_map,
+    takes,
+    text,
+)
+from gateway.api.openai.batches.rows import ENDPOINTS
+from gateway.api.openai.files import LONGEST_S, SHORTEST_S
+from gateway.api.openai.files import PREFIX as FILE_PREFIX
+from gateway.api.openai.wire import OPENAI
+from gateway.api.record import RECORD
+from gateway.api.uploads import FileStore, find_file
+from gateway.config import ServerSettings
+from gateway.errors import NotFoundError
+from gateway.queues.batch.base import Batches, Job, Order, State
+from gateway.types import Tenant
+
+PREFIX: Final = "batch_"
+WINDOW: Final = "24h"
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+FILE_PURPOSE: Final = "batch"
+
+_TIMES: Final[tuple[tuple[str, State], ...]] = (
+    ("in_progress_at", "in_progress"),
+    ("finalizing_at", "finalizing"),
+    ("completed_at", "completed"),
+    ("failed_at", "failed"),
+    ("expired_at", "expired"),
+    ("cancelling_at", "cancelling"),
+    ("cancelled_at", "cancelled"),
+)
+_expiry = record(anchor=choice("created_at"), seconds=integer(SHORTEST_S, LONGEST_S))
+
+
+@takes(
+    object_schema(
+        {"anchor": {"enum": ["created_at"]}, "seconds": integer(SHORTEST_S, LONGEST_S).schema}, "anchor", "seconds"
+    )
+)
+def expires_after(value: Any, path: str) -> float:
+    """Seconds."""
+    for name in ("anchor", "seconds"):
+        if an_object(value, path).get(name) is None:
+            raise missing(f"{path}.{name}")
+    return float(_expiry(value, path)["seconds"])
+
+
+_create = (
+    Parameter("input_file_id", text(), "id of a file", "The requests: a file with the purpose `batch`; see above."),
+    Parameter(
+        "endpoint",
+        choice(*ENDPOINTS),
+        ", ".join(f"`{one}`" for one in ENDPOINTS),
+        "What all requests of the file ask; their `url` is the same.",
+    ),
+    Parameter(
+        "completion_window",
+        choice(WINDOW),
+        f"`{WINDOW}`",
+        "Requests that have not begun within `batches.window_s` expire.",
+    ),
+    Parameter(
+        "metadata",
+        string_map(16, 64, 512),
+        "up to 16 pairs, key up to 64, value up to 512 characters",
+        "Told again with the batch.",
+    ),
+    Parameter(
+        "output_expires_after",
+        expires_after,
+        f"object: `anchor` `created_at`, `seconds` {SHORTEST_S} to {LONGEST_S}",
+        "For how long its output and error file are kept; without it `files.batch_ttl_s`.",
+    ),
+)
+CREATE: Final = {parameter.name: parameter for parameter in _create}
+REQUIRED: Final = ("input_file_id", "endpoint", "completion_window")
+_list = (
+    Parameter("after", text(), "id of a batch", "Only those that are older than this one."),
+    Parameter("limit", in_url(integer(1, MAX_LIMIT)), f"integer 1 to {MAX_LIMIT}, default 20", "Batches at most."),
+)
+LIST: Final = {parameter.name: parameter for parameter in _list}
+
+
+class OpenAIBatches:
+    """Holds what its handlers need."""
+
+    def __init__(self, server: ServerSettings, answering: Answering, files: FileStore, batches: Batches) -> None:
+        self._server = server
+        self._answering = answering
+        self._files = files
+        self._batches = batches
+
+    def routes(self) -> list[Route]:
+        one = "/v1/batches/{batch_id}"
+        return [
+            Route(
+                "POST",
+                "/v1/batches",
+                self.create,
+                "Has a file of requests answered when there is room.",
+                CREATE,
+                REQUIRED,
+                example={"input_file_id": "file-0", "endpoint": ENDPOINTS[0], "completion_window": WINDOW},
+            ),
+            Route("GET", "/v1/batches", self.list_batches, "The batches, newest first.", query=LIST),
+            Route("GET", one, self.get_batch, "How far one of them is."),
+            Route("POST", f"{one}/cancel", self.cancel, "Begins no more of its requests."),
+        ]
+
+    async def create(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/batches"""
+        tenant = self._answering.admit(http)
+        values = read(await read_json(http, self._server), CREATE, REQUIRED)
+        stored = await find_file(self._files, tenant, values["input_file_id"])
+        if stored.purpose != FILE_PURPOSE:
+            raise invalid(
+                "input_file_id", f"the file has the purpose '{stored.purpose}', and has to have '{FILE_PURPOSE}'"
+            )
+        order = Order(
+            tenant=tenant.name,
+            dialect=OPENAI.name,
+            endpoint=values["endpoint"],
+            namespace=http[RECORD].namespace or None,
+            metadata=values.get("metadata", {}),
+            in_files=True,
+            output_ttl_s=values.get("output_expires_after"),
+        )
+        return _reply(job_json(await self._batches.create(order, stored.id)))
+
+    async def list_batches(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/batches"""
+        tenant = self._answering.admit(http)
+        values = read_query(http.query, LIST)
+        after = values.get("after")
+        if after is not None and not after.startswith(PREFIX):
+            raise _not_found(after, "after")
+        jobs, has_more = await self._batches.page(
+            tenant.name,
+            OPENAI.name,
+            limit=values.get("limit", DEFAULT_LIMIT),
+            after=None if after is None else _job_id(after),
+        )
+        data = [job_json(job) for job in jobs]
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return _reply({"object": "list", "data": data, **ends, "has_more": has_more})
+
+    async def get_batch(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/batches/{batch_id}"""
+        tenant, batch_id = self._asked(http)
+        job = await self._batches.find(tenant.name, OPENAI.name, _job_id(batch_id))
+        return _reply(job_json(_found(job, batch_id)))
+
+    async def cancel(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/batches/{batch_id}/cancel, whose body is empty whatever its type says"""
+        tenant, batch_id = self._asked(http)
+        job = await self._batches.cancel(tenant.name, OPENAI.name, _job_id(batch_id))
+        return _reply(job_json(_found(job, batch_id)))
+
+    def _asked(self, http: web.Request) -> tuple[Tenant, str]:
+        return self._answering.admit(http), http.match_info["batch_id"]
+
+
+def job_json(job: Job) -> dict[str, Any]:
+    """As every route tells it."""
+    errors = [
+        {"code": one.code, "message": one.message, "param": one.param, "line": one.line} for one in job.errors
+    ]  # fmt: skip
+    usage = job.usage
+    return {
+        "id": PREFIX + job.id,
+        "object": "batch",
+        "endpoint": job.endpoint,
+        "model": job.model,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": _file_id(job.input_file_id),
+        "completion_window": WINDOW,
+        "status": job.state,
+        "output_file_id": _file_id(job.output_file_id),
+        "error_file_id": _file_id(job.error_file_id),
+        "created_at": int(job.created_s),
+        "expires_at": int(job.expires_s),
+        **{name: int(job.reached[state]) if state in job.reached else None for name, state in _TIMES},
+        "request_counts": {
+            "total": job.counts.total,
+            "completed": job.counts.succeeded,
+            "failed": job.counts.failed,
+        },
+        "metadata": dict(job.metadata) or None,
+        "usage": {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.total_tokens,
+        },
+    }
+
+
+def _file_id(file_id: str | None) -> str | None:
+    return None if file_id is None else FILE_PREFIX + file_id
+
+
+def _job_id(batch_id: str) -> str:
+    return batch_id[len(PREFIX) :] if batch_id.startswith(PREFIX) else ""
+
+
+def _found(job: Job | None, batch_id: str) -> Job:
+    if job is None:
+        raise _not_found(batch_id, "batch_id")
+    return job
+
+
+def _not_found(batch_id: str, param: str) -> NotFoundError:
+    return NotFoundError(f"No batch found with id '{shown(batch_id)}'.", param=param)
+
+
+def _reply(value: dict[str, Any]) -> web.Response:
+    return reply(orjson.dumps(value))

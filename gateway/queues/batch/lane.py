@@ -1,0 +1,51 @@
+"""The batch lane as one thing: its store for the dialects, and its worker once there is somebody who runs lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from gateway.config import BatchSettings
+from gateway.queues.batch.base import Runner
+from gateway.queues.batch.folder import JobFolder
+from gateway.queues.batch.jobs import Jobs, MemoryJobs
+from gateway.queues.batch.lines import Lines, MemoryLines
+from gateway.queues.batch.redis_calls import RedisCalls
+from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.queues.batch.redis_lines import RedisLines
+from gateway.queues.batch.store import BatchStore, Files
+from gateway.queues.batch.worker import Worker
+
+
+class BatchLane:
+    """Of one gateway. Without a Redis, which is the caller's to close, its jobs end with it."""
+
+    def __init__(
+        self, redis: Redis | None, folder: Path, files: Files, settings: BatchSettings, now: Callable[[], float]
+    ) -> None:
+        """`now` is seconds since 1970."""
+        self._jobs: Jobs = MemoryJobs(settings)
+        self._lines: Lines = MemoryLines()
+        if redis is not None:
+            calls = RedisCalls(redis, timeout_s=settings.redis_timeout_s)
+            self._jobs, self._lines = RedisJobs(calls, settings), RedisLines(calls)
+        self._folder = JobFolder(folder, min_free_bytes=settings.min_free_bytes)
+        self._files = files
+        self._settings = settings
+        self._now = now
+        self.store = BatchStore(self._jobs, self._lines, self._folder, files, settings, now)
+
+    def worker(self, runner: Runner) -> Worker:
+        """Not started."""
+        return Worker(
+            self._jobs,
+            self._lines,
+            self._folder,
+            self._files,
+            runner,
+            self._settings,
+            self._now,
+            self.store.changed,
+        )

@@ -1,0 +1,123 @@
+"""Bodies of new message batches, cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.anthropic.batches.requests import RequestLimits, RequestReader
+from gateway.errors import BadRequestError, BodyTooLargeError, KvasirError
+
+LIMITS = RequestLimits(requests=5, request_bytes=100_000, depth=8)
+PARAMS = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "\u2028 😀 \\ud83d"}]}
+
+
+def request(custom_id: object, /, **changed: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "params": PARAMS} | changed
+
+
+def read(data: bytes, size: int | None = None, limits: RequestLimits = LIMITS) -> list[Any]:
+    reader = RequestReader(limits)
+    size = size or len(data) or 1
+    rows = b"".join(reader.feed(data[start : start + size]) for start in range(0, len(data), size))
+    reader.close()
+    found = [json.loads(row) for row in rows.decode().split("\n")[:-1]]
+    assert reader.num_requests == len(found)
+    return found
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=9)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(1 - 2**63, 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=9
+)
+
+
+@given(
+    values=st.lists(VALUES, min_size=1, max_size=4),
+    size=st.integers(1, 40),
+    escaped=st.booleans(),
+)
+def test_requests_are_the_same_wherever_their_body_is_cut(values: list[Any], size: int, escaped: bool) -> None:
+    sent = [request(f"r-{number}", params={"x": value}) for number, value in enumerate(values)]
+    data = json.dumps({"requests": sent}, ensure_ascii=escaped).encode()
+    limits = LIMITS._replace(depth=50)
+    assert read(data, size, limits) == read(data, None, limits) == sent
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"requests": []}, "requests"),
+        ({"requests": {}}, "requests"),
+        ({"requests": {"item": [request("a")]}}, "requests"),
+        ({"requests": "x"}, "requests"),
+        ({"requests": None}, "requests"),
+        ({}, "requests"),
+        ({"requests": [request("a")], "model": "demo"}, "model"),
+        ({"requests.item": [request("a")]}, "requests.item"),
+        ([request("a")], None),
+        ("x", None),
+        ({"requests": ["x"]}, "requests[0]"),
+        ({"requests": [request("a"), {"params": {}}]}, "requests[1].custom_id"),
+        ({"requests": [request(7)]}, "requests[0].custom_id"),
+        ({"requests": [request("")]}, "requests[0].custom_id"),
+        ({"requests": [request("a b")]}, "requests[0].custom_id"),
+        ({"requests": [request("x" * 65)]}, "requests[0].custom_id"),
+        ({"requests": [request("a"), request("b"), request("a")]}, "requests[2].custom_id"),
+        ({"requests": [{"custom_id": "a"}]}, "requests[0].params"),
+        ({"requests": [request("a", params=[])]}, "requests[0].params"),
+        ({"requests": [request("a", method="POST")]}, "requests[0].method"),
+        ({"requests": [request("a", params={"x": json.loads("[" * 9 + "]" * 9)})]}, "requests[0]"),
+        ({"requests": [request(str(number)) for number in range(6)]}, "requests"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_path(body: Any, param: str | None, size: int) -> None:
+    with pytest.raises(BadRequestError) as told:
+        read(json.dumps(body).encode(), size)
+    assert told.value.param == param
+    assert told.value.message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b'{"requests":[{"custom_id":"a","params":{}}]',
+        b'{"requests":[{"custom_id":"a","params":{}}]}}',
+        b'{"requests":[{"custom_id":"a","params":{"x":NaN}}]}',
+        b'{"requests":[{"custom_id":"a","params":{"x":1e999}}]}',
+        b'{"requests":[{"custom_id":"a","params":{"x":99999999999999999999}}]}',
+        b'{"requests":[{"custom_id":"a","params":{"x":"\\ud83d"}}]}',
+        b'{"requests":[{"custom_id":"a","params":{"x":"\\ude00 and more text behind it"}}]}',
+        b'{"requests":[{"custom_id":"a","params":{"x":"\\ud83d\\u0041 and more text"}}]}',
+        b'{"requests":[{"custom_id":"a","params":{"x":"\xff"}}]}',
+        b'\xef\xbb\xbf{"requests":[{"custom_id":"a","params":{}}]}',
+        b'{"requests":[{"custom_id":"a","params":{}}],"requests":[{"custom_id":"b","params":{}}]}',
+        b'{"requests":' + b"[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1000, None])
+def test_what_is_no_json_is_refused(data: bytes, size: int | None) -> None:
+    with pytest.raises(KvasirError) as told:
+        read(data, size if len(data) < 1000 else 1000)
+    assert told.value.status in (400, 413)
+
+
+def test_a_request_is_in_memory_alone_and_so_large_at_most() -> None:
+    data = json.dumps({"requests": [request("a", params={"x": "y" * 3000})]}).encode()
+    assert len(read(data, 100, LIMITS._replace(request_bytes=4000))) == 1
+    with pytest.raises(BodyTooLargeError):
+        read(data, 100, LIMITS._replace(request_bytes=2000))
