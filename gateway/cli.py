@@ -1,4 +1,4 @@
-"""The command `kvasir`: serve | gateway | engine. Reads flags, file and environment, and hands over.
+"""The command `kvasir`: serve | gateway | engine | batch. Reads flags, file and environment, and hands over.
 
 Nothing heavy is imported before a command is known: `kvasir --help` is quick, and `kvasir gateway` needs no torch.
 """
@@ -19,6 +19,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
+from gateway.batch_cli.arguments import add_parser as add_batch_parser
 from gateway.config import Settings
 from gateway.engine_processes import BAD_SETTING_EXIT, EngineStartError
 from gateway.version import installed_version
@@ -27,6 +28,8 @@ CONFIG_VARIABLE = "KVASIR_CONFIG"
 
 ENGINE_MODULES = ("torch", "transformers", "safetensors")
 """What the extra `engine` brings."""
+
+INTERRUPTED_EXIT = 130
 
 COMMANDS = {
     "serve": "start everything on this machine: Redis, engines, gateway",
@@ -38,6 +41,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0 ended as asked, 1 failed, 2 a bad flag or setting."""
     options = _parser().parse_args(arguments)
+    if options.command == "batch":
+        return _batch(options)
     environ = dict(os.environ)
     config = options.config or environ.pop(CONFIG_VARIABLE, None)
     environ.pop(CONFIG_VARIABLE, None)
@@ -63,6 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 0
+
+
+def _batch(options: argparse.Namespace) -> int:
+    from gateway.batch_cli.commands import run
+
+    try:
+        return run(options, os.environ)
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 async def _serve(settings: Settings, options: argparse.Namespace) -> None:
@@ -138,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[shared], help=text, description=text, allow_abbrev=False)
         if name == "engine":
             command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
+    add_batch_parser(commands)
     return parser
 
 

@@ -1,0 +1,40 @@
+"""The arguments of `kvasir batch`. Imports nothing heavy: they are in every help text of `kvasir`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+URL_VARIABLE: Final = "KVASIR_URL"
+KEY_VARIABLE: Final = "KVASIR_API_KEY"
+DEFAULT_URL: Final = "http://127.0.0.1:8080"
+
+
+def add_parser(commands: Any) -> None:
+    """The command `batch` and its own commands. `commands` is what add_subparsers returned."""
+    told = "submit files of requests to a running gateway, and fetch their results"
+    batch = commands.add_parser("batch", help=told, description=told, allow_abbrev=False)
+    own = batch.add_subparsers(dest="batch_command", required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    shared.add_argument("--url", help=f"of the gateway. Default: {DEFAULT_URL}. ({URL_VARIABLE})")
+    shared.add_argument("--key", help=f"API key of a tenant ({KEY_VARIABLE})")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = own.add_parser(
+            name, parents=[shared], help=text, description=text, allow_abbrev=False
+        )
+        return added
+
+    submit = command("submit", "upload a file, a request in each line, and have it answered when there is room")
+    submit.add_argument("file", type=Path, metavar="FILE", help="JSONL: custom_id, method, url and body in each line")
+    submit.add_argument("--wait", action="store_true", help="until it has ended")
+    submit.add_argument("-o", "--output", type=Path, metavar="FILE", help="with --wait: the answers go there")
+    submit.add_argument("--poll-s", type=float, default=2.0, help="with --wait: seconds from one look to the next")
+    command("status", "how far a batch is").add_argument("id", metavar="ID")
+    command("cancel", "begin no more requests of a batch").add_argument("id", metavar="ID")
+    results = command("results", "what a batch came to: JSONL, in any order")
+    results.add_argument("id", metavar="ID")
+    results.add_argument("-o", "--output", type=Path, metavar="FILE", help="in place of standard output")
+    results.add_argument("--errors", action="store_true", help="the requests that failed, in place of the answers")
+    command("list", "all batches, newest first")

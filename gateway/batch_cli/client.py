@@ -1,0 +1,92 @@
+"""The OpenAI API of a gateway, as far as batches need it. Files go up and come down piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+
+from gateway.batch_cli.errors import BatchCommandError, PassingError, opened
+
+PIECE_BYTES: Final = 1 << 20
+CONNECT_TIMEOUT_S: Final = 10.0
+READ_TIMEOUT_S: Final = 120.0
+
+
+class Client:
+    """The OpenAI API, as far as batches need it. Everything raises BatchCommandError with what the gateway said."""
+
+    def __init__(self, url: str, key: str) -> None:
+        """`url` with or without `/v1`."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+        timeout = aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=headers)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def upload(self, path: Path) -> str:
+        """The id of the file."""
+        with opened(path, "rb") as file:
+            form = aiohttp.FormData(default_to_multipart=True)
+            form.add_field("purpose", "batch")
+            form.add_field("file", file, filename=path.name, content_type="application/octet-stream")
+            return str((await self._json("POST", "/v1/files", data=form))["id"])
+
+    async def create(self, file_id: str, endpoint: str) -> dict[str, Any]:
+        asked = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+        return await self._json("POST", "/v1/batches", json=asked)
+
+    async def batch(self, batch_id: str) -> dict[str, Any]:
+        return await self._json("GET", f"/v1/batches/{quote(batch_id, safe='')}")
+
+    async def cancel(self, batch_id: str) -> dict[str, Any]:
+        return await self._json("POST", f"/v1/batches/{quote(batch_id, safe='')}/cancel")
+
+    async def batches(self) -> AsyncIterator[dict[str, Any]]:
+        """Newest first."""
+        params = {"limit": "100"}
+        while True:
+            page = await self._json("GET", "/v1/batches", params=params)
+            for batch in page["data"]:
+                yield batch
+            if not page["has_more"]:
+                return
+            params["after"] = page["last_id"]
+
+    async def content(self, file_id: str) -> AsyncIterator[bytes]:
+        async with self._asked("GET", f"/v1/files/{file_id}/content") as answer:
+            async for piece in answer.content.iter_chunked(PIECE_BYTES):
+                yield piece
+
+    async def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        async with self._asked(method, path, **options) as answer:
+            value: dict[str, Any] = await answer.json()
+            return value
+
+    @contextlib.asynccontextmanager
+    async def _asked(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._session.request(method, self._url + path, **options) as answer:
+                if answer.status >= 400:
+                    kind = PassingError if answer.status in (429, 502, 503, 504) else BatchCommandError
+                    raise kind(await _why(answer))
+                yield answer
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise PassingError(f"no answer from {self._url}: {error or type(error).__name__}") from error
+
+
+async def _why(answer: aiohttp.ClientResponse) -> str:
+    try:
+        return str(orjson.loads(await answer.read())["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return f"{answer.url} answered with status {answer.status}"

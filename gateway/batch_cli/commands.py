@@ -1,0 +1,123 @@
+"""What the commands of `kvasir batch` do."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from gateway.batch_cli.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
+from gateway.batch_cli.client import Client
+from gateway.batch_cli.errors import FAILED, BatchCommandError, PassingError, opened
+from gateway.batch_cli.files import check_file
+from gateway.batch_cli.progress import Progress, line, told
+
+ENDS: Final = ("completed", "failed", "expired", "cancelled")
+MISSED_POLLS: Final = 30
+"""In a row, after which the gateway is taken for gone."""
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Runs one of them. Returns the exit status: 0 done, and nothing failed; 1 something failed; 2 a bad file."""
+    url = options.url or environ.get(URL_VARIABLE) or DEFAULT_URL
+    key = options.key or environ.get(KEY_VARIABLE) or ""
+    try:
+        return asyncio.run(_run(options, url, key))
+    except BatchCommandError as error:
+        print(f"kvasir batch {options.batch_command}: {error}", file=sys.stderr)  # noqa: T201
+        return error.status
+
+
+async def _run(options: argparse.Namespace, url: str, key: str) -> int:
+    async with Client(url, key) as client:
+        match options.batch_command:
+            case "submit":
+                return await _submit(client, options)
+            case "status":
+                _say(told(await client.batch(options.id)))
+            case "cancel":
+                _say(told(await client.cancel(options.id)))
+            case "results":
+                await _results(client, options.id, options.output, errors=options.errors)
+            case "list":
+                async for batch in client.batches():
+                    _say(line(batch))
+    return 0
+
+
+async def _submit(client: Client, options: argparse.Namespace) -> int:
+    endpoint = check_file(options.file)
+    file_id = await client.upload(options.file)
+    batch = await client.create(file_id, endpoint)
+    _say(batch["id"])
+    if not options.wait:
+        return 0
+    try:
+        batch = await wait(client, batch["id"], Progress(sys.stderr, time.monotonic), options.poll_s)
+    except asyncio.CancelledError:
+        _warn(f"it goes on; look with: kvasir batch status {batch['id']}")
+        raise
+    if options.output is not None and batch["output_file_id"]:
+        await _results(client, batch["id"], options.output, errors=False)
+    if batch["status"] == "completed" and not batch["request_counts"]["failed"]:
+        return 0
+    _warn(told(batch))
+    return FAILED
+
+
+async def _results(client: Client, batch_id: str, output: Path | None, *, errors: bool) -> None:
+    batch = await client.batch(batch_id)
+    if batch["status"] not in ENDS:
+        raise BatchCommandError(f"{batch_id} has no results yet: it is {batch['status']}")
+    file_id = batch["error_file_id" if errors else "output_file_id"]
+    if batch["error_file_id"] and not errors:
+        _warn(f"some requests have no answer: kvasir batch results {batch_id} --errors")
+    if file_id is None:
+        if not errors:
+            raise BatchCommandError(f"no request of {batch_id} was answered: it is {batch['status']}")
+        return
+    with _out(output) as file:
+        async for piece in client.content(file_id):
+            file.write(piece)
+
+
+@contextlib.contextmanager
+def _out(path: Path | None) -> Iterator[BinaryIO]:
+    if path is None:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    with opened(path, "wb") as file:
+        yield file
+
+
+async def wait(client: Client, batch_id: str, progress: Progress, poll_s: float) -> dict[str, Any]:
+    """The batch, once it has ended. A gateway that is away for a while is waited for."""
+    missed = 0
+    with progress:
+        while True:
+            try:
+                batch = await client.batch(batch_id)
+            except PassingError:
+                missed += 1
+                if missed >= MISSED_POLLS:
+                    raise
+            else:
+                missed = 0
+                progress.show(batch)
+                if batch["status"] in ENDS:
+                    return batch
+            await asyncio.sleep(poll_s)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201

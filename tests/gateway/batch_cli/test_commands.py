@@ -1,0 +1,192 @@
+"""`kvasir batch` against a running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import cli
+from gateway.batch_cli.commands import wait
+from gateway.batch_cli.errors import BatchCommandError, PassingError
+from gateway.batch_cli.progress import Progress, told
+from gateway.config import TenantSettings
+from tests.fakes.batch_sdk import BODY, row, rows, settings
+from tests.fakes.gateway import Gateway, running
+
+QUICK = ("--poll-s", "0.01")
+
+
+@asynccontextmanager
+async def served(monkeypatch: pytest.MonkeyPatch, *, key: str = "", **more: Any) -> AsyncIterator[Gateway]:
+    async with running(**settings(), **more) as gateway:
+        monkeypatch.setenv("KVASIR_URL", f"{gateway.url}/v1")
+        monkeypatch.setenv("KVASIR_API_KEY", key)
+        yield gateway
+
+
+async def kvasir(*arguments: str) -> int:
+    """In a thread of its own: the command has its own event loop."""
+    return await asyncio.to_thread(cli.main, ["batch", *arguments])
+
+
+def written(folder: Path, *values: Any) -> str:
+    path = folder / "in.jsonl"
+    path.write_bytes(rows(*values))
+    return str(path)
+
+
+async def test_a_file_is_submitted_waited_for_and_its_answers_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    async with served(monkeypatch) as gateway:
+        gateway.worker.start()
+        file = written(tmp_path, row("a"), row("b"))
+        assert await kvasir("submit", file, "--wait", "-o", str(out), *QUICK) == 0
+        shown = capsys.readouterr()
+        batch_id = shown.out.strip()
+        assert batch_id.startswith("batch_")
+        assert shown.err.splitlines()[-1] == f"{batch_id} completed: 2 of 2, 0 failed"
+        assert {json.loads(one)["custom_id"] for one in out.read_text().splitlines()} == {"a", "b"}
+        assert await kvasir("results", batch_id) == 0
+        assert capsys.readouterr().out == out.read_text()
+        assert await kvasir("list") == 0
+        assert capsys.readouterr().out == f"{batch_id} completed: 2 of 2, 0 failed\n"
+
+
+async def test_requests_that_fail_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with served(monkeypatch) as gateway:
+        gateway.worker.start()
+        file = written(tmp_path, row("a"), row("bad", BODY | {"n": "x"}))
+        assert await kvasir("submit", file, "--wait", *QUICK) == 1
+        batch_id = capsys.readouterr().out.strip()
+        assert await kvasir("results", batch_id) == 0
+        shown = capsys.readouterr()
+        assert json.loads(shown.out)["custom_id"] == "a"
+        assert "--errors" in shown.err
+        assert await kvasir("results", batch_id, "--errors") == 0
+        assert json.loads(capsys.readouterr().out)["custom_id"] == "bad"
+        assert await kvasir("status", batch_id) == 0
+        shown = capsys.readouterr()
+        assert "completed: 1 of 2, 1 failed" in shown.out
+        assert "tokens" in shown.out
+
+
+async def test_a_batch_is_cancelled_and_has_no_results_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with served(monkeypatch):
+        assert await kvasir("submit", written(tmp_path, row("a"))) == 0
+        batch_id = capsys.readouterr().out.strip()
+        assert await kvasir("results", batch_id) == 1
+        assert "validating" in capsys.readouterr().err
+        assert await kvasir("cancel", batch_id) == 0
+        assert "cancelling" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([row("a"), row("a")], "in.jsonl:2: The custom_id 'a' is that of line 1, too."),
+        ([row("a"), BODY], "in.jsonl:2: Missing required parameter: 'custom_id'."),
+        ([BODY], "custom_id, method, url"),
+        ([row("a", url="/v1/images")], "none of /v1/chat/completions"),
+        ([], "in.jsonl: The input file has no requests."),
+        ([[1]] * 30, "and at least 20 lines more"),
+    ],
+)
+async def test_a_file_that_would_be_refused_is_not_sent(
+    values: list[Any],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with served(monkeypatch) as gateway:
+        assert await kvasir("submit", written(tmp_path, *values)) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith("kvasir batch submit: nothing was sent")
+        assert told in shown
+        assert (await gateway.sdk().files.list()).data == []
+
+
+async def test_what_the_gateway_refuses_is_said_as_it_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tenants = (TenantSettings(name="a", keys=("key-of-a",)),)
+    async with served(monkeypatch, key="wrong-key", tenants=tenants):
+        assert await kvasir("list") == 1
+        assert capsys.readouterr().err == "kvasir batch list: Incorrect API key provided.\n"
+        assert await kvasir("list", "--key", "key-of-a") == 0
+        assert await kvasir("status", "no/such?batch", "--key", "key-of-a") == 1
+        assert "No batch found with id 'no/such?batch'." in capsys.readouterr().err
+        assert await kvasir("submit", str(tmp_path / "nowhere"), "--key", "key-of-a") == 2
+        assert "nowhere: No such file" in capsys.readouterr().err
+    assert await kvasir("list") == 1
+    assert "no answer from http://127.0.0.1" in capsys.readouterr().err
+
+
+def batch(status: str, completed: int, failed: int = 0) -> dict[str, Any]:
+    counts = {"total": 4, "completed": completed, "failed": failed}
+    usage = {"total_tokens": 9, "input_tokens": 6, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 2}}
+    files = {"input_file_id": "file-1", "output_file_id": None, "error_file_id": None}
+    errors = {"data": [{"line": 3, "message": "Bad."}, {"line": None, "message": "Worse."}]}
+    return {"id": "b", "status": status, "request_counts": counts, "usage": usage, "errors": errors, **files}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
+    now_s = [0.0]
+    for out in (Terminal(), io.StringIO()):
+        with Progress(out, lambda: now_s[0]) as progress:
+            for one in (batch("validating", 0), batch("in_progress", 1, 1), batch("in_progress", 1, 1)):
+                progress.show(one)
+        text = out.getvalue()
+        if isinstance(out, Terminal):
+            assert f"\r[{'#' * 15}{'.' * 15}] b in_progress: 1 of 4, 1 failed, 0 s" in text
+            assert text.endswith("\n")
+        else:
+            assert text == "b validating: 0 of 4, 0 failed\nb in_progress: 1 of 4, 1 failed\n"
+
+
+def test_all_that_is_worth_reading_of_a_batch() -> None:
+    assert told(batch("failed", 0)).splitlines() == [
+        "b failed: 0 of 4, 0 failed",
+        "  tokens   6 in, 2 of them cached; 3 out",
+        "  input    file-1",
+        "  error    line 3: Bad.",
+        "  error    Worse.",
+    ]
+
+
+class Away:
+    """A gateway that is away for so many looks."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    async def batch(self, batch_id: str) -> dict[str, Any]:
+        if self.times:
+            self.times -= 1
+            raise PassingError("away")
+        return batch("completed", 4)
+
+
+async def test_a_gateway_that_is_away_for_a_while_is_waited_for() -> None:
+    progress = Progress(io.StringIO(), lambda: 0.0)
+    assert (await wait(Away(20), "b", progress, 0.0))["status"] == "completed"  # type: ignore[arg-type]
+    with pytest.raises(BatchCommandError, match="away"):
+        await wait(Away(1000), "b", progress, 0.0)  # type: ignore[arg-type]
