@@ -96,6 +96,7 @@ async def test_pages_are_newest_first_and_of_one_tenant_and_dialect(jobs: Jobs) 
 async def test_a_tenant_has_so_many_jobs_and_lines_that_have_not_ended(jobs: Jobs) -> None:
     await jobs.create(job(1, lines=4))
     await jobs.create(job(2))
+    await jobs.create(job(2))
     assert await jobs.reserve(job(2), 6)
     assert await jobs.reserve(job(2), 6), "doing it again changes nothing"
     assert not await jobs.reserve(job(2), 7)

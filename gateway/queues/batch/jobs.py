@@ -25,7 +25,8 @@ class Jobs(Protocol):
     """Everything raises OverloadedError while Redis is away; what was asked for may have been done all the same."""
 
     async def create(self, job: Job) -> None:
-        """It is open. Raises QuotaError when its tenant has as many jobs, or lines of jobs, as it may."""
+        """It is open. Raises QuotaError when its tenant has as many jobs, or lines of jobs, as it may. One that is
+        there stays as it is."""
         ...
 
     async def find(self, job_id: str) -> Job | None: ...
@@ -82,6 +83,8 @@ class MemoryJobs:
 
     async def create(self, job: Job) -> None:
         """See Jobs."""
+        if job.id in self._records:
+            return
         settings = self._settings
         held = [one for one in self._records.values() if one.job.tenant == job.tenant and one.forget_ms is None]
         if len(held) >= settings.max_jobs:

@@ -60,8 +60,9 @@ class Steps:
         settings: BatchSettings,
         now: Callable[[], float],
         owner: str,
+        clock: Callable[[], float],
     ) -> None:
-        """`now` is seconds since 1970."""
+        """`now` is seconds since 1970; `clock` is for how long something took."""
         self._jobs = jobs
         self._lines = lines
         self._folder = folder
@@ -70,6 +71,7 @@ class Steps:
         self._settings = settings
         self._now = now
         self._owner = owner
+        self._clock = clock
         self._do: Mapping[Step, Callable[[Job, Progress], Awaitable[None]]] = {
             "validate": self._validate,
             "plan": self._plan,
@@ -131,9 +133,13 @@ class Steps:
         rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count)
         plans = []
         for row in rows:
+            began_s = self._clock()
             if (plan := await self._runner.plan(job, row)) is None:
                 break
             plans.append(plan)
+            await asyncio.sleep(
+                self._clock() - began_s
+            )  # half of the loop's time is for requests that somebody waits for
         if plans:
             await self._lines.stage(job.id, progress.planned, plans)
         if len(plans) < count:

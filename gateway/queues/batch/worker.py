@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, TypeVar
@@ -24,7 +25,7 @@ from gateway.queues.batch.base import NO_USAGE, Job, LineResult, Runner
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.job import why_dropped
 from gateway.queues.batch.jobs import Jobs
-from gateway.queues.batch.lines import Back, Claim, Lines, Result
+from gateway.queues.batch.lines import Back, Claim, Kind, Lines, Result
 from gateway.queues.batch.paths import Ref
 from gateway.queues.batch.steps import AWAY_S, HELD_UP_S, HeldUpError, Steps
 from gateway.queues.batch.store import Files, forget
@@ -72,7 +73,7 @@ class Worker:
         self._now = now
         self._changed = changed
         self._clock = clock
-        self._steps = Steps(jobs, lines, folder, files, runner, settings, now, self.owner)
+        self._steps = Steps(jobs, lines, folder, files, runner, settings, now, self.owner, clock)
         self._stepping: dict[str, asyncio.Task[None]] = {}
         self._running: dict[Ref, tuple[Claim, asyncio.Task[None]]] = {}
         self._room = asyncio.Event()  # lines may be claimed
@@ -82,6 +83,8 @@ class Worker:
         self._took_over_s = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
         self._down = False
+        self._counted: Counter[str] = Counter()
+        self._open_jobs = 0
 
     def start(self) -> None:
         loops = (("steps", self._look_for_steps), ("lines", self._look_for_lines), ("leases", self._renew))
@@ -109,6 +112,15 @@ class Worker:
         """Lines that run."""
         return len(self._running)
 
+    def figures(self) -> dict[str, int]:
+        """What became of lines here since the start: results by kind, those that were put back, and those that another
+        gateway had lost; how many run, and the jobs that have not ended, as they were seen last."""
+        kinds: tuple[Kind, ...] = ("succeeded", "failed", "cancelled", "expired")
+        outcomes = (*kinds, "put_back", "taken_over")
+        return {"in_flight": self.in_flight, "open_jobs": self._open_jobs} | {
+            name: self._counted[name] for name in outcomes
+        }
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     async def _look_for_steps(self) -> None:
@@ -118,7 +130,9 @@ class Worker:
             await _event(self._changed, self._settings.poll_s)
 
     async def _begin_steps(self) -> None:
-        for job in await self._jobs.open():
+        jobs = await self._jobs.open()
+        self._open_jobs = len(jobs)
+        for job in jobs:
             if len(self._stepping) >= STEPS_AT_ONCE:
                 break
             if job.id in self._stepping or self._is_paused(job.id) or not await self._steps.due(job):
@@ -176,7 +190,9 @@ class Worker:
         if self._clock() >= self._took_over_s + self._settings.poll_s:
             self._took_over_s = self._clock()
             now_ms = round(self._now() * 1e3)
-            self._begin(await self._lines.take_over(self.owner, self._room_for(), now_ms, self._until_ms()))
+            claims = await self._lines.take_over(self.owner, self._room_for(), now_ms, self._until_ms())
+            self._counted["taken_over"] += len(claims)
+            self._begin(claims)
         models = [model for model in await self._lines.models() if not self._is_paused(f":{model}")]
         for number, model in enumerate(models):
             share = -(-self._room_for() // (len(models) - number))  # what one does not use, the others have
@@ -213,7 +229,9 @@ class Worker:
         self._room.set()
 
     async def _back(self, claim: Claim, most_attempts: int) -> Back:
-        return await self._surely(lambda: self._lines.put_back(self.owner, claim, most_attempts))
+        back = await self._surely(lambda: self._lines.put_back(self.owner, claim, most_attempts))
+        self._counted["put_back"] += back == "waits"
+        return back
 
     async def _run(self, job: Job, claim: Claim) -> None:
         (row,) = await asyncio.to_thread(self._folder.read_lines, job, claim.ref.line, 1)
@@ -241,6 +259,7 @@ class Worker:
 
     async def _done(self, job: Job, claim: Claim, result: Result, usage: Usage) -> None:
         done = await self._surely(lambda: self._lines.complete(claim, result, usage))
+        self._counted[result.kind] += done is not None
         if done is not None and done >= job.counts.total:
             self._resume(job.id)
             self._changed.set()

@@ -4,6 +4,9 @@
 -- returns  "kept"; "jobs" or "lines" past a limit
 local prefix, job, tenant, lines = KEYS[1], ARGV[1], ARGV[3], tonumber(ARGV[5])
 local quota, all = prefix .. 'quota', prefix .. 'of:' .. ARGV[4] .. ':' .. tenant
+if redis.call('EXISTS', prefix .. 'job:' .. job) == 1 then -- a client that lost its connection asks again
+  return 'kept'
+end
 if tonumber(redis.call('HGET', quota, 'jobs:' .. tenant) or 0) >= tonumber(ARGV[6]) then
   return 'jobs'
 end

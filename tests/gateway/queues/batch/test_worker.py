@@ -141,6 +141,8 @@ async def test_a_model_without_engines_is_asked_for_again_and_with_single_lines(
     async with lane.gateway(runner) as worker:
         job = await lane.ended(job)
         assert worker._away == {}
+        figures = worker.figures()
+        assert (figures["succeeded"], figures["put_back"], figures["in_flight"]) == (71, 8, 0)
     assert job.counts == Counts(71, succeeded=71)
     assert runner.asked["unplanned"] == 3
     assert max(runner.tries.values()) == 3
@@ -230,11 +232,12 @@ async def test_lines_of_a_gateway_that_was_killed_run_elsewhere_when_its_leases_
         await until(lambda: len(dead.holding) == 4)
         life.ended = True
     runner.gate.set()
-    async with lane.gateway(runner):
+    async with lane.gateway(runner) as worker:
         await until(lambda: len(runner.ran) == 2)
         assert not (await lane.found(job)).has_ended
         lane.now_s += 60.0
         job = await lane.ended(job)
+        assert worker.figures()["taken_over"] == 4
     assert job.counts == Counts(6, succeeded=6)
     assert Counter(runner.ran) == Counter(map(str, range(6)))
 
