@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from aiohttp import web
@@ -53,6 +55,8 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.semantic.cache import SemanticCache
+from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
@@ -107,7 +111,8 @@ class Gateway:
         remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
         shared = _shared_answers(settings, self.redis)
         self.answers = KeptAnswers(remembered, shared)
-        self.response_cache = _response_cache(settings, remembered, shared)
+        self.semantic_cache = _semantic_cache(settings, self.redis, self.embedder)
+        self.response_cache = _response_cache(settings, remembered, shared, self.semantic_cache)
         self.street = Street(
             prompts=self.prompts,
             index=self.index,
@@ -217,12 +222,31 @@ def _shared_answers(settings: Settings, redis: Redis | None) -> RedisEntries | N
     return RedisEntries(redis, own, timeout_s=settings.redis.timeout_s, now=time.time)
 
 
-def _response_cache(settings: Settings, memory: MemoryEntries, shared: RedisEntries | None) -> ResponseCache:
+def _response_cache(
+    settings: Settings, memory: MemoryEntries, shared: RedisEntries | None, semantic: SemanticCache | None
+) -> ResponseCache:
     """Steps 1 and 7 of the street."""
     own, retry_s = settings.response_cache, settings.redis.retry_s
     exact = ExactCache(memory, shared, memory_s=own.memory_s, retry_s=retry_s, clock=time.monotonic)
     modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
-    return ResponseCache(own, modes, exact, None, time.time)
+    return ResponseCache(own, modes, exact, semantic, time.time)
+
+
+def _semantic_cache(settings: Settings, redis: Redis | None, embedder: Embedder) -> SemanticCache | None:
+    """None where nobody may use it, or the extra is missing."""
+    own = settings.semantic_cache
+    modes = {tenant.name: tenant.semantic_cache for tenant in settings.tenants if tenant.semantic_cache is not None}
+    if own.mode == "off" and all(mode == "off" for mode in modes.values()):
+        return None
+    if not embedder.models() or find_spec("usearch") is None:
+        log.warning("the semantic cache needs the extra `semantic`, which is missing: only exact answers are found")
+        return None
+    shared = None
+    if redis is not None and own.max_redis_bytes:
+        shared = RedisQuestions(redis, own, timeout_s=settings.redis.timeout_s)
+    return SemanticCache(
+        own, modes, embedder, shared, random=random.random, now=time.time, retry_s=settings.redis.retry_s
+    )
 
 
 def _contents(settings: Settings, redis: Redis | None) -> MemoryContents | SharedContents:
@@ -280,6 +304,8 @@ async def serve(
         gateway = Gateway(settings, redis, redis_url, upstream_keys(settings, environ))
         stack.callback(gateway.prompts.close)
         stack.callback(gateway.embedder.close)
+        if gateway.semantic_cache is not None:
+            stack.push_async_callback(gateway.semantic_cache.close)
         stack.push_async_callback(gateway.index.close)
         stack.push_async_callback(gateway.figures.close)
         stack.push_async_callback(gateway.ledger.close)

@@ -49,7 +49,7 @@ class SemanticCacheSettings(Section):
         4000, description="Characters of a question; a longer one is not looked up."
     )
     ttl_s: Annotated[float, Field(gt=0)] = Field(
-        86400.0, description="Seconds from its answer after which a question is forgotten; being used adds nothing."
+        3600.0, description="Seconds from its answer after which a question is forgotten; being used adds nothing."
     )
     max_entries: Annotated[int, Field(ge=0)] = Field(
         100_000, description="Questions of one tenant to one model that are kept at most."
@@ -59,6 +59,9 @@ class SemanticCacheSettings(Section):
     )
     max_bytes: Annotated[int, Field(ge=0)] = Field(
         1 << 30, description="Bytes of memory for the questions of one tenant to one model, about."
+    )
+    max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
+        32 << 20, description="Bytes of questions in Redis of one tenant and model; 0 keeps none there."
     )
     lookup_timeout_s: Annotated[float, Field(gt=0)] = Field(
         0.25, description="Seconds that a look-up may take; then the request is answered afresh."

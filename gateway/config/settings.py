@@ -11,6 +11,7 @@ from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSetti
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
 from gateway.config.responses import ResponseCacheSettings
+from gateway.config.semantic import SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
@@ -61,6 +62,7 @@ class Settings(BaseModel):
     ledger: LedgerSettings = LedgerSettings()
     prices: tuple[PriceSettings, ...] = ()
     response_cache: ResponseCacheSettings = ResponseCacheSettings()
+    semantic_cache: SemanticCacheSettings = SemanticCacheSettings()
 
     @model_validator(mode="after")
     def _keys_belong_to_one(self) -> Settings:

@@ -42,6 +42,9 @@ class TenantSettings(Section):
     response_cache: Literal["on", "ask", "off"] | None = Field(
         None, description="Which of its requests the response cache is for; as `response_cache.mode` when not set."
     )
+    semantic_cache: Literal["on", "ask", "off"] | None = Field(
+        None, description="Which of its requests the semantic cache is for; as `semantic_cache.mode` when not set."
+    )
 
 
 EVERYBODY = "*"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.protocol import Hello
 from gateway.types import Event, Request
@@ -61,4 +61,8 @@ class Semantic(Protocol):
 
     def remember(self, asked: Asked, answer: Sequence[Event]) -> None:
         """It was generated, and is kept under the key."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """For operators."""
         ...

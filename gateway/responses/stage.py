@@ -72,6 +72,7 @@ class ResponseCache:
             "waiting": self._flights.readers,
             "outcomes": dict(self.figures.outcomes),
             "bypassed": dict(self.figures.bypassed),
+            "semantic": self._semantic.stats() if self._semantic is not None else {},
             "events": {
                 **asdict(exact),
                 "evicted": memory.evicted,

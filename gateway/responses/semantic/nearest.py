@@ -29,7 +29,7 @@ class Nearest:
     """Vectors of length 1 under numbers that the caller gives."""
 
     def __init__(self, dimensions: int, *, exact_up_to: int = EXACT_UP_TO) -> None:
-        self._dimensions = dimensions
+        self.dimensions = dimensions
         self._exact_up_to = exact_up_to
         self._slabs: list[Floats] = []  # each (SLAB_ROWS, dimensions)
         self._names: list[int] = []  # number of each row
@@ -50,7 +50,7 @@ class Nearest:
         assert number not in self._places
         row = len(self._names)
         if row == len(self._slabs) * SLAB_ROWS:
-            self._slabs.append(np.zeros((SLAB_ROWS, self._dimensions), dtype=np.float32))
+            self._slabs.append(np.zeros((SLAB_ROWS, self.dimensions), dtype=np.float32))
         self._row(row)[:] = vector
         self._names.append(number)
         self._places[number] = row
@@ -58,7 +58,7 @@ class Nearest:
             self._index.add(number, vector, threads=1)
             self._move()
         elif len(self._names) > self._exact_up_to:
-            self._index = _index(self._dimensions)
+            self._index = _index(self.dimensions)
             self._unindexed = list(self._names)
             self._move()
 

@@ -127,10 +127,13 @@ class Space:
             self._scopes[entry.scope].held.move_to_end(entry.key)
 
     def remember(self, entry: Entry) -> bool:
-        """In place of what has its key. False for what is over its time, or more than one scope may have."""
+        """In place of what has its key. False for what is over its time, too large, or of another encoder."""
         self.remove(entry.key)
         settings = self._settings
         scope = self._scopes.get(entry.scope)
+        vector = np.frombuffer(entry.vector, dtype="<f4")
+        if scope is not None and scope.nearest.dimensions != len(vector):
+            return False
         if entry.expires_s <= self._now() or entry.num_bytes > settings.max_bytes or not settings.max_entries:
             return False
         if scope is not None and len(scope.held) >= settings.max_scope_entries:
@@ -139,7 +142,6 @@ class Space:
             self._evict(next(iter(self._held.values())))
         held = _Held(self._next, entry, features(entry.text))
         self._next += 1
-        vector = np.frombuffer(entry.vector, dtype="<f4")
         scope = self._scopes.get(entry.scope) or self._scopes.setdefault(entry.scope, _Scope(Nearest(len(vector))))
         scope.nearest.add(held.number, vector)
         self._held[entry.key] = self._numbers[held.number] = scope.held[entry.key] = held

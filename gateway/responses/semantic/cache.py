@@ -1,0 +1,328 @@
+"""The semantic cache as the response cache sees it (Semantic in responses/base.py): requests in, keys of answers out.
+
+Embeds the question off the event loop, asks the space of its owner and model, and keeps gateways together over Redis.
+What takes longer is done off the path of requests, each kind of it bounded: comparing answers, audits, Redis. No method
+raises: without the extra, without Redis, with an embedder that fails, the exact cache is what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from gateway.config import SemanticCacheSettings
+from gateway.errors import KvasirError
+from gateway.responses.base import Asked, Match
+from gateway.responses.key import find_situation
+from gateway.responses.semantic.background import Background
+from gateway.responses.semantic.entry import KEPT_ANSWER_CHARS, Entry, digest_of
+from gateway.responses.semantic.redis_questions import RedisQuestions
+from gateway.responses.semantic.scope import find_unfit
+from gateway.responses.semantic.sync import Sync
+from gateway.types import ChatPrompt, EmbeddingInput, Event, Finished, Request, TextDelta
+
+if TYPE_CHECKING:
+    from gateway.responses.semantic.space import Sight, Space
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["on", "ask", "off"]
+
+MAX_SIGHTS: Final = 1024
+"""Requests that were looked up and have no answer yet, of which it is known what was found for them."""
+
+
+class TextVectors(Protocol):
+    """See responses/embedding/text_model.py."""
+
+    @property
+    def dimensions(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+
+class Embeds(Protocol):
+    """See responses/embedding/embedder.py."""
+
+    async def model(self) -> TextVectors: ...
+
+    async def tokens(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float, *, tenant: str) -> list[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What was found for a request, until it has its answer."""
+
+    asked: Asked
+    space: Space
+    sight: Sight
+
+
+class SemanticCache:
+    """See Semantic."""
+
+    def __init__(
+        self,
+        settings: SemanticCacheSettings,
+        modes: Mapping[str, Mode],
+        embedder: Embeds,
+        redis: RedisQuestions | None,
+        *,
+        random: Callable[[], float],
+        now: Callable[[], float],
+        retry_s: float,
+    ) -> None:
+        """modes   of tenants that have one of their own
+        random  a number from 0 to 1, evenly distributed
+        now     the clock of entries, in seconds since 1970
+        """
+        self._settings = settings
+        self._modes = modes
+        self._embedder = embedder
+        self._random = random
+        self._now = now
+        self._background = Background()
+        self._sync = Sync(redis, self._background, sync_s=settings.sync_s, retry_s=retry_s, clock=time.monotonic)
+        self._spaces: dict[tuple[str, str], Space] = {}
+        self._looked: OrderedDict[int, _Looked] = OrderedDict()  # by id() of what was asked, which each holds on to
+        self._judging = self._auditing = 0
+        self._embedder_failed = False
+        self.outcomes: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
+
+    async def close(self) -> None:
+        """Ends what runs off the path of requests."""
+        await self._background.close()
+
+    async def find(self, asked: Asked) -> Match | None:
+        """See Semantic."""
+        outcome, match = await self._find(asked)
+        self.outcomes[outcome] += 1
+        return match
+
+    async def _find(self, asked: Asked) -> tuple[str, Match | None]:
+        """And what to count it as: hit, miss, or why it was not looked up."""
+        situation = find_situation(asked.request, asked.model)
+        unfit = self._unfit(asked.request) or ("chat" if situation is None else None)
+        if situation is None or unfit is not None:
+            return unfit or "chat", None
+        text = situation.text.strip()
+        unfit = find_unfit(text, max_chars=self._settings.max_text_chars)
+        if unfit is not None:
+            return unfit, None
+        vector = await self._vector(text, asked.request.tenant.name)
+        if vector is None:
+            return "not-embedded", None
+        space = self._space(asked)
+        sight = space.look(space.question(situation.digest, text, vector), least=asked.request.reuse.similarity or 0.0)
+        self._note(_Looked(asked, space, sight))
+        hit = sight.hit
+        if hit is None:
+            return "veto" if sight.vetoes and not sight.neighbours else "miss", None
+        if sight.verdict.audit and self._auditing >= self._settings.max_audits:
+            return "unaudited", None  # a fresh answer teaches the same
+        return "hit", Match(hit.entry.key, hit.similarity)
+
+    def hit(
+        self, asked: Asked, match: Match, answer: Sequence[Event], anew: Callable[[], AsyncGenerator[Event, None]]
+    ) -> None:
+        """See Semantic."""
+        looked = self._pop(asked)
+        if looked is None:
+            return
+        looked.space.given(looked.sight)
+        if looked.sight.verdict.audit:
+            self._auditing += 1
+            self._background.start(self._audit(looked, match, text_of(answer) or "", anew), "audit a semantic hit")
+
+    def gone(self, asked: Asked, match: Match) -> None:
+        """See Semantic."""
+        self.events["gone"] += 1
+        looked = self._looked.get(id(asked))
+        if looked is not None:
+            looked.space.remove(match.key)
+
+    def remember(self, asked: Asked, answer: Sequence[Event]) -> None:
+        """See Semantic."""
+        looked, text = self._pop(asked), text_of(answer)
+        if looked is None or not text:
+            return
+        question, now = looked.sight.question, self._now()
+        ttl_s = min(asked.request.reuse.ttl_s or self._settings.ttl_s, self._settings.ttl_s)
+        vector = question.vector.tobytes()
+        kept = text[:KEPT_ANSWER_CHARS]
+        entry = Entry(
+            asked.key, question.scope, asked.key, question.text, vector, kept, digest_of(text), now, now + ttl_s
+        )
+        if not looked.space.remember(entry):
+            return
+        self.events["kept"] += 1
+        if not looked.sight.neighbours or not self._settings.judged:
+            self._sync.put(_name(asked), entry)
+        elif self._judging >= self._settings.max_judging:
+            self.events["not_judged"] += 1
+            self._sync.put(_name(asked), entry)
+        else:
+            self._judging += 1
+            self._background.start(self._judge(looked, text), "judge an answer")
+
+    def stats(self) -> dict[str, Any]:
+        """For operators: requests by outcome and other events since the start; what is kept and learned, by owner and
+        model."""
+        return {
+            "outcomes": dict(self.outcomes),
+            "events": dict(self.events) | {"redis_failures": self._sync.failures, "unread": self._sync.unread},
+            "spaces": [
+                {
+                    "owner": owner,
+                    "model": model,
+                    "entries": len(space),
+                    "bytes": space.bytes,
+                    "evicted": space.evicted,
+                    "quarantined": space.quarantined,
+                    "bound": self._settings.bound,
+                    **asdict(space.budget.figures()),
+                }
+                for (owner, model), space in self._spaces.items()
+            ],
+        }
+
+    def _unfit(self, request: Request) -> str | None:
+        """Why a request is not looked up, as one word; whatever can be told without its text."""
+        settings, reuse = self._settings, request.reuse
+        mode = self._modes.get(request.tenant.name, settings.mode)
+        if mode == "off" or reuse.semantic is False:
+            return "off"
+        if mode == "ask" and not reuse.semantic:
+            return "not-asked"
+        prompt = request.prompt
+        if request.tool_use is not None or (isinstance(prompt, ChatPrompt) and prompt.tools):
+            return "tools"
+        if request.constraint is not None or request.sampling.logprobs is not None or request.group is not None:
+            return "form"
+        return "sampling" if request.sampling.temperature > settings.max_temperature else None
+
+    async def _vector(self, text: str, tenant: str) -> bytes | None:
+        """Of a text that is no longer than one may be; within the time that a look-up has."""
+        settings = self._settings
+        deadline_s = time.monotonic() + settings.lookup_timeout_s
+        try:
+            async with asyncio.timeout(settings.lookup_timeout_s):
+                model = await self._embedder.model()
+                (tokens,) = await self._embedder.tokens([text])
+                if len(tokens) > min(settings.max_text_tokens, model.max_tokens):
+                    return None
+                found = await self._embedder.embed(
+                    [EmbeddingInput(tokens, model.dimensions)], deadline_s, tenant=tenant
+                )
+        except (KvasirError, TimeoutError) as error:
+            self.events["embedder_failures"] += 1
+            if not self._embedder_failed:
+                self._embedder_failed = True
+                log.warning("the semantic cache has no vectors, exact answers are found: %s", error or "too slow")
+            return None
+        self._embedder_failed = False
+        return found[0]
+
+    def _space(self, asked: Asked) -> Space:
+        from gateway.responses.semantic.space import Space
+
+        key = asked.owner, asked.request.model
+        space = self._spaces.get(key)
+        if space is None:
+            space = self._spaces[key] = Space(self._settings, random=self._random, now=self._now)
+        self._sync.catch_up(_name(asked), space)
+        return space
+
+    def _note(self, looked: _Looked) -> None:
+        self._looked[id(looked.asked)] = looked
+        if len(self._looked) > MAX_SIGHTS:
+            self._looked.popitem(last=False)
+
+    def _pop(self, asked: Asked) -> _Looked | None:
+        return self._looked.pop(id(asked), None)
+
+    async def _judge(self, looked: _Looked, answer: str) -> None:
+        """Labels a miss: whether its nearest neighbour would have given the same answer."""
+        try:
+            sight, tenant = looked.sight, looked.asked.request.tenant.name
+            first, *others = sight.neighbours
+            agrees = [await self._same(answer, first.entry, tenant)]
+            agrees += [digest_of(answer) == other.entry.digest for other in others]
+            looked.space.judge_miss(sight, looked.asked.key, agrees)
+            entry = looked.space.find(looked.asked.key)
+            if entry is not None:
+                self._sync.put(_name(looked.asked), entry)
+        except (KvasirError, TimeoutError):
+            self.events["not_judged"] += 1
+        finally:
+            self._judging -= 1
+
+    async def _audit(
+        self, looked: _Looked, match: Match, given: str, anew: Callable[[], AsyncGenerator[Event, None]]
+    ) -> None:
+        """Compares what was given with a fresh answer. A wrong one is not given again, here or elsewhere."""
+        try:
+            fresh = text_of(await _collected(anew()))
+            if fresh is None:
+                self.events["audits_lost"] += 1
+                return
+            entry = looked.sight.neighbours[0].entry
+            same = digest_of(fresh) == digest_of(given) or await self._same(
+                fresh, entry, looked.asked.request.tenant.name
+            )
+            looked.space.judge_hit(looked.sight, same)
+            self.events["audited"] += 1
+            if not same:
+                self._sync.drop(_name(looked.asked), match.key)
+        except (KvasirError, TimeoutError):
+            self.events["audits_lost"] += 1
+        finally:
+            self._auditing -= 1
+
+    async def _same(self, answer: str, entry: Entry, tenant: str) -> bool:
+        """Raises what the embedder raises."""
+        from gateway.responses.semantic import judge
+
+        if digest_of(answer) == entry.digest:
+            return True
+        answer = answer[:KEPT_ANSWER_CHARS]
+        if judge.same_words(answer, entry.answer):
+            return True
+        if not judge.may_agree(answer, entry.answer):
+            return False
+        model = await self._embedder.model()
+        tokens = await self._embedder.tokens([answer, entry.answer])
+        inputs = [EmbeddingInput(one[: model.max_tokens], model.dimensions) for one in tokens]
+        deadline_s = time.monotonic() + JUDGE_TIMEOUT_S
+        one, other = await self._embedder.embed(inputs, deadline_s, tenant=tenant)
+        return judge.near(one, other)
+
+
+JUDGE_TIMEOUT_S: Final = 30.0
+"""Seconds that two answers wait to be embedded; nobody waits for them."""
+
+
+def text_of(answer: Sequence[Event]) -> str | None:
+    """None for an answer that is not complete, or calls tools."""
+    if not answer or not isinstance(answer[-1], Finished) or answer[-1].reason != "stop":
+        return None
+    return "".join(event.text for event in answer if isinstance(event, TextDelta)).strip()
+
+
+async def _collected(events: AsyncGenerator[Event, None]) -> list[Event]:
+    async with aclosing(events) as given:
+        return [event async for event in given]
+
+
+def _name(asked: Asked) -> str:
+    return f"{asked.owner}/{asked.request.model}"

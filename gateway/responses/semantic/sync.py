@@ -1,0 +1,155 @@
+"""Keeps the spaces of several gateways together over Redis, off the path of requests. A Redis that is down is left
+alone for a while: each gateway then knows its own questions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from gateway.responses.semantic.background import Background
+from gateway.responses.semantic.entry import Entry
+from gateway.responses.semantic.redis_questions import READ_AT_A_TIME, QuestionsDownError, RedisQuestions
+
+if TYPE_CHECKING:
+    from gateway.responses.semantic.space import Space
+
+log = logging.getLogger(__name__)
+
+SAVE_S: Final = 30.0
+"""Seconds from one time that what was learned is saved to the next."""
+
+MAX_WRITES: Final = 256
+"""Writes that wait for Redis; beyond, others do not hear of a question."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one space.
+
+    since    number of the last change that was read
+    next_s   when to look again, next_save_s when to save again
+    saved    requests that the budget had counted when it was saved
+    """
+
+    since: int = 0
+    next_s: float = 0.0
+    next_save_s: float = 0.0
+    saved: int = 0
+    loaded: bool = False
+    reading: bool = False
+
+
+class Sync:
+    """No method waits or raises."""
+
+    def __init__(
+        self,
+        redis: RedisQuestions | None,
+        background: Background,
+        *,
+        sync_s: float,
+        retry_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`background` is the caller's, who closes it."""
+        self._redis = redis
+        self._background = background
+        self._sync_s = sync_s
+        self._retry_s = retry_s
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+        self._asked_again_s = 0.0
+        self._down = False
+        self._writing = 0
+        self.failures = self.unread = 0
+
+    def catch_up(self, name: str, space: Space) -> None:
+        """Soon the space knows what others put, if it was a while ago that this was asked."""
+        now, known = self._clock(), self._known.setdefault(name, _Known())
+        if self._redis is None or known.reading or now < max(known.next_s, self._asked_again_s):
+            return
+        known.reading = True
+        self._background.start(self._read(self._redis, name, known, space), "read questions")
+
+    def put(self, name: str, entry: Entry) -> None:
+        """Others will know this one."""
+        self._write(name, entry.key, entry.to_bytes())
+
+    def drop(self, name: str, key: bytes) -> None:
+        """Others will give it no more."""
+        self._write(name, key, b"")
+
+    def _write(self, name: str, key: bytes, body: bytes) -> None:
+        redis = self._redis
+        if redis is None or self._clock() < self._asked_again_s or (body and self._writing >= MAX_WRITES):
+            return
+        self._writing += 1
+        self._background.start(self._written(redis.put(name, key, body)), "write a question")
+
+    async def _written(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except QuestionsDownError as error:
+            self._failed(error)
+        finally:
+            self._writing -= 1
+
+    async def _read(self, redis: RedisQuestions, name: str, known: _Known, space: Space) -> None:
+        try:
+            if not known.loaded:
+                self._restore(space, await redis.load_budget(name))
+                known.loaded = True
+            while True:
+                known.since, changes = await redis.changes(name, known.since)
+                for key, body in changes:
+                    self._apply(space, key, body)
+                if len(changes) < READ_AT_A_TIME:
+                    break
+            await self._save(redis, name, known, space)
+            if self._down:
+                self._down = False
+                log.info("Redis answers again, questions are shared")
+        except QuestionsDownError as error:
+            self._failed(error)
+        finally:
+            known.reading = False
+            known.next_s = self._clock() + self._sync_s
+
+    async def _save(self, redis: RedisQuestions, name: str, known: _Known, space: Space) -> None:
+        requests = space.budget.figures().requests
+        if self._clock() < known.next_save_s or requests == known.saved:
+            return
+        known.next_save_s, known.saved = self._clock() + SAVE_S, requests
+        await redis.save_budget(name, orjson.dumps(space.budget.to_state()))
+
+    def _apply(self, space: Space, key: bytes, body: bytes) -> None:
+        if not body:
+            space.remove(key)
+            return
+        try:
+            entry = Entry.from_bytes(body)
+        except ValueError:
+            self.unread += 1
+            return
+        if space.find(key) != entry and not space.remember(entry):
+            self.unread += 1
+
+    def _restore(self, space: Space, state: bytes | None) -> None:
+        if state is None or space.budget.figures().labels:
+            return
+        try:
+            space.budget.restore(orjson.loads(state))
+        except ValueError:
+            self.unread += 1
+
+    def _failed(self, error: QuestionsDownError) -> None:
+        self.failures += 1
+        self._asked_again_s = self._clock() + self._retry_s
+        if not self._down:
+            self._down = True
+            log.warning("Redis does not answer, questions of the semantic cache are this gateway's own: %s", error)

@@ -1,0 +1,189 @@
+"""Questions in a real Redis: gateways know each other's, one that starts again knows its own, and none needs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.config import ResponseCacheSettings, SemanticCacheSettings
+from gateway.index.redis_index import connect
+from gateway.responses.exact import ExactCache
+from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.semantic.entry import Entry, digest_of
+from gateway.responses.semantic.redis_questions import QuestionsDownError, RedisQuestions
+from gateway.types import Reuse
+from tests.fakes.meanings import Kitchen, Meanings
+from tests.fakes.redis_process import RedisProcess
+from tests.fakes.waiting import until
+
+LIMIT_S = 5.0
+SETTINGS = SemanticCacheSettings(mode="on", sync_s=0.001, max_entries=3)
+FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
+
+
+@pytest.fixture
+async def gateway(redis: Redis) -> AsyncIterator[Callable[..., Kitchen]]:
+    """Makes gateways on one Redis."""
+    made: list[Kitchen] = []
+
+    def make(chance: float = 1.0) -> Kitchen:
+        made.append(on(redis, chance))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.semantic.close()
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url, LIMIT_S)
+    yield client
+    await client.aclose()
+
+
+def questions(redis: Redis, **changes: object) -> RedisQuestions:
+    return RedisQuestions(redis, SETTINGS.model_copy(update=changes), timeout_s=LIMIT_S)
+
+
+def on(redis: Redis, chance: float = 1.0) -> Kitchen:
+    own = ResponseCacheSettings()
+    memory = MemoryEntries(own.max_memory_bytes, lambda: 1000.0)
+    entries = RedisEntries(redis, own, timeout_s=LIMIT_S, now=lambda: 1000.0)
+    exact = ExactCache(memory, entries, memory_s=60.0, retry_s=1.0, clock=lambda: 1000.0)
+    settings = SETTINGS.model_copy(update={"max_entries": 100})
+    answers = {FIRST: "Yes.", SECOND: "No."}
+    return Kitchen(settings, Meanings({"reset": 0.0}), questions(redis), exact, answers, chance=chance)
+
+
+async def known(one: Kitchen) -> int:
+    """How many questions it knows. Asking makes it look at Redis, and leaves nothing."""
+    await one.ask("Anything?", reuse=Reuse(write=False))
+    spaces = one.semantic.stats()["spaces"]
+    return sum(space["entries"] for space in spaces)
+
+
+async def test_changes_are_read_once_in_their_order(redis: Redis) -> None:
+    store = questions(redis)
+    assert await store.changes("n", 0) == (0, [])
+    await store.put("n", b"a" * 32, b"1")
+    await store.put("n", b"b" * 32, b"2")
+    number, changes = await store.changes("n", 0)
+    assert changes == [(b"a" * 32, b"1"), (b"b" * 32, b"2")]
+    assert await store.changes("n", number) == (number, [])
+    await store.put("n", b"a" * 32, b"")
+    assert (await store.changes("n", number))[1] == [(b"a" * 32, b"")]
+    assert (await store.changes("other", 0))[1] == []
+
+
+async def test_what_changed_first_goes_when_there_is_no_room(redis: Redis) -> None:
+    store = questions(redis, max_redis_bytes=10)
+    for number in range(5):
+        await store.put("n", bytes([number]) * 32, b"1234")
+    assert [key[0] for key, _ in (await store.changes("n", 0))[1]] == [3, 4]
+    await store.put("n", b"x" * 32, b"12345678901")
+    assert len((await store.changes("n", 0))[1]) == 2
+    many = questions(redis)
+    for number in range(5):
+        await many.put("m", bytes([number]) * 32, b"1")
+    assert [key[0] for key, _ in (await many.changes("m", 0))[1]] == [2, 3, 4]
+
+
+async def test_a_redis_that_lost_everything_is_read_from_its_beginning(redis: Redis) -> None:
+    store = questions(redis)
+    for number in range(3):
+        await store.put("n", bytes([number]) * 32, b"1")
+    since, _ = await store.changes("n", 0)
+    await redis.flushdb()
+    await store.put("n", b"z" * 32, b"9")
+    assert (await store.changes("n", since))[1] == [(b"z" * 32, b"9")]
+
+
+async def test_two_gateways_answer_with_what_the_other_was_asked(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
+    here, there = gateway(), gateway()
+    assert await here.ask(FIRST) == ("Yes.", "miss")
+
+    async def knows() -> bool:
+        return await known(there) == 1
+
+    await until(knows)
+    assert await there.ask(SECOND) == ("Yes.", "semantic")
+
+
+async def test_what_one_gateway_found_wrong_no_other_gives_again(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
+    here, there = gateway(chance=0.0), gateway()
+    await here.ask(FIRST)
+
+    async def knows() -> bool:
+        return await known(there) == 1
+
+    await until(knows)
+    assert await here.ask(SECOND) == ("Yes.", "semantic")
+
+    async def forgot() -> bool:
+        return await known(there) == 0
+
+    await until(forgot)
+    assert await there.ask(SECOND) == ("No.", "miss")
+
+
+async def test_a_gateway_that_starts_again_has_learned_already(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
+    here = gateway(chance=0.0)
+    await here.ask(FIRST)
+    await here.ask(SECOND)
+    await until(lambda: here.semantic.events["audited"] == 1)
+
+    async def saved() -> bool:
+        await known(here)
+        return await redis.exists("kvasir:{questions:tenant:a/demo}.budget") == 1
+
+    here.semantic._sync._known.clear()  # as if the time to save had come
+    await until(saved)
+    again = gateway()
+
+    async def learned() -> bool:
+        await known(again)
+        (space,) = again.semantic.stats()["spaces"]
+        return int(space["audits"]) == 1
+
+    await until(learned)
+
+
+async def test_what_is_no_question_is_passed_over(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
+    one, store = gateway(), questions(redis, max_entries=100)
+    name = "tenant:a/demo"
+    await store.put(name, b"a" * 32, b"garbage")
+    other = Entry(b"b" * 32, b"s" * 32, b"b" * 32, "t", b"\x00" * 4, "x", digest_of("x"), 1000.0, 2000.0)
+    await store.put(name, b"c" * 32, other.to_bytes())
+    await redis.set("kvasir:{questions:tenant:a/demo}.budget", b"{")
+    await one.ask(FIRST)
+
+    async def passed() -> bool:
+        await known(one)
+        return int(one.semantic.stats()["events"]["unread"]) >= 2
+
+    await until(passed)
+    assert await one.ask(SECOND) == ("Yes.", "semantic")
+
+
+async def test_a_redis_that_is_down_leaves_each_gateway_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisProcess(tmp_path) as process:
+        client = connect(process.url, LIMIT_S)
+        one = on(client)
+        process.kill()
+        with pytest.raises(QuestionsDownError):
+            await questions(client).changes("n", 0)
+        with caplog.at_level(logging.WARNING):
+            await one.ask(FIRST)
+            assert await one.ask(SECOND) == ("Yes.", "semantic")
+            await until(lambda: one.semantic.stats()["events"]["redis_failures"] > 0)
+        assert sum("questions" in record.getMessage() for record in caplog.records) == 1
+        await one.semantic.close()
+        await client.aclose()

@@ -1,0 +1,230 @@
+"""The semantic cache behind the exact one: what is answered, what is compared, and what happens when parts fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from engine.protocol import Grammar, Sampling
+from gateway.config import SemanticCacheSettings
+from gateway.responses.semantic.budget import Budget
+from gateway.responses.semantic.cache import text_of
+from gateway.types import (
+    ChatPrompt,
+    Constraint,
+    Finished,
+    Request,
+    Reuse,
+    Started,
+    TextDelta,
+    Tool,
+    ToolUse,
+    Usage,
+)
+from tests.fakes.meanings import BROKEN, Kitchen, Meanings
+from tests.fakes.waiting import until
+
+FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
+ANGLES = {"reset": 0.0, "boil": 80.0}
+
+
+def kitchen(**changes: Any) -> Kitchen:
+    values: dict[str, Any] = {"meanings": Meanings(dict(ANGLES))}
+    return Kitchen(**{**values, **changes})
+
+
+def events(one: Kitchen) -> dict[str, int]:
+    return dict(one.semantic.events)
+
+
+def budget(one: Kitchen) -> Budget:
+    (space,) = one.semantic._spaces.values()
+    return space.budget
+
+
+async def test_a_question_in_other_words_gets_the_answer_that_was_given() -> None:
+    one = kitchen()
+    first = await one.ask(FIRST)
+    assert await one.ask(SECOND) == (first[0], "semantic")
+    assert len(one.runs) == 1
+    assert one.semantic.outcomes == {"miss": 1, "hit": 1}
+    (space,) = one.semantic.stats()["spaces"]
+    assert (space["owner"], space["model"], space["entries"], space["hits"]) == ("tenant:a", "demo", 1, 1)
+
+
+async def test_what_asks_for_something_else_is_answered_afresh() -> None:
+    one = kitchen()
+    await one.ask("How do I reset 2 passwords?")
+    for other in ("How do I reset 3 passwords?", "How do I not reset 2 passwords?", "How do I boil 2 eggs?"):
+        assert (await one.ask(other))[1] == "miss"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tenant": "b"},
+        {"model": "other"},
+        {"before": [{"role": "system", "content": "Be brief."}]},
+        {"before": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]},
+        {"sampling": Sampling(max_tokens=9, temperature=0.0)},
+        {"stop": ("END",)},
+        {"reuse": Reuse(partition="p")},
+    ],
+)
+async def test_only_requests_that_differ_in_nothing_else_are_compared(changes: dict[str, Any]) -> None:
+    one = kitchen()
+    await one.ask(FIRST)
+    assert (await one.ask(SECOND, **changes))[1] == "miss"
+
+
+def _with_tools() -> ChatPrompt:
+    return ChatPrompt([{"role": "user", "content": SECOND}], tools=(Tool("look"),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({"prompt": _with_tools()}, "tools"),
+        ({"tool_use": ToolUse((Tool("look"),)), "reuse": Reuse(asked=True)}, "tools"),
+        ({"sampling": Sampling(max_tokens=8, temperature=0.5, seed=1)}, "sampling"),
+        ({"sampling": Sampling(max_tokens=8, temperature=0.0, logprobs=2)}, "form"),
+        ({"constraint": Constraint(Grammar("json_schema", "{}"), "response_format")}, "form"),
+        ({"reuse": Reuse(semantic=False)}, "off"),
+        ({"prompt": ChatPrompt([{"role": "assistant", "content": SECOND}], continues=True)}, "chat"),
+    ],
+)
+async def test_requests_that_are_not_safe_to_answer_by_meaning_stay_exact(
+    changes: dict[str, Any], outcome: str
+) -> None:
+    one = kitchen()
+    await one.ask(SECOND, **changes)
+    assert one.semantic.outcomes == {outcome: 1}
+    assert one.semantic.stats()["spaces"] == []
+
+
+async def test_words_of_time_and_long_texts_stay_exact() -> None:
+    one = kitchen(settings=SemanticCacheSettings(mode="on", max_text_tokens=50))
+    await one.ask("How do I reset it today?")
+    await one.ask("How do I reset it, and why? " * 5)
+    assert one.semantic.outcomes == {"moment": 1, "not-embedded": 1}
+
+
+async def test_tenants_and_requests_opt_in() -> None:
+    one = kitchen(settings=SemanticCacheSettings(mode="off"), modes={"a": "on", "b": "ask"})
+    for tenant, reuse, outcome in (
+        ("a", Reuse(), "semantic"),
+        ("b", Reuse(), "miss"),
+        ("c", Reuse(semantic=True), "miss"),
+    ):
+        await one.ask(FIRST, tenant=tenant, reuse=reuse)
+        assert (await one.ask(SECOND, tenant=tenant, reuse=reuse))[1] == outcome
+    assert one.semantic.outcomes["not-asked"] == 2
+    await one.ask(FIRST, tenant="b", reuse=Reuse(semantic=True, partition="p"))
+    assert (await one.ask(SECOND, tenant="b", reuse=Reuse(semantic=True, partition="p")))[1] == "semantic"
+
+
+async def test_a_request_may_only_raise_the_similarity() -> None:
+    one = kitchen(meanings=Meanings({"password?": 0.0, "reset": 20.0}))
+    await one.ask(FIRST)
+    assert (await one.ask(SECOND, reuse=Reuse(similarity=0.95)))[1] == "miss"
+    strict = kitchen(settings=SemanticCacheSettings(mode="on", min_similarity=0.99), meanings=one.meanings)
+    await strict.ask(FIRST)
+    assert (await strict.ask(SECOND, reuse=Reuse(similarity=0.1)))[1] == "miss"
+
+
+async def test_every_miss_with_a_near_neighbour_teaches_something() -> None:
+    settings = SemanticCacheSettings(mode="on", min_similarity=1.0)
+    one = kitchen(settings=settings, meanings=Meanings({"password?": 0.0, "should": 18.0, "reset": 9.0}))
+    one.answers = {FIRST: "Click on it.", SECOND: "click on it"}
+    await one.ask(FIRST)
+    await one.ask(SECOND)
+    await until(lambda: budget(one).figures().labels == 1)
+    await one.ask("how should i reset my password")
+    await until(lambda: budget(one).figures().labels == 2)
+
+
+async def test_an_audit_does_not_hold_up_the_answer_and_runs_in_what_others_leave() -> None:
+    one = kitchen(chance=0.0)
+    one.answers = {FIRST: "Click on it.", SECOND: "click on it"}
+    await one.ask(FIRST)
+    assert await one.ask(SECOND) == ("Click on it.", "semantic")
+    await until(lambda: events(one).get("audited") == 1)
+    assert [request.lane for request in one.runs] == ["online", "batch"]
+    assert budget(one).figures().wrong_share == 0.0
+    assert (await one.ask(SECOND))[1] == "semantic"
+
+
+async def test_an_answer_that_an_audit_finds_wrong_is_not_given_again() -> None:
+    one = kitchen(chance=0.0)
+    one.answers = {FIRST: "Yes.", SECOND: "No."}
+    await one.ask(FIRST)
+    assert await one.ask(SECOND) == ("Yes.", "semantic")
+    await until(lambda: events(one).get("audited") == 1)
+    assert await one.ask(SECOND) == ("No.", "miss")
+    (space,) = one.semantic.stats()["spaces"]
+    assert (space["quarantined"], space["wrong_share"]) == (1, 1.0)
+
+
+async def test_what_cannot_be_audited_is_answered_afresh() -> None:
+    one = kitchen(chance=0.0, settings=SemanticCacheSettings(mode="on", max_audits=0))
+    await one.ask(FIRST)
+    assert (await one.ask(SECOND))[1] == "miss"
+    assert one.semantic.outcomes["unaudited"] == 1
+
+
+async def test_an_audit_that_fails_is_counted_and_blames_nobody() -> None:
+    one = kitchen(chance=0.0)
+    await one.ask(FIRST)
+
+    def fail(request: Request) -> None:
+        raise BROKEN
+
+    one.before = fail
+    assert (await one.ask(SECOND))[1] == "semantic"
+    await until(lambda: events(one).get("audits_lost") == 1)
+    assert budget(one).figures().audits == 0
+
+
+async def test_answers_whose_bytes_are_gone_are_asked_for_again() -> None:
+    one = kitchen()
+    await one.ask(FIRST)
+    one.now += 3599.0
+    assert one.exact is not None
+    entries = list(one.exact._memory)
+    await one.exact.remove(entries[0].owner, entries[0].id)
+    assert (await one.ask(SECOND))[1] == "miss"
+    assert events(one)["gone"] == 1
+    assert (await one.ask(FIRST))[1] == "semantic"
+
+
+async def test_an_embedder_that_fails_leaves_the_exact_cache(caplog: pytest.LogCaptureFixture) -> None:
+    one = kitchen()
+    one.meanings.error = BROKEN
+    with caplog.at_level(logging.WARNING):
+        first = await one.ask(FIRST)
+        assert (await one.ask(SECOND))[1] == "miss"
+    assert await one.ask(FIRST) == (first[0], "exact")
+    assert len(caplog.records) == 1
+    assert events(one)["embedder_failures"] == 2
+    one.meanings.error = None
+    await one.ask("how shall i reset my password")
+    assert (await one.ask("how might i reset my password"))[1] == "semantic"
+
+
+async def test_an_embedder_that_is_too_slow_is_not_waited_for() -> None:
+    one = kitchen(settings=SemanticCacheSettings(mode="on", lookup_timeout_s=0.01))
+    one.meanings.gate = asyncio.Event()
+    assert (await one.ask(FIRST))[1] == "miss"
+    assert events(one)["embedder_failures"] == 1
+
+
+async def test_answers_that_were_cut_or_call_tools_are_not_remembered() -> None:
+    start, text = Started("e", Usage(1, 0)), TextDelta(" Hi. ")
+    assert text_of([start, text, Finished("stop", Usage(1, 1))]) == "Hi."
+    assert text_of([start, text, Finished("length", Usage(1, 1))]) is None
+    assert text_of([start, text, Finished("tool_calls", Usage(1, 1))]) is None
+    assert text_of([start, text]) is None
+    assert text_of([]) is None

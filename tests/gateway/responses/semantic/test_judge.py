@@ -1,0 +1,54 @@
+"""When two answers are taken for the same; what cannot be told is taken for different."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from gateway.responses.semantic import judge
+
+LONG = "The process starts when the user opens the page and then reads what it says about the account. " * 4
+
+
+@pytest.mark.parametrize(("one", "other"), [("Paris.", "paris"), ("It is\n42.", "It is 42"), (LONG, LONG.upper())])
+def test_answers_that_differ_in_case_space_and_punctuation_are_the_same(one: str, other: str) -> None:
+    assert judge.same_words(one, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Yes.", "No."),
+        ("Yes.", "Yes, indeed."),
+        ("", ""),
+        ("You may take 5 mg of it every day.", "You may take 50 mg of it every day."),
+        ("You should take it with food.", "You should not take it with food."),
+        ("The capital of it is Paris in the north.", "The capital of it is Lyon in the north."),
+        (LONG + "It costs 5, 6 and 7 euros.", LONG + "It costs 8, 9 and 10 euros."),
+        (LONG + "See `a.py` and `b.py` there.", LONG),
+    ],
+)
+def test_answers_that_say_other_things_never_reach_their_vectors(one: str, other: str) -> None:
+    assert not judge.same_words(one, other)
+    assert not judge.may_agree(one, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Click on the link and choose another password.", "Choose another password behind the link."),
+        (LONG + "It is not hard.", LONG),
+        (LONG + "It costs 5 euros, or 6.", LONG + "6 euros, sometimes 5."),
+    ],
+)
+def test_of_answers_in_other_words_the_vectors_decide(one: str, other: str) -> None:
+    assert judge.may_agree(one, other)
+
+
+def test_near_is_a_cosine() -> None:
+    def vector(*values: float) -> bytes:
+        return array("f", values).tobytes()
+
+    assert judge.near(vector(1, 0), vector(0.86, 0.51))
+    assert not judge.near(vector(1, 0), vector(0.84, 0.54))
