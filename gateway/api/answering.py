@@ -144,6 +144,10 @@ class Answering:
         record.may_have_priority = tenant.priority
         return tenant
 
+    def check_namespace(self, record: Record, tenant: Tenant) -> None:
+        """Raises ForbiddenError for a namespace that the tenant may not use, where nothing is asked in it yet."""
+        self._namespaces.scope(record.namespace, tenant, key="", cache_salt="")
+
     def model(self, name: str, record: Record) -> Hello:
         """Raises ModelNotFoundError, BadRequestError for a model that only embeds, and NoEngineError when the model's
         engines are away."""

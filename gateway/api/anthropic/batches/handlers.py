@@ -85,6 +85,7 @@ class MessageBatches:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/batches"""
         tenant, version = self._answering.admit(http), read_version(http)
+        self._answering.check_namespace(http[RECORD], tenant)
         reader = RequestReader(self._limits)
         async with self._batches.input(tenant.name) as rows:
             async for piece in body_pieces(http, self._body_limit, self._upload_timeout_s):

@@ -135,6 +135,7 @@ class OpenAIBatches:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/batches"""
         tenant = self._answering.admit(http)
+        self._answering.check_namespace(http[RECORD], tenant)
         values = read(await read_json(http, self._server), CREATE, REQUIRED)
         stored = await find_file(self._files, tenant, values["input_file_id"])
         if stored.purpose != FILE_PURPOSE:

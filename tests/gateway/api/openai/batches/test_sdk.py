@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.config import TenantSettings
+from gateway.config import NamespaceSettings, TenantSettings
 from gateway.errors import EngineLostError
 from tests.fakes.batch_sdk import BODY, CHAT, ENDS, content, reached, row, settings, submit
 from tests.fakes.embedding import FakeTextModel, fake_embedder
@@ -288,3 +288,17 @@ async def test_a_tenant_has_so_many_batches_and_lines_at_a_time() -> None:
         assert failed.status == "failed"
         assert "batches.max_waiting_lines" in str(failed.errors)
         assert (await reached(client, (await submit(client, row("a"))).id, *ENDS)).status == "completed"
+
+
+async def test_lines_run_in_the_namespace_that_was_asked_for_with_the_batch() -> None:
+    street = FakeStreet()
+    shared = NamespaceSettings(name="shared", tenants=("*",))
+    async with running(street, **settings(), namespaces=(shared,)) as gateway:
+        gateway.worker.start()
+        client = gateway.sdk(default_headers={"x-kvasir-namespace": "shared"})
+        assert (await reached(client, (await submit(client, row("a"))).id, *ENDS)).status == "completed"
+        assert {one.scope.namespace for one in street.requests if one.scope} == {"shared"}
+        asked = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
+        for path, body in (("/v1/batches", asked), ("/v1/messages/batches", {"requests": []})):
+            headers = {"x-kvasir-namespace": "nobody", "anthropic-version": "2026-10-21"}
+            assert (await gateway.post(path, body, headers=headers))[0] == 403
