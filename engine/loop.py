@@ -35,6 +35,9 @@ BLOCKED_CHECK_S = 1.0
 IDLE_CHECK_S = 1.0
 """The pool is recounted after so many idle seconds, not at once: the next request may be on its way."""
 
+MAX_GIVEN_UP = 4
+"""Steps of the batch lane in a row that are given up for the online lane; the next one runs to its end."""
+
 STOPPED = "the engine was stopped"
 
 NOBODY = ""
@@ -106,7 +109,7 @@ class EngineLoop:
         self._prefill_rate = Rate()
         self._decode_rate = Rate()
         self._load = self._measure()
-        self._gave_up = False  # the last step that could be
+        self._given_up = 0  # steps in a row, of those that could be
         self._failed_steps = 0
         self._errors = 0
         self._invariant_violations = 0
@@ -341,14 +344,14 @@ class EngineLoop:
 
     def _compute(self, step: Step, began_s: float) -> None:
         can_give_up = self._scheduler.can_give_up(step)
-        if can_give_up and not self._gave_up:  # never twice in a row: the batch lane comes to its end
+        if can_give_up and self._given_up < MAX_GIVEN_UP:
             step = replace(step, unwanted=lambda: self._online_came)
         try:
             results = self._runner.run(step)
             if len(results) != step.num_results:
                 raise RuntimeError(f"{len(results)} results for {step.num_results} works and forks")
         except StepGivenUp:
-            self._gave_up = True
+            self._given_up += 1
             self._scheduler.give_up(step)
             return
         except Exception as error:
@@ -356,7 +359,8 @@ class EngineLoop:
             log.exception("a step of %d sequences and %d tokens failed", step.num_results, step.num_tokens)
             self._scheduler.fail(step, f"the engine could not compute a step ({type(error).__name__})")
             return
-        self._gave_up = self._gave_up and not can_give_up
+        if can_give_up:
+            self._given_up = 0
         now_s = self._clock()
         counters = self._scheduler.counters
         prefilled, decoded = counters.prefilled_tokens, counters.decoded_tokens

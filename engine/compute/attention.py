@@ -73,7 +73,7 @@ class StepAttention:
     def __init__(
         self, cache: KVCache, masks: MaskTemplates, batch: Batch, unwanted: Callable[[], bool] | None = None
     ) -> None:
-        """`unwanted` is asked in every layer whether the step is to be given up, which raises StepGivenUp."""
+        """`unwanted` is asked several times in every layer whether the step is to be given up."""
         self._cache, self._masks, self._unwanted = cache, masks, unwanted
         self._device = cache.data.device
         self._slots = torch.from_numpy(batch.slots).to(self._device)
@@ -120,13 +120,17 @@ class StepAttention:
         self.write(layer, key_value)
         return self.attend(layer, query, scale, window, cap)
 
+    def go_on(self) -> None:
+        """Raises StepGivenUp if the step is not wanted any more. Asked wherever some milliseconds have passed."""
+        if self._unwanted is not None and self._unwanted():
+            raise StepGivenUp
+
     def write(self, layer: int, key_value: Tensor) -> None:
         """Stores the step's keys and values of one layer.
 
         key_value  (rows, 2, num_kv_heads, head_dim); rows beyond the step's own are padding and left out
         """
-        if self._unwanted is not None and self._unwanted():
-            raise StepGivenUp
+        self.go_on()
         rows = len(self._slots)
         if len(key_value) > rows:
             key_value = key_value[:rows]

@@ -112,6 +112,7 @@ class FusedForward:
             attended = self._attend(index, layer, projected if state is None else state, attention)
             following = self._layers[index + 1]
             for part, (answer, target) in enumerate(zip(_split(attended, parts), targets, strict=True)):
+                attention.go_on()
                 hidden[part] = self._finish(layer, answer, hidden[part])
                 projected = self._project(following, hidden[part], *tables[part], target)
 
@@ -130,7 +131,9 @@ class FusedForward:
                 attended = attention.attend(index, every, self._scale, last.window).view(num_rows, -1)
                 answer = torch.cat((answer, attended.index_select(0, rows[len(ends) :])))
             residual = residual.index_select(0, rows)
+        attention.go_on()
         final = self._finish(last, answer, residual)
+        attention.go_on()
         return self._head(rms_norm(final, self._final_norm, self._epsilon))
 
     def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, target: Tensor | None) -> Tensor:
