@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gateway.responses.entries import About, Entries, EntriesDownError, Entry
+from gateway.responses.entries import Entries, EntriesDownError, Entry
 from gateway.responses.key import entry_id
 from gateway.responses.memory_entries import MemoryEntries, MemoryFigures
 
@@ -100,24 +100,6 @@ class ExactCache:
         redis = self._redis
         if redis is not None:
             await self._ask(lambda: redis.put(entry), False)
-
-    async def remove(self, owner: str, name: str) -> bool:
-        """Whether it was there. Other gateways may have it in their memory for a while."""
-        was_here, redis = self._memory.delete(owner, name), self._redis
-        was_there = redis is not None and await self._ask(lambda: redis.remove(owner, name), False)
-        return was_here or was_there
-
-    async def owners(self) -> list[str]:
-        """Of what is kept, here or in Redis."""
-        redis, here = self._redis, await self._memory.owners()
-        there: list[str] = [] if redis is None else await self._ask(redis.owners, [])
-        return sorted({*here, *there})
-
-    async def all_of(self, owner: str) -> list[About]:
-        """What is kept of one owner, here or in Redis, by id."""
-        redis, here = self._redis, await self._memory.all_of(owner)
-        there: list[About] = [] if redis is None else await self._ask(lambda: redis.all_of(owner), [])
-        return sorted({about.id: about for about in (*here, *there)}.values(), key=lambda about: about.id)
 
     async def _ask(self, call: Callable[[], Awaitable[_T]], otherwise: _T) -> _T:
         if self._down and self._clock() < self._asked_again_s:

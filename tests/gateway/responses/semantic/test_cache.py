@@ -193,8 +193,9 @@ async def test_answers_whose_bytes_are_gone_are_asked_for_again() -> None:
     await one.ask(FIRST)
     one.now += 3599.0
     assert one.exact is not None
-    entries = list(one.exact._memory)
-    await one.exact.remove(entries[0].owner, entries[0].id)
+    memory = one.exact._memory
+    (entry,) = memory
+    assert memory.delete(entry.owner, entry.id)
     assert (await one.ask(SECOND))[1] == "miss"
     assert events(one)["gone"] == 1
     assert (await one.ask(FIRST))[1] == "semantic"
