@@ -15,7 +15,7 @@ import pytest
 from engine.protocol import Breakpoint, Load
 from gateway.admin.sources import EngineStatus
 from gateway.api.lines import Line
-from gateway.api.routes import LINES
+from gateway.api.routes import RUNNER
 from gateway.config import AuthSettings, LedgerSettings, PriceSettings, TenantSettings
 from gateway.errors import EngineLostError, QueueFullError
 from gateway.ledger.base import BookDownError, Figures, Row
@@ -300,8 +300,8 @@ async def test_who_is_refused_uses_nothing_and_who_leaves_pays_what_was_generate
 
 async def test_a_line_of_a_batch_costs_half_and_says_what_that_saved() -> None:
     async with running(FakeStreet(), prices=(PRICE,)) as gateway:
-        line = Line("/v1/chat/completions", Tenant("north"), json.dumps(ASK).encode())
-        assert (await gateway.app[LINES].answer(line)).status == 200
+        line = Line(CHAT, Tenant("north"), ASK)
+        assert (await gateway.app[RUNNER].lines.answer(line)).status == 200
         (row,) = (await ledger_of(gateway, "group_by=tenant,lane"))["rows"]
     assert (row["tenant"], row["lane"]) == ("north", "batch")
     assert row["used"]["cost"] == {"USD": "0.0000318"}
