@@ -16,6 +16,7 @@ import orjson
 
 from gateway.api.answering import Answering, Asked
 from gateway.api.dialect import Dialect
+from gateway.api.fields import shown
 from gateway.api.middleware import noted
 from gateway.api.record import CLIENT_LEFT, Observer, Record
 from gateway.errors import (
@@ -25,6 +26,7 @@ from gateway.errors import (
     ModelNotFoundError,
     OverloadedError,
     QueueFullError,
+    UnsupportedError,
 )
 from gateway.types import EncodedPrompt, Tenant, Usage
 
@@ -102,9 +104,18 @@ class Answered(NamedTuple):
 class Lines:
     """Answers lines, each as one request of the batch lane."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], observer: Observer, all_joined: Callable[[], bool]) -> None:
-        """`all_joined`: every engine has said which model it has, so that one which nobody has does not exist."""
+    def __init__(
+        self,
+        endpoints: Mapping[str, Endpoint],
+        observer: Observer,
+        all_joined: Callable[[], bool],
+        elsewhere: Callable[[str, Tenant], bool],
+    ) -> None:
+        """all_joined  every engine has said which model it has, so that one which nobody has does not exist
+        elsewhere   whether a model, for a tenant, is one of an upstream
+        """
         self._all_joined = all_joined
+        self._elsewhere = elsewhere
         self._endpoints = endpoints
         self._observer = observer
 
@@ -113,8 +124,8 @@ class Lines:
         record = self._record(line)
         with noted(self._observer, record):
             try:
-                answer = self._endpoints[line.endpoint].answer
-                told = await answer(record, line.tenant, line.body)
+                self._check_model(line)
+                told = await self._endpoints[line.endpoint].answer(record, line.tenant, line.body)
                 record.status = OK
                 return Answered(OK, told, _usage(record))
             except asyncio.CancelledError:
@@ -133,6 +144,7 @@ class Lines:
         if prompt is None:
             return None
         try:
+            self._check_model(line)
             return await prompt(self._record(line), line.tenant, line.body)
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
@@ -141,6 +153,12 @@ class Lines:
         except Exception:
             log.exception("line %s has no prompt", line.request_id)
             return None
+
+    def _check_model(self, line: Line) -> None:
+        model = line.body.get("model")
+        if type(model) is str and self._elsewhere(model, line.tenant):
+            why = "it is a model of an upstream, and lines of batches are asked of engines alone"
+            raise UnsupportedError(f"Unsupported model `{shown(model)}`: {why}.", param="model", reason=why)
 
     def _may_join(self, error: KvasirError) -> bool:
         """Whether the model that was not found may still be that of an engine."""

@@ -108,6 +108,11 @@ class Passthrough:
         theirs = self._upstreams.models(record.dialect.name, record.tenant or "")
         return {**ours, **{name: since for name, since in theirs.items() if name not in ours}}
 
+    def serves(self, model: str, tenant: Tenant) -> bool:
+        """Whether a request of the tenant for this model goes to an upstream."""
+        ours = model in self._models.models() or model in self._embedding_models
+        return self._upstreams.serves(model, tenant.name, ours=ours)
+
     async def answer(
         self,
         http: web.Request,
@@ -124,7 +129,7 @@ class Passthrough:
         Raises only while nothing was sent.
         """
         body = http.pop(RAW)
-        if not isinstance(model, str) or not self._serves(model, tenant):
+        if not isinstance(model, str) or not self.serves(model, tenant):
             return None
         record = http[RECORD]
         request = UpstreamRequest(
@@ -147,10 +152,6 @@ class Passthrough:
             record.model = answer.label
             record.stream = SSE in dict(_lower(answer.headers)).get("content-type", "")
             return await _pass_back(http, record, answer, request.deadline_s)
-
-    def _serves(self, model: str, tenant: Tenant) -> bool:
-        ours = model in self._models.models() or model in self._embedding_models
-        return self._upstreams.serves(model, tenant.name, ours=ours)
 
 
 async def _pass_back(

@@ -170,7 +170,7 @@ def build_app(
         batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, server.max_json_depth
     )
     formats = {OPENAI.name: row_format(row_limits), ANTHROPIC.name: ROWS}
-    app[RUNNER] = BatchRunner(Lines(endpoints, observer, sources.all_joined), formats)
+    app[RUNNER] = BatchRunner(Lines(endpoints, observer, sources.all_joined, answering.passthrough.serves), formats)
     app.on_shutdown.append(lambda _: background.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}

@@ -12,7 +12,7 @@ import pytest
 from gateway.api.anthropic.handlers import endpoint_name
 from gateway.api.lines import Answered, Line
 from gateway.api.routes import RUNNER
-from gateway.config import BatchSettings, NamespaceSettings
+from gateway.config import BatchSettings, NamespaceSettings, UpstreamSettings
 from gateway.errors import (
     DeadlineError,
     EngineFailedError,
@@ -173,3 +173,11 @@ async def test_a_prompt_is_asked_for_again_when_its_engines_are_back() -> None:
     async with running(models=FakeModels(away=NoEngineError("demo", 2.0))) as gateway:
         with pytest.raises(OverloadedError):
             await gateway.app[RUNNER].lines.find_prompt(Line(CHAT, TENANT, ASKED))
+
+
+async def test_a_model_of_an_upstream_is_refused_with_the_reason() -> None:
+    upstream = UpstreamSettings(name="hosted", url="http://127.0.0.1:1/v1", models=("gpt-*",))
+    for url in (CHAT, MESSAGE):
+        answered = await ask(url, ASKED | {"model": "gpt-x"}, upstreams=(upstream,))
+        assert (answered.status, answered.retry) == (400, "no")
+        assert "upstream" in json.loads(answered.body)["error"]["message"]
