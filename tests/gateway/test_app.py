@@ -12,8 +12,11 @@ import pytest
 
 from engine.config import ConfigError, load
 from engine.protocol import TOKEN_BYTES
-from gateway.app import upstream_keys
-from gateway.config import LeaseSettings, Settings
+from gateway.app import Gateway, upstream_keys
+from gateway.config import LeaseSettings, LimitSettings, Settings
+from gateway.errors import RateLimitError
+from gateway.index.redis_index import connect
+from gateway.types import ANONYMOUS, Need
 from tests.fakes import tokenisers
 from tests.fakes.waiting import until
 from tests.fakes.whole import whole
@@ -167,3 +170,20 @@ def test_the_example_of_upstreams_is_one_that_works() -> None:
     settings = load(Settings, file=file, environ={}, flags={})
     environ = {f"{name}_API_KEY": "sk" for name in ("OPENAI", "ANTHROPIC", "GEMINI")}
     assert set(upstream_keys(settings, environ)) == {"openai", "anthropic", "gemini"}
+
+
+async def test_gateways_on_one_redis_share_the_limits_of_tenants(redis_url: str) -> None:
+    settings = Settings(limits=LimitSettings(requests_per_minute=3, max_in_flight=2))
+    redis = connect(redis_url, 5.0)
+    gateways = [Gateway(settings, redis, redis_url) for _ in range(2)]
+    try:
+        for gateway in gateways:
+            assert await gateway.limits.set_aside(ANONYMOUS, Need()) is not None
+        with pytest.raises(RateLimitError, match="concurrent requests: Limit 2, Used 2"):
+            await gateways[0].limits.set_aside(ANONYMOUS, Need())
+    finally:
+        for gateway in gateways:
+            await gateway.limits.close()
+            gateway.prompts.close()
+            gateway.embedder.close()
+        await redis.aclose()
