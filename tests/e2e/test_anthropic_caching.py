@@ -196,12 +196,10 @@ def test_a_miss_is_explained_to_the_word(caching: Server) -> None:
     }
 
 
-def test_where_there_is_no_room_to_keep_a_prefix_nothing_is_claimed(tmp_path: Path) -> None:
-    flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32", "--engine-lease-share", "0.0001")
-    with Server(tmp_path, *flags) as server:
-        answer = create(server, [user(text(f"Budget. {BOOK}", **MARK), text("Why?"))])
-        assert figures(answer)[1:] == (0, 0)
-        assert answer.usage.to_dict()["cache_lease"] == "degraded"
+def test_where_there_is_no_room_to_keep_a_prefix_nothing_is_claimed(no_room: Server) -> None:
+    answer = create(no_room, [user(text(f"Room. {BOOK}", **MARK), text("Why?"))])
+    assert figures(answer)[1:] == (0, 0)
+    assert answer.usage.to_dict()["cache_lease"] == "degraded"
 
 
 def test_the_example_shows_creation_reads_and_the_reason_of_a_miss(caching: Server) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.server import CLIENT_LIMIT_S, Server
 
 GREEDY: Any = {"extra_headers": {"anthropic-version": "2023-06-01"}, "extra_body": {"temperature": 0}}
-POLICY = "You are the clerk of a small railway station. " + " ".join(
+POLICY = "You are the conductor of a small railway station. " + " ".join(
     f"Rule {number}: a passenger with ticket class {number % 3} may take {number % 5} bags." for number in range(60)
 )
 

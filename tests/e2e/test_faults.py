@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -45,6 +45,13 @@ def settled(server: Server) -> bool:
 async def wait_settled(server: Server) -> None:
     await asyncio.to_thread(server.wait_until, lambda: settled(server), "no live blocks")
     assert not [line for line in server.lines if "Traceback" in line or "violation" in line]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Of this module alone: its Redis is killed."""
+    with Server(tmp_path_factory.mktemp("faults"), "--kv-cache-bytes", str(64 << 20), "--dtype", "float32") as running:
+        yield running
 
 
 async def test_killing_redis_under_load_is_not_noticed_by_anybody(server: Server) -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from tests.fakes.gemini import gemini
 from tests.fakes.server import Server
 
-POLICY = "You are the clerk of a small railway station. " + " ".join(
+POLICY = "You are the guard of a small railway station. " + " ".join(
     f"Rule {number}: a passenger with ticket class {number % 3} may take {number % 5} bags." for number in range(60)
 )
 
@@ -297,15 +297,13 @@ def test_what_is_kept_outlives_a_restart_of_everything(tmp_path: Path) -> None:
         assert answer["usageMetadata"]["cachedContentTokenCount"] >= resource["usageMetadata"]["totalTokenCount"]
 
 
-def test_without_room_a_cached_content_says_that_its_lease_degraded(tmp_path: Path) -> None:
-    flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32", "--engine-lease-share", "0.0001")
-    with Server(tmp_path, *flags) as server:
-        body = {"model": "models/demo", "contents": [{"parts": [{"text": POLICY}]}], "ttl": "60.5s"}
-        resource = post(server, "/v1beta/cachedContents?key=anybody", body)
-        assert resource["cacheLease"] == "degraded"
-        asked = {"contents": [{"parts": [{"text": "Well?"}]}], "cached_content": resource["name"]}
-        answer = post(server, "/v1beta/models/demo:generateContent", asked)
-        assert answer["usageMetadata"]["cachedContentTokenCount"] > 100, "ordinary reuse is there all the same"
+def test_without_room_a_cached_content_says_that_its_lease_degraded(no_room: Server) -> None:
+    body = {"model": "models/demo", "contents": [{"parts": [{"text": POLICY}]}], "ttl": "60.5s"}
+    resource = post(no_room, "/v1beta/cachedContents?key=anybody", body)
+    assert resource["cacheLease"] == "degraded"
+    asked = {"contents": [{"parts": [{"text": "Well?"}]}], "cached_content": resource["name"]}
+    answer = post(no_room, "/v1beta/models/demo:generateContent", asked)
+    assert answer["usageMetadata"]["cachedContentTokenCount"] > 100, "ordinary reuse is there all the same"
 
 
 def post(server: Server, path: str, body: object) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import anthropic
 import openai
-import pytest
 import regex
 from google import genai
 
@@ -172,20 +171,12 @@ async def joined(app: App, number: int) -> str:
     return text
 
 
-@pytest.fixture(scope="module")
-def crowd(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server whose engine runs a quarter of them at a time."""
-    flags = ("--kv-cache-bytes", str(64 << 20), "--dtype", "float32")
-    with Server(tmp_path_factory.mktemp("crowd"), *flags) as running:
-        yield running
-
-
-async def test_fifty_streams_of_all_dialects_at_once_equal_their_whole_answers(crowd: Server) -> None:
+async def test_fifty_streams_of_all_dialects_at_once_equal_their_whole_answers(server: Server) -> None:
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
-        sdk = await stack.enter_async_context(crowd.async_client())
-        anthropics = anthropic.AsyncAnthropic(base_url=crowd.url, api_key="any", max_retries=0)
+        sdk = await stack.enter_async_context(server.async_client())
+        anthropics = anthropic.AsyncAnthropic(base_url=server.url, api_key="any", max_retries=0)
         await stack.enter_async_context(anthropics)
-        google = genai.Client(api_key="any", http_options={"base_url": crowd.url})
+        google = genai.Client(api_key="any", http_options={"base_url": server.url})
         stack.push_async_callback(google.aio.aclose)
         stack.callback(google.close)
         apps = (Chats(sdk), Completions(sdk), Responses(sdk), Messages(anthropics), Contents(google))

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -305,28 +304,15 @@ def test_health_metrics_and_the_front_page_answer(server: Server) -> None:
     assert "/v1/chat/completions" in server.get("/")
 
 
-CONFIG = """
-[auth]
-admin_keys = ["admin-key-123"]
-[[tenants]]
-name = "north"
-keys = ["north-key-123"]
-[[tenants]]
-name = "south"
-keys = ["south-key-123"]
-"""
-
-
-def test_tenants_share_nothing(tmp_path: Path) -> None:
-    with Server(tmp_path, "--kv-cache-bytes", str(32 << 20), config=CONFIG) as server:
-        with pytest.raises(openai.AuthenticationError):
-            ask(server, "x", key="nobodys-key-1")
-        ask(server, "x", key="north-key-123")
-        assert cached(ask(server, "x", key="south-key-123")) == 0
-        assert cached(ask(server, "x", key="north-key-123")) > 0
-        assert cached(ask(server, "x", key="south-key-123")) > 0
-        assert server.get("/admin/stats", key="admin-key-123")
-        assert not [line for line in server.lines if "key-123" in line]
+def test_tenants_share_nothing(tenants: Server) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        ask(tenants, "x", key="nobodys-key-1")
+    ask(tenants, "x", key="north-key-123")
+    assert cached(ask(tenants, "x", key="south-key-123")) == 0
+    assert cached(ask(tenants, "x", key="north-key-123")) > 0
+    assert cached(ask(tenants, "x", key="south-key-123")) > 0
+    assert tenants.get("/admin/stats", key="admin-key-123")
+    assert not [line for line in tenants.lines if "key-123" in line]
 
 
 STATION = {

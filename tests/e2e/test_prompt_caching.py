@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,7 @@ import pytest
 
 from tests.fakes.server import Server
 
-CONFIG = """
-[auth]
-admin_keys = ["admin-key-123"]
-[[tenants]]
-name = "north"
-keys = ["north-key-123"]
-[[tenants]]
-name = "south"
-keys = ["south-key-123"]
-[[namespaces]]
-name = "handbook"
-tenants = ["north", "south"]
-[[namespaces]]
-name = "norths"
-tenants = ["north"]
-"""
 BOOK = " ".join(f"Rule {number}: a passenger of class {number % 3} may take {number % 5} bags." for number in range(60))
-
-
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with two tenants and two namespaces."""
-    flags = ("--kv-cache-bytes", str(64 << 20), "--dtype", "float32")
-    with Server(tmp_path_factory.mktemp("tenants"), *flags, config=CONFIG) as running:
-        yield running
 
 
 def ask(server: Server, first: str, key: str = "north-key-123", **options: Any) -> openai.types.CompletionUsage:
@@ -144,15 +119,13 @@ def leases(server: Server) -> Any:
     return engine(server)["leases"]
 
 
-def test_past_the_budget_a_lease_degrades_and_says_so(tmp_path: Path) -> None:
-    flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32", "--engine-lease-share", "0.0001")
-    with Server(tmp_path, *flags) as server:
-        answer = create(server, marked("Budget.", " Why?", None), key="none")
-        assert details(answer) == (0, 0, "degraded")
-        assert answer.headers["x-kvasir-lease"] == "degraded"
-        # Ordinary reuse is there all the same.
-        again = create(server, marked("Budget.", " Why?", None), key="none")
-        assert details(again)[0] > 100
+def test_past_the_budget_a_lease_degrades_and_says_so(no_room: Server) -> None:
+    answer = create(no_room, marked("Budget.", " Why?", None), key="none")
+    assert details(answer) == (0, 0, "degraded")
+    assert answer.headers["x-kvasir-lease"] == "degraded"
+    # Ordinary reuse is there all the same.
+    again = create(no_room, marked("Budget.", " Why?", None), key="none")
+    assert details(again)[0] > 100
 
 
 @pytest.mark.parametrize("disk_bytes", [0, 256 << 20])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.server import Server
 
-BOOK = "You are the clerk of a small railway station. " + " ".join(
+BOOK = "You are the porter of a small railway station. " + " ".join(
     f"Rule {number}: a passenger with ticket class {number % 3} may take {number % 5} bags." for number in range(60)
 )
 
