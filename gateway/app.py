@@ -95,7 +95,10 @@ class Gateway:
         folder = settings.files.folder or settings.server.data_dir / "files"
         self.files = FileStore(Folder(folder, settings.files, time.time), settings.files)
         jobs_folder = settings.batches.folder or settings.server.data_dir / "batches"
-        self.batches = BatchLane(self.redis, jobs_folder, self.files, settings.batches, time.time)
+        # A connection of its own: what is asked about jobs may take longer than what a request waits for.
+        timeout_s = settings.batches.redis_timeout_s
+        self.batch_redis = connect(self.redis_url, timeout_s) if self.redis_url and self.redis is not None else None
+        self.batches = BatchLane(self.batch_redis, jobs_folder, self.files, settings.batches, time.time)
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
@@ -309,6 +312,8 @@ async def serve(
         stack.push_async_callback(gateway.index.close)
         stack.push_async_callback(gateway.figures.close)
         stack.push_async_callback(gateway.ledger.close)
+        if gateway.batch_redis is not None:
+            stack.push_async_callback(gateway.batch_redis.aclose)
         stack.push_async_callback(gateway.files.close)
         stack.push_async_callback(gateway.limits.close)
         stack.push_async_callback(gateway.upstreams.close)

@@ -27,6 +27,7 @@ from gateway.types import StoredFile, Usage
 from tests.fakes.waiting import until
 
 START_S = 1_790_000_000.0
+LIMIT_S = 30.0
 QUICK = BatchSettings(poll_s=0.01, max_in_flight=4, lease_s=60.0, min_free_bytes=0, max_attempts=3)
 
 
@@ -186,7 +187,7 @@ class Lane:
         async def has() -> bool:
             return (await self.found(job)).has_ended and job.id not in [one.id for one in await self.jobs.open()]
 
-        await until(has)
+        await until(has, LIMIT_S)
         return await self.found(job)
 
     async def file(self, tenant: str, file_id: str | None) -> list[dict[str, Any]]:
