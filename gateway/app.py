@@ -166,6 +166,7 @@ class Gateway:
                 limits=self.limits.figures,
                 response_cache=self.response_cache.stats,
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
+                batches=self.batches.figures,
                 draining=lambda: self.draining,
                 version=installed_version(),
             ),

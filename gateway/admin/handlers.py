@@ -127,6 +127,7 @@ class Admin:
             "redis": sources.redis(),
             "limits": sources.limits(),
             "response_cache": sources.response_cache(),
+            "batches": sources.batches(),
             "tenants": {
                 tenant: {**asdict(totals), "cached_ratio": _ratio(totals.cached_tokens, totals.prompt_tokens)}
                 for tenant, totals in self._metrics.totals.items()

@@ -224,6 +224,7 @@ class _Scraped(Collector):
             responses.add_metric([outcome], count)
         yield responses
         yield from self._limits()
+        yield from self._batches()
         yield GaugeMetricFamily(
             "kvasir_redis_up",
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
@@ -260,6 +261,19 @@ class _Scraped(Collector):
             for outcome in ("admitted", "refused", "expired", "abandoned"):
                 outcomes.add_metric([lane, outcome], getattr(queue, outcome))
         yield from (waiting, in_flight, outcomes)
+
+    def _batches(self) -> Iterator[Metric]:
+        figures = dict(self._sources.batches())
+        gauges = (
+            ("in_flight", "kvasir_batch_lines_in_flight", "Lines of batches that this gateway works on."),
+            ("open_jobs", "kvasir_batch_jobs_open", "Batches for which something is left to do, of all gateways."),
+        )
+        for name, metric, text in gauges:
+            yield GaugeMetricFamily(metric, text, value=float(figures.pop(name, 0)))
+        lines = CounterMetricFamily("kvasir_batch_lines", "What became of lines of batches.", labels=("outcome",))
+        for outcome, count in figures.items():
+            lines.add_metric([outcome], count)
+        yield lines
 
     def _limits(self) -> Iterator[Metric]:
         limits = self._sources.limits()

@@ -226,6 +226,7 @@ def make_app(
             limits=limits.figures,
             redis=lambda: state["redis"],
             response_cache=given.response_cache.stats,
+            batches=lambda: state.get("batches", {}),
             draining=lambda: state["draining"],
             version="0.0.test",
         ),

@@ -35,11 +35,16 @@ class BatchLane:
         self._files = files
         self._settings = settings
         self._now = now
+        self._worker: Worker | None = None
         self.store = BatchStore(self._jobs, self._lines, self._folder, files, settings, now)
+
+    def figures(self) -> dict[str, int]:
+        """Those of its worker; empty without one."""
+        return {} if self._worker is None else self._worker.figures()
 
     def worker(self, runner: Runner) -> Worker:
         """Not started."""
-        return Worker(
+        self._worker = Worker(
             self._jobs,
             self._lines,
             self._folder,
@@ -49,3 +54,4 @@ class BatchLane:
             self._now,
             self.store.changed,
         )
+        return self._worker

@@ -204,3 +204,16 @@ async def test_only_the_tenants_that_keep_the_most_have_a_label() -> None:
         samples = await scrape(gateway)
     shown = [value for name, value in samples.items() if "tenant_leased_blocks" in name]
     assert shown == list(range(99, 67, -1))
+
+
+async def test_the_batch_lane_tells_what_became_of_its_lines() -> None:
+    async with running() as gateway:
+        assert (await scrape(gateway))["kvasir_batch_jobs_open{}"] == 0
+        gateway.state["batches"] = {"in_flight": 3, "open_jobs": 2, "succeeded": 7, "put_back": 1}
+        samples = await scrape(gateway)
+        _, stats, _ = await gateway.get("/admin/stats")
+    assert samples["kvasir_batch_lines_in_flight{}"] == 3
+    assert samples["kvasir_batch_jobs_open{}"] == 2
+    assert samples["kvasir_batch_lines_total{outcome=succeeded}"] == 7
+    assert samples["kvasir_batch_lines_total{outcome=put_back}"] == 1
+    assert '"succeeded":7' in stats
