@@ -24,6 +24,7 @@ from engine.compute.threads import choose_threads, usable_cores
 from engine.config import ConfigError, EngineSettings
 from gateway.admin.sources import EngineState, EngineStatus, Sources
 from gateway.api.openai.responses.store import ResponseStore
+from gateway.api.replays import REPLAYS
 from gateway.api.routes import RUNNER, app_runner, build_app
 from gateway.config import Settings
 from gateway.contents.memory_contents import MemoryContents
@@ -116,6 +117,7 @@ class Gateway:
         self.answers = KeptAnswers(remembered, shared)
         self.semantic_cache = _semantic_cache(settings, self.redis, self.embedder)
         self.response_cache = _response_cache(settings, remembered, shared, self.semantic_cache)
+        self.remembered = self.response_cache.before(self.upstreams, REPLAYS)
         self.street = Street(
             prompts=self.prompts,
             index=self.index,
@@ -139,7 +141,7 @@ class Gateway:
             street=self.street,
             models=self.registry,
             decoders=self.prompts,
-            upstreams=self.upstreams,
+            upstreams=self.remembered,
             embedder=self.embedder,
             responses=self.responses,
             fingerprints=self._fingerprint_backend(),

@@ -616,6 +616,7 @@ class UpstreamRequest:
     received_s: float  # monotonic clock
     deadline_s: float  # monotonic clock
     metered: bool = True
+    reuse: Reuse = PLAIN_REUSE
     trace: Trace = field(default_factory=Trace)
 
 

@@ -20,6 +20,7 @@ from multidict import CIMultiDict
 
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.body import RAW
+from gateway.api.cache_control import check_cache, from_body, stricter
 from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.limiting import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, set_aside
@@ -29,7 +30,7 @@ from gateway.api.sse import data, event
 from gateway.api.stream import LAST_WRITE_S
 from gateway.config import ServerSettings
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
-from gateway.types import Need, Tenant, UpstreamAnswer, UpstreamRequest
+from gateway.types import PLAIN_REUSE, Need, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
 
 REQUEST_ID: Final = "x-kvasir-request-id"
 """The gateway's own id, where the usual header has the upstream's."""
@@ -145,6 +146,7 @@ class Passthrough:
             received_s=record.received_s,
             deadline_s=record.received_s + self._server.request_timeout_s,
             metered=metered,
+            reuse=stricter(record.reuse, _reuse(values)),
         )
         await set_aside(self._limits, record, lambda: _need(request))
         record.traces = [request.trace]
@@ -205,6 +207,12 @@ def _told(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
         headers.setdefault("X-Accel-Buffering", "no")  # for proxies in front of us, which would collect a stream
     headers.update(own)
     return headers
+
+
+def _reuse(values: Mapping[str, Any]) -> Reuse:
+    """What the body's `cache` says, which no upstream gets. Raises BadRequestError for what is none of ours."""
+    cache = values.get("cache")
+    return PLAIN_REUSE if cache is None else from_body(check_cache(cache, "cache"))
 
 
 def _dialect(endpoint: str) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, Final
 
 import orjson
+
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+_EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 
 
 def json_text(text: str) -> bytes:
@@ -20,6 +25,17 @@ def json_line(value: Any) -> bytes:
         .replace(b"\xe2\x80\xa8", rb"\u2028")
         .replace(b"\xe2\x80\xa9", rb"\u2029")
     )
+
+
+def read_events(stream: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The data of each event of a complete stream, its lines joined, and the bytes that the event came as. Events
+    without data are passed over."""
+    begin = 0
+    for end in _EVENT_END.finditer(stream):
+        written, begin = stream[begin : end.end()], end.end()
+        lines = [line[5:].removeprefix(b" ") for line in _LINE_END.split(written) if line.startswith(b"data:")]
+        if lines:
+            yield b"\n".join(lines), written
 
 
 def data(value: Any) -> bytes:

@@ -8,8 +8,9 @@ generate   none of these; what comes is then remembered by all of them
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.protocol import Hello
@@ -39,6 +40,15 @@ class Match:
 
     key: bytes
     similarity: float
+
+
+@dataclass(slots=True)
+class Figures:
+    """Since the start."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)  # requests, by Lookup.outcome
+    bypassed: Counter[str] = field(default_factory=Counter)  # requests, by reason
+    not_kept: Counter[str] = field(default_factory=lambda: Counter(too_large=0, truncated=0))  # answers, by reason
 
 
 class Semantic(Protocol):

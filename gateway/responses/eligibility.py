@@ -6,7 +6,7 @@ from typing import Literal
 
 from gateway.config import ResponseCacheSettings
 from gateway.responses.recording import Recording
-from gateway.types import Request
+from gateway.types import Request, Reuse
 
 Mode = Literal["on", "ask", "off"]
 
@@ -23,12 +23,8 @@ def find_bypass(request: Request, settings: ResponseCacheSettings, mode: Mode) -
     sampling   the next answer to it would be another
     """
     reuse = request.reuse
-    if mode == "off" or reuse.asked is False:
-        return "off"
-    if mode == "ask" and not reuse.asked:
-        return "not-asked"
-    if not reuse.read and not reuse.write:
-        return "no-store"
+    if (reason := find_refusal(reuse, mode)) is not None:
+        return reason
     if request.prewarm:
         return "prewarm"
     if not request.use_cache:
@@ -38,6 +34,15 @@ def find_bypass(request: Request, settings: ResponseCacheSettings, mode: Mode) -
     if not (settings.requests == "all" or reuse.asked or deterministic(request)):
         return "sampling"
     return None
+
+
+def find_refusal(reuse: Reuse, mode: Mode) -> str | None:
+    """Why the operator or the client does not want it: `off`, `not-asked` or `no-store`."""
+    if mode == "off" or reuse.asked is False:
+        return "off"
+    if mode == "ask" and not reuse.asked:
+        return "not-asked"
+    return None if reuse.read or reuse.write else "no-store"
 
 
 def deterministic(request: Request) -> bool:

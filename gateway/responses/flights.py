@@ -1,8 +1,8 @@
 """Identical requests in flight share one generation.
 
 A flight is what one task produces and any number of readers read, each from the beginning. It goes on while somebody
-reads, and is aborted when nobody does. Readers share one list of what came: who reads slowly costs a place in it, and
-is given up when it is too far behind.
+reads, and is aborted when nobody does. Readers share one list of what came. Of several, who is too far behind is given
+up; one alone is waited for.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Flight(Generic[_T]):
         self._bytes = 0
         self._places: dict[object, int] = {}  # reader -> number of the next item for it
         self._changed = asyncio.Event()
+        self._was_read = asyncio.Event()
         self._open = True
         self._landed = False
         self._ended = False
@@ -79,6 +80,7 @@ class Flight(Generic[_T]):
             while True:
                 while (place := self._places.get(reader)) is not None and place < self._dropped + len(self._items):
                     self._places[reader] = place + 1
+                    self._was_read.set()
                     yield self._items[place - self._dropped]
                 if place is None:
                     raise OverloadedError("The answer was not read for too long.")
@@ -99,8 +101,7 @@ class Flight(Generic[_T]):
                 async for item in items:
                     self._add(item)
                     if self._bytes > self._max_bytes:
-                        await asyncio.sleep(0)  # who is only not at its turn yet is not slow
-                        self._make_room()
+                        await self._make_room()
         except asyncio.CancelledError:
             self._error = KvasirError("The answer was given up.")
             raise
@@ -117,13 +118,19 @@ class Flight(Generic[_T]):
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _make_room(self) -> None:
-        """Nobody can join, so that what all have read can go; then who is behind."""
+    async def _make_room(self) -> None:
+        """Nobody can join, so that what all have read can go; then who is behind the others. One alone holds up nobody,
+        and is waited for."""
+        await asyncio.sleep(0)  # who is only not at its turn yet is not slow
         self._end_joining()
         self._drop_read()
         while self._bytes > self._max_bytes and self._places:
-            slowest = min(self._places, key=lambda reader: self._places[reader])
-            del self._places[slowest]
+            if len(self._places) == 1:
+                self._was_read.clear()
+                await self._was_read.wait()
+            else:
+                slowest = min(self._places, key=lambda reader: self._places[reader])
+                del self._places[slowest]
             self._drop_read()
 
     def _drop_read(self) -> None:

@@ -9,32 +9,23 @@ cache cold and no request fail.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from engine.protocol import Hello
 from gateway.config import ResponseCacheSettings
 from gateway.errors import BadRequestError, KvasirError, NotCachedError
-from gateway.responses.base import Asked, Generate, Match, Semantic
+from gateway.responses.base import Asked, Figures, Generate, Match, Semantic
 from gateway.responses.eligibility import Mode, find_bypass, may_keep
 from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.flights import Flight, Flights
 from gateway.responses.key import entry_id, request_key
 from gateway.responses.recording import Recording, decode, encode, record
+from gateway.responses.upstream_answers import RememberedUpstreams, Replay, Upstreams
 from gateway.types import CallDelta, Event, Finished, Hit, Lookup, Request, Scope, Started, TextDelta, Trace, Usage
-
-
-@dataclass(slots=True)
-class Figures:
-    """Since the start."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)  # requests, by Lookup.outcome
-    bypassed: Counter[str] = field(default_factory=Counter)  # requests, by reason
-    not_kept: Counter[str] = field(default_factory=lambda: Counter(too_large=0, truncated=0))  # answers, by reason
 
 
 class ResponseCache:
@@ -55,12 +46,21 @@ class ResponseCache:
         self._semantic = semantic
         self._now = now
         self._flights: Flights[Event] = Flights(settings.max_flight_bytes, _size)
+        self._before: list[RememberedUpstreams] = []
         self.figures = Figures()
 
     @property
     def in_flight(self) -> int:
-        """Generations that may be joined."""
-        return len(self._flights)
+        """Generations that may be joined, those of upstreams among them."""
+        return len(self._flights) + sum(made.in_flight for made in self._before)
+
+    def before(self, upstreams: Upstreams, replays: Mapping[str, Replay]) -> RememberedUpstreams:
+        """The same for upstreams, whose answers are bytes; they are kept, and counted, with all others."""
+        made = RememberedUpstreams(
+            upstreams, replays, self._settings, self._modes, self._exact, self._now, self.figures
+        )
+        self._before.append(made)
+        return made
 
     def stats(self) -> dict[str, Any]:
         """For operators: what is there now, and what happened since the start."""
@@ -69,7 +69,7 @@ class ResponseCache:
             "entries": memory.entries,
             "bytes": memory.bytes,
             "in_flight": self.in_flight,
-            "waiting": self._flights.readers,
+            "waiting": self._flights.readers + sum(made.waiting for made in self._before),
             "outcomes": dict(self.figures.outcomes),
             "bypassed": dict(self.figures.bypassed),
             "semantic": self._semantic.stats() if self._semantic is not None else {},

@@ -73,6 +73,18 @@ def with_member(text: bytes, start: int, name: str, value: Any) -> bytes:
     return text[: start + 1] + member + text[start + 1 :]
 
 
+def without_member(text: bytes, start: int, name: str) -> bytes:
+    """The text without the members of this name of the object that begins at `start`. The others are as they were."""
+    begin, kept, end = start + 1, [], start + 1
+    for child in children(text, start):
+        if child.name != name:
+            kept.append(text[begin : child.end].strip(b" \t\r\n"))
+        end = _skip(text, child.end)
+        begin = end + 1  # behind the comma
+    close = end if kept or end > start + 1 else _skip(text, start + 1)
+    return text[: start + 1] + b",".join(kept) + text[close:]
+
+
 def _skip(text: bytes, at: int) -> int:
     found = _SPACE.match(text, at)
     return at if found is None else found.end()

@@ -29,7 +29,7 @@ from gateway.errors import (
 )
 from gateway.types import UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.hints import hinted
-from gateway.upstreams.json_edit import children, replaced, root
+from gateway.upstreams.json_edit import children, replaced, root, without_member
 from gateway.upstreams.listing import Listing
 from gateway.upstreams.routes import Route, Routes, may
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
@@ -70,6 +70,12 @@ class Upstreams:
     def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
         """Those that can be named -> Unix second since when they are served."""
         return dict.fromkeys(self._routes.listed(dialect, tenant, self._listing.told), self._started)
+
+    def whose(self, model: str, tenant: str) -> str:
+        """Which upstreams and models answer for a model; another text when the settings change."""
+        routes = self._routes.find(model, tenant)
+        asked = [f"{route.upstream} {self._by_name[route.upstream].settings.url} {route.model}" for route in routes]
+        return "\n".join(asked)
 
     def figures(self) -> Mapping[str, Mapping[str, Any]]:
         """By upstream, for metrics and /admin/stats."""
@@ -229,15 +235,18 @@ def _retriable(status: int) -> bool:
 
 def _renamed(request: UpstreamRequest, route: Route) -> bytes:
     """As the client wrote it, but for the model's name where the upstream has another one for it."""
+    body = request.body
+    if "cache" in request.values:  # what is said of our own cache is for nobody else
+        body = without_member(body, root(body), "cache")
     if "{model}" in request.path:
         if any(part in ("", ".", "..") for part in route.model.split("/")):
             raise ModelNotFoundError(request.model)
-        return request.body
-    named = [child for child in children(request.body, root(request.body)) if child.name == "model"]
+        return body
+    named = [child for child in children(body, root(body)) if child.name == "model"]
     if len(named) != 1:
         # Parsers differ in which one they take: ours would decide about another model than the upstream answers with.
         raise BadRequestError("Invalid 'model': it is there more than once.", param="model", code="invalid_value")
-    return request.body if route.model == request.model else replaced(request.body, named[0], route.model)
+    return body if route.model == request.model else replaced(body, named[0], route.model)
 
 
 async def _once(body: bytes) -> AsyncGenerator[bytes, None]:

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.openai.responses.store import ResponseStore
+from gateway.api.replays import REPLAYS
 from gateway.api.routes import RUNNER, app_runner, build_app
 from gateway.config import (
     AnthropicSettings,
@@ -199,7 +200,7 @@ def make_app(
         street=street or FakeStreet(),
         models=models or FakeModels(),
         decoders=FakeDecoders(),
-        upstreams=upstreams,
+        upstreams=given.response_cache.before(upstreams, REPLAYS),
         embedder=given.embedder,
         responses=responses,
         fingerprints=given.fingerprints or MemoryStore(given.anthropic.fingerprints),

@@ -119,6 +119,20 @@ async def test_who_reads_too_slowly_is_given_up_and_costs_the_others_nothing() -
     assert flight.full is None
 
 
+async def test_one_reader_alone_may_take_its_time_and_the_work_waits_for_it() -> None:
+    own, work = flights(max_bytes=3), Work(items=20)
+    flight = board(own, work)
+    work.allow(20)
+    items = flight.read()
+    seen = [await anext(items)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert work.may._value >= 20 - 3 - 3  # no more is made than fits
+    async with aclosing(items):
+        seen += [item async for item in items]
+    assert seen == list(range(20))
+
+
 async def test_too_large_an_answer_cannot_be_joined_any_more() -> None:
     own, work = flights(max_bytes=3), Work(items=20)
     flight = board(own, work)

@@ -1,0 +1,66 @@
+"""Answers of generateContent in their two forms: chunks into one, and back. Pure.
+
+A chunk has the form of an answer, so that a whole one is a stream of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import orjson
+
+from gateway.api.sse import data, read_events
+
+Json = dict[str, Any]
+
+
+class GenerateReplay:
+    """GenerateContentResponse."""
+
+    def fold(self, stream: bytes) -> Json | None:
+        """One answer; None for a stream that failed. Whether it ended is said by its candidates."""
+        whole: Json = {}
+        candidates: dict[int, Json] = {}
+        for written, _ in read_events(stream):
+            chunk = orjson.loads(written)
+            if "error" in chunk:
+                return None
+            whole |= chunk
+            for candidate in chunk.get("candidates", ()):
+                _add(candidates.setdefault(candidate.get("index", 0), {}), candidate)
+        whole["candidates"] = [candidates[index] for index in sorted(candidates)]
+        return whole
+
+    def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
+        """One chunk."""
+        return [data(whole)]
+
+    def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
+        """Its own chunks: every stream tells its usage."""
+        return [written for _, written in read_events(stream)]
+
+    def ending(self, whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] | None:
+        """The one that says least, of all candidates."""
+        candidates = whole.get("candidates") or ()
+        reasons = {candidate.get("finishReason") for candidate in candidates}
+        if not reasons or not reasons <= {"STOP", "MAX_TOKENS"}:
+            return None
+        if "MAX_TOKENS" in reasons:
+            return "length"
+        parts = [part for one in candidates for part in (one.get("content") or {}).get("parts") or ()]
+        return "tool_calls" if any("functionCall" in part for part in parts) else "stop"
+
+
+def _add(candidate: Json, piece: Json) -> None:
+    """Texts of one kind that follow each other are one; of everything else the last counts."""
+    parts = (candidate.get("content") or {}).get("parts") or []
+    for part in (piece.get("content") or {}).get("parts") or ():
+        last = parts[-1] if parts else {}
+        if set(last) == set(part) and set(part) <= {"text", "thought"} and last.get("thought") == part.get("thought"):
+            parts[-1] = {**last, "text": last["text"] + part["text"]}
+        else:
+            parts.append(dict(part))
+    content = {**(candidate.get("content") or {}), **(piece.get("content") or {}), "parts": parts}
+    candidate |= piece
+    candidate["content"] = content

@@ -1,0 +1,99 @@
+"""What makes two requests to an upstream one, and which of them the response cache is for. Pure.
+
+Their bodies are not known here but as JSON: everything in them counts, unknown fields too, except what is known to
+change no answer. Names may come in any order where no model reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import orjson
+
+from gateway.config import ResponseCacheSettings
+from gateway.responses.eligibility import Mode, find_refusal
+from gateway.responses.key import VERSION
+from gateway.types import UpstreamRequest
+
+IGNORED: Final = frozenset(
+    ("stream", "stream_options", "user", "metadata", "safety_identifier", "service_tier", "labels", "cache")
+)
+"""Of a body's own names. What separates clients (prompt_cache_key, cache_salt) is not among them."""
+
+ORDERED: Final = frozenset(
+    ("tools", "functions", "response_format", "text", "structured_outputs", "output_config", "generationConfig")
+)
+"""Under these the order of names is one that a model follows."""
+
+HEADERS: Final = frozenset(("anthropic-beta", "anthropic-version", "openai-beta"))
+"""That change an answer, of those that go on to an upstream."""
+
+_STREAM: Final = ":streamGenerateContent"
+_WHOLE: Final = ":generateContent"
+_CALLED: Final = ("tools", "functions")
+
+
+def route_of(request: UpstreamRequest) -> str:
+    """The route, the same whether it streams or not, and in which version of its API."""
+    if "{model}" in request.path:
+        return _WHOLE if request.path.endswith((_STREAM, _WHOLE)) else request.path
+    return request.path
+
+
+def streams(request: UpstreamRequest) -> bool:
+    return request.path.endswith(_STREAM) or request.values.get("stream") is True
+
+
+def include_usage(request: UpstreamRequest) -> bool:
+    """Whether a stream of the OpenAI API is to tell its usage."""
+    options = request.values.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def upstream_key(request: UpstreamRequest, whose: str) -> bytes:
+    """32 bytes. `whose` says which upstreams and models answer it."""
+    values = {name: value for name, value in request.values.items() if name not in IGNORED}
+    ordered = sorted((name, value) for name, value in values.items() if name in ORDERED)
+    parts = (
+        ("kvasir", "upstream", VERSION),
+        ("scope", request.tenant.salt, request.reuse.partition),
+        ("route", request.dialect, route_of(request), request.model, whose),
+        ("query", sorted(part for part in request.query.split("&") if part and not part.startswith("alt="))),
+        ("headers", sorted(item for item in request.headers if item[0] in HEADERS)),
+        ("ordered", ordered),
+    )
+    rest = {name: value for name, value in values.items() if name not in ORDERED}
+    body = orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(orjson.dumps(parts) + b"\n" + body).digest()
+
+
+def find_upstream_bypass(
+    request: UpstreamRequest, settings: ResponseCacheSettings, mode: Mode, *, known: bool
+) -> str | None:
+    """As eligibility.find_bypass, and
+
+    route     answers of this route, or in this form, are not kept; `known` is whether they could be
+    stateful  the upstream is to keep something of it
+    """
+    values, reuse = request.values, request.reuse
+    if (reason := find_refusal(reuse, mode)) is not None:
+        return reason
+    if not known or not request.metered or (request.path.endswith(_STREAM) and "alt=sse" not in request.query):
+        return "route"
+    if values.get("store") is True or values.get("background") is True:
+        return "stateful"
+    if any(values.get(name) for name in _CALLED) and not (settings.tool_calls or reuse.asked):
+        return "tools"
+    if not (settings.requests == "all" or reuse.asked or _deterministic(values)):
+        return "sampling"
+    return None
+
+
+def _deterministic(values: Mapping[str, Any]) -> bool:
+    """As the client asks for it. How far an upstream keeps to a seed is its own."""
+    config = values.get("generationConfig") or values.get("generation_config")
+    inside = config if isinstance(config, dict) else values
+    temperature = inside.get("temperature")
+    return (type(temperature) in (int, float) and temperature == 0) or type(inside.get("seed")) is int

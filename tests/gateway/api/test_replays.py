@@ -1,0 +1,228 @@
+"""Answers of upstreams from one form into the other: what a stream tells is what the whole answer says, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.replays import REPLAYS, Replay
+from gateway.api.sse import data, event, read_events
+
+CHAT, COMPLETION = REPLAYS["/v1/chat/completions"], REPLAYS["/v1/completions"]
+MESSAGE, GEMINI = REPLAYS["/v1/messages"], REPLAYS[":generateContent"]
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+BASE = {"id": "c-1", "created": 1, "model": "m", "system_fingerprint": "fp"}
+DONE = b"data: [DONE]\n\n"
+
+texts = st.text(max_size=6)
+calls = st.lists(
+    st.fixed_dictionaries(
+        {
+            "id": st.text("abc", min_size=1, max_size=3),
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries({"name": st.text("fg", min_size=1, max_size=3), "arguments": texts}),
+        }
+    ),
+    max_size=2,
+)
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> dict[str, Any]:
+    choices = []
+    for index in range(draw(st.integers(1, 3))):
+        message: dict[str, Any] = {"role": "assistant", "content": draw(texts) or None, "refusal": None}
+        if called := draw(calls):
+            message["tool_calls"] = called
+        choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": "stop"})
+    return {**BASE, "object": "chat.completion", "choices": choices, "usage": USAGE}
+
+
+blocks = st.lists(
+    st.builds(lambda text: {"type": "text", "text": text}, texts)
+    | st.builds(lambda text: {"type": "thinking", "thinking": text, "signature": "s"}, texts)
+    | st.builds(lambda text: {"type": "tool_use", "id": "t", "name": "f", "input": {"a": text}}, texts),
+    max_size=4,
+)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": draw(blocks),
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": 3, "output_tokens": 2},
+    }
+
+
+def folded(replay: Replay, whole: dict[str, Any]) -> Any:
+    """There and back."""
+    stream = replay.unfold(whole, usage=True)
+    assert stream is not None
+    return replay.fold(b"".join(stream))
+
+
+@given(chats())
+def test_a_chat_that_becomes_a_stream_says_the_same(whole: dict[str, Any]) -> None:
+    assert folded(CHAT, whole) == whole
+
+
+@given(messages())
+def test_a_message_that_becomes_a_stream_says_the_same(whole: dict[str, Any]) -> None:
+    assert folded(MESSAGE, whole) == whole
+
+
+@given(st.lists(texts, min_size=1, max_size=3))
+def test_completions_and_contents_say_the_same(said: list[str]) -> None:
+    choices = [{"index": n, "text": one, "logprobs": None, "finish_reason": "stop"} for n, one in enumerate(said)]
+    whole = {**BASE, "object": "text_completion", "choices": choices, "usage": USAGE}
+    assert folded(COMPLETION, whole) == whole
+    candidates = [
+        {"index": n, "content": {"role": "model", "parts": [{"text": one}]}, "finishReason": "STOP"}
+        for n, one in enumerate(said)
+    ]
+    contents = {"candidates": candidates, "usageMetadata": {"promptTokenCount": 3}, "modelVersion": "m"}
+    assert folded(GEMINI, contents) == contents
+
+
+def chunk(delta: dict[str, Any], index: int = 0, finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return data({**BASE, "object": "chat.completion.chunk", "choices": [choice], **more})
+
+
+USAGE_CHUNK = data({**BASE, "object": "chat.completion.chunk", "choices": [], "usage": USAGE})
+
+
+def test_pieces_of_texts_and_calls_are_joined_and_what_is_not_known_is_kept() -> None:
+    called = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    stream = [
+        chunk({"role": "assistant", "content": ""}, obfuscation="xyz"),
+        chunk({"reasoning_content": "Hm"}),
+        chunk({"reasoning_content": "m."}),
+        chunk({"content": "Hel"}),
+        chunk({"content": "lo"}),
+        chunk({"tool_calls": [called]}),
+        chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]}),
+        chunk({"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}),
+        chunk({}, finish="tool_calls"),
+        USAGE_CHUNK,
+        DONE,
+    ]
+    whole = CHAT.fold(b"".join(stream))
+    assert whole is not None
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = {
+        "role": "assistant",
+        "content": "Hello",
+        "reasoning_content": "Hmm.",
+        "refusal": None,
+        "tool_calls": [call],
+    }
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}
+    assert whole == {**BASE, "object": "chat.completion", "choices": [choice], "usage": USAGE}
+    assert CHAT.ending(whole) == "tool_calls"
+
+
+def test_log_probabilities_of_pieces_are_joined() -> None:
+    def scored(text: str) -> bytes:
+        told = {"content": [{"token": text, "logprob": -1.0}], "refusal": None}
+        choice = {"index": 0, "delta": {"content": text}, "logprobs": told, "finish_reason": None}
+        return data({**BASE, "object": "chat.completion.chunk", "choices": [choice]})
+
+    whole = CHAT.fold(scored("a") + scored("b") + chunk({}, finish="stop") + USAGE_CHUNK + DONE)
+    assert whole is not None
+    assert [one["token"] for one in whole["choices"][0]["logprobs"]["content"]] == ["a", "b"]
+
+
+GOOD = chunk({"content": "Hello"}) + chunk({}, finish="stop")
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"",
+        GOOD + DONE,  # nobody knows what it took
+        GOOD + USAGE_CHUNK,  # cut
+        GOOD + data({"error": {"message": "x"}}) + USAGE_CHUNK + DONE,
+        GOOD + b"data: {cut\n\n" + USAGE_CHUNK + DONE,
+    ],
+)
+def test_a_stream_that_is_not_whole_is_no_answer(stream: bytes) -> None:
+    assert CHAT.fold(stream) is None
+
+
+START = event("message_start", {"type": "message_start", "message": {"id": "m", "content": [], "usage": {}}})
+STOP = event("message_stop", {"type": "message_stop"})
+
+
+@pytest.mark.parametrize("stream", [b"", START, STOP, START + event("error", {"type": "error", "error": {}}) + STOP])
+def test_a_message_that_failed_or_was_cut_is_no_answer(stream: bytes) -> None:
+    assert MESSAGE.fold(stream) is None
+
+
+@pytest.mark.parametrize(
+    ("replay", "whole", "ending"),
+    [
+        (CHAT, {"choices": [{"finish_reason": "stop"}]}, "stop"),
+        (CHAT, {"choices": [{"finish_reason": "stop"}, {"finish_reason": "length"}]}, "length"),
+        (CHAT, {"choices": [{"finish_reason": "tool_calls"}]}, "tool_calls"),
+        (CHAT, {"choices": [{"finish_reason": "content_filter"}]}, None),
+        (CHAT, {"choices": [{"finish_reason": None}]}, None),
+        (CHAT, {"choices": []}, None),
+        (CHAT, {"error": {}}, None),
+        (MESSAGE, {"stop_reason": "end_turn"}, "stop"),
+        (MESSAGE, {"stop_reason": "stop_sequence"}, "stop"),
+        (MESSAGE, {"stop_reason": "tool_use"}, "tool_calls"),
+        (MESSAGE, {"stop_reason": "max_tokens"}, "length"),
+        (MESSAGE, {"stop_reason": "refusal"}, None),
+        (MESSAGE, {"stop_reason": "pause_turn"}, None),
+        (MESSAGE, {"type": "error"}, None),
+        (GEMINI, {"candidates": [{"finishReason": "STOP"}]}, "stop"),
+        (GEMINI, {"candidates": [{"finishReason": "MAX_TOKENS"}]}, "length"),
+        (GEMINI, {"candidates": [{"finishReason": "SAFETY"}]}, None),
+        (GEMINI, {"candidates": [{}]}, None),
+        (GEMINI, {"promptFeedback": {"blockReason": "SAFETY"}}, None),
+        (
+            GEMINI,
+            {"candidates": [{"finishReason": "STOP", "content": {"parts": [{"functionCall": {}}]}}]},
+            "tool_calls",
+        ),
+    ],
+)
+def test_how_an_answer_ended(replay: Replay, whole: dict[str, Any], ending: str | None) -> None:
+    assert replay.ending(whole) == ending
+
+
+def test_the_usage_of_a_stream_is_told_to_who_asked_for_it() -> None:
+    with_usage, without = GOOD + USAGE_CHUNK + DONE, GOOD + DONE
+    assert b"".join(CHAT.restream(with_usage, usage=True) or ()) == with_usage
+    assert b"".join(CHAT.restream(with_usage, usage=False) or ()) == without
+    assert b"".join(CHAT.restream(without, usage=False) or ()) == without
+    assert CHAT.restream(without, usage=True) is None
+
+
+def test_events_are_read_whatever_their_lines_end_with() -> None:
+    stream = b"data: 1\n\n: note\r\n\r\nevent: x\r\ndata:2\r\ndata: 3\r\n\r\ndata: 4\r\rdata: cut"
+    assert [told for told, _ in read_events(stream)] == [b"1", b"2\n3", b"4"]
+    assert stream.startswith(b"".join(written for _, written in read_events(b"data: 1\n\n")))
+
+
+def test_thoughts_and_texts_of_gemini_stay_apart() -> None:
+    def part(**parts: Any) -> bytes:
+        return data({"candidates": [{"index": 0, "content": {"role": "model", "parts": [parts]}}]})
+
+    end = data({"candidates": [{"index": 0, "finishReason": "STOP"}], "usageMetadata": {"promptTokenCount": 1}})
+    stream = part(text="a", thought=True) + part(text="b", thought=True) + part(text="c") + part(text="d") + end
+    whole = GEMINI.fold(stream)
+    assert whole is not None
+    assert whole["candidates"][0]["content"]["parts"] == [{"text": "ab", "thought": True}, {"text": "cd"}]
+    assert orjson.dumps(whole)

@@ -1,0 +1,225 @@
+"""The response cache in front of hosted APIs: byte for byte in the form that an answer came in, and told by the real
+SDKs in the other one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.config import TenantSettings
+from tests.fakes.gateway import Gateway, response_cache, running
+from tests.fakes.gemini import gemini
+from tests.fakes.upstream import (
+    CHUNK,
+    CONTENT,
+    MESSAGE_STREAM,
+    SSE,
+    USAGE,
+    Told,
+    chunk,
+    error,
+    events,
+    said,
+    upstream,
+)
+from tests.fakes.waiting import until
+
+PATH = "/v1/chat/completions"
+MESSAGES: Any = [{"role": "user", "content": "Hello."}]
+ASK: dict[str, Any] = {"model": "up-1", "messages": MESSAGES, "temperature": 0}
+END = {**CHUNK, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+STREAM = Told(
+    [*events(chunk("Hel"), chunk("lo \u2713"), END, {**CHUNK, "choices": [], "usage": USAGE}), b"data: [DONE]\n\n"],
+    media=SSE,
+)
+WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def whole(text: str = "Hello", finish: str = "stop") -> Told:
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    base = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "up-1"}
+    return said({**base, "choices": [choice], "usage": USAGE, "x_unknown": {"kept": True}})
+
+
+async def ask(gateway: Gateway, body: Any = ASK, path: str = PATH, **headers: str) -> tuple[str, bytes, Any]:
+    """What the cache had, and the answer."""
+    async with gateway.session.post(gateway.url + path, json=body, headers=headers) as answer:
+        return answer.headers.get("x-kvasir-cache", ""), await answer.read(), answer
+
+
+async def outcomes(gateway: Gateway, *bodies: Any, **headers: str) -> list[str]:
+    return [(await ask(gateway, body, **headers))[0] for body in bodies]
+
+
+async def test_the_same_request_gets_the_same_bytes_and_nobody_is_asked() -> None:
+    async with (
+        upstream(whole()) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        first, second = await ask(gateway), await ask(gateway, {"temperature": 0.0, **ASK, "user": "somebody"})
+        assert (first[0], second[0], len(stub.got)) == ("miss", "exact", 1)
+        assert first[1] == second[1] == whole().pieces[0]
+        assert second[2].headers["Age"] == "0"
+        assert second[2].headers["Content-Type"].startswith("application/json")
+        assert "x-kvasir-engine" not in second[2].headers
+        stats = await (await gateway.session.get(f"{gateway.url}/admin/stats")).json()
+        assert stats["tenants"]["anonymous"]["response_hits"] == 1
+        assert stats["tenants"]["anonymous"]["prompt_tokens"] == 100
+
+
+async def test_a_stream_comes_again_in_its_own_pieces_with_or_without_its_usage() -> None:
+    async with (
+        upstream(STREAM) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        first = await ask(gateway, ASK | WITH_USAGE)
+        again = await ask(gateway, ASK | WITH_USAGE)
+        bare = await ask(gateway, ASK | {"stream": True})
+        assert (first[0], again[0], bare[0], len(stub.got)) == ("miss", "exact", "exact", 1)
+        assert first[1] == again[1] == b"".join(STREAM.pieces)
+        assert bare[1] == b"".join([*STREAM.pieces[:3], STREAM.pieces[4]])
+
+
+async def test_what_was_streamed_is_told_whole_and_back_by_the_sdk() -> None:
+    async with (
+        upstream(STREAM) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        await ask(gateway, ASK | WITH_USAGE)
+        answer = await gateway.sdk().chat.completions.create(**ASK)
+        assert answer.choices[0].message.content == "Hello \u2713"
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == USAGE["total_tokens"]
+        assert len(stub.got) == 1
+    async with (
+        upstream(whole("Hello \u2713")) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        first = await gateway.sdk().chat.completions.create(**ASK)
+        async with gateway.sdk().chat.completions.stream(**ASK, stream_options={"include_usage": True}) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content == first.choices[0].message.content
+        assert final.usage == first.usage
+        assert len(stub.got) == 1
+
+
+async def test_messages_and_contents_are_told_in_both_forms() -> None:
+    older: Any = {"extra_headers": {"anthropic-version": "2023-06-01"}, "extra_body": {"temperature": 0}}
+    body: Any = {"model": "up-1", "max_tokens": 9, "messages": MESSAGES}
+    async with (
+        upstream(MESSAGE_STREAM) as stub,
+        running(upstreams=[stub.settings(dialect="anthropic")], response_cache=response_cache()) as gateway,
+    ):
+        async with gateway.anthropic().messages.stream(**body, **older) as stream:
+            streamed = await stream.get_final_message()
+        told = await gateway.anthropic().messages.create(**body, **older)
+        assert told.content[0].text == streamed.content[0].text == "Hello"  # type: ignore[union-attr]
+        assert told.usage == streamed.usage
+        assert len(stub.got) == 1
+    async with (
+        upstream(CONTENT) as stub,
+        running(upstreams=[stub.settings(dialect="gemini")], response_cache=response_cache()) as gateway,
+    ):
+        sdk = gemini(gateway.url)
+        asked: Any = {"model": "up-1", "contents": "Hello.", "config": {"temperature": 0}}
+        answer = await sdk.aio.models.generate_content(**asked)
+        pieces = [piece.text async for piece in await sdk.aio.models.generate_content_stream(**asked)]
+        await sdk.aio.aclose()
+        sdk.close()
+        assert ([answer.text], len(stub.got)) == (pieces, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "outcome"),
+    [
+        ({"temperature": 0.5}, "bypass; reason=sampling"),
+        ({"temperature": None, "seed": 4}, "miss"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "bypass; reason=tools"),
+        ({"store": True}, "bypass; reason=stateful"),
+        ({"cache": {"use-cache": False}}, "bypass; reason=off"),
+        ({"messages": [{"role": "user", "content": "Hello!"}]}, "miss"),
+        ({"x_unknown": 1}, "miss"),
+        ({"prompt_cache_key": "k"}, "miss"),
+        ({"cache": {"namespace": "n"}}, "miss"),
+        ({"max_tokens": 5}, "miss"),
+        ({"metadata": {"a": "b"}, "cache": {"ttl": 5}}, "exact"),
+        ({"cache": {"no-cache": True}}, "miss"),
+    ],
+)
+async def test_another_body_is_another_request_and_some_take_no_part(more: dict[str, Any], outcome: str) -> None:
+    async with (
+        upstream(whole()) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        assert await outcomes(gateway, ASK, ASK | more) == ["miss", outcome]
+
+
+async def test_what_is_said_of_our_cache_reaches_no_upstream_and_odd_words_are_refused() -> None:
+    async with (
+        upstream(whole()) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        body = (
+            b'{"cache" : {"ttl": 5, "no-store": true},  "model":"up-1", "messages": [{"role":"user","content":"x"}] }'
+        )
+        async with gateway.session.post(gateway.url + PATH, data=body) as answer:
+            assert answer.status == 200
+        assert stub.got[0].body == b'{"model":"up-1","messages": [{"role":"user","content":"x"}]}'
+        status, told, _ = await gateway.post(PATH, {**ASK, "cache": {"tenant": "x"}})
+        assert (status, told["error"]["param"]) == (400, "cache.tenant")
+        status, told, _ = await gateway.post(PATH, ASK, headers={"Cache-Control": "only-if-cached"})
+        assert (status, told["error"]["code"], len(stub.got)) == (504, "not_cached", 1)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        whole(finish="length"),
+        whole(finish="content_filter"),
+        error(400),
+        Told([b"no json"]),
+        Told(STREAM.pieces[:3], media=SSE),
+        Told([*STREAM.pieces[:2], b'data: {"error": {}}\n\n', b"data: [DONE]\n\n"], media=SSE),
+    ],
+)
+async def test_what_failed_was_cut_or_is_no_answer_is_not_kept(told: Told) -> None:
+    body = ASK | (WITH_USAGE if told.media == SSE else {})
+    async with (
+        upstream(told) as stub,
+        running(upstreams=[stub.settings(retries=0)], response_cache=response_cache()) as gateway,
+    ):
+        assert await outcomes(gateway, body, body) == ["miss", "miss"]
+        assert len(stub.got) == 2
+
+
+async def test_tenants_have_answers_of_their_own() -> None:
+    tenants = [TenantSettings(name=name, keys=(f"key-of-{name}",)) for name in ("north", "south")]
+    async with (
+        upstream(whole()) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache(), tenants=tenants) as gateway,
+    ):
+        got = [(await ask(gateway, Authorization=f"Bearer key-of-{name}"))[0] for name in ("north", "south", "north")]
+        assert (got, len(stub.got)) == (["miss", "miss", "exact"], 2)
+
+
+async def test_identical_requests_in_flight_are_one_and_go_on_when_the_first_leaves() -> None:
+    slow = Told(STREAM.pieces[:1], media=SSE, then="stall")
+    async with (
+        upstream(slow, STREAM) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        body = ASK | {"stream": True}
+        first, second = [await gateway.session.post(gateway.url + PATH, json=body) for _ in range(2)]
+        assert (first.headers["x-kvasir-cache"], second.headers["x-kvasir-cache"]) == ("miss", "exact")
+        assert len(stub.got) == 1
+        first.close()
+        async with asyncio.timeout(5.0):
+            assert await second.content.readany() == STREAM.pieces[0]
+        assert not stub.left.is_set()
+        second.close()
+        await until(stub.left.is_set)
+        assert await outcomes(gateway, body) == ["miss"]
