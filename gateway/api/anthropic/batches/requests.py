@@ -134,16 +134,17 @@ class RequestReader:
 
     def _check_depth(self) -> Generator[None, tuple[str, Any], None]:
         """Until the end of the array."""
-        depth, most = 1, self._limits.depth + _OUTER
+        depth, most, index = 1, self._limits.depth + _OUTER, 0
         while depth:
             event, _ = yield
             if event in ("start_map", "start_array"):
                 depth += 1
                 if depth > most:
                     why = f"nested deeper than {self._limits.depth} levels (server.max_json_depth)"
-                    raise invalid(f"requests[{self.num_requests}]", why)
+                    raise invalid(f"requests[{index}]", why)
             elif event in ("end_map", "end_array"):
                 depth -= 1
+                index += depth == 1
 
     def _row(self, item: Any) -> bytes:
         path = f"requests[{self.num_requests}]"

@@ -6,11 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
 from gateway.config import NamespaceSettings, TenantSettings
-from gateway.errors import EngineLostError
+from gateway.errors import EngineLostError, OverloadedError
+from gateway.queues.batch.jobs import MemoryJobs
 from tests.fakes.batch_sdk import BODY, CHAT, ENDS, content, reached, row, settings, submit
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import running
@@ -302,3 +304,21 @@ async def test_lines_run_in_the_namespace_that_was_asked_for_with_the_batch() ->
         for path, body in (("/v1/batches", asked), ("/v1/messages/batches", {"requests": []})):
             headers = {"x-kvasir-namespace": "nobody", "anthropic-version": "2026-10-21"}
             assert (await gateway.post(path, body, headers=headers))[0] == 403
+
+
+class AwayJobs(MemoryJobs):
+    """A Redis that does not answer."""
+
+    async def page(self, *_: Any, **__: Any) -> Any:
+        raise OverloadedError("Batches cannot be reached at the moment.", retry_after_s=2.0)
+
+
+async def test_while_redis_is_away_both_apis_say_so_and_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.queues.batch.lane.MemoryJobs", AwayJobs)
+    async with running(**settings()) as gateway:
+        with pytest.raises(openai.InternalServerError, match="Batches cannot be reached") as away:
+            await gateway.sdk().batches.list()
+        assert (away.value.status_code, away.value.response.headers["retry-after"]) == (503, "2")
+        with pytest.raises(anthropic.APIStatusError, match="Batches cannot be reached") as busy:
+            await gateway.anthropic().messages.batches.list()
+        assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (529, "2")
