@@ -328,3 +328,18 @@ async def test_nothing_is_left_in_redis_of_lines_that_are_done_and_forgotten(red
         await store.claim("x", "m", 9, 10)
         await store.forget(J1)
         assert await redis.keys(f"{PREFIX}*") == []
+
+
+async def test_a_redis_that_is_full_takes_results_and_nothing_new(own_redis: RedisProcess) -> None:
+    async with Redis.from_url(own_redis.url) as redis:
+        store = RedisLines(RedisCalls(redis, timeout_s=LIMIT_S))
+        await put(store, J1, plans(1, 2, 3))
+        (claim,) = await store.claim("x", "m", 1, 10)
+        await redis.config_set("maxmemory", 1)
+        with pytest.raises(OverloadedError):
+            await store.stage(J2, 0, plans(1))
+        assert await store.complete(claim, DONE, NONE) == 1
+        (later,) = await store.claim("x", "m", 1, 10)
+        assert await store.complete(later, DONE, NONE) == 2
+        assert not await store.drop_waiting(J1, "a:m", b"", "cancelled", 9)
+        assert await store.progress(J1) == Progress(3, 3, 3)

@@ -99,7 +99,7 @@ class RedisLines:
 
     async def progress(self, job: str) -> Progress:
         """See Lines."""
-        asked = self._calls.redis.pipeline(transaction=True)
+        asked = self._calls.redis.pipeline(transaction=False)  # a Redis that is full refuses any transaction
         asked.hmget(f"{PREFIX}counts:{job}", ["planned", "queued"])
         asked.hlen(f"{PREFIX}results:{job}")
         (planned, queued), done = await self._calls.ask(asked.execute())
