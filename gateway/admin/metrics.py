@@ -6,8 +6,9 @@ Requests are counted as they finish; figures of engines, queue, memos and Redis 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -248,6 +249,7 @@ class _Scraped(Collector):
             for value, count in stats[name].items():
                 counts.add_metric([value], count)
             yield counts
+        yield from _semantic_cache(stats["semantic"] or {"outcomes": {}, "events": {}, "spaces": []})
 
     def _queue(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a place.", labels=("lane",))
@@ -305,3 +307,27 @@ class _Scraped(Collector):
                 if isinstance(value, (int, float)):
                     prompts.add_metric([model, figure], float(value))
         yield prompts
+
+
+def _semantic_cache(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, text, label in (
+        ("outcomes", "Requests that the semantic cache was asked for, by what it had for them.", "outcome"),
+        ("events", "What became of questions and audits in the semantic cache.", "event"),
+    ):
+        counts = CounterMetricFamily(f"kvasir_semantic_cache_{name}", text, labels=(label,))
+        for value, count in stats[name].items():
+            counts.add_metric([value], count)
+        yield counts
+    for name, text in (
+        ("entries", "Questions that are kept."),
+        ("hits", "Answers by meaning since the budget began."),
+        ("audits", "Hits that were compared with a fresh answer since the budget began."),
+        ("wrong_requests", "Estimated wrong hits, as a share of the requests that were looked up."),
+        ("wrong_requests_high", "Upper end of its interval of 95%."),
+        ("bound", "What it is kept under."),
+        ("closed", "1 while the bound leaves no room for hits."),
+    ):
+        figures = GaugeMetricFamily(f"kvasir_semantic_cache_{name}", text, labels=("owner", "model"))
+        for space in stats["spaces"]:
+            figures.add_metric([space["owner"], space["model"]], float(space[name]))
+        yield figures

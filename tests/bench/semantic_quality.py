@@ -217,7 +217,7 @@ def _half(row: Row) -> int:
 
 
 def _calibrate(events: Sequence[Event], bound: float) -> tuple[Any, float]:
-    """The lowest bar with which these events would have kept to 0.9 of the bound."""
+    """The lowest bar with which these events would have kept to 0.75 of the bound."""
     labelled = [event for event in events if event.evidence is not None]
     rows = np.array([event.evidence.row() for event in labelled if event.evidence is not None]).reshape(-1, 4)
     truth = np.array([event.truth for event in labelled], dtype=np.float64)
@@ -225,7 +225,7 @@ def _calibrate(events: Sequence[Event], bound: float) -> tuple[Any, float]:
     probability = logistic(rows @ parameters)
     order = np.argsort(-probability)
     wrong = np.cumsum(1.0 - truth[order])
-    over = np.flatnonzero(wrong > 0.9 * bound * len(events))
+    over = np.flatnonzero(wrong > 0.75 * bound * len(events))
     return parameters, float(probability[order][over[0]]) + 1e-9 if len(over) else 0.0
 
 
