@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import orjson
 
 _SPACE: Final = re.compile(rb"[ \t\n\r]*")
-_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_BRACKET: Final = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+[\[\]{}]', re.DOTALL)
+_BETWEEN: Final = re.compile(rb'[^"\[\]{}]*')
 _PLAIN: Final = re.compile(rb"[^ \t\n\r,\]}]+")
+_QUOTE: Final = ord('"')
+_BACKSLASH: Final = ord("\\")
+_OPENING: Final = frozenset(b"{[")
 
 
 class Child(NamedTuple):
@@ -61,6 +64,24 @@ def find(text: bytes, path: Sequence[str | int]) -> Child | None:
     return child
 
 
+def named_once(text: bytes, name: str) -> Child | None:
+    """The member of the root with this name of ASCII letters, which a parser has found; None when there are several."""
+    written = orjson.dumps(name)
+    if text.count(written) == 1 and not (b"\\u00" in text and _escaped(name).search(text)):
+        # No other key can be read as this name, so this is the one that a parser found.
+        at = _skip(text, _skip(text, text.index(written) + len(written)) + 1)
+        return Child(name, at, _end(text, at))
+    found = [child for child in children(text, root(text)) if child.name == name]
+    return found[0] if len(found) == 1 else None
+
+
+@cache
+def _escaped(name: str) -> re.Pattern[bytes]:
+    """Any of its letters, escaped."""
+    codes = "|".join(f"{ord(letter):02x}" for letter in set(name))
+    return re.compile(rf"\\u00(?i:{codes})".encode())
+
+
 def replaced(text: bytes, child: Child, value: Any) -> bytes:
     """The text with another value there."""
     return text[: child.start] + orjson.dumps(value) + text[child.end :]
@@ -92,14 +113,32 @@ def _skip(text: bytes, at: int) -> int:
 
 def _end(text: bytes, start: int) -> int:
     """Of the value that begins there."""
-    first = text[start : start + 1]
-    if first in (b"{", b"["):
-        depth, at = 1, start + 1
-        while depth:
-            at = _after(_BRACKET, text, at)
-            depth += 1 if text[at - 1 : at] in (b"{", b"[") else -1
-        return at
-    return _after(_STRING if first == b'"' else _PLAIN, text, start)
+    first = text[start]
+    if first == _QUOTE:
+        return _string_end(text, start)
+    if first not in _OPENING:
+        return _after(_PLAIN, text, start)
+    depth, at = 1, start + 1
+    while depth:
+        at = _after(_BETWEEN, text, at)
+        if text[at] == _QUOTE:
+            at = _string_end(text, at)
+        else:
+            depth += 1 if text[at] in _OPENING else -1
+            at += 1
+    return at
+
+
+def _string_end(text: bytes, start: int) -> int:
+    """From quote to quote, which is quicker than any pattern: most of a long prompt has none."""
+    end = start
+    while True:
+        end = text.index(b'"', end + 1)
+        before = end - 1
+        while text[before] == _BACKSLASH:
+            before -= 1
+        if (end - before) % 2:  # an even number of backslashes escape each other
+            return end + 1
 
 
 def _after(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:

@@ -51,6 +51,8 @@ class Meter:
             self._decode = _nothing
             return
         if self._events is not None:
+            if plain.endswith(b"\n\n") and self._events.between and not _says_anything(plain):
+                return  # whole events, as nearly all pieces are, and none of them is about tokens
             for event in self._events.feed(plain):
                 self._read(event)
         elif len(self._whole) + len(plain) <= self._max_bytes:
@@ -67,10 +69,14 @@ class Meter:
 
     def _read(self, told: bytes) -> None:
         """An event, or a whole answer."""
-        if any(mark in told for mark in MARKS):
+        if _says_anything(told):
             json = told if self._events is None else data_of(told)
             with contextlib.suppress(orjson.JSONDecodeError):
                 note(self._said, orjson.loads(json), self._dialect)
+
+
+def _says_anything(told: bytes) -> bool:
+    return any(mark in told for mark in MARKS)
 
 
 def _decoder(encoding: str, max_bytes: int) -> Callable[[bytes], bytes]:

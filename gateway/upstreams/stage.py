@@ -29,7 +29,7 @@ from gateway.errors import (
 )
 from gateway.types import UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.hints import hinted
-from gateway.upstreams.json_edit import children, replaced, root, without_member
+from gateway.upstreams.json_edit import named_once, replaced, root, without_member
 from gateway.upstreams.listing import Listing
 from gateway.upstreams.routes import Route, Routes, may
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
@@ -242,11 +242,10 @@ def _renamed(request: UpstreamRequest, route: Route) -> bytes:
         if any(part in ("", ".", "..") for part in route.model.split("/")):
             raise ModelNotFoundError(request.model)
         return body
-    named = [child for child in children(body, root(body)) if child.name == "model"]
-    if len(named) != 1:
+    if (named := named_once(body, "model")) is None:
         # Parsers differ in which one they take: ours would decide about another model than the upstream answers with.
         raise BadRequestError("Invalid 'model': it is there more than once.", param="model", code="invalid_value")
-    return body if route.model == request.model else replaced(body, named[0], route.model)
+    return body if route.model == request.model else replaced(body, named, route.model)
 
 
 async def _once(body: bytes) -> AsyncGenerator[bytes, None]:

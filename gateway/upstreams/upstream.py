@@ -24,6 +24,7 @@ from gateway.upstreams.breaker import Breaker
 from gateway.upstreams.headers import retry_after_s, returned
 from gateway.upstreams.hints import Seen
 from gateway.upstreams.metering import Meter
+from gateway.upstreams.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "ident
 
 _VERSIONS: Final = {"anthropic": {"anthropic-version": "2023-06-01"}}
 """What a request of the gateway's own needs besides."""
+
+AT_ONCE_BYTES: Final = 1 << 20
+"""A larger body is written in pieces, so that the event loop turns in between."""
 
 _FAILED: Final = frozenset((500, 502, 503, 504, 529))
 """Statuses that say something about the upstream and not about the request."""
@@ -61,7 +65,7 @@ class Opened:
         self._open = True
         self.status = response.status
         self.headers = returned(response.headers.items(), upstream.secrets)
-        self.retry_after_s = retry_after_s(response.headers)
+        self.retry_after_s = retry_after_s(response.headers) if response.status >= 400 else None
         self.final = response.headers.get("x-should-retry", "").lower() == "false"  # the upstream wants no retry
 
     @property
@@ -72,11 +76,15 @@ class Opened:
     async def pieces(self, request: UpstreamRequest) -> AsyncGenerator[bytes, None]:
         """The body as it comes, metered into the request's trace. Raises UpstreamLostError."""
         try:
+            watch = self._upstream.watch(self._response, request)
             piece = self._first
-            while piece:
-                self._meter.feed(piece)
-                yield piece
-                piece = await self._upstream.next_piece(self._response, request)
+            try:
+                while piece:
+                    self._meter.feed(piece)
+                    yield piece
+                    piece = await self._upstream.next_piece(self._response, watch)
+            finally:
+                watch.close()
         except UpstreamLostError as error:
             error.between_events = self._meter.between_events
             raise
@@ -159,6 +167,15 @@ class Upstream:
         self._told(opened.status)
         return opened
 
+    def watch(self, response: aiohttp.ClientResponse, request: UpstreamRequest) -> Watch:
+        """Over how long the pieces of an answer take."""
+
+        def give_up() -> None:
+            response.content.set_exception(TimeoutError())
+
+        call_later = asyncio.get_running_loop().call_later
+        return Watch(self.settings.idle_timeout_s, self._deadline_s(request), give_up, call_later)
+
     async def fetch(self, path: str) -> bytes:
         """The body of a GET, for the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed. Says nothing
         to the breaker."""
@@ -182,14 +199,13 @@ class Upstream:
         except (aiohttp.ClientError, OSError):
             raise AttemptFailed("connect", f"{self.name} cannot be reached", again=False) from None
 
-    async def next_piece(self, response: aiohttp.ClientResponse, request: UpstreamRequest) -> bytes:
+    async def next_piece(self, response: aiohttp.ClientResponse, watch: Watch) -> bytes:
         """Empty at the end. Raises UpstreamLostError."""
-        until_s = self._deadline_s(request)
         try:
-            async with asyncio.timeout(max(0.0, min(self.settings.idle_timeout_s, until_s - time.monotonic()))):
+            with watch:
                 return await response.content.readany()
         except TimeoutError:
-            if time.monotonic() >= until_s:
+            if watch.over:
                 raise self._too_late() from None
             self.failed("timeout")
             raise UpstreamTimeoutError(f"Upstream {self.name} stopped in the middle of its answer.") from None
@@ -234,7 +250,7 @@ class Upstream:
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
                 response = await self._connected().post(
                     self._url(request, model),
-                    data=io.BytesIO(body),
+                    data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
                     headers={**_HEADERS, **dict(request.headers), **self._headers},
                     allow_redirects=False,
                 )

@@ -1,11 +1,12 @@
 """What the gateway costs in CPU, against a bare aiohttp reverse proxy in front of the same fake engine.
 
-    python -m tests.bench.gateway_overhead [--scale 1.0]
+    python -m tests.bench.gateway_overhead [--scale 1.0] [--upstream]
 
 Processes: a fake engine that speaks both the engine stream (for Kvasir) and plain HTTP (for the proxies); a bare proxy
 that copies bytes; a bare proxy that also parses the JSON and hashes the body (SHA-256, as the key of an exact cache
 would be); `kvasir serve` without engines of its own. This process sends the requests. CPU is what the kernel says of
-the process in the middle, user and system, per request.
+the process in the middle, user and system, per request. With --upstream the HTTP server is an upstream of
+Kvasir's, which has no engine then: bytes in both directions, as the proxies have them.
 
 Targets: at most 2x the bare proxy for small bodies; at 400 KB with a warm memo at most 1.5x the proxy that parses and
 hashes; at most 25 us per streamed chunk more than bare. Rounds alternate; medians are printed.
@@ -269,6 +270,7 @@ def main() -> None:
     parser.add_argument("--parse", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=BODIES, help="measure this size of body alone, and no stream")
     parser.add_argument("--streams", type=int, default=4, help="streams at the same time")
+    parser.add_argument("--upstream", action="store_true", help="Kvasir in front of the HTTP server, without engine")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
     arguments = parser.parse_args()
@@ -283,24 +285,24 @@ def main() -> None:
         compare(arguments)
 
 
+def _ours(arguments: argparse.Namespace, folder: Path, stream: int, http: int) -> list[str]:
+    """The command, and what is behind it."""
+    if not arguments.upstream:
+        return ["serve", "--engines", "0", "--engine-urls", f"http://127.0.0.1:{stream}"]
+    file = folder / "upstreams.toml"
+    file.write_text(f'[[upstreams]]\nname = "http"\nurl = "http://127.0.0.1:{http}/v1"\nmodels = ["demo"]\n')
+    return ["gateway", "--config", str(file)]
+
+
 def compare(arguments: argparse.Namespace) -> None:
     stream, http, bare, parse, ours = (free_port() for _ in range(5))
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--port", str(ours), "--data-dir", folder, "--engines", "0", "--log-level", "WARNING"]
+        flags = ["--port", str(ours), "--data-dir", folder, "--log-level", "WARNING", "--response-cache-mode", "off"]
         processes = [
             start("-m", "tests.bench.gateway_overhead", "--role", "engine", "--ports", str(stream), str(http)),
             start("-m", "tests.bench.gateway_overhead", "--role", "proxy", "--ports", str(bare), str(http)),
             start("-m", "tests.bench.gateway_overhead", "--role", "proxy", "--parse", "--ports", str(parse), str(http)),
-            start(
-                "-m",
-                "gateway.cli",
-                "serve",
-                *flags,
-                "--response-cache-mode",
-                "off",
-                "--engine-urls",
-                f"http://127.0.0.1:{stream}",
-            ),
+            start("-m", "gateway.cli", *_ours(arguments, Path(folder), stream, http), *flags),
         ]
         try:
             for port in (stream, http, bare, parse, ours):

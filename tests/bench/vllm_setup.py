@@ -61,3 +61,7 @@ def version(folder: Path) -> str:
 
 def _pip(python: Path, *arguments: str) -> None:
     subprocess.run([str(python), "-m", "pip", "install", "-q", *arguments], check=True, timeout=SETUP_S)
+
+
+if __name__ == "__main__":
+    print(set_up(Path.home() / ".cache/kvasir/vllm"))

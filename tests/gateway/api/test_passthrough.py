@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import re
 from typing import Any
@@ -625,3 +626,12 @@ async def test_the_ledger_knows_whose_cache_it_was() -> None:
         used = ledger["used"]
         assert (used["prompt_tokens"], used["cached_tokens"], used["cache_write_tokens"]) == (100, 60, 30)
         assert (ledger["saved"]["upstream"]["tokens"], ledger["saved"]["prefix"]["tokens"]) == (60, 0)
+
+
+async def test_a_large_body_goes_on_whole() -> None:
+    body = b'{"model":"up-1","input":"%b"}' % (b"x" * (3 << 20))
+    async with upstream(EMBEDDINGS) as stub, running(upstreams=[stub.settings()]) as gateway:
+        async with gateway.session.post(f"{gateway.url}/v1/embeddings", data=io.BytesIO(body)) as answer:
+            assert answer.status == 200
+        assert stub.got[0].body == body
+        assert stub.got[0].headers["Content-Length"] == str(len(body))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.upstreams.json_edit import children, find, replaced, root, with_member
+from gateway.upstreams.json_edit import children, find, named_once, replaced, root, with_member
 
 values = st.recursive(
     st.none()
@@ -58,3 +59,21 @@ def test_of_a_name_that_is_there_twice_the_last_is_found_as_a_parser_does() -> N
     assert child is not None
     assert text[child.start : child.end] == b'"}\\"]"'
     assert find(text, ["model", 2]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (b'{"x":1,"model" :\t"a\\\\","y":"model"}', b'"a\\\\"'),
+        (b'{"model":{"model":1}}', b'{"model":1}'),
+        (b'{"x":"\\u00e9","model":"a"}', b'"a"'),
+        (b'{"x":"\\u006d","model":"a\\""}', b'"a\\""'),
+        (b'{"\\u006dodel":"a"}', b'"a"'),
+        (b'{"model":1,"model":2}', None),
+        (b'{"model":1,"mod\\u0065l":2}', None),
+        (b'{"model":1,"mod\\u006Cl":2,"\\u006Dodel":3}', None),
+    ],
+)
+def test_a_member_that_there_is_once_is_found_however_it_is_written(text: bytes, value: bytes | None) -> None:
+    found = named_once(text, "model")
+    assert (None if found is None else text[found.start : found.end]) == value

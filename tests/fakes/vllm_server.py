@@ -1,0 +1,93 @@
+"""A real vLLM on a free port, from the environment that tests/bench/vllm_setup.py makes, and a tap in front of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from tests.fakes.waiting import until
+
+FOLDER = Path.home() / ".cache/kvasir/vllm"
+HOW = "python -m tests.bench.vllm_setup sets up vLLM for the CPU in an environment of its own (about 3.5 GB)"
+MODEL = Path(__file__).parent.parent.parent / "engine/demo/model"
+START_LIMIT_S = 300.0
+STOP_LIMIT_S = 30.0
+
+
+def installed() -> bool:
+    return (FOLDER / "kvasir-complete").is_file()
+
+
+@contextmanager
+def vllm(log: Path, name: str) -> Iterator[str]:
+    """Its URL, once the process was started; `wait_ready` says when it answers. Serves the demo model as `name`."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = [str(FOLDER / "bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+    command += ["--served-model-name", name, "--port", str(port), "--host", "127.0.0.1", "--max-model-len", "2048"]
+    command += ["--dtype", "bfloat16", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    command += ["--max-num-seqs", "8"]
+    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environ.pop("PYTHONPATH", None)
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ) as process:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+async def wait_ready(url: str) -> None:
+    """Raises TimeoutError when it does not answer within START_LIMIT_S."""
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    await until(answers, START_LIMIT_S)
+
+
+@asynccontextmanager
+async def tap(url: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A server that passes everything on, and what it answered: the bytes of each body."""
+    bodies: list[bytes] = []
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        headers = {name: value for name, value in http.headers.items() if name.lower() != "host"}
+        async with session.request(http.method, url + http.path_qs, data=await http.read(), headers=headers) as answer:
+            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+            await response.prepare(http)
+            number = len(bodies)
+            bodies.append(b"")
+            async for piece in answer.content.iter_any():
+                bodies[number] += piece
+                await response.write(piece)
+            await response.write_eof()
+            return response
+
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}", bodies
+        finally:
+            await runner.cleanup()
