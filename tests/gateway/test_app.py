@@ -187,3 +187,35 @@ async def test_gateways_on_one_redis_share_the_limits_of_tenants(redis_url: str)
             gateway.prompts.close()
             gateway.embedder.close()
         await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    ("config", "there"),
+    [
+        ("", False),
+        ("[semantic_cache]\nmode = 'ask'\n", True),
+        ("[[tenants]]\nname = 'a'\nkeys = ['key-of-a-1']\nsemantic_cache = 'on'\n", True),
+        ("[[tenants]]\nname = 'a'\nkeys = ['key-of-a-1']\nsemantic_cache = 'off'\n", False),
+    ],
+)
+def test_the_semantic_cache_is_there_where_somebody_may_use_it(config: str, there: bool, tmp_path: Path) -> None:
+    file = tmp_path / "kvasir.toml"
+    file.write_text(config)
+    gateway = Gateway(load(Settings, file=file, environ={}, flags={}), None, None)
+    try:
+        assert (gateway.semantic_cache is not None) is there
+    finally:
+        gateway.embedder.close()
+        gateway.prompts.close()
+
+
+def test_without_the_extra_the_semantic_cache_says_so_and_exact_answers_are_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.app.find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        gateway = Gateway(Settings.model_validate({"semantic_cache": {"mode": "on"}}), None, None)
+    assert gateway.semantic_cache is None
+    assert any("extra `semantic`" in record.getMessage() for record in caplog.records)
+    gateway.embedder.close()
+    gateway.prompts.close()

@@ -26,6 +26,9 @@ _T = TypeVar("_T")
 
 READ_AT_A_TIME: Final = 256
 
+BUDGET_S: Final = 30 * 86400
+"""Seconds that what was learned is kept when nobody asks any more; at most some 500 KB for an owner and model."""
+
 
 class QuestionsDownError(Exception):
     """Redis did not answer in time, or could not do it."""
@@ -69,7 +72,7 @@ class RedisQuestions:
         return state
 
     async def save_budget(self, name: str, state: bytes) -> None:
-        await self._ask(self._redis.set(_budget(name), state))
+        await self._ask(self._redis.set(_budget(name), state, ex=BUDGET_S))
 
     async def _ask(self, call: Awaitable[_T]) -> Any:
         try:
