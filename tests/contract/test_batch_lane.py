@@ -44,6 +44,19 @@ async def test_a_job_leaves_its_record_alone_in_redis_until_that_is_over_its_tim
         assert await redis.keys(f"{PREFIX}*") == [f"{PREFIX}quota".encode()]
 
 
+async def test_gateways_on_one_redis_share_the_lines(redis_url: str, tmp_path: Path) -> None:
+    async with connect(redis_url, 2.0) as redis:
+        lane, runners = Lane(tmp_path, stores=stores(redis)), [FakeRunner(), FakeRunner()]
+        job = await lane.create([{"id": str(number), "hold": True} for number in range(30)])
+        async with lane.gateway(runners[0]), lane.gateway(runners[1]):
+            await until(lambda: len(runners[0].holding) == len(runners[1].holding) == 4)
+            for runner in runners:
+                runner.gate.set()
+            job = await lane.ended(job)
+        assert job.counts == Counts(30, succeeded=30)
+        assert Counter(runners[0].ran + runners[1].ran) == Counter(map(str, range(30)))
+
+
 async def test_while_redis_is_away_lines_wait_and_then_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with RedisProcess(tmp_path, "--appendonly", "yes") as process:
         async with connect(process.url, 2.0) as redis:

@@ -32,9 +32,11 @@ QUICK = BatchSettings(poll_s=0.01, max_in_flight=4, lease_s=60.0, min_free_bytes
 
 
 class FakeRunner:
-    """Rows are JSON: {"id", "model"?, "fail"?, "again"?: times, "later"?: times, "away"?: times, "hold"?: true}."""
+    """Rows are JSON: {"id", "model"?, "fail"?, "again"?: times, "later"?: times, "away"?: times, "hold"?: true,
+    "broken"?: true}."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_broken: bool = False) -> None:
+        self.is_broken = is_broken
         self.ran: list[str] = []
         self.gate = asyncio.Event()  # rows that hold wait for it
         self.holding: set[str] = set()
@@ -42,6 +44,8 @@ class FakeRunner:
         self.asked: Counter[str] = Counter()  # for plans that could not be told
 
     def check(self, job: Job, rows: Iterable[bytes]) -> Checked:
+        if self.is_broken:
+            raise RuntimeError("broken")
         lines, errors, offset = [], [], 0
         for number, row in enumerate(rows, 1):
             if row.startswith(b"bad"):
@@ -53,6 +57,8 @@ class FakeRunner:
 
     async def plan(self, job: Job, row: bytes) -> LinePlan | None:
         told = orjson.loads(row)
+        if told.get("broken"):
+            raise RuntimeError("broken")
         if told.get("away", 0) > self.asked[told["id"]]:
             self.asked[told["id"]] += 1
             return None
@@ -62,6 +68,8 @@ class FakeRunner:
         told = orjson.loads(row)
         name = told["id"]
         self.ran.append(name)
+        if told.get("broken"):
+            raise RuntimeError("broken")
         self.tries[name] += 1
         if told.get("hold"):
             self.holding.add(name)

@@ -15,7 +15,7 @@ from typing import Final
 from gateway.config import BatchSettings
 from gateway.errors import KvasirError, OverloadedError, QuotaError, StorageError
 from gateway.queues.batch import job as states
-from gateway.queues.batch.base import Checked, Job, JobError, Runner, Unrun
+from gateway.queues.batch.base import Checked, Job, JobError, LinePlan, Runner, Unrun
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.job import Progress, Step, new_id, next_step, why_dropped
 from gateway.queues.batch.jobs import Jobs, too_many_lines
@@ -125,8 +125,20 @@ class Steps:
         rows = self._folder.rows(job)
         try:
             return self._runner.check(job, rows)
+        except KvasirError:
+            raise
+        except Exception:  # would be the same the next time
+            log.exception("the input of a batch could not be checked")
+            return Checked([], [JobError("server_error", "The input could not be read, for a fault of the server.")])
         finally:
             rows.close()
+
+    async def _planned(self, job: Job, row: bytes) -> LinePlan | None:
+        try:
+            return await self._runner.plan(job, row)
+        except Exception:
+            log.exception("a line of a batch could not be planned")
+            return LinePlan(job.model or "")
 
     async def _plan(self, job: Job, progress: Progress) -> None:
         count = min(PLAN_AT_ONCE, job.counts.total - progress.planned)
@@ -134,7 +146,7 @@ class Steps:
         plans = []
         for row in rows:
             began_s = self._clock()
-            if (plan := await self._runner.plan(job, row)) is None:
+            if (plan := await self._planned(job, row)) is None:
                 break
             plans.append(plan)
             await asyncio.sleep(

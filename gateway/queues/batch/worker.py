@@ -151,6 +151,9 @@ class Worker:
         except (OverloadedError, StorageError) as error:
             log.warning("a step of a batch is tried again: %s", error)
             self._pause(job_id, HELD_UP_S if isinstance(error, StorageError) else self._settings.poll_s)
+        except Exception:
+            log.exception("a step of a batch failed")
+            self._pause(job_id, HELD_UP_S)
         finally:
             del self._stepping[job_id]
             self._room.set()
@@ -315,6 +318,8 @@ class Worker:
             self._down = True
         except KvasirError as error:
             log.warning("the batch lane tries again: %s", error)
+        except Exception:
+            log.exception("the batch lane tries again")
         else:
             if self._down:
                 log.info("the batch lane goes on")

@@ -94,6 +94,23 @@ async def test_a_wrong_input_fails_the_job_with_its_lines(lane: Lane) -> None:
     assert lane.on_disk() == []
 
 
+async def test_a_fault_of_ours_costs_its_job_or_its_line_and_is_logged(
+    lane: Lane, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = await lane.create(rows(1))
+    async with lane.gateway(FakeRunner(is_broken=True)):
+        job = await lane.ended(job)
+    assert (job.state, job.errors[0].code) == ("failed", "server_error")
+    job, runner = await lane.create([*rows(2), {"id": "b", "broken": True}]), FakeRunner()
+    async with lane.gateway(runner):
+        job = await lane.ended(job)
+    assert (job.state, job.counts) == ("completed", Counts(3, succeeded=2, failed=1))
+    assert Counter(runner.ran) == {"0": 1, "1": 1, "b": lane.settings.max_attempts}
+    assert await lane.file("a", job.error_file_id) == [{"id": "b", "why": "failed"}]
+    for told in ("could not be checked", "could not be planned", "could not be run"):
+        assert told in caplog.text
+
+
 async def test_lines_that_share_a_prefix_run_together_across_jobs(tmp_path: Path) -> None:
     lane, runner = Lane(tmp_path, QUICK.model_copy(update={"max_in_flight": 1})), FakeRunner()
     made = [await lane.create([{"id": f"{job}{n}", "prefix": n % 3} for n in range(6)]) for job in "ab"]
