@@ -61,6 +61,8 @@ def from_headers(headers: CIMultiDictProxy[str]) -> Reuse:
 
 def from_body(cache: Mapping[str, Any]) -> Reuse:
     """Of what `check_cache` has checked."""
+    if not cache:
+        return PLAIN_REUSE
     ages = [cache[name] for name in ("s-maxage", "s-max-age", "max-age") if name in cache]
     return _settled(
         Reuse(

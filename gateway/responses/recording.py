@@ -91,14 +91,20 @@ def decode(body: bytes, *, joined: bool) -> Recording:
     try:
         read = orjson.loads(body)
         written = read["e"]
-        if joined and all(type(item) is str for item in written):
-            pieces: list[Piece] = [TextDelta("".join(written))] if written else []
-        else:
-            pieces = [_read(item) for item in written]
+        text = _joined(written) if joined else None
+        pieces = [_read(item) for item in written] if text is None else [TextDelta(text)] if text else []
         scored = tuple(_read_token(token) for token in read.get("o", ()))
         return Recording(read["p"], read["c"], read["r"], read["s"], pieces, scored, read["t"])
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"an answer cannot be read: {error!r}") from error
+
+
+def _joined(written: list[Any]) -> str | None:
+    """None where there is more than text."""
+    try:
+        return "".join(written)
+    except TypeError:
+        return None
 
 
 def _write(piece: Piece) -> Any:

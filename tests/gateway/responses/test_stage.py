@@ -134,6 +134,18 @@ class Shelf:
             raise EntriesDownError("away")
 
 
+class Looking(Shelf):
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_up: list[tuple[str, str]] = []
+
+    async def find(self, owner: str, name: str) -> Entry | None:
+        self.looked_up.append((owner, name))
+        return await super().find(owner, name)
+
+
 @dataclass
 class Bench:
     """A cache over an engine, at a time that the test sets."""
@@ -506,6 +518,21 @@ async def test_a_redis_that_is_away_is_a_cold_cache_and_is_left_alone_for_a_whil
     shelf.down, bench.now = False, bench.now + 2
     await bench.all(ask("later"))
     await until(lambda: bool(shelf.entries))
+
+
+async def test_what_one_tenant_has_asked_changes_nothing_in_what_is_done_for_another() -> None:
+    looked_up: list[list[tuple[str, str]]] = []
+    for asked_before in (False, True):
+        shelf = Looking()
+        bench = Bench(shelf=shelf)
+        if asked_before:
+            await bench.all(ask(tenant="a"))
+            await until(lambda: bool(shelf.entries))  # noqa: B023 - asked at once
+        shelf.looked_up.clear()
+        assert await bench.outcome(ask(tenant="b")) == "miss"
+        looked_up.append(list(shelf.looked_up))
+    assert looked_up[0] == looked_up[1]
+    assert [owner for owner, _ in looked_up[0]] == ["tenant:b"]
 
 
 async def test_what_was_removed_elsewhere_is_given_from_memory_only_for_a_while() -> None:
