@@ -151,6 +151,30 @@ async def test_what_an_engine_counts_is_in_the_stats_and_the_metrics() -> None:
         assert 'kvasir_breakpoint_requests_total{lease="kept",model="demo",tenant="anonymous"} 1.0' in metrics
 
 
+async def test_what_was_used_saved_and_remembered_is_on_the_operators_pages() -> None:
+    async with whole(finish="stop") as all_of_it, aiohttp.ClientSession(all_of_it.url) as session:
+
+        async def page(path: str, **asked: Any) -> Any:
+            async with session.request("POST" if asked else "GET", path, json=asked or None) as answer:
+                assert answer.status == 200, await answer.text()
+                return await answer.json()
+
+        usage, first = await all_of_it.ask({"role": "user", "content": BOOK}, temperature=0)
+        _, again = await all_of_it.ask({"role": "user", "content": BOOK}, temperature=0)
+        assert (first["x-kvasir-cache"], again["x-kvasir-cache"]) == ("miss", "exact")
+        total = (await page("/admin/ledger"))["total"]
+        assert (total["requests"], total["used"]["prompt_tokens"]) == (2, usage.prompt_tokens)
+        assert total["saved"]["exact"]["tokens"] == usage.total_tokens
+
+        (kept,) = (await page("/admin/cache"))["data"]
+        assert kept["id"] == first["x-kvasir-cache-key"]
+        shown = await page("/admin/cache/invalidate", id=kept["id"])
+        assert (await page("/admin/cache/invalidate", id=kept["id"], confirm=shown["confirm"]))["removed"] == 1
+        assert len(all_of_it.submits) == 1
+        _, anew = await all_of_it.ask({"role": "user", "content": BOOK}, temperature=0)
+        assert (anew["x-kvasir-cache"], len(all_of_it.submits)) == ("miss", 2)
+
+
 async def test_a_wish_that_no_engine_would_grant_stops_the_start() -> None:
     with pytest.raises(ValueError, match=r"24h is more than engine\.lease_max_s, 43200 s"):
         Settings(leases=LeaseSettings(ttls=("24h",)))
