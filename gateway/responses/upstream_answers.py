@@ -186,6 +186,8 @@ class RememberedUpstreams:
                     pieces = _pieces(items)
                     async with aclosing(pieces):
                         yield UpstreamAnswer(head.upstream, head.status, head.headers, pieces, head.label)
+                if not leads and flight.hit is not None:  # known once the answer was read to its end
+                    _count(request, flight.hit)
                 return
             except KvasirError:
                 if leads or flight.begun:
@@ -206,6 +208,8 @@ class RememberedUpstreams:
             async with aclosing(answer.pieces) as pieces:
                 async for piece in pieces:
                     yield piece
+            trace = request.trace
+            flight.hit = Hit("exact", trace.prompt_tokens, trace.completion_tokens, _ms(request))
             if answer.status == 200 and (full := flight.full) is not None:
                 entry = self._keep(request, answer, full, replay, owner, key, form)
         flight.land()
@@ -337,9 +341,13 @@ def _object(data: bytes) -> dict[str, Any] | None:
 
 def _account(request: UpstreamRequest, hit: Hit) -> None:
     """Nothing was asked of an upstream for it."""
+    request.trace.first_token_ms = request.trace.overhead_ms = _ms(request)
+    _count(request, hit)
+
+
+def _count(request: UpstreamRequest, hit: Hit) -> None:
     trace = request.trace
     trace.hit = hit
-    trace.first_token_ms = trace.overhead_ms = _ms(request)
     trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = hit.prompt_tokens
     trace.completion_tokens = hit.completion_tokens
 
