@@ -1,6 +1,6 @@
 """A thousand questions to twenty documents: as one batch, and online in the order in which they were written.
 
-    python -m tests.bench.batch_order --data DIR [--lines 1000] [--chars 24000] [--in-flight 32]
+    python -m tests.bench.batch_order --data DIR [--lines 1000] [--chars 16000] [--in-flight 32]
 
 DIR has book_*.txt.gz, of which the documents are cut, and questions.jsonl.gz ("turns"). The lines are in random order,
 each has its document before its question, and no two are the same. Both ways go through a `kvasir serve` of its own
@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--lines", type=int, default=1000)
-    parser.add_argument("--chars", type=int, default=24_000, help="of each document")
+    parser.add_argument("--chars", type=int, default=16_000, help="of each document")
     parser.add_argument("--only", choices=("batch", "online"), help="one of the two ways")
     parser.add_argument("--in-flight", type=int, default=32, help="online requests at a time, as batches.max_in_flight")
     options = parser.parse_args()
