@@ -1,197 +1,149 @@
-"""What the batch lane costs the online lane, and what its order saves.
+"""A thousand questions to twenty documents: as one batch, and online in the order in which they were written.
 
-    python -m tests.bench.batch_lane [--rounds 6] [--seconds 15] [--rate 1.0]
+    python -m tests.bench.batch_lane --data DIR [--lines 1000] [--chars 16000] [--in-flight 32]
 
-The gateway's own street, queue and router in this process, a real engine with the demo model in another.
-
-online   requests arrive at random times, the same ones in every round; each has a prompt of its own. Rounds with and
-         without a full batch lane behind take turns. Full: so many lines are always in flight that some wait for a
-         place, drawn from documents with a question each. Printed: times to the first token, and what the batch lane
-         computed meanwhile. Wanted: p95 with at most 1.25 times p95 without.
+DIR has book_*.txt.gz, of which the documents are cut, and questions.jsonl.gz ("turns"). The lines are in random order,
+each has its document before its question, and no two are the same. Both ways go through a `kvasir serve` of its own
+with the demo model, over HTTP with the openai SDK; its cache holds a quarter of the documents, and nothing is kept on
+disk. What was computed is what the engine says. Distinct tokens are those of the tree of all prompts; up to a block of
+each prompt is computed besides, behind the last whole block of its document.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
+import gzip
+import json
 import random
-import statistics
 import sys
 import tempfile
 import time
-from array import array
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from engine.config import EngineSettings
-from engine.protocol import Lane, Sampling
-from gateway.app import Gateway
-from gateway.config import EnginesSettings, QueueSettings, ServerSettings, Settings
-from gateway.engine_processes import EngineProcesses
-from gateway.types import Finished, Request, Started, Tenant, TokenPrompt
+from tokenizers import Tokenizer
 
-WANTED = 1.25
-IN_FLIGHT = 96
-DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS = 20, 1500, 40
-ANSWER_TOKENS = 24
-START_LIMIT_S = 120.0
-LIMIT_S = 600.0
+from engine.demo import MODEL_DIR
+from tests.fakes.server import Server
 
+ENDPOINT: Final = "/v1/completions"
+DOCUMENTS = 20
+ANSWER_TOKENS = 4
+BYTES_PER_TOKEN = 2560  # of the demo model's cache in bfloat16
+BLOCK_TOKENS = 16
+LIMIT_S = 3600.0
+COMPUTED, FASTER = 1.05, 2.0
+TITLES = {"batch": "as one batch", "online": "online, in the given order"}
+ENDS = ("completed", "failed", "expired", "cancelled")
 
-@dataclass
-class Told:
-    """What came of the requests of one lane in one kind of round."""
-
-    first_ms: list[float] = field(default_factory=list)
-    answers: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+Line = dict[str, Any]
 
 
-class Asker:
-    """Asks the street, as a dialect would."""
-
-    def __init__(self, gateway: Gateway, model: str) -> None:
-        self._street, self._model = gateway.street, model
-        self._numbers = itertools.count()
-
-    async def ask(self, tokens: list[int], lane: Lane, told: Told) -> None:
-        now = time.monotonic()
-        request = Request(
-            request_id=f"bench-{next(self._numbers)}",
-            tenant=Tenant("bench"),
-            model=self._model,
-            prompt=TokenPrompt(array("I", tokens).tobytes()),
-            sampling=Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
-            received_s=now,
-            deadline_s=now + LIMIT_S,
-            lane=lane,
-        )
-        async with aclosing(self._street.answer(request)) as events:
-            async for event in events:
-                if isinstance(event, Started):
-                    told.first_ms.append((time.monotonic() - now) * 1e3)
-                if isinstance(event, Finished):
-                    told.answers += 1
-                    told.prompt_tokens += event.usage.prompt_tokens
-                    told.cached_tokens += event.usage.cached_tokens
+def make_lines(data: Path, count: int, chars: int) -> list[Line]:
+    rng = random.Random(1)
+    books = [gzip.decompress(path.read_bytes()).decode() for path in sorted(data.glob("book_*.txt.gz"))]
+    half = DOCUMENTS // len(books)
+    texts = [book[number * chars : (number + 1) * chars] for book in books for number in range(half)]
+    with gzip.open(data / "questions.jsonl.gz", "rt", encoding="utf-8") as file:
+        questions = [json.loads(row)["turns"][0][:200] for row in file]
+    asked = [(text, f"{number}. {rng.choice(questions)}") for text in texts for number in range(count // len(texts))]
+    rng.shuffle(asked)
+    return [
+        {"model": "demo", "prompt": f"{text}\n\n{question}\n", "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        for text, question in asked
+    ]
 
 
-@asynccontextmanager
-async def running(settings: Settings, folder: Path) -> AsyncIterator[Gateway]:
-    """A gateway without HTTP, and its engines."""
-    gateway = Gateway(settings, None, None)
-    processes = EngineProcesses(
-        settings.engine,
-        count=settings.engines.count,
-        folder=folder / "engines",
-        redis_url=None,
-        environ={},
-        worked=gateway.registry.was_joined,
-        on_fatal=lambda error: print(error, file=sys.stderr),
+def count_distinct(lines: list[Line]) -> tuple[int, int]:
+    """Tokens of the tree of all prompts, and of the prompts."""
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    prompts = sorted(tokenizer.encode(line["prompt"], add_special_tokens=False).ids for line in lines)
+    distinct = len(prompts[0])
+    for before, prompt in pairwise(prompts):
+        shared = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), len(before))
+        distinct += len(prompt) - shared
+    return distinct, sum(map(len, prompts))
+
+
+def as_batch(server: Server, lines: list[Line]) -> None:
+    client = server.client()
+    rows = [
+        {"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body} for number, body in enumerate(lines)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = client.files.create(file=("lines.jsonl", text), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h")
+    server.wait_until(lambda: client.batches.retrieve(made.id).status in ENDS, "the batch has ended", LIMIT_S)
+    ended = client.batches.retrieve(made.id)
+    if ended.request_counts is None or ended.request_counts.completed != len(lines):
+        raise RuntimeError(f"{ended.status}: {ended.request_counts}")
+
+
+def online(server: Server, lines: list[Line], in_flight: int) -> None:
+    async def work() -> None:
+        async with server.async_client() as client:
+            room = asyncio.Semaphore(in_flight)
+
+            async def ask(body: Line) -> None:
+                async with room:
+                    await client.with_options(timeout=LIMIT_S).completions.create(**body)
+
+            async with asyncio.TaskGroup() as group:
+                for body in lines:
+                    group.create_task(ask(body))
+
+    asyncio.run(work())
+
+
+def timed(send: Callable[[Server], None], cache_tokens: int) -> tuple[float, int]:
+    """Seconds, and tokens of prompts that were computed."""
+    config = (
+        f"[engine]\nkv_cache_bytes = {cache_tokens * BYTES_PER_TOKEN}\ndisk_bytes = 0\nthreads = 1\n"
+        f"block_size = {BLOCK_TOKENS}\ndtype = 'bfloat16'\n[queue]\nmax_wait_s = {LIMIT_S}\n"
     )
-    async with processes:
-        for name, url in processes.urls.items():
-            gateway.registry.add(url, name)
-        try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await gateway.registry.wait_joined()
-            yield gateway
-        finally:
-            await gateway.registry.stop()
-            gateway.prompts.close()
+    with tempfile.TemporaryDirectory() as folder, Server(Path(folder), config=config) as server:
+        before = computed(server)
+        began_s = time.perf_counter()
+        send(server)
+        return time.perf_counter() - began_s, computed(server) - before
 
 
-def words(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(300, 4000) for _ in range(count)]
-
-
-async def online(asker: Asker, options: argparse.Namespace, seconds: float, told: Told, salt: int) -> None:
-    """Poisson arrivals. `salt` keeps the prompts of rounds apart, whose lengths and times are the same."""
-    rng, rate, lengths = random.Random(7), options.rate, options.tokens
-    async with asyncio.TaskGroup() as group:
-        at_s, began_s = 0.0, time.monotonic()
-        while (at_s := at_s + rng.expovariate(rate)) < seconds:
-            tokens = words(rng, rng.randint(*lengths))
-            tokens[0] = salt
-            await asyncio.sleep(max(0.0, began_s + at_s - time.monotonic()))
-            group.create_task(asker.ask(tokens, "online", told))
-
-
-async def batch(asker: Asker, rng: random.Random, told: Told) -> None:
-    """Lines without end, those of a document one after the other, until cancelled."""
-    room = asyncio.Semaphore(IN_FLIGHT)
-
-    async def line(tokens: list[int]) -> None:
-        try:
-            await asker.ask(tokens, "batch", told)
-        finally:
-            room.release()
-
-    async with asyncio.TaskGroup() as group:
-        while True:
-            document = words(rng, DOCUMENT_TOKENS)
-            for _ in range(50):
-                await room.acquire()
-                group.create_task(line(document + words(rng, QUESTION_TOKENS)))
-
-
-async def measure(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(
-            server=ServerSettings(data_dir=Path(folder)),
-            engines=EnginesSettings(count=1, discover=False),
-            engine=EngineSettings(threads=1, kv_cache_bytes=options.cache_bytes),
-            queue=QueueSettings(batch_places_per_engine=options.places),
-        )
-        async with running(settings, Path(folder)) as gateway:
-            asker = Asker(gateway, next(iter(gateway.registry.models())))
-            await online(asker, options, 5.0, Told(), 1)  # warm, and its rates measured
-            alone, beside, behind, spent_s = Told(), Told(), Told(), 0.0
-            for number in range(options.rounds):
-                for told, full in ((alone, False), (beside, True)):
-                    filling = asyncio.create_task(batch(asker, random.Random(number), behind)) if full else None
-                    if filling:
-                        await asyncio.sleep(options.ramp)  # until places are taken, and some wait
-                    before_s = time.monotonic()
-                    await online(asker, options, options.seconds, told, 2 * number + full + 2)
-                    if filling:
-                        spent_s += time.monotonic() - before_s
-                        print(f"  behind: {gateway.queue.status('batch')}")
-                        filling.cancel()
-                        await asyncio.gather(filling, return_exceptions=True)
-            report(alone, beside, behind, spent_s)
-
-
-def report(alone: Told, beside: Told, behind: Told, spent_s: float) -> None:
-    print("\n| online | requests | first token, mean ms | p50 | p95 | p99 |\n| --- | --- | --- | --- | --- | --- |")
-    for name, told in (("alone", alone), ("with a full batch lane behind", beside)):
-        cuts = statistics.quantiles(told.first_ms, n=100, method="inclusive")
-        mean = statistics.fmean(told.first_ms)
-        print(f"| {name} | {len(told.first_ms)} | {mean:.1f} | {cuts[49]:.1f} | {cuts[94]:.1f} | {cuts[98]:.1f} |")
-    both = [statistics.quantiles(told.first_ms, n=100, method="inclusive")[94] for told in (alone, beside)]
-    print(f"p95: {both[1] / both[0]:.2f} times that without (wanted: {WANTED} at most)")
-    print(
-        f"The batch lane had {behind.answers} answers in {spent_s:.0f} s ({behind.answers / spent_s:.1f}/s), "
-        f"{behind.cached_tokens / max(behind.prompt_tokens, 1):.0%} of their prompts reused."
-    )
+def computed(server: Server) -> int:
+    (engine,) = server.get("/admin/stats")["engines"]
+    return int(engine["sharing"]["prefilled_tokens"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of online requests in each round")
-    parser.add_argument("--rate", type=float, default=1.0, help="online requests per second")
-    parser.add_argument("--tokens", type=int, nargs=2, default=(100, 1500), help="of online prompts, from and to")
-    parser.add_argument("--ramp", type=float, default=3.0, help="seconds that the batch lane has to fill up")
-    parser.add_argument("--places", type=int, default=0, help="queue.batch_places_per_engine")
-    parser.add_argument("--cache-bytes", type=int, default=256 << 20)
-    asyncio.run(measure(parser.parse_args()))
+    parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
+    parser.add_argument("--lines", type=int, default=1000)
+    parser.add_argument("--chars", type=int, default=16_000, help="of each document")
+    parser.add_argument("--only", choices=("batch", "online"), help="one of the two ways")
+    parser.add_argument("--in-flight", type=int, default=32, help="online requests at a time, as batches.max_in_flight")
+    options = parser.parse_args()
+    lines = make_lines(options.data, options.lines, options.chars)
+    distinct, every = count_distinct(lines)
+    cache_tokens = distinct // 4
+    print(f"{len(lines)} lines, {every:,} tokens, {distinct:,} of them distinct, cache of {cache_tokens:,}\n")
+    print("| | seconds | computed | of the distinct tokens |\n| --- | --- | --- | --- |", flush=True)
+    ways: dict[str, Callable[[Server], None]] = {
+        "batch": lambda server: as_batch(server, lines),
+        "online": lambda server: online(server, lines, options.in_flight),
+    }
+    spent = {}
+    for name, send in ways.items():
+        if options.only in (None, name):
+            seconds, tokens = spent[name] = timed(send, cache_tokens)
+            print(f"| {TITLES[name]} | {seconds:.1f} | {tokens:,} | {tokens / distinct:.3f} |", flush=True)
+    if "batch" in spent:
+        print(f"\ncomputed {spent['batch'][1] / distinct:.3f} of the distinct tokens (wanted: {COMPUTED} at most)")
+    if len(spent) == len(ways):
+        print(f"{spent['online'][0] / spent['batch'][0]:.2f} times as fast (wanted: {FASTER} at least)")
 
 
 if __name__ == "__main__":
