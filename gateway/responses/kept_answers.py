@@ -10,6 +10,7 @@ from gateway.responses.entries import About, Entries
 from gateway.responses.listing import Chosen, Told
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.recording import Recording, decode
+from gateway.responses.upstream_recording import Kept, find_kept
 from gateway.types import CallDelta, TextDelta
 
 AT_ONCE: Final = 16
@@ -33,7 +34,7 @@ class KeptAnswers:
     async def find(self, kept: About) -> Told | None:
         for place in self._places:
             if (entry := await place.find(kept.owner, kept.id)) is not None:
-                return _told(decode(entry.body, joined=True))
+                return _told(entry.body)
         return None
 
     async def remove(self, chosen: Chosen, at_s: float) -> int:
@@ -49,7 +50,22 @@ class KeptAnswers:
         return any(there)
 
 
-def _told(recording: Recording) -> Told:
+def _told(body: bytes) -> Told | None:
+    """None for what cannot be read, which no request gets, either."""
+    if (kept := find_kept(body)) is not None:
+        return _told_by_upstream(kept)
+    try:
+        return _told_by_engine(decode(body, joined=True))
+    except ValueError:
+        return None
+
+
+def _told_by_upstream(kept: Kept) -> Told:
+    """As it wrote it. Only complete answers are kept, and how they ended is in there, in the words of its API."""
+    return Told(*kept.tokens, None, b"".join(kept.pieces).decode(errors="replace"))
+
+
+def _told_by_engine(recording: Recording) -> Told:
     """Its pieces put together."""
     text = "".join(piece.text for piece in recording.pieces if isinstance(piece, TextDelta))
     calls: dict[int, tuple[str, str]] = {}

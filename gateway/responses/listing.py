@@ -11,11 +11,12 @@ from gateway.responses.entries import About
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a remembered answer says: its text, and the names and arguments of its tool calls."""
+    """What a remembered answer says: its text, and the names and arguments of its tool calls. Of an upstream's the text
+    is all that it wrote, calls included, and `finish` is not told."""
 
     prompt_tokens: int
     completion_tokens: int
-    finish: str
+    finish: str | None
     text: str
     calls: tuple[tuple[str, str], ...] = ()
 

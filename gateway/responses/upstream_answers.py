@@ -1,7 +1,5 @@
 """Stands between the passthrough and the upstreams: answers of hosted APIs that are given again, byte for byte where
 the client asks in the form that they came in, and through their API's converter where it does not.
-
-    {"form": ..., "type": ..., "label": ..., "tokens": ..., "ms": ..., "sizes": ...} LF pieces
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import orjson
 
@@ -24,6 +21,7 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.flights import Flight, Flights
 from gateway.responses.key import entry_id
 from gateway.responses.upstream_key import find_upstream_bypass, include_usage, route_of, streams, upstream_key
+from gateway.responses.upstream_recording import Form, Kept, find_kept, write
 from gateway.types import Hit, Lookup, UpstreamAnswer, UpstreamRequest
 
 Ending = Literal["stop", "tool_calls", "length"]
@@ -61,13 +59,6 @@ class Replay(Protocol):
     def ending(self, whole: Mapping[str, Any]) -> Ending | None:
         """How it ended; None for an answer that is not complete, or not one."""
         ...
-
-
-class _Form(NamedTuple):
-    """What a client wants: a stream or not, and a stream with or without its usage."""
-
-    stream: bool
-    usage: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +136,10 @@ class RememberedUpstreams:
     async def _answer(self, request: UpstreamRequest, replay: Replay) -> AsyncGenerator[UpstreamAnswer, None]:
         """One answer, and then the end."""
         owner, key = f"tenant:{request.tenant.name}", upstream_key(request, self._whose(request))
-        reuse, form = request.reuse, _Form(streams(request), streams(request) and include_usage(request))
+        reuse, form = request.reuse, Form(streams(request), streams(request) and include_usage(request))
         entry = await self._exact.find(owner, key) if reuse.read else None
         if entry is not None and self._fresh(entry, reuse.max_age_s):
-            kept = _read(entry)
+            kept = find_kept(entry.body)
             pieces = None if kept is None else _told(kept, form, replay)
             if kept is not None and pieces is not None:
                 yield self._again(request, entry, kept, form, pieces)
@@ -166,7 +157,7 @@ class RememberedUpstreams:
                 yield answer
 
     async def _together(
-        self, request: UpstreamRequest, replay: Replay, owner: str, key: bytes, form: _Form
+        self, request: UpstreamRequest, replay: Replay, owner: str, key: bytes, form: Form
     ) -> AsyncGenerator[UpstreamAnswer, None]:
         """With all others who ask the same in the same form."""
         while True:
@@ -180,13 +171,14 @@ class RememberedUpstreams:
                 async with aclosing(flight.read()) as items:
                     head = await anext(items)
                     assert isinstance(head, _Head)
-                    self._note(request, Lookup("miss" if leads else "shared", entry=entry_id(key)))
-                    if not leads:
+                    shares = not leads and head.status < 400  # an error saves nothing
+                    self._note(request, Lookup("shared" if shares else "miss", entry=entry_id(key)))
+                    if shares:
                         _account(request, Hit("exact", 0, 0, 0.0))
                     pieces = _pieces(items)
                     async with aclosing(pieces):
                         yield UpstreamAnswer(head.upstream, head.status, head.headers, pieces, head.label)
-                if not leads and flight.hit is not None:  # known once the answer was read to its end
+                if shares and flight.hit is not None:  # known once the answer was read to its end
                     _count(request, flight.hit)
                 return
             except KvasirError:
@@ -199,7 +191,7 @@ class RememberedUpstreams:
         replay: Replay,
         owner: str,
         key: bytes,
-        form: _Form,
+        form: Form,
         flight: Flight[_Item],
     ) -> AsyncGenerator[_Item, None]:
         entry: Entry | None = None
@@ -224,7 +216,7 @@ class RememberedUpstreams:
         replay: Replay,
         owner: str,
         key: bytes,
-        form: _Form,
+        form: Form,
     ) -> Entry | None:
         pieces = [item for item in full if isinstance(item, bytes)]
         kind = next((value for name, value in answer.headers if name.lower() == "content-type"), "")
@@ -238,7 +230,8 @@ class RememberedUpstreams:
             self._figures.not_kept["truncated"] += ending == "length"
             return None
         trace, settings = request.trace, self._settings
-        body = _write(form, kind, answer.label, (trace.prompt_tokens, trace.completion_tokens), _ms(request), pieces)
+        tokens = trace.prompt_tokens, trace.completion_tokens
+        body = write(Kept(form, kind, answer.label, tokens, _ms(request), pieces))
         if len(body) > settings.max_entry_bytes:
             self._figures.not_kept["too_large"] += 1
             return None
@@ -249,7 +242,7 @@ class RememberedUpstreams:
         return entry
 
     def _again(
-        self, request: UpstreamRequest, entry: Entry, kept: _Kept, form: _Form, pieces: Sequence[bytes]
+        self, request: UpstreamRequest, entry: Entry, kept: Kept, form: Form, pieces: Sequence[bytes]
     ) -> UpstreamAnswer:
         self._note(request, Lookup("exact", entry=entry.id, age_s=max(self._now() - entry.created_s, 0.0)))
         _account(request, Hit("exact", *kept.tokens, kept.ms))
@@ -273,36 +266,7 @@ _ODD = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 _TYPES = {False: "application/json", True: "text/event-stream; charset=utf-8"}
 
 
-class _Kept(NamedTuple):
-    """An answer as it was kept."""
-
-    form: _Form
-    type: str
-    label: str
-    tokens: tuple[int, int]
-    ms: float
-    pieces: Sequence[bytes]
-
-
-def _write(form: _Form, kind: str, label: str, tokens: tuple[int, int], ms: float, pieces: Sequence[bytes]) -> bytes:
-    sizes = [len(piece) for piece in pieces]
-    head = {"form": list(form), "type": kind, "label": label, "tokens": tokens, "ms": round(ms, 1), "sizes": sizes}
-    return orjson.dumps(head) + b"\n" + b"".join(pieces)
-
-
-def _read(entry: Entry) -> _Kept | None:
-    """None for what `_write` did not write."""
-    head, _, joined = entry.body.partition(b"\n")
-    try:
-        read = orjson.loads(head)
-        cuts = pairwise([0, *accumulate(read["sizes"])])
-        pieces = [joined[start:end] for start, end in cuts]
-        return _Kept(_Form(*read["form"]), read["type"], read["label"], tuple(read["tokens"]), read["ms"], pieces)
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _ending(joined: bytes, form: _Form, replay: Replay) -> Ending | None:
+def _ending(joined: bytes, form: Form, replay: Replay) -> Ending | None:
     """None for what is not complete, or cannot be read."""
     try:
         whole = replay.fold(joined) if form.stream else _object(joined)
@@ -311,7 +275,7 @@ def _ending(joined: bytes, form: _Form, replay: Replay) -> Ending | None:
         return None
 
 
-def _told(kept: _Kept, form: _Form, replay: Replay) -> Sequence[bytes] | None:
+def _told(kept: Kept, form: Form, replay: Replay) -> Sequence[bytes] | None:
     """In the form that is wanted; None where it cannot be."""
     if kept.form == form:
         return kept.pieces
@@ -321,7 +285,7 @@ def _told(kept: _Kept, form: _Form, replay: Replay) -> Sequence[bytes] | None:
         return None
 
 
-def _converted(joined: bytes, kept: _Kept, form: _Form, replay: Replay) -> Sequence[bytes] | None:
+def _converted(joined: bytes, kept: Kept, form: Form, replay: Replay) -> Sequence[bytes] | None:
     if kept.form.stream and form.stream:
         return replay.restream(joined, usage=form.usage)
     if form.stream:

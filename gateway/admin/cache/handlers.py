@@ -235,7 +235,7 @@ def _said(told: Told, *, content: bool) -> dict[str, Any]:
         "prompt_tokens": told.prompt_tokens,
         "completion_tokens": told.completion_tokens,
         "finish": told.finish,
-        "tool_calls": len(told.calls),
+        "tool_calls": None if told.finish is None else len(told.calls),
         **({"content": more} if content else {}),
     }
 

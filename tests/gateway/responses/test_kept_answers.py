@@ -12,11 +12,13 @@ from redis.asyncio import Redis
 
 from gateway.config import AuthSettings, ResponseCacheSettings, TenantSettings
 from gateway.index.redis_index import connect
+from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.stage import ResponseCache
+from gateway.responses.upstream_recording import Form, Kept, write
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.redis_process import RedisProcess
@@ -154,3 +156,20 @@ async def test_what_cannot_be_removed_everywhere_is_not_said_to_be(own_redis: Re
             assert (await admin.gateway.get(f"/admin/cache{path}", "admin-key-1"))[0] == 503
         assert (await admin.ask("one"))[0] == "exact"
     await redis.aclose()
+
+
+async def test_what_an_upstream_wrote_can_be_looked_at_and_what_cannot_be_read_is_not_there() -> None:
+    now = time.time()
+    memory = MemoryEntries(1 << 20, lambda: now)
+    auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)
+    told = write(Kept(Form(stream=False, usage=False), "application/json", "up-1", (100, 7), 20.0, [b'{"a":', b"1}"]))
+    for number, body in enumerate((told, b"[]")):
+        key = bytes(31) + bytes((number,))
+        memory.set(Entry(key, f"{number}" * 32, "tenant:north", "up-1", now, now + 60, body))
+    async with running(FakeStreet(), auth=auth, answers=KeptAnswers(memory, None), now=lambda: now) as gateway:
+        status, text, _ = await gateway.get(f"/admin/cache/{'0' * 32}?content=true", "admin-key-1")
+        shown = json.loads(text)
+        assert (status, shown["prompt_tokens"], shown["completion_tokens"]) == (200, 100, 7)
+        assert (shown["finish"], shown["tool_calls"], shown["content"]["text"]) == (None, None, '{"a":1}')
+        status, _, _ = await gateway.get(f"/admin/cache/{'1' * 32}", "admin-key-1")
+        assert status == 404

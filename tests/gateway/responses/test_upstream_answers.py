@@ -27,6 +27,7 @@ class Stub:
     """One upstream, which meters its answers at their end, as the real one does."""
 
     may: asyncio.Event = field(default_factory=asyncio.Event)
+    status: int = 200
     asked: int = 0
 
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
@@ -47,7 +48,7 @@ class Stub:
             yield orjson.dumps(WHOLE)
             request.trace.prompt_tokens, request.trace.completion_tokens = 100, 7
 
-        yield UpstreamAnswer("up", 200, (("Content-Type", "application/json"),), pieces(), "m")
+        yield UpstreamAnswer("up", self.status, (("Content-Type", "application/json"),), pieces(), "m")
 
 
 def ask() -> UpstreamRequest:
@@ -82,3 +83,17 @@ async def test_who_shares_an_answer_is_told_what_it_took_and_used_nothing() -> N
     assert later.trace.hit is not None
     assert (later.trace.hit.prompt_tokens, later.trace.hit.completion_tokens) == (100, 7)
     assert figures.outcomes == {"miss": 1, "shared": 2, "exact": 1}
+
+
+async def test_an_error_that_is_shared_is_no_hit_and_saves_nothing() -> None:
+    settings, stub, figures = ResponseCacheSettings(), Stub(status=429), Figures()
+    exact = ExactCache(MemoryEntries(1 << 20, time.time), None, retry_s=1.0, clock=time.monotonic)
+    upstreams = RememberedUpstreams(stub, REPLAYS, settings, {}, exact, time.time, figures)
+    requests = [ask() for _ in range(3)]
+    reading = [asyncio.create_task(read(upstreams, request)) for request in requests]
+    await asyncio.sleep(0)
+    stub.may.set()
+    await asyncio.gather(*reading)
+    assert stub.asked == 1
+    assert [request.trace.hit for request in requests] == [None] * 3
+    assert figures.outcomes == {"miss": 3}
