@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -188,15 +188,16 @@ class FileStore:
                 raise QueueFullError(message, retry_after_s=RETRY_AFTER_S)
 
     async def _acquired(self, acquire: Callable[[], _T], *, undo: Callable[[_T], None]) -> _T:
-        """What `acquire` returns; undone in a thread if nobody waits for it any more by then."""
+        """What `acquire` returns; undone if nobody waits for it any more by then, by the thread that acquired it:
+        `close` waits for that, and nothing new can be given to threads while it does."""
 
-        def undone(done: asyncio.Future[_T]) -> None:
+        def undone(done: Future[_T]) -> None:
             if not done.cancelled() and done.exception() is None:
-                self._threads.submit(undo, done.result())
+                undo(done.result())
 
-        future = self.run(acquire)
+        future = self._threads.submit(acquire)
         try:
-            return await asyncio.shield(future)
+            return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
             future.add_done_callback(undone)
             raise

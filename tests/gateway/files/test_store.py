@@ -12,7 +12,7 @@ import pytest
 
 from gateway.config import FileSettings
 from gateway.errors import FileTooLargeError, QueueFullError, QuotaError
-from gateway.files.folder import Folder
+from gateway.files.folder import Folder, Part
 from gateway.files.store import BUFFER_BYTES, FileStore
 from tests.fakes.waiting import until
 
@@ -122,6 +122,36 @@ async def test_an_upload_that_is_cancelled_at_any_point_leaves_nothing(tmp_path:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+    assert names(tmp_path) == set()
+
+
+async def test_nothing_is_left_of_an_upload_whose_beginning_outlives_it_and_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that makes the part is held; the upload is cancelled; the store closes; the thread goes on."""
+    beginning, may_begin = threading.Event(), threading.Event()
+    real = Folder.begin
+
+    def held(folder: Folder, tenant: str) -> tuple[Part, int]:
+        beginning.set()
+        may_begin.wait(5)
+        return real(folder, tenant)
+
+    async def upload_one() -> None:
+        async with store.upload("a"):
+            pass
+
+    monkeypatch.setattr(Folder, "begin", held)
+    async with made(tmp_path) as store:
+        task = asyncio.ensure_future(upload_one())
+        await asyncio.to_thread(beginning.wait, 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        closing = asyncio.ensure_future(store.close())
+        await until(lambda: store._threads._shutdown)
+        may_begin.set()
+        await closing
     assert names(tmp_path) == set()
 
 
