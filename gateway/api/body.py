@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -26,8 +26,8 @@ DECODED_TOO_LARGE: Final = "request_body_too_large_after_decoding"
 ENCODING_CODES: Final = (ENCODING_UNSUPPORTED, ENCODING_INVALID, DECODED_TOO_LARGE)
 """Codes of errors of a compressed body, by their names in the Anthropic API."""
 
-PIECE_BYTES: Final = 256 << 10
-"""Of a compressed body, that are decoded at a time."""
+PIECE_BYTES: Final = 32 << 10
+"""Of a body that is read in pieces. Reading what is in one takes milliseconds, which others wait."""
 
 
 class BodyLimit(NamedTuple):
@@ -78,9 +78,9 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
     return value
 
 
-async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> AsyncIterator[bytes]:
-    """The body piece by piece as it comes, decoded, for those that are too large for memory. Raises as `read_json` does
-    while it arrives."""
+async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> AsyncGenerator[bytes]:
+    """The body piece by piece as it comes, decoded, for those that are too large for memory: PIECE_BYTES each at most,
+    and others have their turn between two. Raises as `read_json` does while it arrives."""
     limit_bytes, setting = limit
     try:
         _check_headers(http, limit_bytes, setting)
@@ -91,6 +91,7 @@ async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> 
                 if (size := size + len(piece)) > limit_bytes:
                     raise BodyTooLargeError(limit_bytes, setting=setting)
                 yield piece
+                await asyncio.sleep(0)
     except TimeoutError:
         raise BadRequestError("The request body did not arrive in time.") from None
     except zlib.error:
@@ -101,7 +102,7 @@ async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> 
 
 async def _decoded_pieces(http: web.Request) -> AsyncIterator[bytes]:
     if _encoding(http) == "identity":
-        while piece := await http.content.readany():
+        while piece := await http.content.read(PIECE_BYTES):
             yield piece
         return
     decoder = zlib.decompressobj(_GZIP_OR_ZLIB)

@@ -4,6 +4,7 @@ the batch lane keeps the jobs and runs them, and rows.py writes their results.
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Any, Final
 
 import orjson
@@ -87,8 +88,9 @@ class MessageBatches:
         tenant, version = self._answering.admit(http), read_version(http)
         self._answering.check_namespace(http[RECORD], tenant)
         reader = RequestReader(self._limits)
-        async with self._batches.input(tenant.name) as rows:
-            async for piece in body_pieces(http, self._body_limit, self._upload_timeout_s):
+        arriving = body_pieces(http, self._body_limit, self._upload_timeout_s)
+        async with self._batches.input(tenant.name) as rows, aclosing(arriving) as pieces:
+            async for piece in pieces:
                 if complete := reader.feed(piece):
                     await rows.write(complete)
             reader.close()

@@ -12,6 +12,9 @@ import aiohttp
 import anthropic
 import pytest
 
+from gateway.api.anthropic.batches import handlers
+from gateway.api.anthropic.batches.requests import RequestReader
+from gateway.api.body import PIECE_BYTES
 from gateway.config import TenantSettings
 from tests.fakes.batch_sdk import PARAMS, ended, message, settings
 from tests.fakes.gateway import Gateway, running
@@ -179,6 +182,38 @@ async def test_a_body_may_be_compressed_and_cut_anywhere(encoding: str) -> None:
                 assert answer.status == 400
                 error = (await answer.json())["error"]
                 assert error.get("details", {}).get("error_code") == (code and "request_body_encoding_invalid")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "identity"])
+async def test_others_have_their_turn_while_a_large_body_is_read(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = 0
+    fed: list[tuple[int, int]] = []
+
+    class Watched(RequestReader):
+        def feed(self, data: bytes) -> bytes:
+            fed.append((turns, len(data)))
+            return super().feed(data)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(handlers, "RequestReader", Watched)
+    data = json.dumps({"requests": [message(f"r-{number}") for number in range(5000)]}).encode()
+    packed = {"gzip": gzip.compress, "identity": bytes}[encoding](data)
+    async with running(**settings()) as gateway, asyncio.TaskGroup() as group:
+        task = group.create_task(others())
+        headers = VERSION | {"Content-Encoding": encoding}
+        async with gateway.session.post(gateway.url + PATH, data=packed, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+        task.cancel()
+    assert sum(size for _, size in fed) == len(data) > 10 * PIECE_BYTES
+    assert max(size for _, size in fed) <= PIECE_BYTES
+    assert len({turn for turn, _ in fed}) == len(fed)
 
 
 async def test_a_compressed_body_may_not_become_larger_than_another() -> None:
