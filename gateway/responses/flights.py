@@ -91,6 +91,7 @@ class Flight(Generic[_T]):
                 await self._changed.wait()
         finally:
             self._places.pop(reader, None)
+            self._was_read.set()  # who waits for it to read waits for nobody any more
             if not self._places and not self._landed and self._task is not None:
                 self._end_joining()
                 self._task.cancel()

@@ -119,6 +119,9 @@ class RedisEntries:
                 return await call
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise EntriesDownError(str(error) or type(error).__name__) from error
+        finally:
+            if asyncio.iscoroutine(call):
+                call.close()  # of one whose time was over before it had a place
 
 
 def _keys(owner: str) -> list[str]:

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from typing import Any, Final
 
 from gateway.config import UpstreamSettings
@@ -99,11 +99,12 @@ class Upstreams:
         """
         routes = self._routes_of(request)
         request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
-        answer = await self._first_good(request, routes)
-        if answer.status < 400:
-            request.trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
-        async with aclosing(answer.pieces):
-            yield answer
+        with ExitStack() as closing:  # pieces that nobody began to read close nothing
+            answer = await self._first_good(request, routes, closing)
+            if answer.status < 400:
+                request.trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
+            async with aclosing(answer.pieces):
+                yield answer
 
     def _routes_of(self, request: UpstreamRequest) -> list[Route]:
         routes = self._routes.find(request.model, request.tenant.name)
@@ -113,13 +114,16 @@ class Upstreams:
             return spoken
         raise _other_dialect(request.model, routes[0].dialect)
 
-    async def _first_good(self, request: UpstreamRequest, routes: Sequence[Route]) -> UpstreamAnswer:
-        """The first answer that is no failure of its upstream; else the last failure that was answered."""
+    async def _first_good(
+        self, request: UpstreamRequest, routes: Sequence[Route], closing: ExitStack
+    ) -> UpstreamAnswer:
+        """The first answer that is no failure of its upstream; else the last failure that was answered. What was opened
+        is closed with `closing`."""
         last: UpstreamAnswer | None = None
         failed: AttemptFailed | None = None
         for number, route in enumerate(routes, 1):
             try:
-                last = await self._ask(request, route, others=number < len(routes))
+                last = await self._ask(request, route, closing, others=number < len(routes))
             except AttemptFailed as error:
                 failed = error if failed is None or failed.kind in _AWAY else failed
                 continue
@@ -130,7 +134,7 @@ class Upstreams:
         assert failed is not None, "there is at least one route"
         raise self._error(request.model, routes, failed)
 
-    async def _ask(self, request: UpstreamRequest, route: Route, *, others: bool) -> UpstreamAnswer:
+    async def _ask(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
         """One upstream, as often as it may be tried. Raises AttemptFailed when it never answered."""
         upstream = self._by_name[route.upstream]
         body, metered = self._body(request, route, upstream)
@@ -139,6 +143,7 @@ class Upstreams:
             again = attempt < upstream.settings.retries
             try:
                 opened = await self._open(request, route, upstream, body)
+                closing.callback(opened.close)
                 if opened.status < 400:
                     return self._good_answer(opened, request, route, take_usage_out=metered)
                 last = await self._error_answer(opened, request, route, upstream)

@@ -18,7 +18,7 @@ from gateway.config import ResponseCacheSettings
 from gateway.index.redis_index import connect
 from gateway.responses.entries import OVERHEAD_BYTES, About, Entries, EntriesDownError, Entry
 from gateway.responses.memory_entries import MemoryEntries
-from gateway.responses.redis_entries import TOTALS, RedisEntries
+from gateway.responses.redis_entries import MAX_CALLS, TOTALS, RedisEntries
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -184,6 +184,25 @@ async def test_what_nobody_of_us_wrote_is_not_an_answer(redis_url: str) -> None:
             assert await entries.find("tenant:a", "x") is None
     finally:
         await redis.aclose()
+
+
+async def test_of_a_burst_that_redis_does_not_answer_every_call_ends_in_time() -> None:
+    """Those too that had no place yet: warnings are errors, so no coroutine is left behind."""
+
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await closing.wait()
+        writer.close()
+
+    closing = asyncio.Event()
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    redis: Redis = Redis(port=server.sockets[0].getsockname()[1])
+    entries = RedisEntries(redis, ResponseCacheSettings(), timeout_s=0.1, now=lambda: 0.0)
+    asked = await asyncio.gather(*[entries.find("tenant:a", "x") for _ in range(2 * MAX_CALLS)], return_exceptions=True)
+    assert {type(one) for one in asked} == {EntriesDownError}
+    closing.set()
+    await redis.aclose()
+    server.close()
+    await server.wait_closed()
 
 
 async def test_a_redis_that_is_gone_says_so_in_time(tmp_path: Path) -> None:

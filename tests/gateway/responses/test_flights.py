@@ -167,3 +167,22 @@ async def test_nobody_finds_a_flight_without_a_key() -> None:
     flight.start(work.run, "test")
     assert len(own) == 0
     assert await everything(flight) == []
+
+
+async def test_a_reader_that_leaves_behind_a_landed_flight_does_not_keep_it_in_the_air() -> None:
+    ended = asyncio.Event()
+
+    async def work(flight: Flight[int]) -> AsyncGenerator[int, None]:
+        yield 0
+        flight.land()
+        yield 1  # more than may wait for a reader
+        ended.set()
+
+    flight = flights(max_bytes=1, size=lambda item: 2).launch("k")
+    flight.start(work, "test")
+    async with aclosing(flight.read()) as items:
+        assert await anext(items) == 0
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not ended.is_set()
+    await asyncio.wait_for(ended.wait(), LIMIT_S)
