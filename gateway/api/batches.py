@@ -4,8 +4,8 @@ read and written (`RowFormat`); lines.py answers what is in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
@@ -30,7 +30,7 @@ class RowFormat(NamedTuple):
     unrun     row, and why it never ran -> the result
     """
 
-    check: Callable[[Job, Iterable[bytes]], Checked]
+    check: Callable[[Job, BinaryIO], Checked]
     request: Callable[[Job, Row], tuple[str, dict[str, Any]]]
     answered: Callable[[Row, str, Answered], bytes]
     unrun: Callable[[Row, Unrun], bytes]
@@ -44,7 +44,7 @@ class BatchRunner:
         self.lines = lines
         self._formats = formats
 
-    def check(self, job: Job, rows: Iterable[bytes]) -> Checked:
+    def check(self, job: Job, rows: BinaryIO) -> Checked:
         """See Runner."""
         return self._formats[job.dialect].check(job, rows)
 

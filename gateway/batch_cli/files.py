@@ -13,7 +13,8 @@ from gateway.batch_cli.errors import BAD_INPUT, BatchCommandError, opened
 
 TOLD_ERRORS: Final = 10
 
-_NO_LIMITS: Final = RowLimits(lines=sys.maxsize, inputs=sys.maxsize, row_bytes=sys.maxsize, depth=512)
+_MANY: Final = sys.maxsize - 1
+_NO_LIMITS: Final = RowLimits(lines=_MANY, inputs=_MANY, row_bytes=_MANY, depth=512)
 """Those are the server's to say."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -43,7 +43,7 @@ class FakeRunner:
         self.tries: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()  # for plans that could not be told
 
-    def check(self, job: Job, rows: Iterable[bytes]) -> Checked:
+    def check(self, job: Job, rows: BinaryIO) -> Checked:
         if self.is_broken:
             raise RuntimeError("broken")
         lines, errors, offset = [], [], 0

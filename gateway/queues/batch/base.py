@@ -8,10 +8,10 @@ A line is one row of the job's input, which is JSONL whatever came over the wire
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, Protocol
 
 from gateway.types import Usage
 
@@ -224,9 +224,9 @@ class LineResult:
 class Runner(Protocol):
     """What lines mean. `row` is a line's bytes, with its line end where it has one."""
 
-    def check(self, job: Job, rows: Iterable[bytes]) -> Checked:
-        """Blocking, in a thread. `rows` are all of the input, one after the other, blank ones too. What is wrong here
-        fails the job; what is wrong inside of a request is for its result."""
+    def check(self, job: Job, rows: BinaryIO) -> Checked:
+        """Blocking, in a thread. `rows` are all of the input, blank ones too, of any length. What is wrong here fails
+        the job; what is wrong inside of a request is for its result."""
         ...
 
     async def plan(self, job: Job, row: bytes) -> LinePlan | None:

@@ -20,8 +20,9 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -111,10 +112,11 @@ class JobFolder:
             os.rename(rows.path, path)
             _sync(path.parent)
 
-    def rows(self, job: Job) -> Generator[bytes]:
-        """All of them, with their line ends, one after the other. Raises StorageError."""
+    @contextmanager
+    def rows(self, job: Job) -> Iterator[BinaryIO]:
+        """All of them. Raises StorageError, also for an OSError of who reads."""
         with translated(), (self._of(job) / "input.jsonl").open("rb") as file:
-            yield from file
+            yield file
 
     def put_lines(self, job: Job, lines: Sequence[Line]) -> None:
         """Where its lines are. Raises StorageFullError and StorageError."""
@@ -122,13 +124,16 @@ class JobFolder:
             writing.write(b"".join(_ENTRY.pack(*line) for line in lines))
             writing.keep()
 
-    def read_lines(self, job: Job, start: int, count: int) -> list[bytes]:
-        """The rows of so many lines from one on. Raises StorageError."""
+    def read_lines(self, job: Job, start: int, count: int, max_bytes: int | None = None) -> list[bytes]:
+        """The rows of so many lines from one on; as many of them as have `max_bytes` together, but one at least. Raises
+        StorageError."""
         with translated(), (self._of(job) / "lines").open("rb") as index, self._input(job) as rows:
             entries = os.pread(index.fileno(), count * _ENTRY.size, start * _ENTRY.size)
             if len(entries) != count * _ENTRY.size:
                 raise OSError(errno.EIO, f"the lines of {job.id} are not all there")
-            return [os.pread(rows.fileno(), size, offset) for offset, size in _ENTRY.iter_unpack(entries)]
+            found = list(_ENTRY.iter_unpack(entries))
+            fitting = num_fitting([size for _, size in found], max_bytes)
+            return [os.pread(rows.fileno(), size, offset) for offset, size in found[:fitting]]
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -290,6 +295,14 @@ def translated() -> Iterator[None]:
             raise _full() from error
         log.warning("jobs cannot be written or read: %s", error)
         raise StorageError("Batches cannot be written or read at the moment.") from error
+
+
+def num_fitting(sizes: Sequence[int], max_bytes: int | None) -> int:
+    """How many of them, from the first on, are no more than `max_bytes` together; one at least, if there is one."""
+    if max_bytes is None:
+        return len(sizes)
+    fitting = sum(total <= max_bytes for total in accumulate(sizes))
+    return max(fitting, min(1, len(sizes)))
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -16,7 +16,7 @@ from gateway.config import BatchSettings
 from gateway.errors import KvasirError, OverloadedError, QuotaError, StorageError
 from gateway.queues.batch import job as states
 from gateway.queues.batch.base import Checked, Job, JobError, LinePlan, Runner, Unrun
-from gateway.queues.batch.folder import JobFolder
+from gateway.queues.batch.folder import JobFolder, num_fitting
 from gateway.queues.batch.job import Progress, Step, new_id, next_step, why_dropped
 from gateway.queues.batch.jobs import Jobs, too_many_lines
 from gateway.queues.batch.lines import Kind, Lines, Result
@@ -28,6 +28,9 @@ PLAN_AT_ONCE: Final = 64
 QUEUE_AT_ONCE: Final = 500
 DROP_AT_ONCE: Final = 500
 WRITE_AT_ONCE: Final = 200
+
+PIECE_BYTES: Final = 1 << 20
+"""Of rows or results that are in memory at a time; one alone may have more."""
 
 HELD_UP_S: Final = 30.0
 """Until a job is tried again that found no room, and until lines run again after the disk was full."""
@@ -122,16 +125,14 @@ class Steps:
         await self._jobs.update(states.validated(job, len(checked.lines), checked.model, now_s))
 
     def _check(self, job: Job) -> Checked:
-        rows = self._folder.rows(job)
         try:
-            return self._runner.check(job, rows)
+            with self._folder.rows(job) as rows:
+                return self._runner.check(job, rows)
         except KvasirError:
             raise
         except Exception:  # would be the same the next time
             log.exception("the input of a batch could not be checked")
             return Checked([], [JobError("server_error", "The input could not be read, for a fault of the server.")])
-        finally:
-            rows.close()
 
     async def _planned(self, job: Job, row: bytes) -> LinePlan | None:
         try:
@@ -142,7 +143,7 @@ class Steps:
 
     async def _plan(self, job: Job, progress: Progress) -> None:
         count = min(PLAN_AT_ONCE, job.counts.total - progress.planned)
-        rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count)
+        rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count, PIECE_BYTES)
         plans = []
         for row in rows:
             began_s = self._clock()
@@ -154,7 +155,7 @@ class Steps:
             )  # half of the loop's time is for requests that somebody waits for
         if plans:
             await self._lines.stage(job.id, progress.planned, plans)
-        if len(plans) < count:
+        if len(plans) < len(rows):
             raise HeldUpError("The engines that would know the tokens of its lines are away.", AWAY_S)
 
     async def _queue(self, job: Job, _: Progress) -> None:
@@ -212,12 +213,15 @@ class Steps:
 
     async def _results(self, job: Job, kinds: Collection[Kind]) -> AsyncGenerator[bytes]:
         """JSON lines, in the order of the job's."""
-        for start in range(0, job.counts.total, WRITE_AT_ONCE):
+        start = 0
+        while start < job.counts.total:
             await self._lease(job.id)
             count = min(WRITE_AT_ONCE, job.counts.total - start)
             results = await self._lines.results(job.id, start, count)
+            del results[num_fitting([0 if one is None else one.num_bytes for one in results], PIECE_BYTES) :]
             if piece := await asyncio.to_thread(self._written, job, start, results, kinds):
                 yield piece
+            start += len(results)
 
     def _written(self, job: Job, start: int, results: list[Result | None], kinds: Collection[Kind]) -> bytes:
         wanted = [(start + index, one) for index, one in enumerate(results) if one is not None and one.kind in kinds]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import orjson
 
@@ -21,7 +20,7 @@ _UNRUN: Final[dict[Unrun, dict[str, Any]]] = {
 }
 
 
-def check(job: Job, rows: Iterable[bytes]) -> Checked:
+def check(job: Job, rows: BinaryIO) -> Checked:
     """Where they are: nothing can be wrong with them."""
     lines: list[Line] = []
     offset = 0

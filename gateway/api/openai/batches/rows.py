@@ -7,8 +7,8 @@ found when the line runs, and becomes its result; what is wrong here fails the w
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
@@ -73,13 +73,13 @@ class _Seen(NamedTuple):
     models: list[str]  # the one that is asked, once there was a line
 
 
-def check(rows: Iterable[bytes], endpoint: str, limits: RowLimits) -> Checked:
-    """`rows` are those of the file, with their line ends, one after the other."""
+def check(rows: BinaryIO, endpoint: str, limits: RowLimits) -> Checked:
+    """`rows` are those of the file, of which none is read that is longer than one may be."""
     lines: list[Line] = []
     errors: list[JobError] = []
     seen = _Seen({}, [])
     offset = inputs = 0
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(iter(lambda: rows.readline(limits.row_bytes + 1), b""), 1):
         if row.strip():
             found = _read(row, number, endpoint, limits, seen)
             if isinstance(found, JobError):
@@ -90,7 +90,7 @@ def check(rows: Iterable[bytes], endpoint: str, limits: RowLimits) -> Checked:
                 inputs += _num_inputs(found["body"]) if endpoint == "/v1/embeddings" else 0
                 lines.append(Line(offset, len(row)))
         offset += len(row)
-        if len(errors) >= MAX_ERRORS:
+        if len(errors) >= MAX_ERRORS or len(row) > limits.row_bytes:
             break
         if (error := _beyond(len(lines), inputs, limits)) is not None:
             errors.append(error)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequestError, NotFoundError, QuotaError
+from gateway.queues.batch import steps
 from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, Order
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.lines import Result
@@ -65,6 +66,34 @@ async def test_a_job_whose_rows_were_sent_has_results_to_read_instead_of_files(l
     assert await lane.store.delete("a", "anthropic", job.id)
     assert await lane.store.find("a", "anthropic", job.id) is None
     assert lane.on_disk() == []
+
+
+async def test_few_rows_and_results_are_in_memory_at_a_time(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 200
+    monkeypatch.setattr(steps, "PIECE_BYTES", most)
+    read_lines, read = lane.folder.read_lines, lane.folder.read
+    at_a_time: list[list[int]] = []
+
+    def lines_read(*args: Any) -> list[bytes]:
+        found = read_lines(*args)
+        at_a_time.append([len(row) for row in found])
+        return found
+
+    def results_read(*args: Any) -> list[bytes | None]:
+        found = read(*args)
+        at_a_time.append([len(body or b"") for body in found])
+        return found
+
+    monkeypatch.setattr(lane.folder, "read_lines", lines_read)
+    monkeypatch.setattr(lane.folder, "read", results_read)
+    made = [*rows(40), {"id": "x" * 2 * most}, *rows(3, prefix=1), {"id": "y", "fail": True}]
+    job = await lane.create(made)
+    async with lane.gateway(FakeRunner()):
+        job = await lane.ended(job)
+    told = [*await lane.file("a", job.output_file_id), *await lane.file("a", job.error_file_id)]
+    assert [row["id"] for row in told] == [row["id"] for row in made]
+    assert all(sum(sizes) <= most or len(sizes) == 1 for sizes in at_a_time)
+    assert any(len(sizes) > 1 for sizes in at_a_time)
 
 
 async def test_rows_that_became_no_job_are_gone(lane: Lane) -> None:

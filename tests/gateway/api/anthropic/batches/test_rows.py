@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -14,7 +15,7 @@ JOB = Job("1", "t", "anthropic", "/v1/messages", 0.0, 1.0, metadata={"version": 
 
 
 def test_all_rows_are_lines() -> None:
-    assert ROWS.check(JOB, [b"{}\n", b"{ }\n"]) == Checked([Line(0, 3), Line(3, 4)], [])
+    assert ROWS.check(JOB, io.BytesIO(b"{}\n{ }\n")) == Checked([Line(0, 3), Line(3, 4)], [])
 
 
 def test_a_row_asks_as_in_the_version_that_its_batch_was_made_with() -> None:
