@@ -136,8 +136,9 @@ class EngineLoop:
             if refusal is not None:
                 message = replace(message, tokens=b"", digests=b"")
             self._pending += 1
-            self._online_came = self._online_came or message.lane == "online"
-        self._post(partial(self._take, owner, message, self._clock(), refusal))
+            # Together with its command: a step that began without the one would not hear of the other.
+            self._online_came = self._online_came or (message.lane == "online" and refusal is None)
+            self._post(partial(self._take, owner, message, self._clock(), refusal))
 
     def abort(self, owner: str, seq: int) -> None:
         """Ends a sequence, if it is still there. Answered by nothing."""

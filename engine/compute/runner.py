@@ -55,15 +55,23 @@ class ModelRunner:
         self._warm_up()
 
     def run(self, step: Step) -> list[int | None]:
-        """Computes a step; see engine.sequence.Runner. Raises what torch raises, and nothing is registered then."""
+        """Computes a step; see engine.sequence.Runner. Raises what torch raises, and nothing is registered then.
+        However it ends, nothing of the step is computed any more."""
         self._set_threads()
-        with torch.inference_mode():
-            if step.fresh_blocks:
-                self.cache.zero(step.fresh_blocks)
-            if step.copies:
-                self.cache.copy(step.copies)
-            self._mask_thread.begin(step.sampled)
-            return self._sample(step, self._compute(step) if step.work else step.forks[0].row[None][:0])
+        try:
+            with torch.inference_mode():
+                return self._run(step)
+        except Exception:
+            _wait_for(self.model.device)
+            raise
+
+    def _run(self, step: Step) -> list[int | None]:
+        if step.fresh_blocks:
+            self.cache.zero(step.fresh_blocks)
+        if step.copies:
+            self.cache.copy(step.copies)
+        self._mask_thread.begin(step.sampled)
+        return self._sample(step, self._compute(step) if step.work else step.forks[0].row[None][:0])
 
     def _compute(self, step: Step) -> torch.Tensor:
         """Logits of the last row of each work, (num_work, vocab_size). Those of scored rows are taken note of."""
@@ -116,6 +124,13 @@ class ModelRunner:
         if self._thread_set != threading.get_ident():
             torch.set_num_threads(self._threads)
             self._thread_set = threading.get_ident()
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was given. Blocks of a step that did not end may be somebody else's at once, and the
+    streams of copies between tiers do not wait for the step's."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _keep_rows(work: list[Work], logits: torch.Tensor) -> None:

@@ -48,6 +48,36 @@ def test_decodes_of_the_batch_lane_get_a_turn_while_the_online_lane_prefills_wit
     assert bench.answer(1) == expected(prompt(10), 12)
 
 
+def test_what_prefills_for_the_online_lane_is_not_given_up_with_the_batch_lane_in_it() -> None:
+    bench = make(num_blocks=1000, step_tokens=33, context_tokens=4000)
+    bench.submit(1, prompt(10), lane="batch", max_tokens=12)
+    bench.step()
+    for seq in range(2, 40):
+        bench.submit(seq, prompt(100, seq), max_tokens=1)
+    together = 0
+    while bench.scheduler.load().prefill_backlog:
+        bench.gives_up = True
+        assert bench.step()
+        together += 1 in seqs(bench)[-1] and len(seqs(bench)[-1]) > 1
+    assert together > 3
+    assert bench.scheduler.counters.steps_given_up == 0
+
+
+def test_a_step_that_was_given_up_holds_no_blocks_when_its_sequences_are_gone() -> None:
+    bench = make(num_blocks=100)
+    for seq in (1, 2):
+        bench.submit(seq, prompt(10), lane="batch", group=(1, 2), max_tokens=8)
+    while not bench.scheduler.counters.forks:
+        bench.step()
+    bench.gives_up = True
+    bench.step()  # in which the end of the prompt is copied for the fork
+    assert bench.scheduler.counters.steps_given_up == 1
+    assert bench.scheduler.counters.copied_blocks == 1
+    for seq in (1, 2):
+        bench.scheduler.abort("g", seq)
+    assert bench.pool.num_live == 0
+
+
 def test_prefills_of_the_batch_lane_are_cut_small_and_on_the_grid() -> None:
     bench = make(num_blocks=300, step_tokens=256, batch_step_tokens=32, prefill_grid_tokens=16)
     bench.submit(1, prompt(100), lane="batch", max_tokens=1)

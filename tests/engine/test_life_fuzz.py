@@ -34,7 +34,7 @@ EOS = 3
 DAY_S = 86400.0
 COMMANDS = 300
 REACHED = (
-    *("steps", "forks", "forks of answers", "preemptions", "not_finite", "cached_tokens", "shared_tokens"),
+    *("steps", "given up", "forks", "forks of answers", "preemptions", "not_finite", "cached_tokens", "shared_tokens"),
     *("siblings", "siblings that fork", "copied blocks"),
     *("whole answers", "restarts", "adopted", "must survive", "interrupted copies", "killed copies"),
     *("leases granted", "leases renewed", "leases degraded", "leases kept_again", "leases expired", "leases dropped"),
@@ -153,6 +153,7 @@ class Fuzz:
                 (self.hang_up, 0.5),
                 (self.poison, 0.5),
                 (self.fail_step, 0.5),
+                (self.give_up_step, 3),
                 (self.recover, 2),
                 (self.wait, 2),
                 (self.give_way, 0.3),
@@ -297,6 +298,13 @@ class Fuzz:
         self.bench.runner.fails = True
         self.bench.step()
         self.bench.runner.fails = False
+
+    def give_up_step(self) -> None:
+        before = self.bench.scheduler.counters.steps_given_up
+        self.bench.gives_up = True
+        self.step()
+        self.bench.gives_up = False
+        self.seen["given up"] += self.bench.scheduler.counters.steps_given_up - before
 
     def poison(self) -> None:
         if self.asked:

@@ -21,6 +21,7 @@ from engine.pool.blocks import BlockPool
 from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed
 from engine.protocol import TOKEN_BYTES, Namespace, chain_digests
 from engine.scheduler import Scheduler
+from engine.sequence import StepGivenUp
 from engine.tiers.disk_store import DiskStore, Scan
 from engine.tiers.host_store import HostStore
 from engine.tiers.stores import BlockKey, Payload, Store
@@ -207,8 +208,13 @@ class LifeBench(TieredBench):
         step = self.scheduler.schedule(self.now)
         if step is not None:
             self.aside()
+            if self.gives_up and self.scheduler.can_give_up(step):
+                step = replace(step, unwanted=lambda: True)
             try:
                 results = self.runner.run(step)
+            except StepGivenUp:
+                self.aside()
+                self.scheduler.give_up(step)
             except RuntimeError:
                 self.scheduler.fail(step, "failed")
             else:

@@ -11,7 +11,7 @@ from engine.compute.paged import can_attend
 from engine.compute.runner import ModelRunner
 from engine.config import ConfigError, EngineSettings
 from engine.plan import MIN_TAIL_TOKENS
-from engine.sequence import NOT_FINITE, Step, StepGivenUp, Work
+from engine.sequence import NOT_FINITE, Copy, Step, StepGivenUp, Work
 from tests.fakes.tiny_models import (
     KINDS,
     Driver,
@@ -236,6 +236,31 @@ def test_in_bfloat16_compiled_attention_gives_a_row_the_same_bits_alone_in_a_bat
     for row, (one, other) in enumerate(zip(cold, warm, strict=True)):
         assert torch.equal(one, other)
         assert torch.equal(one, driver.logits[row])
+
+
+def test_a_step_that_is_given_up_has_zeroed_and_copied_and_computes_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr("engine.compute.runner._wait_for", waited.append)
+    driver = Driver(make_runner("qwen3"))
+    sequence, cache = driver.sequence(random_ids(20, 1), 1), driver.runner.cache
+    driver.prefill(sequence)
+    assert waited == []
+    sequence.tokens.append(1)
+    dirty, copied = (cache.num_blocks - count for count in (2, 1))
+    cache.data[:, dirty * cache.block_size : (copied + 1) * cache.block_size] = 1.0
+    source = sequence.block_table[0]
+    step = Step(
+        [Work(sequence, 20, 1, samples=True)], [dirty, copied], [Copy(source, copied, 5)], unwanted=lambda: True
+    )
+    with pytest.raises(StepGivenUp):
+        driver.runner.run(step)
+    rows = cache.data.view(cache.shape.num_layers, cache.num_blocks + 1, cache.block_size, -1)
+    assert not rows[:, dirty].any()
+    assert torch.equal(rows[:, copied, :5], rows[:, source, :5])
+    assert not rows[:, copied, 5:].any()
+    assert waited == [driver.runner.model.device]
 
 
 @pytest.mark.parametrize(("kind", "places"), [("qwen3", 5), ("gpt2", 2)])
