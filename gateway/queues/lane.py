@@ -17,7 +17,6 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Lane as LaneName
@@ -26,7 +25,8 @@ from gateway.queues.trails import Trails
 from gateway.types import Ask, Tier
 
 PLAN_DEPTH: Final = 128
-"""Requests that are looked at for the places that are free at one moment."""
+"""Requests that are looked at for the places that are free at one moment, besides those that are bound to one engine:
+they wait for it alone, and however many they are, others may go elsewhere."""
 
 TIER_SIGNS: Final[dict[Tier, float]] = {"priority": -1.0, "default": 0.0, "flex": 1.0}
 
@@ -141,7 +141,10 @@ class Lane(Generic[E, W]):
         if not open_seats and not any(seat.held_back for seat in seats.values()):
             return []
         sent: list[tuple[W, Seat[E]]] = []
-        for waiter in islice(self._in_order(), PLAN_DEPTH):
+        looked_at = 0
+        for waiter in self._in_order():
+            if waiter.ask.only is None and (looked_at := looked_at + 1) > PLAN_DEPTH:
+                break
             self._follow(waiter)
             if (engine := picture.choose(waiter.ask)) is None:
                 continue
@@ -204,12 +207,12 @@ class Lane(Generic[E, W]):
             waiter.ask = replace(ask, cached_tokens=cached)
 
     def _in_order(self) -> Iterator[W]:
-        """Everybody, as they would be served if all could be served now."""
+        """Everybody, as they would be served if all could be served now. Nobody may come or go meanwhile."""
         if len(self._tenants) == 1:
             (line,) = self._tenants.values()
-            yield from [waiter for _, waiter in islice(line, PLAN_DEPTH)]
+            yield from (waiter for _, waiter in line)
             return
-        turns = [self._turn(iter(line[:PLAN_DEPTH]), 0.0) for line in self._tenants.values()]
+        turns = [self._turn(iter(line), 0.0) for line in self._tenants.values()]
         heap = [turn for turn in turns if turn is not None]
         heapq.heapify(heap)
         while heap:

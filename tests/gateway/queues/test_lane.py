@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.protocol import Load
 from gateway.config import QueueSettings, RoutingSettings
-from gateway.queues.lane import Lane, Seat, Turns, Waiter
+from gateway.queues.lane import PLAN_DEPTH, Lane, Seat, Turns, Waiter
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.fakes.street import FakeEngine, hello
@@ -94,6 +94,16 @@ def test_one_who_cannot_go_anywhere_now_is_in_nobodys_way() -> None:
     rig.lane.seats["e0"].taken = 1
     assert rig.enter(100, only="e0") == (next(iter(rig.lane)), False)
     assert rig.enter(100)[1]
+
+
+def test_a_free_engine_is_found_behind_many_that_are_bound_to_another() -> None:
+    rig = Rig(engines=2, places=2)
+    rig.lane.seats["e0"].taken = rig.lane.seats["e1"].taken = 2
+    bound = [rig.enter(100, cached_tokens={"e0": 100}, only="e0")[0] for _ in range(2 * PLAN_DEPTH)]
+    other, _ = rig.enter(1000)
+    rig.lane.seats["e1"].taken = 0
+    assert [(waiter, seat.incarnation) for waiter, seat in rig.lane.assign()] == [(other, "e1")]
+    assert len(rig.lane) == len(bound)
 
 
 def test_a_tenant_that_sends_one_is_next_however_many_another_sent() -> None:
@@ -208,6 +218,45 @@ def test_tenants_who_all_wait_are_never_further_apart_than_one_request_each(asks
         for one in both:
             for other in both:
                 assert used[one] - used[other] <= largest[one] + largest[other] + 1e-9
+
+
+COMES_OR_ENDS = st.one_of(st.none(), st.tuples(st.sampled_from("abc"), st.integers(0, 4000), st.integers(1, 8)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(COMES_OR_ENDS, max_size=120))
+def test_tenants_have_the_same_however_their_requests_arrive(events: list[tuple[str, int, int] | None]) -> None:
+    """From the moment from which two tenants wait, what each was given over its weight differs by no more than the
+    largest request of each; and who had nothing before waits for one request of each other tenant at most."""
+    rig, weights = Rig(), {"a": 1.0, "b": 0.25, "c": 4.0}
+    waiting, used, largest = (dict.fromkeys("abc", value) for value in (0, 0.0, 0.0))
+    since: dict[tuple[str, str], float] = {}  # of two who both wait, by how much the first was ahead when that began
+    first: dict[str, int] = {}  # services since the first request of a tenant came
+    rig.block()
+    for event in [*events, *[None] * len(events)]:
+        if event is not None:
+            tenant, tokens, times = event
+            for _ in range(times):
+                waiter, _ = rig.enter(tokens, tenant, weight=weights[tenant])
+                waiting[tenant] += 1
+                largest[tenant] = max(largest[tenant], waiter.cost_s / weights[tenant])
+            first.setdefault(tenant, 0)
+        elif len(rig.lane):
+            rig.lane.seats["e0"].taken = 0
+            ((waiter, _),) = rig.lane.assign()
+            tenant = waiter.ask.tenant
+            waiting[tenant] -= 1
+            assert used[tenant] or first[tenant] < len(weights)
+            used[tenant] += waiter.cost_s / weights[tenant]
+            first = {name: count + 1 for name, count in first.items()}
+        for pair in ("ab", "ac", "bc"):
+            one, other = pair
+            if not waiting[one] or not waiting[other]:
+                since.pop((one, other), None)
+            ahead = used[one] - used[other]
+            if waiting[one] and waiting[other]:
+                began = since.setdefault((one, other), ahead)
+                assert abs(ahead - began) <= largest[one] + largest[other] + 1e-9
 
 
 @settings(max_examples=100, deadline=None)
