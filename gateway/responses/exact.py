@@ -102,7 +102,8 @@ class ExactCache:
             await self._ask(lambda: redis.put(entry), False)
 
     async def _ask(self, call: Callable[[], Awaitable[_T]], otherwise: _T) -> _T:
-        if self._down and self._clock() < self._asked_again_s:
+        asked_s = self._clock()
+        if self._down and asked_s < self._asked_again_s:
             return otherwise
         try:
             answer = await call()
@@ -112,7 +113,7 @@ class ExactCache:
             self.figures.redis_failures += 1
             self._down, self._asked_again_s = True, self._clock() + self._retry_s
             return otherwise
-        if self._down:
+        if self._down and asked_s >= self._asked_again_s:  # what was asked before it failed says nothing
             self._down = False
             log.info("Redis answers again, the response cache is shared")
         return answer

@@ -225,7 +225,8 @@ class RememberedUpstreams:
         ):
             return None
         ending = _ending(b"".join(pieces), form, replay)
-        allowed = {"stop": True, "tool_calls": True, "length": self._settings.truncated}
+        tools = self._settings.tool_calls or bool(request.reuse.asked)  # an upstream may have some of its own
+        allowed = {"stop": True, "tool_calls": tools, "length": self._settings.truncated}
         if ending is None or not allowed[ending]:
             self._figures.not_kept["truncated"] += ending == "length"
             return None

@@ -32,7 +32,11 @@ HEADERS: Final = frozenset(("anthropic-beta", "anthropic-version", "openai-beta"
 
 _STREAM: Final = ":streamGenerateContent"
 _WHOLE: Final = ":generateContent"
-_CALLED: Final = ("tools", "functions")
+_CALLED: Final = ("tools", "functions", "mcp_servers", "web_search_options", "plugins")
+"""What answers may call, at the client or at the upstream."""
+
+_KEPT_THERE: Final = ("store", "background", "container")
+"""What has an upstream keep something, or work with what it kept."""
 
 
 def route_of(request: UpstreamRequest) -> str:
@@ -82,9 +86,9 @@ def find_upstream_bypass(
         return reason
     if not known or not request.metered or (request.path.endswith(_STREAM) and "alt=sse" not in request.query):
         return "route"
-    if values.get("store") is True or values.get("background") is True:
+    if any(values.get(name) for name in _KEPT_THERE):
         return "stateful"
-    if any(values.get(name) for name in _CALLED) and not (settings.tool_calls or reuse.asked):
+    if any(values.get(name) not in (None, []) for name in _CALLED) and not (settings.tool_calls or reuse.asked):
         return "tools"
     if not (settings.requests == "all" or reuse.asked or _deterministic(values)):
         return "sampling"

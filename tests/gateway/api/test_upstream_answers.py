@@ -139,6 +139,8 @@ async def test_messages_and_contents_are_told_in_both_forms() -> None:
         ({"temperature": 0.5}, "bypass; reason=sampling"),
         ({"temperature": None, "seed": 4}, "miss"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "bypass; reason=tools"),
+        ({"web_search_options": {}}, "bypass; reason=tools"),
+        ({"container": "c_1"}, "bypass; reason=stateful"),
         ({"store": True}, "bypass; reason=stateful"),
         ({"cache": {"use-cache": False}}, "bypass; reason=off"),
         ({"messages": [{"role": "user", "content": "Hello!"}]}, "miss"),
@@ -223,3 +225,13 @@ async def test_identical_requests_in_flight_are_one_and_go_on_when_the_first_lea
         second.close()
         await until(stub.left.is_set)
         assert await outcomes(gateway, body) == ["miss"]
+
+
+async def test_an_answer_that_calls_a_tool_nobody_asked_for_is_not_kept() -> None:
+    async with (
+        upstream(whole(finish="tool_calls")) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        assert await outcomes(gateway, ASK, ASK) == ["miss", "miss"]
+        asking = {**ASK, "cache": {"use-cache": True}}
+        assert await outcomes(gateway, asking, asking) == ["miss", "exact"]
