@@ -322,7 +322,7 @@ def _semantic_cache(stats: Mapping[str, Any]) -> Iterator[Metric]:
         ("entries", "Questions that are kept."),
         ("hits", "Answers by meaning since the budget began."),
         ("audits", "Hits that were compared with a fresh answer since the budget began."),
-        ("wrong_requests", "Estimated wrong hits, as a share of the requests that were looked up."),
+        ("wrong_requests", "Estimated wrong hits, as a share of the requests that the bound is about."),
         ("wrong_requests_high", "Upper end of its interval of 95%."),
         ("bound", "What it is kept under."),
         ("closed", "1 while the bound leaves no room for hits."),

@@ -17,7 +17,9 @@ class SemanticCacheSettings(Section):
         description="Which requests it is for: `on` for all that fit, `ask` for those that ask, `off` for none.",
     )
     bound: Annotated[float, Field(gt=0, le=0.2)] = Field(
-        0.01, description="Wrong hits that are accepted, as a share of the requests that are looked up."
+        0.01,
+        description="Wrong hits that are accepted, as a share of requests: those looked up, and literal repeats "
+        "of them up to a fifth.",
     )
     judged: bool = Field(
         True,

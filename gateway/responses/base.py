@@ -22,7 +22,7 @@ Generate = Callable[[Request], AsyncGenerator[Event, None]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that there is no exact answer to.
+    """A request that may be answered from the cache.
 
     key    under which its answer will be kept
     owner  whose it will be
@@ -57,6 +57,10 @@ class Semantic(Protocol):
 
     async def find(self, asked: Asked) -> Match | None:
         """The answer to give, which the cache then looks up by its key."""
+        ...
+
+    def repeated(self, asked: Asked) -> None:
+        """The exact cache has the answer: nothing is to be found, one request more is to be counted."""
         ...
 
     def hit(

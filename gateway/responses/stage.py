@@ -101,6 +101,7 @@ class ResponseCache:
         request, reuse = asked.request, asked.request.reuse
         entry = self._exact.peek(asked.owner, asked.key) if reuse.read else None
         if entry is not None and self._fresh(entry, request):
+            self._repeated(asked)
             for event in self._replay(request, entry, self._found(entry)):
                 yield event
             return
@@ -172,6 +173,7 @@ class ResponseCache:
             return None
         entry = await self._exact.find(asked.owner, asked.key)
         if entry is not None and self._fresh(entry, request):
+            self._repeated(asked)
             return entry, self._found(entry)
         if self._semantic is None or (match := await self._semantic.find(asked)) is None:
             return None
@@ -181,6 +183,10 @@ class ResponseCache:
             return None
         self._compare(asked, match, entry, generate)
         return entry, replace(self._found(entry), outcome="semantic", similarity=match.similarity)
+
+    def _repeated(self, asked: Asked) -> None:
+        if self._semantic is not None:
+            self._semantic.repeated(asked)
 
     def _compare(self, asked: Asked, match: Match, entry: Entry, generate: Generate) -> None:
         assert self._semantic is not None

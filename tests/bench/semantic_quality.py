@@ -124,6 +124,7 @@ class Player:
     def _ask(self, row: Row) -> Event:
         known = self._exact.get((row.scope, row.text))
         if known is not None:
+            self.space.repeated(_key(row))
             return Event(row, "exact", wrong=known != row.group)
         if find_unfit(row.text, max_chars=self._settings.max_text_chars) is not None:
             self._exact[row.scope, row.text] = row.group
@@ -142,12 +143,16 @@ class Player:
 
     def _remember(self, row: Row, sight: Sight, agrees: Sequence[bool]) -> None:
         question = sight.question
-        key = hashlib.sha256(f"{row.scope}\n{row.text}".encode()).digest()
+        key = _key(row)
         digest, vector = digest_of(row.group), question.vector.tobytes()
         entry = Entry(key, question.scope, key, row.text, vector, row.group, digest, 0.0, FOREVER_S)
         self._exact[row.scope, row.text] = self._groups[key] = row.group
         self.space.remember(entry)
         self.space.judge_miss(sight, key, agrees)
+
+
+def _key(row: Row) -> bytes:
+    return hashlib.sha256(f"{row.scope}\n{row.text}".encode()).digest()
 
 
 class FixedBudget:
@@ -157,6 +162,8 @@ class FixedBudget:
         self._rule = rule
 
     def count(self) -> None: ...
+
+    def count_exact(self) -> None: ...
 
     def given(self) -> None: ...
 

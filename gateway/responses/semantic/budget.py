@@ -6,6 +6,7 @@ Pure: chance is injected, time is counted in requests. space.py tells it of ever
            its own answer is there; of hits a part is audited, and each of those stands for `weight` hits
     bar    the least probability that is a hit: the lowest under which neither the last 1,500 nor the last 500 requests
            would have had more wrong hits than is aimed at, by what was counted and by what the model expects
+    exact  requests whose question was looked up before and that the exact cache answered: they are requests, too
     spent  weights of the wrong hits, all together. Near the bound nothing is a hit until more requests came
 """
 
@@ -30,6 +31,10 @@ AIM: Final = 0.8
 CLOSED_FROM: Final = 0.8
 """Share of the bound, over all requests so far, from which on nothing is a hit."""
 
+MAX_EXACT: Final = 0.25
+"""Requests that the exact cache answered, for each that was looked up, that count at most: however often somebody
+repeats one question, what is looked up is wrong in no more than 1.25 times the bound."""
+
 Z: Final = 1.96
 """Of a two-sided interval of 95%."""
 
@@ -51,12 +56,14 @@ class Verdict:
 class Figures:
     """Since the start; shares are of hits, and of requests.
 
+    requests       that were looked up, and `exact` ones
     wrong_share    of hits, estimated from audits; low and high are the ends of its Wilson interval of 95%, for as many
                    audits as their weights are worth (Kish)
     wrong_requests the same as a share of requests: what the bound is about
     """
 
     requests: int
+    exact: int
     hits: int
     audits: int
     labels: int
@@ -95,12 +102,18 @@ class Budget:
         self._parameters: Floats = np.array(PRIOR)
         self._bar = self._first_bar
         self._unfitted = 0
-        self._requests = self._hits = self._audits = 0
+        self._requests = self._exact = self._hits = self._audits = 0
         self._spent = self._weights = self._squares = 0.0
 
     def count(self) -> None:
         """One more request that a hit could have answered."""
         self._requests += 1
+
+    def count_exact(self) -> None:
+        """One more that the exact cache answered, and that would have been looked up."""
+        if self._exact < MAX_EXACT * (self._requests - self._exact):
+            self._requests += 1
+            self._exact += 1
 
     def decide(self, evidence: Evidence) -> Verdict:
         """What becomes of the best candidate of the request that was counted last."""
@@ -144,6 +157,7 @@ class Budget:
         hit_share = self._hits / max(self._requests, 1)
         return Figures(
             self._requests,
+            self._exact,
             self._hits,
             self._audits,
             len(self._labels),
@@ -195,7 +209,7 @@ class Budget:
         labels = [asdict(label) for label in self._labels]
         return {
             "labels": labels,
-            "counts": [self._requests, self._hits, self._audits],
+            "counts": [self._requests, self._exact, self._hits, self._audits],
             "sums": [self._spent, self._weights, self._squares],
         }
 
@@ -203,7 +217,7 @@ class Budget:
         """Goes on from what `to_state` wrote. Raises ValueError for anything else, and stays as it was."""
         try:
             labels = [_Label(**label) for label in state["labels"]]
-            requests, hits, audits = (int(count) for count in state["counts"])
+            requests, exact, hits, audits = (int(count) for count in state["counts"])
             sums = [float(value) for value in state["sums"]]
             if not np.isfinite([*sums, *(value for label in labels for value in (*label.row, label.weight))]).all():
                 raise ValueError("a number is not finite")
@@ -212,7 +226,7 @@ class Budget:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the state of a budget cannot be read: {error}") from error
         self._labels = deque(labels, maxlen=MAX_LABELS)
-        self._requests, self._hits, self._audits = requests, hits, audits
+        self._requests, self._exact, self._hits, self._audits = requests, exact, hits, audits
         self._spent, self._weights, self._squares = sums
         if labels:
             self._seen.extend((label.request, label.row) for label in labels[-max(WINDOWS) :])

@@ -132,6 +132,12 @@ class SemanticCache:
             return "unaudited", None  # a fresh answer teaches the same
         return "hit", Match(hit.entry.key, hit.similarity)
 
+    def repeated(self, asked: Asked) -> None:
+        """See Semantic."""
+        space = self._spaces.get((asked.owner, asked.request.model))
+        if space is not None and self._unfit(asked.request) is None:
+            space.repeated(asked.key)
+
     def hit(
         self, asked: Asked, match: Match, answer: Sequence[Event], anew: Callable[[], AsyncGenerator[Event, None]]
     ) -> None:

@@ -118,6 +118,11 @@ class Space:
         verdict = self._decide(evidence, best, least)
         return Sight(question, tuple(near), tuple(vetoes), evidence, verdict)
 
+    def repeated(self, key: bytes) -> None:
+        """The exact cache answered a request, whose question this knows if it was looked up before."""
+        if key in self._held:
+            self.budget.count_exact()
+
     def given(self, sight: Sight) -> None:
         """Its hit went to the client."""
         self.budget.given()

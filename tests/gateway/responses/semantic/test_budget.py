@@ -99,6 +99,20 @@ def test_a_budget_that_is_spent_answers_nothing_until_more_requests_came() -> No
     assert not budget.closed
 
 
+def test_requests_that_the_exact_cache_answers_count_up_to_a_quarter_of_the_others() -> None:
+    budget = Budget(BOUND, audit_share=0.03, random=lambda: 0.0)
+    for _ in range(100):
+        budget.count()
+    for _ in range(1000):
+        budget.count_exact()
+    assert (budget.figures().requests, budget.figures().exact) == (125, 25)
+    budget.decide(Evidence(0.999, 1.0, 0.49))
+    budget.learn(Evidence(0.999, 1.0, 0.49), False, weight=1.9)
+    assert not budget.closed  # of a hundred, it would be
+    budget.learn(Evidence(0.999, 1.0, 0.49), False, weight=0.2)
+    assert budget.closed
+
+
 def test_whoever_starts_again_goes_on_where_it_was() -> None:
     budget, *_ = played(honest, seed=3, requests=1500)
     again = Budget(BOUND, audit_share=0.03, random=lambda: 1.0)
@@ -114,10 +128,10 @@ def test_whoever_starts_again_goes_on_where_it_was() -> None:
     "state",
     [
         {},
-        {"labels": [{}], "counts": [1, 1, 1], "sums": [0, 0, 0]},
+        {"labels": [{}], "counts": [1, 0, 1, 1], "sums": [0, 0, 0]},
         {"labels": [], "counts": "x", "sums": []},
-        {"labels": [{"request": 1, "row": [1], "same": True, "weight": 1}], "counts": [1, 0, 0], "sums": [0, 0, 0]},
-        {"labels": [], "counts": [1, 0, 0], "sums": [float("nan"), 0, 0]},
+        {"labels": [{"request": 1, "row": [1], "same": True, "weight": 1}], "counts": [1, 0, 0, 0], "sums": [0, 0, 0]},
+        {"labels": [], "counts": [1, 0, 0, 0], "sums": [float("nan"), 0, 0]},
     ],
 )
 def test_a_state_that_cannot_be_read_changes_nothing(state: dict[str, object]) -> None:

@@ -126,6 +126,18 @@ async def test_tenants_and_requests_opt_in() -> None:
     assert (await one.ask(SECOND, tenant="b", reuse=Reuse(semantic=True, partition="p")))[1] == "semantic"
 
 
+async def test_what_the_exact_cache_answers_counts_where_it_would_have_been_looked_up() -> None:
+    one = kitchen()
+    for text in (FIRST, "boil an egg", "fry an egg", "poach an egg", "boil an egg today"):
+        await one.ask(text)
+    looked_up = budget(one).figures().requests
+    assert (await one.ask("boil an egg today"))[1] == "exact"
+    assert (await one.ask(FIRST, reuse=Reuse(semantic=False)))[1] == "exact"
+    assert budget(one).figures().requests == looked_up
+    assert (await one.ask(FIRST))[1] == "exact"
+    assert (budget(one).figures().requests, budget(one).figures().exact) == (looked_up + 1, 1)
+
+
 async def test_a_request_may_only_raise_the_similarity() -> None:
     one = kitchen(meanings=Meanings({"password?": 0.0, "reset": 20.0}))
     await one.ask(FIRST)
