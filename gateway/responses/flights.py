@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from gateway import tasks
 from gateway.errors import KvasirError, OverloadedError
-from gateway.types import Hit, Lookup
+from gateway.types import Hit, Lookup, Trace
 
 _T = TypeVar("_T")
 
@@ -24,12 +24,14 @@ _T = TypeVar("_T")
 class Flight(Generic[_T]):
     """One generation.
 
+    unpaid       of a request that launched it and left before its end: what it takes is another reader's to account for
     lookup, hit  what the cache had for it, said by its work before the first item; None: it had nothing
     begun_s      monotonic clock
     """
 
     lookup: Lookup | None = None
     hit: Hit | None = None
+    unpaid: Trace | None = None
 
     def __init__(self, max_bytes: int, size: Callable[[_T], int], close: Callable[[], None]) -> None:
         """`close` is called once, when nobody may join any more."""

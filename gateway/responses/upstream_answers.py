@@ -179,11 +179,14 @@ class RememberedUpstreams:
                     async with aclosing(pieces):
                         yield UpstreamAnswer(head.upstream, head.status, head.headers, pieces, head.label)
                 if shares and flight.hit is not None:  # known once the answer was read to its end
-                    _count(request, flight.hit)
+                    _share(request, flight, flight.hit)
                 return
             except KvasirError:
                 if leads or flight.begun:
                     raise
+            finally:
+                if leads and flight.hit is None:
+                    flight.unpaid = request.trace
 
     async def _work(
         self,
@@ -315,6 +318,19 @@ def _count(request: UpstreamRequest, hit: Hit) -> None:
     trace.hit = hit
     trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = hit.prompt_tokens
     trace.completion_tokens = hit.completion_tokens
+
+
+def _share(request: UpstreamRequest, flight: Flight[_Item], hit: Hit) -> None:
+    """The first to read to the end accounts for what was used, where the request that it was asked for has left."""
+    paid, flight.unpaid = flight.unpaid, None
+    if paid is None:
+        _count(request, hit)
+        return
+    trace = request.trace
+    trace.hit, trace.engine, trace.by_upstream = None, paid.engine, paid.by_upstream
+    trace.prompt_tokens, trace.completion_tokens = paid.prompt_tokens, paid.completion_tokens
+    trace.cached_tokens, trace.told_cached_tokens = paid.cached_tokens, paid.told_cached_tokens
+    trace.cache_write_tokens, trace.lease_writes = paid.cache_write_tokens, paid.lease_writes
 
 
 def _ms(request: UpstreamRequest) -> float:

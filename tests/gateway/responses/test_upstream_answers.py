@@ -17,6 +17,7 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.types import Hit, Tenant, UpstreamAnswer, UpstreamRequest
+from tests.fakes.waiting import until
 
 WHOLE = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}]}
 VALUES = {"model": "m", "temperature": 0, "messages": []}
@@ -47,6 +48,7 @@ class Stub:
             await self.may.wait()
             yield orjson.dumps(WHOLE)
             request.trace.prompt_tokens, request.trace.completion_tokens = 100, 7
+            request.trace.engine = "up"
 
         yield UpstreamAnswer("up", self.status, (("Content-Type", "application/json"),), pieces(), "m")
 
@@ -97,3 +99,21 @@ async def test_an_error_that_is_shared_is_no_hit_and_saves_nothing() -> None:
     assert stub.asked == 1
     assert [request.trace.hit for request in requests] == [None] * 3
     assert figures.outcomes == {"miss": 3}
+
+
+async def test_what_was_used_is_accounted_for_once_when_the_request_that_asked_for_it_left() -> None:
+    settings, stub, figures = ResponseCacheSettings(), Stub(), Figures()
+    exact = ExactCache(MemoryEntries(1 << 20, time.time), None, retry_s=1.0, clock=time.monotonic)
+    upstreams = RememberedUpstreams(stub, REPLAYS, settings, {}, exact, time.time, figures)
+    requests = [ask() for _ in range(3)]
+    leader, *others = [asyncio.create_task(read(upstreams, request)) for request in requests]
+    await until(lambda: upstreams.waiting == 3)
+    leader.cancel()
+    await asyncio.gather(leader, return_exceptions=True)
+    stub.may.set()
+    await asyncio.gather(*others)
+    assert stub.asked == 1
+    paid = [request.trace for request in requests[1:] if request.trace.hit is None]
+    assert [(trace.engine, trace.prompt_tokens, trace.completion_tokens) for trace in paid] == [("up", 100, 7)]
+    (shared,) = [request.trace.hit for request in requests[1:] if request.trace.hit is not None]
+    assert (shared.prompt_tokens, shared.completion_tokens) == (100, 7)
