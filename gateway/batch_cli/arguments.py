@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     submit.add_argument("file", type=Path, metavar="FILE", help="JSONL: custom_id, method, url and body in each line")
     submit.add_argument("--wait", action="store_true", help="until it has ended")
     submit.add_argument("-o", "--output", type=Path, metavar="FILE", help="with --wait: the answers go there")
-    submit.add_argument("--poll-s", type=float, default=2.0, help="with --wait: seconds from one look to the next")
+    submit.add_argument("--poll-s", type=_seconds, default=2.0, help="with --wait: seconds from one look to the next")
     command("status", "how far a batch is").add_argument("id", metavar="ID")
     command("cancel", "begin no more requests of a batch").add_argument("id", metavar="ID")
     results = command("results", "what a batch came to: JSONL, in any order")
@@ -38,3 +38,14 @@ def add_parser(commands: Any) -> None:
     results.add_argument("-o", "--output", type=Path, metavar="FILE", help="in place of standard output")
     results.add_argument("--errors", action="store_true", help="the requests that failed, in place of the answers")
     command("list", "all batches, newest first")
+
+
+def _seconds(text: str) -> float:
+    """More than none; less would ask without end."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final
 
 from gateway.batch_cli.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 from gateway.batch_cli.client import Client
-from gateway.batch_cli.errors import FAILED, BatchCommandError, PassingError, opened
+from gateway.batch_cli.errors import BAD_INPUT, FAILED, BatchCommandError, PassingError, opened
 from gateway.batch_cli.files import check_file
 from gateway.batch_cli.progress import Progress, line, told
 
@@ -27,6 +27,10 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     url = options.url or environ.get(URL_VARIABLE) or DEFAULT_URL
     key = options.key or environ.get(KEY_VARIABLE) or ""
     try:
+        if not url.startswith(("http://", "https://")):
+            raise BatchCommandError(
+                f"the URL of the gateway begins with http:// or https://, and {url!r} does not", BAD_INPUT
+            )
         return asyncio.run(_run(options, url, key))
     except BatchCommandError as error:
         print(f"kvasir batch {options.batch_command}: {error}", file=sys.stderr)  # noqa: T201
@@ -51,6 +55,8 @@ async def _run(options: argparse.Namespace, url: str, key: str) -> int:
 
 
 async def _submit(client: Client, options: argparse.Namespace) -> int:
+    if options.output is not None and not options.wait:
+        raise BatchCommandError("--output needs --wait: there are no answers before", BAD_INPUT)
     endpoint = check_file(options.file)
     file_id = await client.upload(options.file)
     batch = await client.create(file_id, endpoint)

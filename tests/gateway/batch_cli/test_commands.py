@@ -190,3 +190,24 @@ async def test_a_gateway_that_is_away_for_a_while_is_waited_for() -> None:
     assert (await wait(Away(20), "b", progress, 0.0))["status"] == "completed"  # type: ignore[arg-type]
     with pytest.raises(BatchCommandError, match="away"):
         await wait(Away(1000), "b", progress, 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("-o", "out.jsonl"), "--output needs --wait"),
+        (("--wait", "--poll-s", "0"), "'0' is no number of seconds above 0"),
+        (("--wait", "--poll-s", "nan"), "'nan' is no number of seconds above 0"),
+        (("--url", "127.0.0.1:8080"), "begins with http:// or https://"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_sent(
+    arguments: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["batch", "submit", written(tmp_path, row("a")), *arguments]
+    try:
+        status = cli.main(command)
+    except SystemExit as error:  # of argparse
+        status = error.code  # type: ignore[assignment]
+    assert status == 2
+    assert told in capsys.readouterr().err
