@@ -161,16 +161,18 @@ def store_id(file_id: str) -> str:
     return file_id[len("file-") :] if file_id.startswith(("file-", "file_")) else ""
 
 
-def no_such_file(file_id: str) -> NotFoundError:
+def no_such_file(file_id: str, param: str = "id") -> NotFoundError:
     """The same for what never was, what is over and what is somebody else's."""
-    return NotFoundError(f"No such File object: {shown(file_id)}", param="id", reason=f"no such file: {shown(file_id)}")
+    return NotFoundError(
+        f"No such File object: {shown(file_id)}", param=param, reason=f"no such file: {shown(file_id)}"
+    )
 
 
-async def find_file(files: FileStore, tenant: Tenant, file_id: str) -> StoredFile:
-    """What is known of the file that a client names. Raises NotFoundError."""
+async def find_file(files: FileStore, tenant: Tenant, file_id: str, param: str = "id") -> StoredFile:
+    """What is known of the file that a client names in `param`. Raises NotFoundError."""
     stored = await files.find(tenant.name, store_id(file_id))
     if stored is None:
-        raise no_such_file(file_id)
+        raise no_such_file(file_id, param)
     return stored
 
 

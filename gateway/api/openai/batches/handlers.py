@@ -137,7 +137,7 @@ class OpenAIBatches:
         tenant = self._answering.admit(http)
         self._answering.check_namespace(http[RECORD], tenant)
         values = read(await read_json(http, self._server), CREATE, REQUIRED)
-        stored = await find_file(self._files, tenant, values["input_file_id"])
+        stored = await find_file(self._files, tenant, values["input_file_id"], "input_file_id")
         if stored.purpose != FILE_PURPOSE:
             raise invalid(
                 "input_file_id", f"the file has the purpose '{stored.purpose}', and has to have '{FILE_PURPOSE}'"

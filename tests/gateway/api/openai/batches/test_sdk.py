@@ -247,8 +247,9 @@ async def test_the_file_has_to_be_there_and_for_batches() -> None:
     async with running(**settings()) as gateway:
         client = gateway.sdk()
         for file_id in ("file-" + "0" * 32, "x", (await submit(client, row("a"))).id):
-            with pytest.raises(openai.NotFoundError):
+            with pytest.raises(openai.NotFoundError) as refused:
                 await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+            assert refused.value.param == "input_file_id"
         other = await client.files.create(file=b"x", purpose="user_data")
         with pytest.raises(openai.BadRequestError, match="purpose"):
             await client.batches.create(input_file_id=other.id, endpoint=CHAT, completion_window="24h")
