@@ -211,6 +211,17 @@ class JobFolder:
                 path.unlink(missing_ok=True)
         return len(parts)
 
+    def has_room(self) -> bool:
+        """Whether any result could be written. Raises StorageError."""
+        if not self._root.is_dir():
+            return True  # nobody has written anything yet
+        try:
+            with translated():
+                self.check_room(0)
+        except StorageFullError:
+            return False
+        return True
+
     def check_room(self, num_bytes: int) -> None:
         """Raises StorageFullError when so many bytes would leave less than others need."""
         disk = os.statvfs(self._root)

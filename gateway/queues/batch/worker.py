@@ -192,6 +192,9 @@ class Worker:
             return
         if self._clock() >= self._took_over_s + self._settings.poll_s:
             self._took_over_s = self._clock()
+            if not await asyncio.to_thread(self._folder.has_room):  # what runs now, would run for nothing
+                self._wait_for_room()
+                return
             now_ms = round(self._now() * 1e3)
             claims = await self._lines.take_over(self.owner, self._room_for(), now_ms, self._until_ms())
             self._counted["taken_over"] += len(claims)
@@ -219,9 +222,8 @@ class Worker:
                 await self._done(job, claim, Result(why), NO_USAGE)
             else:
                 await self._run(job, claim)
-        except StorageFullError as error:
-            log.warning("lines of batches wait for %g s: %s", HELD_UP_S, error)
-            self._pause("", HELD_UP_S)
+        except StorageFullError:
+            self._wait_for_room()
             await self._back(claim, 0)
         except Exception as error:
             if not isinstance(error, StorageError):  # which was logged
@@ -275,12 +277,12 @@ class Worker:
             await self._while_up(self._renew_once)
 
     async def _renew_once(self) -> None:
-        refs = list(self._running)
-        ours = set(await self._lines.renew(self.owner, refs, self._until_ms())) if refs else set()
-        for ref in refs:
-            if ref not in ours and ref in self._running:
-                _, task = self._running.pop(ref)
-                task.cancel()
+        asked = dict(self._running)
+        ours = set(await self._lines.renew(self.owner, list(asked), self._until_ms())) if asked else set()
+        for ref, held in asked.items():
+            if ref not in ours and self._running.get(ref) is held:  # else it ended, and may have been claimed once more
+                del self._running[ref]
+                held[1].cancel()
                 self._room.set()
 
     # -- small things -------------------------------------------------------------------------------------------------
@@ -301,6 +303,11 @@ class Worker:
             pause_s = self._away.get(model) or retry_after_s or AWAY_S
             self._away[model] = min(2 * pause_s, HELD_UP_S)
             self._pause(f":{model}", pause_s)
+
+    def _wait_for_room(self) -> None:
+        if not self._is_paused(""):  # the lines that ran together are told once
+            log.warning("lines of batches wait for %g s: their disk has no room for results", HELD_UP_S)
+            self._pause("", HELD_UP_S)
 
     def _resume(self, name: str) -> None:
         self._not_before.pop(name, None)

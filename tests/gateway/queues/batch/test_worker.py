@@ -301,15 +301,36 @@ async def test_a_gateway_stops_what_somebody_else_has_by_now(tmp_path: Path) -> 
     assert await lane.results(job) == [{"id": "0", "why": "failed"}], "a result that was lost has one all the same"
 
 
-async def test_a_disk_that_is_full_makes_lines_wait(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_line_that_is_claimed_once_more_while_leases_are_renewed_goes_on(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = FakeRunner()
+    job = await lane.create([{"id": "1", "hold": True, "later": 1}])
+
+    async def renewed_too_late(*_: Any) -> list[Any]:
+        runner.gate.set()  # it waits again, and is claimed
+        runner.gate.clear()
+        await until(lambda: runner.tries["1"] == 2)
+        return []
+
+    async with lane.gateway(runner) as worker:
+        await until_holding(runner, {"1"})
+        monkeypatch.setattr(lane.lines, "renew", renewed_too_late)
+        await worker._renew_once()
+        runner.gate.set()
+        assert (await lane.ended(job)).counts == Counts(1, succeeded=1)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_disk_that_is_full_makes_lines_wait_and_none_runs_once_that_is_known(
+    in_time: bool, lane: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gateway.queues.batch.worker.HELD_UP_S", 0.05)
     full, refused = [True], asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def check_room(self: JobFolder, num_bytes: int) -> None:
-        if full[0]:
+        if full[0] and (in_time or num_bytes):
             loop.call_soon_threadsafe(refused.set)
             raise OSError(errno.ENOSPC, "full")
 
@@ -317,13 +338,15 @@ async def test_a_disk_that_is_full_makes_lines_wait(
     steps = lane.worker(FakeRunner())
     assert await steps._steps.advance(job.id)
     monkeypatch.setattr(JobFolder, "check_room", check_room)
-    async with lane.gateway(FakeRunner()):
+    runner = FakeRunner()
+    async with lane.gateway(runner):
         async with asyncio.timeout(10):
             await refused.wait()
         assert (await lane.found(job)).counts.processing == 3
+        assert bool(runner.ran) != in_time
         full[0] = False
         assert (await lane.ended(job)).counts == Counts(3, succeeded=3)
-    assert "There is no room" in caplog.text
+    assert "no room for results" in caplog.text
 
 
 async def test_a_tenant_without_room_for_the_results_is_told_and_gets_them_when_there_is(
