@@ -6,9 +6,8 @@ Requests are counted as they finish; figures of engines, queue, memos and Redis 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,6 +23,7 @@ from prometheus_client.registry import Collector
 from engine.protocol import LANES
 from gateway.admin.engine_metrics import engine_metrics
 from gateway.admin.ledger_metrics import ledger_metrics
+from gateway.admin.response_cache_metrics import response_cache_metrics
 from gateway.admin.sources import Sources
 from gateway.admin.upstream_metrics import upstream_metrics
 from gateway.api.record import CLIENT_LEFT, Record
@@ -217,7 +217,7 @@ class _Scraped(Collector):
         yield self._embeddings()
         yield from ledger_metrics(self._sources.ledger)
         yield from upstream_metrics(self._sources.upstreams())
-        yield from self._response_cache()
+        yield from response_cache_metrics(self._sources.response_cache())
         responses = CounterMetricFamily(
             "kvasir_stored_responses", "What became of responses that were to be kept.", labels=("outcome",)
         )
@@ -231,25 +231,6 @@ class _Scraped(Collector):
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
             value=float(bool(self._sources.redis().get("up"))),
         )
-
-    def _response_cache(self) -> Iterator[Metric]:
-        stats = self._sources.response_cache()
-        for name, text in (
-            ("entries", "Answers in the memory of this gateway."),
-            ("bytes", "Bytes of them."),
-            ("in_flight", "Generations that identical requests may share."),
-            ("waiting", "Requests that are answered by these."),
-        ):
-            yield GaugeMetricFamily(f"kvasir_response_cache_{name}", text, value=float(stats[name]))
-        for name, text, label in (
-            ("bypassed", "Answers that the response cache had no part in.", "reason"),
-            ("events", "What became of answers in the response cache.", "event"),
-        ):
-            counts = CounterMetricFamily(f"kvasir_response_cache_{name}", text, labels=(label,))
-            for value, count in stats[name].items():
-                counts.add_metric([value], count)
-            yield counts
-        yield from _semantic_cache(stats["semantic"] or {"outcomes": {}, "events": {}, "spaces": []})
 
     def _queue(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a place.", labels=("lane",))
@@ -307,27 +288,3 @@ class _Scraped(Collector):
                 if isinstance(value, (int, float)):
                     prompts.add_metric([model, figure], float(value))
         yield prompts
-
-
-def _semantic_cache(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    for name, text, label in (
-        ("outcomes", "Requests that the semantic cache was asked for, by what it had for them.", "outcome"),
-        ("events", "What became of questions and audits in the semantic cache.", "event"),
-    ):
-        counts = CounterMetricFamily(f"kvasir_semantic_cache_{name}", text, labels=(label,))
-        for value, count in stats[name].items():
-            counts.add_metric([value], count)
-        yield counts
-    for name, text in (
-        ("entries", "Questions that are kept."),
-        ("hits", "Answers by meaning since the budget began."),
-        ("audits", "Hits that were compared with a fresh answer since the budget began."),
-        ("wrong_requests", "Estimated wrong hits, as a share of the requests that the bound is about."),
-        ("wrong_requests_high", "Upper end of its interval of 95%."),
-        ("bound", "What it is kept under."),
-        ("closed", "1 while the bound leaves no room for hits."),
-    ):
-        figures = GaugeMetricFamily(f"kvasir_semantic_cache_{name}", text, labels=("owner", "model"))
-        for space in stats["spaces"]:
-            figures.add_metric([space["owner"], space["model"]], float(space[name]))
-        yield figures

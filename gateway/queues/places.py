@@ -1,8 +1,8 @@
 """Places at the engines: a bounded number for each, and a fair line in front of all of them, for each of two lanes.
 
-Single event loop, no locks: every change happens between two awaits. lane.py says who goes where; this gives it a
-clock, futures, limits and deadlines. The street asks for a place; app.py has it told when an engine has joined, is
-gone, or has said how busy it is.
+Single event loop, no locks: every change happens between two awaits. lane.py says who goes where, line.py holds who
+waits; this gives them a clock, futures, limits and deadlines. The street asks for a place; app.py has it told when an
+engine has joined, is gone, or has said how busy it is.
 
     admit     a place is free and nobody is before this request: taken at once, without an await
     wait      requests for one model wait together, whatever engine they will go to
@@ -18,103 +18,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Generic
 
-from engine.protocol import Hello, Load
 from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, EngineLostError, KvasirError, QueueFullError
-from gateway.queues.lane import Lane, Router, Seat, Waiter
+from gateway.queues.lane import Lane, Router, Seat
+from gateway.queues.line import E, Figures, Line, QueueStatus, WaitingRequest, alike, left_over
 from gateway.types import Ask, Room
-
-RATE_SAMPLES: Final = 64
-"""Ends of requests that the service rate is taken from."""
-
-MIN_RETRY_S: Final = 1.0
-MAX_RETRY_S: Final = 60.0
-"""SDKs do not retry at all when they are told to wait for minutes."""
-
-
-class Engine(Protocol):
-    """What the queue has to know of an engine."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def hello(self) -> Hello: ...
-
-    @property
-    def load(self) -> Load: ...
-
-
-E = TypeVar("E", bound=Engine)
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStatus:
-    """What /metrics and /admin/stats show of a lane."""
-
-    waiting: int
-    in_flight: dict[str, int]  # by engine name
-    waiting_by_tenant: dict[str, int]
-    admitted: int  # since the start, as are the next three
-    refused: int
-    expired: int
-    abandoned: int  # waiting requests whose client left
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter(Waiter):
-    """A request, and the place that it gets."""
-
-    seated: asyncio.Future[Seat[Any]] | None = None  # None before it turns out that it has to wait
-
-
-@dataclass(slots=True)
-class _Figures:
-    """Of one lane, over all engines."""
-
-    waiting: int = 0
-    waiting_by_tenant: Counter[str] = field(default_factory=Counter)
-    admitted: int = 0
-    refused: int = 0
-    expired: int = 0
-    abandoned: int = 0
-
-    def left(self, tenant: str) -> None:
-        """Somebody waits no more."""
-        self.waiting -= 1
-        self.waiting_by_tenant[tenant] -= 1
-        if not self.waiting_by_tenant[tenant]:
-            del self.waiting_by_tenant[tenant]
-
-
-@dataclass(slots=True, eq=False)
-class _Line(Generic[E]):
-    """The lanes of engines that are alike, and how quickly the online one moves."""
-
-    online: Lane[E, _Waiter]
-    batch: Lane[E, _Waiter]
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_SAMPLES))
-
-    def lane(self, name: LaneName) -> Lane[E, _Waiter]:
-        return self.batch if name == "batch" else self.online
-
-    @property
-    def lanes(self) -> tuple[Lane[E, _Waiter], ...]:
-        return self.online, self.batch
-
-    def wait_s(self, waiting: int, now: float) -> float:
-        """How long that many requests would take at the rate of the last ends."""
-        if len(self.ends) < 2:
-            return MIN_RETRY_S
-        rate = len(self.ends) / max(now - self.ends[0], 1e-3)
-        return min(max(waiting / rate, MIN_RETRY_S), MAX_RETRY_S)
 
 
 class PlaceQueue(Generic[E]):
@@ -124,9 +38,9 @@ class PlaceQueue(Generic[E]):
         self._settings = settings
         self._router = router
         self._clock = clock
-        self._lines: dict[Hashable, _Line[E]] = {}  # those that have engines
-        self._line_of: dict[str, _Line[E]] = {}  # by incarnation
-        self._figures: dict[LaneName, _Figures] = {"online": _Figures(), "batch": _Figures()}
+        self._lines: dict[Hashable, Line[E]] = {}  # those that have engines
+        self._line_of: dict[str, Line[E]] = {}  # by incarnation
+        self._figures: dict[LaneName, Figures] = {"online": Figures(), "batch": Figures()}
 
     def place(self, engines: Sequence[E], ask: Ask) -> _Place[E]:
         """An async context manager around the time in which an engine works on a request. Entering it returns the
@@ -157,7 +71,7 @@ class PlaceQueue(Generic[E]):
     def heard(self, engine: E) -> None:
         """An engine has joined, or said how busy it is: who waited for that may be sent to it."""
         waiting = any(figures.waiting for figures in self._figures.values())
-        if not waiting or (line := self._lines.get(_alike(engine.hello))) is None:
+        if not waiting or (line := self._lines.get(alike(engine.hello))) is None:
             return
         known = line.online.seats.get(engine.hello.incarnation)
         if known is None:
@@ -198,12 +112,12 @@ class PlaceQueue(Generic[E]):
 
     # -- what _Place does -----------------------------------------------------------------------------------------
 
-    async def _admit(self, engines: Sequence[E], ask: Ask) -> tuple[_Line[E], Seat[E]]:
+    async def _admit(self, engines: Sequence[E], ask: Ask) -> tuple[Line[E], Seat[E]]:
         line = self._line(engines)
         lane = line.lane(ask.lane)
         if ask.only is not None and ask.only not in lane.seats:
             raise EngineLostError("The engine that has the other answers to this prompt went away.")
-        waiter = _Waiter(ask, self._clock())
+        waiter = WaitingRequest(ask, self._clock())
         mine: Seat[E] | None = None
         if ask.lane == "batch":
             self._leave_over(line)
@@ -214,12 +128,12 @@ class PlaceQueue(Generic[E]):
                 self._seat(lane, [(other, seat) for other, seat in sent if other is not waiter])
         return line, mine or await self._wait(line, waiter)
 
-    def _line(self, engines: Sequence[E]) -> _Line[E]:
+    def _line(self, engines: Sequence[E]) -> Line[E]:
         line = self._line_of.get(engines[0].hello.incarnation)
         if line is None:
-            key = _alike(engines[0].hello)
+            key = alike(engines[0].hello)
             if (line := self._lines.get(key)) is None:
-                line = self._lines[key] = _Line(
+                line = self._lines[key] = Line(
                     Lane(self._settings, self._router), Lane(self._settings, self._router, "batch")
                 )
         for engine in engines:
@@ -229,7 +143,7 @@ class PlaceQueue(Generic[E]):
                 lane.seats[engine.hello.incarnation].engine = engine
         return line
 
-    def _add_seat(self, line: _Line[E], engine: E) -> None:
+    def _add_seat(self, line: Line[E], engine: E) -> None:
         hello = engine.hello
         places = self._settings.places_per_engine or 2 * hello.max_sequences
         self._line_of[hello.incarnation] = line
@@ -238,7 +152,7 @@ class PlaceQueue(Generic[E]):
             given = min((seat.given_tokens for seat in lane.seats.values()), default=0.0)
             lane.seats[hello.incarnation] = Seat(engine, hello.incarnation, places, given_tokens=given)
 
-    def _refusal(self, line: _Line[E], tenant: str) -> QueueFullError | None:
+    def _refusal(self, line: Line[E], tenant: str) -> QueueFullError | None:
         limits, waiting = self._settings, self.waiting
         theirs = self._figures["online"].waiting_by_tenant[tenant]
         if waiting < limits.max_waiting and theirs < limits.max_waiting_per_tenant:
@@ -252,7 +166,7 @@ class PlaceQueue(Generic[E]):
             retry_after_s=retry_after_s,
         )
 
-    async def _wait(self, line: _Line[E], waiter: _Waiter) -> Seat[E]:
+    async def _wait(self, line: Line[E], waiter: WaitingRequest) -> Seat[E]:
         tenant, name = waiter.ask.tenant, waiter.ask.lane
         lane, figures, online = line.lane(name), self._figures[name], name == "online"
         if online and (refusal := self._refusal(line, tenant)) is not None:
@@ -282,7 +196,7 @@ class PlaceQueue(Generic[E]):
         finally:
             timer.cancel()
 
-    def _expire(self, line: _Line[E], waiter: _Waiter) -> None:
+    def _expire(self, line: Line[E], waiter: WaitingRequest) -> None:
         error = DeadlineError(
             "The server is busy: no place became free in time (queue.max_wait_s or the request's own limit).",
             retry_after_s=line.wait_s(len(line.lane(waiter.ask.lane)), self._clock()),
@@ -290,7 +204,7 @@ class PlaceQueue(Generic[E]):
         self._figures[waiter.ask.lane].expired += self._fail(line, waiter, error)
         self._assign_batch(line)
 
-    def _fail(self, line: _Line[E], waiter: _Waiter, error: KvasirError) -> bool:
+    def _fail(self, line: Line[E], waiter: WaitingRequest, error: KvasirError) -> bool:
         """Ends somebody's waiting. False when it had ended; who was cancelled and has not run yet takes itself out."""
         assert waiter.seated is not None
         if waiter.seated.done() or not line.lane(waiter.ask.lane).remove(waiter):
@@ -299,7 +213,7 @@ class PlaceQueue(Generic[E]):
         waiter.seated.set_exception(error)
         return True
 
-    def _release(self, line: _Line[E], lane: LaneName, seat: Seat[E]) -> None:
+    def _release(self, line: Line[E], lane: LaneName, seat: Seat[E]) -> None:
         seat.taken -= 1
         if lane == "online":
             line.ends.append(self._clock())
@@ -307,22 +221,22 @@ class PlaceQueue(Generic[E]):
         else:
             self._assign_batch(line)
 
-    def _assign(self, line: _Line[E]) -> None:
+    def _assign(self, line: Line[E]) -> None:
         self._seat(line.online, line.online.assign())
         self._assign_batch(line)
 
-    def _assign_batch(self, line: _Line[E]) -> None:
+    def _assign_batch(self, line: Line[E]) -> None:
         if len(line.batch) and not len(line.online):
             self._leave_over(line)
             self._seat(line.batch, line.batch.assign())
 
-    def _leave_over(self, line: _Line[E]) -> None:
+    def _leave_over(self, line: Line[E]) -> None:
         """Tells the batch lane how many places it may have at each engine now."""
         for incarnation, seat in line.batch.seats.items():
             most = self._settings.batch_places_per_engine or seat.engine.hello.max_sequences
             seat.places = 0 if len(line.online) else left_over(line.online.seats[incarnation], most)
 
-    def _seat(self, lane: Lane[E, _Waiter], sent: list[tuple[_Waiter, Seat[E]]]) -> None:
+    def _seat(self, lane: Lane[E, WaitingRequest], sent: list[tuple[WaitingRequest, Seat[E]]]) -> None:
         """Tells those who waited. Places of clients that have left meanwhile go to others."""
         figures = self._figures[lane.name]
         while sent:
@@ -340,21 +254,6 @@ class PlaceQueue(Generic[E]):
             sent = lane.assign() if unused else []
 
 
-def left_over(seat: Seat[E], most: int) -> int:
-    """Of the batch lane's `most` places at an engine, those that the online lane leaves, whose seat it is: sequences
-    that the engine could run besides, and none before what is to be prefilled for the online lane is."""
-    load = seat.engine.load
-    if load.prefill_backlog > load.batch_backlog:
-        return 0
-    online = load.running + load.waiting - load.batch_running - load.batch_waiting
-    return min(most, max(0, seat.engine.hello.max_sequences - max(online, seat.taken)))
-
-
-def _alike(hello: Hello) -> Hashable:
-    """Equal for engines that a prompt can be sent to as it is."""
-    return hello.model, hello.namespace, hello.tokenizer, hello.context_tokens
-
-
 class _Place(Generic[E]):
     """See PlaceQueue.place. Not reusable."""
 
@@ -364,7 +263,7 @@ class _Place(Generic[E]):
         self._queue = queue
         self._engines = engines
         self._ask = ask
-        self._taken: tuple[_Line[E], LaneName, Seat[E]] | None = None
+        self._taken: tuple[Line[E], LaneName, Seat[E]] | None = None
 
     async def __aenter__(self) -> E:
         line, seat = await self._queue._admit(self._engines, self._ask)  # noqa: SLF001 - one object in two halves

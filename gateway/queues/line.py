@@ -1,0 +1,115 @@
+"""The line in front of engines that are alike: a lane for online requests and one for batches, who waits in them, and
+what has become of them. Without a clock and without I/O; places.py moves them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from engine.protocol import Hello, Load
+from engine.protocol import Lane as LaneName
+from gateway.queues.lane import Lane, Seat, Waiter
+
+RATE_SAMPLES: Final = 64
+"""Ends of requests that the service rate is taken from."""
+
+MIN_RETRY_S: Final = 1.0
+MAX_RETRY_S: Final = 60.0
+"""SDKs do not retry at all when they are told to wait for minutes."""
+
+
+class Engine(Protocol):
+    """What the queue has to know of an engine."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def hello(self) -> Hello: ...
+
+    @property
+    def load(self) -> Load: ...
+
+
+E = TypeVar("E", bound=Engine)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """What /metrics and /admin/stats show of a lane."""
+
+    waiting: int
+    in_flight: dict[str, int]  # by engine name
+    waiting_by_tenant: dict[str, int]
+    admitted: int  # since the start, as are the next three
+    refused: int
+    expired: int
+    abandoned: int  # waiting requests whose client left
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest(Waiter):
+    """A request, and the place that it gets."""
+
+    seated: asyncio.Future[Seat[Any]] | None = None  # None before it turns out that it has to wait
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one lane, over all engines."""
+
+    waiting: int = 0
+    waiting_by_tenant: Counter[str] = field(default_factory=Counter)
+    admitted: int = 0
+    refused: int = 0
+    expired: int = 0
+    abandoned: int = 0
+
+    def left(self, tenant: str) -> None:
+        """Somebody waits no more."""
+        self.waiting -= 1
+        self.waiting_by_tenant[tenant] -= 1
+        if not self.waiting_by_tenant[tenant]:
+            del self.waiting_by_tenant[tenant]
+
+
+@dataclass(slots=True, eq=False)
+class Line(Generic[E]):
+    """The lanes of engines that are alike, and how quickly the online one moves."""
+
+    online: Lane[E, WaitingRequest]
+    batch: Lane[E, WaitingRequest]
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_SAMPLES))
+
+    def lane(self, name: LaneName) -> Lane[E, WaitingRequest]:
+        return self.batch if name == "batch" else self.online
+
+    @property
+    def lanes(self) -> tuple[Lane[E, WaitingRequest], ...]:
+        return self.online, self.batch
+
+    def wait_s(self, waiting: int, now: float) -> float:
+        """How long that many requests would take at the rate of the last ends."""
+        if len(self.ends) < 2:
+            return MIN_RETRY_S
+        rate = len(self.ends) / max(now - self.ends[0], 1e-3)
+        return min(max(waiting / rate, MIN_RETRY_S), MAX_RETRY_S)
+
+
+def left_over(seat: Seat[E], most: int) -> int:
+    """Of the batch lane's `most` places at an engine, those that the online lane leaves, whose seat it is: sequences
+    that the engine could run besides, and none before what is to be prefilled for the online lane is."""
+    load = seat.engine.load
+    if load.prefill_backlog > load.batch_backlog:
+        return 0
+    online = load.running + load.waiting - load.batch_running - load.batch_waiting
+    return min(most, max(0, seat.engine.hello.max_sequences - max(online, seat.taken)))
+
+
+def alike(hello: Hello) -> Hashable:
+    """Equal for engines that a prompt can be sent to as it is."""
+    return hello.model, hello.namespace, hello.tokenizer, hello.context_tokens
