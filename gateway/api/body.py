@@ -26,7 +26,7 @@ DECODED_TOO_LARGE: Final = "request_body_too_large_after_decoding"
 ENCODING_CODES: Final = (ENCODING_UNSUPPORTED, ENCODING_INVALID, DECODED_TOO_LARGE)
 """Codes of errors of a compressed body, by their names in the Anthropic API."""
 
-PIECE_BYTES: Final = 32 << 10
+PIECE_BYTES: Final = 8 << 10
 """Of a body that is read in pieces. Reading what is in one takes milliseconds, which others wait."""
 
 
