@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,8 +15,11 @@ from gateway.index.redis_index import connect
 from gateway.responses.exact import ExactCache
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.semantic.background import Background
 from gateway.responses.semantic.entry import Entry, digest_of
 from gateway.responses.semantic.redis_questions import QuestionsDownError, RedisQuestions
+from gateway.responses.semantic.space import Space
+from gateway.responses.semantic.sync import APPLIED_AT_A_TIME, Sync
 from gateway.types import Reuse
 from tests.fakes.meanings import Kitchen, Meanings
 from tests.fakes.redis_process import RedisProcess
@@ -113,6 +117,26 @@ async def test_two_gateways_answer_with_what_the_other_was_asked(redis: Redis, g
 
     await until(knows)
     assert await there.ask(SECOND) == ("Yes.", "semantic")
+
+
+async def test_a_gateway_that_starts_again_reads_everything_and_lets_others_have_their_turns(redis: Redis) -> None:
+    store, count, turns = questions(redis, max_entries=1000), 600, 0
+    vector = Meanings()._vector("")
+    for number in range(count):
+        key = digest_of(str(number))
+        entry = Entry(key, b"s" * 32, key, f"What is {number}?", vector, "x", digest_of("x"), 1000.0, 2000.0)
+        await store.put("tenant:a/demo", key, entry.to_bytes())
+    space = Space(SemanticCacheSettings(), random=lambda: 1.0, now=lambda: 1000.0)
+    background = Background()
+    Sync(store, background, sync_s=1.0, retry_s=1.0, clock=lambda: 0.0).catch_up("tenant:a/demo", space)
+    async with asyncio.timeout(LIMIT_S):
+        while len(space) < count:
+            before = len(space)
+            await asyncio.sleep(0)
+            assert len(space) - before <= 2 * APPLIED_AT_A_TIME
+            turns += len(space) > before
+    assert turns >= count / APPLIED_AT_A_TIME / 2
+    await background.close()
 
 
 async def test_what_one_gateway_found_wrong_no_other_gives_again(redis: Redis, gateway: Callable[..., Kitchen]) -> None:

@@ -119,10 +119,10 @@ class SemanticCache:
         unfit = find_unfit(text, max_chars=self._settings.max_text_chars)
         if unfit is not None:
             return unfit, None
+        space = self._space(asked)  # it reads what others put while the text is embedded
         vector = await self._vector(text, asked.request.tenant.name)
         if vector is None:
             return "not-embedded", None
-        space = self._space(asked)
         sight = space.look(space.question(situation.digest, text, vector), least=asked.request.reuse.similarity or 0.0)
         self._note(_Looked(asked, space, sight))
         hit = sight.hit
