@@ -1,11 +1,12 @@
-"""What a look-up by meaning costs: embedding a short question, neighbours, guard and budget.
+"""What a look-up by meaning costs: embedding a short question, neighbours, guard and budget; and what adding costs.
 
-    python -m tests.bench.semantic_lookup [--sizes 1000 10000 100000] [--lookups 200]
+    python -m tests.bench.semantic_lookup [--sizes 1000 10000 100000] [--lookups 200] [--vectors FILE]
 
-Questions are made of common words with a fixed seed, 20 wordpieces each, all in one situation. Their vectors are random
-directions with a common part, so that neighbours are as near as those of one topic are; the one of the look-up is
-computed. One thread. Milliseconds: median and 95th percentile, and the median of the processor's time, which is what
-counts where others use the machine.
+Questions are made of common words with a fixed seed, 20 wordpieces each, all in one situation; the one of the look-up
+is embedded. The vectors that it is compared with are sums of few directions and some noise, about as those of
+sentences are; or those of FILE, which semantic_quality keeps, and sums of two of them. Recall is how many of the
+four nearest are found, as a share. One thread. Milliseconds: median and 95th percentile, and the median of the
+processor's time, which is what counts where others use the machine.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+import numpy.typing as npt
 
 from gateway.config import SemanticCacheSettings
-from gateway.responses.embedding.text_model import find_folder, load
+from gateway.responses.embedding.text_model import TextModel, find_folder, load
 from gateway.responses.semantic.entry import Entry, digest_of
-from gateway.responses.semantic.space import Space
+from gateway.responses.semantic.space import NEIGHBOURS, Space
 from gateway.types import EmbeddingInput
 
 WORDS = re.findall(
@@ -34,6 +37,12 @@ WORDS = re.findall(
     "how can we find the best way to move old files from one server into another folder without losing user names when "
     "disk space runs low and backup jobs fail during night because network cables break or power goes away again",
 )
+SIZES = (1000, 10_000, 100_000)
+LOOKUPS = 200
+QUERIES = 100
+MEANINGS, NOISE = 48, 1.5
+"""Directions that vectors are sums of, and how much each differs from that in every dimension."""
+
 SCOPE = hashlib.sha256(b"one situation").digest()
 
 
@@ -41,50 +50,92 @@ def question(rng: random.Random) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(18))
 
 
-def fill(space: Space, size: int, dimensions: int, rng: random.Random) -> None:
+Floats = npt.NDArray[np.float32]
+
+
+def made_up(size: int, dimensions: int) -> Floats:
+    """(size, dimensions), of length 1."""
     numbers = np.random.default_rng(7)
-    common = numbers.standard_normal(dimensions)
-    while len(space) < size:
-        vector = common + numbers.standard_normal(dimensions)
-        vector /= np.linalg.norm(vector)
+    common, directions = numbers.standard_normal(dimensions), numbers.standard_normal((MEANINGS, dimensions))
+    made = numbers.standard_normal((size, MEANINGS)).astype(np.float32) @ directions.astype(np.float32)
+    made += (NOISE * numbers.standard_normal((size, dimensions)) + common).astype(np.float32)
+    return made / np.linalg.norm(made, axis=1, keepdims=True)
+
+
+def kept(file: Path, size: int) -> Floats:
+    """The same, of what semantic_quality keeps."""
+    numbers, found = np.random.default_rng(7), np.load(file, allow_pickle=False)["vectors"].astype(np.float32)
+    numbers.shuffle(found)
+    first, second = (found[numbers.integers(0, len(found), max(size - len(found), 0))] for _ in range(2))
+    made = np.concatenate([found, first + 0.7 * second])[:size]
+    return made / np.linalg.norm(made, axis=1, keepdims=True)
+
+
+def fill(space: Space, vectors: Floats, rng: random.Random) -> list[float]:
+    """Milliseconds of the processor for each that is added."""
+    times = []
+    for vector in vectors:
         text = question(rng)
         key = digest_of(f"{len(space)} {text}")
         entry = Entry(key, SCOPE, key, text, vector.astype("<f4").tobytes(), "yes", digest_of("yes"), 0.0, 1e12)
+        used = time.thread_time()
         space.remember(entry)
+        times.append((time.thread_time() - used) * 1e3)
+    return times
+
+
+def recall(space: Space, vectors: Floats) -> float:
+    """Of the four nearest of questions that are near one that is there."""
+    numbers, nearest = np.random.default_rng(8), space._scopes[SCOPE].nearest
+    found = 0
+    for number in numbers.integers(0, len(vectors), QUERIES):
+        query = vectors[number] + (0.4 / len(vectors[0]) ** 0.5) * numbers.standard_normal(len(vectors[0]))
+        query = (query / np.linalg.norm(query)).astype(np.float32)
+        truth = np.argpartition(-(vectors @ query), NEIGHBOURS)[:NEIGHBOURS]
+        found += len(set(truth.tolist()) & {one for one, _ in nearest.find(query, NEIGHBOURS)})
+    return found / (NEIGHBOURS * QUERIES)
+
+
+def measure(sizes: Sequence[int], lookups: int, file: Path | None = None) -> None:
+    """Prints a row for each size."""
+    folder = find_folder(None)
+    assert folder is not None, "the extra `semantic` is missing"
+    model, rng, most = load(folder), random.Random(7), max(sizes)
+    settings = SemanticCacheSettings(max_entries=most, max_scope_entries=most, max_bytes=1 << 40)
+    space = Space(settings, random=rng.random, now=lambda: 0.0)
+    vectors = made_up(most, model.dimensions) if file is None else kept(file, most)
+    print("ms, p50 and p95; adding and processor are of the processor's time, adding is p50 and the most")
+    print("| questions | embedding | look | both | processor | adding one | recall of the nearest 4 |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for size in sorted(sizes):
+        added = fill(space, vectors[len(space) : size], rng)
+        times = [_look_up(model, space, question(rng)) for _ in range(lookups)]
+        embedding, look, both, processor = zip(*times, strict=True)
+        cells = [
+            f"{statistics.median(one):.2f}, {statistics.quantiles(one, n=20)[-1]:.2f}"
+            for one in (embedding, look, both)
+        ]
+        cells += [f"{statistics.median(processor):.2f}", f"{statistics.median(added):.2f}, {max(added):.1f}"]
+        print(f"| {size} | {' | '.join(cells)} | {recall(space, vectors[:size]):.3f} |", flush=True)
+
+
+def _look_up(model: TextModel, space: Space, text: str) -> tuple[float, float, float, float]:
+    """Milliseconds: embedding, look, both, and the processor's time for both."""
+    used, start = time.thread_time(), time.perf_counter()
+    (vector,) = model.vectors([EmbeddingInput(model.tokens(text), model.dimensions)])
+    middle = time.perf_counter()
+    space.look(space.question(SCOPE, text, vector))
+    end = time.perf_counter()
+    return (middle - start) * 1e3, (end - middle) * 1e3, (end - start) * 1e3, (time.thread_time() - used) * 1e3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1000, 10_000, 100_000])
-    parser.add_argument("--lookups", type=int, default=200)
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--lookups", type=int, default=LOOKUPS)
+    parser.add_argument("--vectors", type=Path)
     options = parser.parse_args()
-    folder = find_folder(None)
-    assert folder is not None, "the extra `semantic` is missing"
-    model, rng = load(folder), random.Random(7)
-    most = max(options.sizes)
-    settings = SemanticCacheSettings(max_entries=most, max_scope_entries=most, max_bytes=1 << 40)
-    space = Space(settings, random=rng.random, now=lambda: 0.0)
-    for size in sorted(options.sizes):
-        began = time.perf_counter()
-        fill(space, size, model.dimensions, rng)
-        filled_s = time.perf_counter() - began
-        embedded, looked, processor = [], [], []
-        for _ in range(options.lookups):
-            text = question(rng)
-            used, start = time.thread_time(), time.perf_counter()
-            (vector,) = model.vectors([EmbeddingInput(model.tokens(text), model.dimensions)])
-            middle = time.perf_counter()
-            space.look(space.question(SCOPE, text, vector))
-            embedded.append((middle - start) * 1e3)
-            looked.append((time.perf_counter() - middle) * 1e3)
-            processor.append((time.thread_time() - used) * 1e3)
-        both = [one + other for one, other in zip(embedded, looked, strict=True)]
-        cells = " | ".join(
-            f"{name} {statistics.median(times):.2f} p95 {statistics.quantiles(times, n=20)[-1]:.2f}"
-            for name, times in (("embedding", embedded), ("look", looked), ("both", both))
-        )
-        used_ms = statistics.median(processor)
-        print(f"{size:7} entries | filled in {filled_s:.0f} s | {cells} | processor {used_ms:.2f}", flush=True)
+    measure(options.sizes, options.lookups, options.vectors)
 
 
 if __name__ == "__main__":
