@@ -155,6 +155,7 @@ class Gateway:
             allowance=self.queue.allowance,
             ledger=self.ledger,
             answers=self.answers,
+            rendered_bytes=settings.response_cache.max_rendered_bytes,
             limits=self.limits,
             sources=Sources(
                 refresh=self.figures.refresh,

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from engine.protocol import TOKEN_BYTES, Breakpoint, Grammar, Lane, Sampling
 
@@ -321,6 +321,19 @@ class Lookup:
         return self.outcome in ("exact", "semantic")
 
 
+class Repeat(Protocol):
+    """What the response cache gave to a request, as long as the very same request would get it again."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That it keeps in memory."""
+        ...
+
+    def again(self) -> Lookup | None:
+        """The cache gives it once more, and has counted that. None: it would not give this answer now."""
+        ...
+
+
 @dataclass(slots=True)
 class Trace:
     """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
@@ -348,6 +361,7 @@ class Trace:
     first_token_ms: float | None = None  # from arrival
     finish: str | None = None
     lookup: Lookup | None = None  # in the response cache; None: it was not asked
+    repeat: Repeat | None = None  # of an answer that was in the cache's memory
 
 
 @dataclass(slots=True)

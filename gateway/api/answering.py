@@ -12,6 +12,7 @@ from aiohttp import web
 from engine.protocol import Breakpoint, Hello
 from gateway.api.answers import Answer
 from gateway.api.auth import Auth
+from gateway.api.body import read_raw
 from gateway.api.cache_control import from_headers, stricter
 from gateway.api.call import Call, settle
 from gateway.api.dialect import JSON, SSE
@@ -20,7 +21,9 @@ from gateway.api.namespaces import HEADER as NAMESPACE_HEADER
 from gateway.api.namespaces import Namespaces
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import RECORD, Record, kvasir_headers
-from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream
+from gateway.api.short_way import SEEN, ShortWay, Written, may_come_again
+from gateway.api.stamps import Stamp
+from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream, stream_headers
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.street import Engine
@@ -88,12 +91,13 @@ class AnswerShape(Shape, Protocol):
 
 class Asked(NamedTuple):
     """A Call, its model, and how the answer is written. `street` is who answers in the street's place, and asks it in
-    turn."""
+    turn. `stamp` is what is new in each answer, of one that may be given again as it was written; None: it may not."""
 
     call: Call
     model: Hello
     shape: AnswerShape
     street: Answers | None = None
+    stamp: Stamp | None = None
 
 
 class Answering:
@@ -111,15 +115,18 @@ class Answering:
         allowance: Callable[[str], Room],
         limits: Limits,
         passthrough: Passthrough,
+        short_way: ShortWay,
         *,
         line_timeout_s: float,
     ) -> None:
         """allowance       requests of a tenant, by name, that may wait for a place
         limits          what tenants may ask for
         passthrough     is asked first: what is for an upstream never becomes a Call
+        short_way       is asked before it, by `again`
         line_timeout_s  that a line of a batch may take
         """
         self.passthrough = passthrough
+        self._short_way = short_way
         self._line_timeout_s = line_timeout_s
         self._allowance = allowance
         self._limits = limits
@@ -143,6 +150,11 @@ class Answering:
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         record.may_have_priority = tenant.priority
         return tenant
+
+    async def again(self, http: web.Request, tenant: Tenant) -> web.Response | None:
+        """What this very request was answered with before, if the response cache would give that now. Reads the body,
+        and raises as that does; and RateLimitError."""
+        return await self._short_way.answer(http, tenant, await read_raw(http, self._server))
 
     def check_namespace(self, record: Record, tenant: Tenant) -> None:
         """Raises ForbiddenError for a namespace that the tenant may not use, where nothing is asked in it yet."""
@@ -174,14 +186,21 @@ class Answering:
 
         media_type  of a stream
         """
-        call, model, shape, street = asked
-        if call.stream:
-            return await self.stream(http, tenant, call, model, shape, media_type=media_type, street=street)
-        return reply(await self.whole(http[RECORD], tenant, asked), **kvasir_headers(http[RECORD]))
+        call, model, shape, street, _ = asked
+        if not call.stream:
+            body = await self.whole(http[RECORD], tenant, asked)
+            self._remember(http, asked, {"Content-Type": JSON}, [body])
+            return reply(body, **kvasir_headers(http[RECORD]))
+        noted: list[bytes] = []
+        response = await self.stream(
+            http, tenant, call, model, shape, media_type=media_type, street=street, noted=noted
+        )
+        self._remember(http, asked, stream_headers(media_type), noted)
+        return response
 
     async def whole(self, record: Record, tenant: Tenant, asked: Asked) -> bytes:
         """The body of an answer that is no stream."""
-        call, model, shape, street = asked
+        call, model, shape, street, _ = asked
         answers, usage = await self.collect(record, tenant, call, model, street=street)
         return shape.body(answers, usage)
 
@@ -196,8 +215,10 @@ class Answering:
         keeper: Keeper | None = None,
         media_type: str = SSE,
         street: Answers | None = None,
+        noted: list[bytes] | None = None,
     ) -> web.StreamResponse:
-        """A stream that is complete when this returns. Raises only while nothing was sent."""
+        """A stream that is complete when this returns. Raises only while nothing was sent. `noted` gets what was
+        written, of an answer that may come again."""
         http[RECORD].stream = True
         requests = await self.begun(http[RECORD], tenant, call, model)
         at_once = self._server.prompts_at_once
@@ -210,6 +231,7 @@ class Answering:
             at_once=at_once,
             keeper=keeper,
             media_type=media_type,
+            noted=noted,
         )
 
     async def collect(
@@ -269,6 +291,15 @@ class Answering:
     def deadline_s(self, record: Record) -> float:
         """By the monotonic clock."""
         return record.received_s + (self._line_timeout_s if record.lane == "batch" else self._server.request_timeout_s)
+
+    def _remember(self, http: web.Request, asked: Asked, headers: Mapping[str, str], pieces: Sequence[bytes]) -> None:
+        """For the short way, which keeps what may come again."""
+        record, seen = http[RECORD], http.get(SEEN)
+        if seen is None or asked.stamp is None or record.status or not may_come_again(record):
+            return
+        call, model = asked.call, asked.model
+        need = need_of(call, record.body_bytes, model.context_tokens)
+        seen.keep(record, Written(call.model, model, need, headers, b"".join(pieces), asked.stamp))
 
     def _requests(
         self, record: Record, tenant: Tenant, scope: Scope, reuse: Reuse, call: Call, prompt: Prompt

@@ -42,7 +42,7 @@ _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
 
 
 RAW: web.RequestKey[bytes] = web.RequestKey("raw", bytes)
-"""The body that `read_json` parsed, decoded, until passthrough.py takes it away."""
+"""The body that `read_raw` read, decoded, until passthrough.py takes it away."""
 
 
 async def expect_continue(http: web.Request) -> None:
@@ -52,9 +52,20 @@ async def expect_continue(http: web.Request) -> None:
 async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]:
     """The body as a JSON object.
 
-    Raises BodyTooLargeError from Content-Length alone where there is one, and BadRequestError for what is not a JSON
-    object, or nested deeper than server.max_json_depth. The limit also holds for what a compressed body becomes.
+    Raises as `read_raw`, and BadRequestError for what is not a JSON object, or nested deeper than
+    server.max_json_depth.
     """
+    return parse_object(await read_raw(http, server), server.max_json_depth)
+
+
+async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
+    """The body, decoded; read once, however often it is asked for.
+
+    Raises BodyTooLargeError from Content-Length alone where there is one, and BadRequestError for what does not arrive.
+    The limit also holds for what a compressed body becomes.
+    """
+    if RAW in http:
+        return http[RAW]
     try:
         _check_headers(http, server.max_body_bytes)
         if http.content.is_eof():  # a small body comes together with its headers
@@ -73,9 +84,8 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
         raise BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID) from None
     except (web.RequestPayloadError, BadHttpMessage) as error:
         raise BadRequestError(f"The request body cannot be read: {type(error).__name__}.") from None
-    value = parse_object(body, server.max_json_depth)
     http[RAW] = body
-    return value
+    return body
 
 
 async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> AsyncGenerator[bytes]:

@@ -39,9 +39,9 @@ class Limits(Protocol):
 
 
 async def set_aside(limits: Limits, record: Record, need: Callable[[], Need]) -> None:
-    """For a request of the online lane. Raises RateLimitError. Asks nobody for a tenant without limits."""
+    """For a request of the online lane, once. Raises RateLimitError. Asks nobody for a tenant without limits."""
     tenant = record.tenant
-    if tenant is None or record.lane == "batch" or not limits.has(tenant):
+    if record.hold is not None or tenant is None or record.lane == "batch" or not limits.has(tenant):
         return
     try:
         record.hold = await limits.set_aside(tenant, need())

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any, Final, Protocol
 from urllib.parse import unquote_plus
 
@@ -25,15 +26,13 @@ from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.limiting import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, set_aside
 from gateway.api.openai.wire import OPENAI
-from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, kvasir_headers
+from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, kvasir_headers
+from gateway.api.short_way import SEEN, Written, may_come_again
 from gateway.api.sse import data, event
 from gateway.api.stream import LAST_WRITE_S
 from gateway.config import ServerSettings
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import PLAIN_REUSE, Need, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
-
-REQUEST_ID: Final = "x-kvasir-request-id"
-"""The gateway's own id, where the usual header has the upstream's."""
 
 PASSED_ON: Final = frozenset(
     (
@@ -153,7 +152,16 @@ class Passthrough:
         async with self._upstreams.answer(request) as answer:
             record.model = answer.label
             record.stream = SSE in dict(_lower(answer.headers)).get("content-type", "")
-            return await _pass_back(http, record, answer, request.deadline_s)
+            if (seen := http.get(SEEN)) is None or not may_come_again(record):
+                return await _pass_back(http, record, answer, request.deadline_s)
+            pieces: list[bytes] = []
+            response = await _pass_back(
+                http, record, replace(answer, pieces=_noting(answer.pieces, pieces)), request.deadline_s
+            )
+            if not record.status:
+                headers = {**dict(answer.headers), **(_UNBUFFERED if record.stream else {})}
+                seen.keep(record, Written(model, None, _need(request), headers, b"".join(pieces)))
+            return response
 
 
 async def _pass_back(
@@ -204,9 +212,20 @@ def _told(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
         headers.popall(name, None)
     headers.extend(theirs)
     if SSE in headers.get("Content-Type", ""):
-        headers.setdefault("X-Accel-Buffering", "no")  # for proxies in front of us, which would collect a stream
+        for name, value in _UNBUFFERED.items():
+            headers.setdefault(name, value)
     headers.update(own)
     return headers
+
+
+_UNBUFFERED: Final[Mapping[str, str]] = {"X-Accel-Buffering": "no"}
+"""For proxies in front of us, which would collect a stream."""
+
+
+async def _noting(pieces: AsyncGenerator[bytes, None], noted: list[bytes]) -> AsyncGenerator[bytes, None]:
+    async for piece in pieces:
+        noted.append(piece)
+        yield piece
 
 
 def _reuse(values: Mapping[str, Any]) -> Reuse:

@@ -16,6 +16,9 @@ from gateway.types import PLAIN_REUSE, Allowance, Lease, Lookup, Reuse, Tier, Tr
 
 _SAYS = {"miss": 0, "bypass": 1, "semantic": 2, "shared": 3, "exact": 4}
 
+REQUEST_ID = "x-kvasir-request-id"
+"""Header with the gateway's own id, where the usual one has an upstream's."""
+
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
 
 

@@ -48,6 +48,7 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
 from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.record import Observers
+from gateway.api.short_way import ShortWay
 from gateway.api.uploads import FileStore
 from gateway.config import (
     AnthropicSettings,
@@ -101,6 +102,7 @@ def build_app(
     allowance: Callable[[str], Room],
     limits: Limits,
     answers: Answers,
+    rendered_bytes: int,
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -117,11 +119,13 @@ def build_app(
     allowance                  requests of a tenant, by name, that may wait for a place
     limits                     what tenants may ask for
     answers                    what the response cache remembers, for /admin/cache
+    rendered_bytes             of its answers, that are kept as they were written
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
     observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
+    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits)
     answering = Answering(
         server,
         keys,
@@ -132,7 +136,8 @@ def build_app(
         embedder.models(),
         allowance,
         limits,
-        Passthrough(server, upstreams, models, embedder.models(), limits),
+        passthrough,
+        ShortWay(rendered_bytes, models, passthrough.serves, limits),
         line_timeout_s=batches.line_timeout_s,
     )
     cached = CachedContents(server, gemini, answering, contents, now)

@@ -121,10 +121,11 @@ async def stream(
     at_once: int,
     keeper: Keeper | None = None,
     media_type: str = SSE,
+    noted: list[bytes] | None = None,
 ) -> web.StreamResponse:
     """Answers over SSE, or what else the shape writes, complete, and ended as it has to be. Raises only while nothing
-    was sent."""
-    sse = _Sse(http, shape, keeper, media_type, alone=len(requests) == 1)
+    was sent. `noted` gets all that was written, of one answer that may come again."""
+    sse = _Sse(http, shape, keeper, media_type, alone=len(requests) == 1, noted=noted)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(street.answer(request)) as events:
@@ -147,6 +148,11 @@ async def stream(
             raise
         log.exception("request %s failed after its first byte", sse.record.request_id)
         return await sse.fail(KvasirError("The server had an error while it answered."))
+
+
+def stream_headers(media_type: str) -> dict[str, str]:
+    """Those that every stream has."""
+    return {"Content-Type": f"{media_type}; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def _told(event: Finished, request: Request) -> Finished:
@@ -194,12 +200,23 @@ async def _all(
 class _Sse:
     """The response of one stream. It exists from the first token on."""
 
-    def __init__(self, http: web.Request, shape: Shape, keeper: Keeper | None, media_type: str, *, alone: bool) -> None:
+    def __init__(
+        self,
+        http: web.Request,
+        shape: Shape,
+        keeper: Keeper | None,
+        media_type: str,
+        *,
+        alone: bool,
+        noted: list[bytes] | None,
+    ) -> None:
         """`alone`: there is one choice."""
         self.record: Record = http[RECORD]
         self.response: web.StreamResponse | None = None
         self._http, self._shape, self._keeper = http, shape, keeper
         self._media_type, self._alone = media_type, alone
+        self._may_note = noted
+        self._noted: list[bytes] | None = None
         self._opening = asyncio.Lock()
 
     async def choice(
@@ -209,6 +226,8 @@ class _Sse:
         started = await anext(events)
         if type(started) is not Started:
             raise KvasirError("The answer began with something else.")
+        if self._alone and request.trace.repeat is not None:
+            self._noted = self._may_note
         response = await self.begin(index, echo(index), started)
         if (lookup := request.trace.lookup) is not None and lookup.all_there:
             return await self._at_once(index, request, events, response)
@@ -246,7 +265,7 @@ class _Sse:
             elif type(event) is CallDelta:
                 pieces.append(self._shape.call(index, event))
             if (size := size + len(pieces[-1])) > MAX_WRITE:
-                await response.write(b"".join(pieces))
+                await self._write(response, b"".join(pieces))
                 pieces, size = [], 0
         raise KvasirError("The answer ended without a reason.")
 
@@ -254,9 +273,7 @@ class _Sse:
         async with self._opening:
             if self.response is None:
                 headers = {
-                    "Content-Type": f"{self._media_type}; charset=utf-8",
-                    "Cache-Control": "no-cache",
-                    "X-Accel-Buffering": "no",
+                    **stream_headers(self._media_type),
                     **common_headers(self.record),
                     **kvasir_headers(self.record, cached=self._alone),
                 }
@@ -264,14 +281,22 @@ class _Sse:
                 await response.prepare(self._http)
                 self.response = response
                 if prelude := self._shape.prelude():
-                    await response.write(prelude)
+                    await self._write(response, prelude)
         if opening := self._shape.opening(index, echoed, started):
-            await self.response.write(opening)
+            await self._write(self.response, opening)
         return self.response
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        """Of an answer that is all there, or what comes before any other."""
+        if self._noted is not None:
+            self._noted.append(data)
+        await response.write(data)
 
     async def end(self, data: bytes) -> web.StreamResponse:
         if self.response is None:
             raise KvasirError("The answer ended before it began.")
+        if self._noted is not None:
+            self._noted.append(data)
         await self.response.write_eof(data)
         return self.response
 

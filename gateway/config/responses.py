@@ -38,6 +38,11 @@ class ResponseCacheSettings(Section):
         description="Seconds that an answer is given from the memory of a gateway before Redis is asked whether it is "
         "still there: others may have removed it.",
     )
+    max_rendered_bytes: Annotated[int, Field(ge=0)] = Field(
+        32 << 20,
+        description="Bytes of requests and answers, as they were sent and written, in the memory of one gateway: the "
+        "same bytes are answered without being read; 0 reads all.",
+    )
     max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
         64 << 20, description="Bytes of answers in Redis, of all tenants, those used last; 0 keeps none there."
     )

@@ -48,6 +48,7 @@ class Figures:
 
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by Lookup.outcome
     bypassed: Counter[str] = field(default_factory=Counter)  # requests, by reason
+    resent: int = 0  # of the exact ones, to requests that were not read: the bytes were known
     not_kept: Counter[str] = field(default_factory=lambda: Counter(too_large=0, truncated=0))  # answers, by reason
 
 

@@ -71,6 +71,13 @@ class ExactCache:
         self.figures.memory_hits += 1
         return entry
 
+    def has(self, entry: Entry) -> bool:
+        """Whether `peek` finds this very entry, and no later one in its place. Counts as finding it."""
+        if self._memory.get(entry.owner, entry.id, within_s=self._memory_s) is not entry:
+            return False
+        self.figures.memory_hits += 1
+        return True
+
     async def find(self, owner: str, key: bytes) -> Entry | None:
         """From memory or Redis, within the time that Redis has to answer."""
         if (entry := self.peek(owner, key)) is not None:

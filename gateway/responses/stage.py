@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
 
 from engine.protocol import Hello
@@ -24,8 +25,23 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.flights import Flight, Flights
 from gateway.responses.key import entry_id, request_key
 from gateway.responses.recording import Recording, decode, encode, record
+from gateway.responses.repeat import EntryRepeat
 from gateway.responses.upstream_answers import RememberedUpstreams, Replay, Upstreams
-from gateway.types import CallDelta, Event, Finished, Hit, Lookup, Request, Scope, Started, TextDelta, Trace, Usage
+from gateway.types import (
+    CallDelta,
+    ChatPrompt,
+    Event,
+    Finished,
+    Hit,
+    Lookup,
+    Request,
+    Scope,
+    Started,
+    TextDelta,
+    TextPrompt,
+    Trace,
+    Usage,
+)
 
 
 class ResponseCache:
@@ -78,6 +94,7 @@ class ResponseCache:
                 "evicted": memory.evicted,
                 "expired": memory.expired,
                 "redis_evicted": self._exact.redis_evicted,
+                "resent": self.figures.resent,
                 **self.figures.not_kept,
             },
         }
@@ -102,6 +119,8 @@ class ResponseCache:
         entry = self._exact.peek(asked.owner, asked.key) if reuse.read else None
         if entry is not None and self._fresh(entry, request):
             self._repeated(asked)
+            given = partial(self._repeated, _without_text(asked))
+            request.trace.repeat = EntryRepeat(self._exact, entry, reuse, self._now, self.figures, given)
             for event in self._replay(request, entry, self._found(entry)):
                 yield event
             return
@@ -269,6 +288,13 @@ def owner_of(scope: Scope) -> str:
     """Whose answers those of a scope are, as stores and operators know it. What clients separate theirs with is in the
     key alone."""
     return f"namespace:{scope.namespace}" if scope.namespace else f"tenant:{scope.tenant}"
+
+
+def _without_text(asked: Asked) -> Asked:
+    """For what is kept of it as long as its answer may come again: its text would be as much as the request."""
+    prompt = asked.request.prompt
+    short = replace(prompt, messages=[]) if isinstance(prompt, ChatPrompt) else TextPrompt("")
+    return replace(asked, request=replace(asked.request, prompt=short, trace=Trace()))
 
 
 def _hit(lookup: Lookup, recording: Recording) -> Hit:

@@ -20,6 +20,7 @@ from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.flights import Flight, Flights
 from gateway.responses.key import entry_id
+from gateway.responses.repeat import EntryRepeat
 from gateway.responses.upstream_key import find_upstream_bypass, include_usage, route_of, streams, upstream_key
 from gateway.responses.upstream_recording import Form, Kept, find_kept, write
 from gateway.types import Hit, Lookup, UpstreamAnswer, UpstreamRequest
@@ -250,6 +251,7 @@ class RememberedUpstreams:
     ) -> UpstreamAnswer:
         self._note(request, Lookup("exact", entry=entry.id, age_s=max(self._now() - entry.created_s, 0.0)))
         _account(request, Hit("exact", *kept.tokens, kept.ms))
+        request.trace.repeat = EntryRepeat(self._exact, entry, request.reuse, self._now, self._figures)
         kind = kept.type if form.stream == kept.form.stream else _TYPES[form.stream]
         return UpstreamAnswer("", 200, (("Content-Type", kind),), _pieces(_each(pieces)), kept.label)
 

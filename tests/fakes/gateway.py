@@ -129,11 +129,15 @@ def idle_queue() -> PlaceQueue[Any]:
 
 
 def response_cache(
-    redis: Entries | None = None, now: Callable[[], float] = time.time, **settings: Any
+    redis: Entries | None = None,
+    now: Callable[[], float] = time.time,
+    memory: MemoryEntries | None = None,
+    **settings: Any,
 ) -> ResponseCache:
     """Steps 1 and 7, to stand before the fake street (FakeStreet.responses)."""
     own = ResponseCacheSettings(**settings)
-    exact = ExactCache(MemoryEntries(own.max_memory_bytes, now), redis, retry_s=1.0, clock=time.monotonic)
+    memory = memory or MemoryEntries(own.max_memory_bytes, now)
+    exact = ExactCache(memory, redis, retry_s=1.0, clock=time.monotonic)
     return ResponseCache(own, {}, exact, None, now)
 
 
@@ -150,6 +154,7 @@ class Options:
     gemini: GeminiSettings = field(default_factory=GeminiSettings)
     now: Callable[[], float] = time.time
     prices: Sequence[PriceSettings] = ()
+    rendered_bytes: int = 1 << 20
     answers: Answers = field(default_factory=FakeAnswers)
     ledger: Ledger | None = None  # None is memory
     limited: LimitSettings = field(default_factory=LimitSettings)  # of every tenant
@@ -215,6 +220,7 @@ def make_app(
         ledger=ledger,
         limits=limits,
         answers=given.answers,
+        rendered_bytes=given.rendered_bytes,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],

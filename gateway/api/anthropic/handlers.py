@@ -90,7 +90,10 @@ class Anthropic:
 
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
-        tenant, body = self._answering.admit(http), await read_json(http, self._server)
+        tenant = self._answering.admit(http)
+        if (known := await self._answering.again(http, tenant)) is not None:
+            return known
+        body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told
         return await self._answering.answer(http, tenant, self._message(http[RECORD], body, read_version(http)))
@@ -102,7 +105,10 @@ class Anthropic:
         told: ServiceTier = "batch" if record.lane == "batch" else TOLD_TIERS[grant(call.tier, record)]
         shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=told)
         diagnosis = Diagnosis(self._fingerprints, asked.question, shape.message_id) if asked.question else None
-        return Asked(call, model, shape, Accounted(self._answering.street, asked.caching, shape, diagnosis))
+        street = Accounted(self._answering.street, asked.caching, shape, diagnosis)
+        # Each call has an id of its own, and a diagnosis is told once.
+        may_come_again = call.tool_use is None and diagnosis is None
+        return Asked(call, model, shape, street, shape.stamp() if may_come_again else None)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""

@@ -18,6 +18,7 @@ from gateway.api.answers import Answer
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.wire import error_json
 from gateway.api.sse import event, json_text
+from gateway.api.stamps import Stamp
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
 
@@ -55,7 +56,7 @@ class MessageShape:
     `degraded`, and `more`, fields of the message, are filled in before the first byte is written."""
 
     def __init__(self, model: str, request_id: str, max_tokens: int, *, service_tier: ServiceTier = "standard") -> None:
-        self.message_id: Final = f"msg_{secrets.token_hex(16)}"
+        self.message_id: Final = _new_id()
         self.cached = Cached()
         self.lease: str | None = None
         self.more: dict[str, Any] = {}
@@ -66,6 +67,10 @@ class MessageShape:
         self._block = -1  # number of the last block
         self._open: str | None = None  # kind of the block that is open
         self._head = b""  # of a delta of text in the block that is open
+
+    def stamp(self) -> Stamp:
+        """What is new in each answer; ids of tool calls are not in it."""
+        return Stamp(self.message_id.encode(), lambda: _new_id().encode())
 
     def body(self, answers: list[Answer], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
@@ -138,6 +143,10 @@ class MessageShape:
 
     def _partial(self, written: str) -> bytes:
         return b'%b{"type":"input_json_delta","partial_json":%b}}\n\n' % (self._head, json_text(written))
+
+
+def _new_id() -> str:
+    return f"msg_{secrets.token_hex(16)}"
 
 
 def _tool_use(name: str) -> dict[str, Any]:

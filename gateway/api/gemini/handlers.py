@@ -74,6 +74,8 @@ class Gemini:
 
     async def _answer(self, http: web.Request, *, stream: bool) -> web.StreamResponse:
         tenant = self._answering.admit(http)
+        if (known := await self._answering.again(http, tenant)) is not None:
+            return known
         body, name = await read_json(http, self._server), model_name(http.match_info["model"])
         if (told := await self._answering.passthrough.answer(http, tenant, name, body)) is not None:
             return told
@@ -86,7 +88,10 @@ class Gemini:
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)
         media_type = JSON if array else SSE
-        return await self._answering.answer(http, tenant, Asked(call, model, shape), media_type=media_type)
+        # What is cached by name is looked for each time.
+        may_come_again = kept is None and call.tool_use is None
+        answered = Asked(call, model, shape, stamp=shape.stamp() if may_come_again else None)
+        return await self._answering.answer(http, tenant, answered, media_type=media_type)
 
     async def count(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/models/{model}:countTokens"""

@@ -16,6 +16,7 @@ from engine.protocol import Hello
 from gateway.api.answers import Answer, ToolCall
 from gateway.api.gemini.wire import error_json
 from gateway.api.sse import data, json_line
+from gateway.api.stamps import Stamp
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, Started, TextDelta, Usage
 
@@ -42,12 +43,16 @@ class GeminiShape:
 
     def __init__(self, model: Hello, n: int, *, array: bool = False) -> None:
         self._n = n
-        self._base = {"modelVersion": model.model, "responseId": secrets.token_urlsafe(16)}
+        self._base = {"modelVersion": model.model, "responseId": _new_id()}
         self._array = array
         self._begun = False
         self._calls = [_Calls() for _ in range(n)]
         self._closed = 0
         self._last: dict[str, Any] = {}  # the last candidate's end, which goes out with the usage
+
+    def stamp(self) -> Stamp:
+        """What is new in each answer."""
+        return Stamp(self._base["responseId"].encode(), lambda: _new_id().encode())
 
     def prelude(self) -> bytes:
         """The beginning of an array."""
@@ -101,6 +106,10 @@ class GeminiShape:
     def _element(self, value: Any) -> bytes:
         before, self._begun = b",\n" if self._begun else b"", True
         return before + json_line(value)
+
+
+def _new_id() -> str:
+    return secrets.token_urlsafe(16)
 
 
 class _Calls:

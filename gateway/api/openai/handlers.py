@@ -85,6 +85,8 @@ class OpenAI:
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         tenant = self._answering.admit(http)
+        if (known := await self._answering.again(http, tenant)) is not None:
+            return known
         body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told
@@ -100,6 +102,8 @@ class OpenAI:
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
         tenant = self._answering.admit(http)
+        if (known := await self._answering.again(http, tenant)) is not None:
+            return known
         body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told
@@ -131,12 +135,14 @@ class OpenAI:
             calls=calls,
             named=names_a_function(body),
         )
-        return Asked(call, model, shape)
+        stamp = shape.stamp(stream=call.stream) if call.tool_use is None else None  # each call has an id of its own
+        return Asked(call, model, shape, stamp=stamp)
 
     def _completion(self, record: Record, body: dict[str, Any]) -> Asked:
         call = parse_completion(body, self._server.max_prompts)
         model = self._answering.model(call.model, record)
-        return Asked(call, model, CompletionShape(model, include_usage=call.include_usage))
+        shape = CompletionShape(model, include_usage=call.include_usage)
+        return Asked(call, model, shape, stamp=shape.stamp())
 
     def _models(self, http: web.Request) -> Mapping[str, int]:
         """Those that embed come last: what takes the first wants one that answers."""

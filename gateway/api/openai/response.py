@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,7 @@ from gateway.api.answers import Answer
 from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.api.openai.wire import error_json
 from gateway.api.sse import data, json_line, json_text
+from gateway.api.stamps import Stamp
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, Started, TextDelta, Tier, Usage
 
@@ -75,15 +77,17 @@ class ChatShape:
         self._calls = calls
         self._named = named
         self._base: dict[str, Any] = {
-            "id": f"chatcmpl-{secrets.token_hex(16)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
+            **_new("chatcmpl"),
             "model": model.model,
             "service_tier": tier,
             "system_fingerprint": _fingerprint(model.namespace),
         }
         self._include_usage = include_usage
         self._head, self._tail = _frame(self._base, "chat.completion.chunk", include_usage)
+
+    def stamp(self, *, stream: bool) -> Stamp:
+        """What is new in each answer; ids of tool calls are not in it."""
+        return _stamp(self._base, "chat.completion.chunk" if stream else "chat.completion")
 
     def prelude(self) -> bytes:
         """What goes out before everything: the role of each choice, in order, for SDKs that keep choices in a list."""
@@ -154,15 +158,17 @@ class CompletionShape:
 
     def __init__(self, model: Hello, *, include_usage: bool) -> None:
         self._base: dict[str, Any] = {
-            "id": f"cmpl-{secrets.token_hex(16)}",
-            "object": "text_completion",
-            "created": int(time.time()),
+            **_new("cmpl"),
             "model": model.model,
             "system_fingerprint": _fingerprint(model.namespace),
         }
         self._include_usage = include_usage
         self._head, self._tail = _frame(self._base, "text_completion", include_usage)
         self._echoed: dict[int, int] = {}  # characters of the prompt in front of a choice
+
+    def stamp(self) -> Stamp:
+        """What is new in each answer."""
+        return _stamp(self._base, "text_completion")
 
     def prelude(self) -> bytes:
         """Nothing goes out before the first choice's own."""
@@ -251,6 +257,20 @@ def _logprobs(answer: Answer) -> dict[str, Any]:
 
 def model_json(model: str, created: int) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": created, "owned_by": "kvasir"}
+
+
+def _new(prefix: str) -> dict[str, Any]:
+    """How an answer begins, in every piece of it; `object` is for who writes it."""
+    return {"id": f"{prefix}-{secrets.token_hex(16)}", "object": "", "created": int(time.time())}
+
+
+def _stamp(base: Mapping[str, Any], kind: str) -> Stamp:
+    prefix = base["id"].partition("-")[0]
+
+    def write(new: Mapping[str, Any]) -> bytes:
+        return orjson.dumps({"id": new["id"], "object": kind, "created": new["created"]})[1:-1]
+
+    return Stamp(write(base), lambda: write(_new(prefix)))
 
 
 def _body(base: dict[str, Any], kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:

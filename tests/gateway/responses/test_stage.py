@@ -552,6 +552,28 @@ async def test_what_was_removed_elsewhere_is_given_from_memory_only_for_a_while(
     assert len(bench.engine.runs) == 2
 
 
+async def test_what_may_be_given_again_is_what_the_cache_would_find_without_asking_redis() -> None:
+    bench = Bench(shelf=(shelf := Shelf()))
+    bench.exact = ExactCache(bench.memory, shelf, memory_s=60.0, retry_s=1.0, clock=lambda: bench.now)
+    bench.cache = ResponseCache(bench.settings, {}, bench.exact, None, lambda: bench.now)
+    first, hit = ask(), ask(reuse=Reuse(max_age_s=50))
+    await bench.all(first)
+    await bench.all(hit)
+    assert first.trace.repeat is None
+    assert (repeat := hit.trace.repeat) is not None
+    bench.now += 40
+    assert (found := repeat.again()) is not None
+    assert (found.outcome, found.age_s) == ("exact", 40)
+    bench.now += 11
+    assert repeat.again() is None  # older than its request wants
+    await bench.all(hit := ask())
+    assert (repeat := hit.trace.repeat) is not None
+    assert repeat.again() is not None
+    bench.now += 10
+    assert repeat.again() is None  # another gateway may have removed it
+    assert bench.cache.stats()["events"]["resent"] == 2
+
+
 # -- what means the same ----------------------------------------------------------------------------------------------
 
 
@@ -598,8 +620,12 @@ async def test_what_means_the_same_is_asked_for_after_an_exact_miss_and_told_of_
         assert said([event async for event in events]) == "Hello 2"
     assert bench.engine.runs[-1].lane == "batch"
     assert request.trace.engine is None
-    assert await bench.outcome(ask("How are you?")) == "exact"
+    same = ask("How are you?")
+    assert await bench.outcome(same) == "exact"
     assert meaning.calls[4:] == ["repeated"]
+    assert same.trace.repeat is not None
+    same.trace.repeat.again()
+    assert meaning.calls[4:] == ["repeated", "repeated"]
 
 
 async def test_a_match_whose_answer_is_gone_is_a_miss() -> None:
