@@ -1,13 +1,17 @@
-"""Background tasks that cannot get lost: kept, named, and logged when they fail."""
+"""Background tasks that cannot get lost: kept, named, and logged when they fail. And waiting with patience."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Final
 
 log = logging.getLogger(__name__)
+
+LOOKS: Final = 8
+"""So often the loop has to come round before somebody who does not answer is given up."""
 
 _running: set[asyncio.Task[Any]] = set()
 
@@ -36,6 +40,29 @@ def was_cancelled() -> bool:
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+@asynccontextmanager
+async def patience(timeout_s: float) -> AsyncIterator[None]:
+    """As asyncio.timeout, for answers that a busy loop may not have got round to reading: in a burst of requests one
+    turn of it takes longer than a whole time limit, and with one timer everybody who is asked would seem to be away."""
+    loop, looks = asyncio.get_running_loop(), LOOKS
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal looks, timer
+        looks -= 1
+        if looks:
+            timer = loop.call_later(timeout_s / LOOKS, look)
+        else:
+            scope.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as scope:
+        timer = loop.call_later(timeout_s / LOOKS, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def _done(task: asyncio.Task[Any]) -> None:

@@ -17,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
 from engine.protocol import blocks_key
+from gateway import tasks
 from gateway.index.base import IndexDownError
 
 MAX_CALLS: Final = 32
@@ -25,10 +26,15 @@ MAX_CALLS: Final = 32
 _SCRIPT: Final = files(__package__).joinpath("find.lua").read_text(encoding="utf-8")
 
 
+SOCKET_TIMEOUTS: Final = 4
+"""Callers bound their calls themselves, with patience for a busy loop, which a socket's time limit has not."""
+
+
 def connect(url: str, timeout_s: float) -> Redis:
-    """A client in which nothing takes longer than `timeout_s`, and which tries again only once: a connection may have
-    been closed while it was idle. Its owner closes it."""
-    return Redis.from_url(url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 1))
+    """A client for calls that take no longer than `timeout_s`, in which nothing takes longer than SOCKET_TIMEOUTS of
+    it, and which tries again only once: a connection may have been closed while it was idle. Its owner closes it."""
+    most_s = SOCKET_TIMEOUTS * timeout_s
+    return Redis.from_url(url, socket_connect_timeout=most_s, socket_timeout=most_s, retry=Retry(NoBackoff(), 1))
 
 
 class RedisIndex:
@@ -47,7 +53,7 @@ class RedisIndex:
             return {}
         keys = [blocks_key(model, name) for name in incarnations]
         try:
-            async with asyncio.timeout(self._timeout_s), self._calls:
+            async with tasks.patience(self._timeout_s), self._calls:
                 counts = await self._call(keys, digests)
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise IndexDownError(str(error) or type(error).__name__) from error
@@ -56,7 +62,7 @@ class RedisIndex:
     async def ping(self) -> None:
         """Returns when Redis answers. Raises IndexDownError when it does not within the time limit."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with tasks.patience(self._timeout_s):
                 await self._redis.execute_command("PING")  # type: ignore[no-untyped-call]
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise IndexDownError(str(error) or type(error).__name__) from error

@@ -37,6 +37,42 @@ async def test_cancelling_waits_for_the_end_and_is_quiet(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
+async def test_who_is_not_heard_because_the_loop_was_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, spent_s = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + spent_s)
+    answer = loop.create_future()
+    async with tasks.patience(5.0):
+        for _ in range(tasks.LOOKS - 1):
+            spent_s += 60.0  # in which the loop did not come round
+            await asyncio.sleep(0)
+        loop.call_soon(answer.set_result, "here")
+        assert await answer == "here"
+
+
+async def test_who_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, spent_s = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + spent_s)
+
+    def pass_time() -> None:
+        nonlocal spent_s, turns
+        spent_s += 1.0
+        turns += 1
+        if turns < 100:
+            loop.call_soon(pass_time)
+
+    turns = 0
+    loop.call_soon(pass_time)
+    with pytest.raises(TimeoutError):
+        async with tasks.patience(8.0 * tasks.LOOKS):
+            await asyncio.Event().wait()
+    assert turns <= (8 + 2) * tasks.LOOKS
+    with pytest.raises(asyncio.CancelledError):  # somebody else's cancelling stays what it is
+        async with tasks.patience(1000.0):
+            raise asyncio.CancelledError
+
+
 async def test_a_loop_ends_although_its_library_drops_the_cancellation() -> None:
     turns: list[bool] = []
 
