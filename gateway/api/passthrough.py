@@ -9,6 +9,7 @@ stand in their place.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -31,8 +32,10 @@ from gateway.api.short_way import SEEN, Written, may_come_again
 from gateway.api.sse import data, event
 from gateway.api.stream import LAST_WRITE_S
 from gateway.config import ServerSettings
-from gateway.errors import UpstreamLostError, UpstreamTimeoutError
+from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
 from gateway.types import PLAIN_REUSE, Need, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
+
+log = logging.getLogger(__name__)
 
 PASSED_ON: Final = frozenset(
     (
@@ -177,20 +180,28 @@ async def _pass_back(
             await response.write_eof()
     except ConnectionResetError:
         record.status = CLIENT_LEFT
-    except TimeoutError:
-        if not scope.expired():
+    except Exception as error:
+        if not response.prepared:
             raise
-        await _cut(http, record, response, UpstreamTimeoutError("The client read too slowly."))
-    except UpstreamLostError as error:
-        await _cut(http, record, response, error)
+        late = isinstance(error, TimeoutError) and scope.expired()
+        told = UpstreamTimeoutError("The client read too slowly.") if late else _known(error, record)
+        await _cut(http, record, response, told)
     return response
 
 
-async def _cut(http: web.Request, record: Record, response: web.StreamResponse, error: UpstreamLostError) -> None:
+def _known(error: Exception, record: Record) -> KvasirError:
+    """As one that clients may see."""
+    if isinstance(error, KvasirError):
+        return error
+    log.error("request %s failed in the middle of its answer", record.request_id, exc_info=error)
+    return KvasirError("The server had an error while processing your request.")
+
+
+async def _cut(http: web.Request, record: Record, response: web.StreamResponse, error: KvasirError) -> None:
     """Ends an answer that is not whole so that nobody takes it for one: with an error event where the upstream's last
     event is complete, else by closing the connection."""
     record.status = record.dialect.status(error)
-    if error.between_events:
+    if isinstance(error, UpstreamLostError) and error.between_events:
         told = record.dialect.error_json(error, record.request_id)
         name = record.dialect.error_event
         try:

@@ -4,12 +4,14 @@ SDKs in the other one."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
+import orjson
 import pytest
 
 from gateway.config import TenantSettings
-from tests.fakes.gateway import Gateway, response_cache, running
+from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.gemini import gemini
 from tests.fakes.upstream import (
     CHUNK,
@@ -235,3 +237,30 @@ async def test_an_answer_that_calls_a_tool_nobody_asked_for_is_not_kept() -> Non
         assert await outcomes(gateway, ASK, ASK) == ["miss", "miss"]
         asking = {**ASK, "cache": {"use-cache": True}}
         assert await outcomes(gateway, asking, asking) == ["miss", "exact"]
+
+
+async def test_who_is_too_slow_for_those_it_shares_an_answer_with_is_cut_off_and_sees_no_second_answer() -> None:
+    big = Told([*events(*[chunk("x" * 60_000)] * 160), *STREAM.pieces], media=SSE)
+    body = orjson.dumps({**ASK, "stream": True})
+    head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with (
+        upstream(big) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache(max_flight_bytes=200_000)) as gateway,
+    ):
+        fast, slow = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(2)]
+        for _, writer in (fast, slow):
+            writer.write(head.encode() + body)
+            await writer.drain()
+        read = 0
+        async with asyncio.timeout(LIMIT_S):
+            while read < 160 * 60_000:
+                read += len(await fast[0].read(1 << 20))
+            rest = bytearray()
+            with contextlib.suppress(ConnectionResetError):
+                while piece := await slow[0].read(1 << 20):
+                    rest += piece
+        assert len(stub.got) == 1
+        assert rest.count(b"HTTP/1.1 ") == 1
+        assert not rest.endswith(b"0\r\n\r\n")
+        for _, writer in (fast, slow):
+            writer.close()
