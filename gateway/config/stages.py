@@ -64,5 +64,5 @@ class QueueSettings(Section):
         description="Seconds of engine time that `flex` requests are behind those of their time, `priority` before.",
     )
     aging: Annotated[float, Field(gt=0, le=10)] = Field(
-        0.02, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
+        0.05, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
     )

@@ -1,6 +1,6 @@
 """A thousand questions to twenty documents: as one batch, and online in the order in which they were written.
 
-    python -m tests.bench.batch_lane --data DIR [--lines 1000] [--chars 16000] [--in-flight 32]
+    python -m tests.bench.batch_lane --data DIR [--lines 1000] [--chars 12000] [--in-flight 32]
 
 DIR has book_*.txt.gz, of which the documents are cut, and questions.jsonl.gz ("turns"). The lines are in random order,
 each has its document before its question, and no two are the same. Both ways go through a `kvasir serve` of its own
@@ -44,7 +44,8 @@ ENDS = ("completed", "failed", "expired", "cancelled")
 Line = dict[str, Any]
 
 
-def make_lines(data: Path, count: int, chars: int) -> list[Line]:
+def make_lines(data: Path, count: int, chars: int) -> tuple[list[Line], list[str]]:
+    """The lines, and their documents."""
     rng = random.Random(1)
     books = [gzip.decompress(path.read_bytes()).decode() for path in sorted(data.glob("book_*.txt.gz"))]
     half = DOCUMENTS // len(books)
@@ -53,21 +54,23 @@ def make_lines(data: Path, count: int, chars: int) -> list[Line]:
         questions = [json.loads(row)["turns"][0][:200] for row in file]
     asked = [(text, f"{number}. {rng.choice(questions)}") for text in texts for number in range(count // len(texts))]
     rng.shuffle(asked)
-    return [
+    lines: list[Line] = [
         {"model": "demo", "prompt": f"{text}\n\n{question}\n", "max_tokens": ANSWER_TOKENS, "temperature": 0}
         for text, question in asked
     ]
+    return lines, texts
 
 
-def count_distinct(lines: list[Line]) -> tuple[int, int]:
-    """Tokens of the tree of all prompts, and of the prompts."""
+def count_tokens(lines: list[Line], documents: list[str]) -> tuple[int, int, int]:
+    """Tokens of the tree of all prompts, of the prompts, and of the documents."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     prompts = sorted(tokenizer.encode(line["prompt"], add_special_tokens=False).ids for line in lines)
     distinct = len(prompts[0])
     for before, prompt in pairwise(prompts):
         shared = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), len(before))
         distinct += len(prompt) - shared
-    return distinct, sum(map(len, prompts))
+    held = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in documents)
+    return distinct, sum(map(len, prompts)), held
 
 
 def as_batch(server: Server, lines: list[Line]) -> None:
@@ -105,6 +108,7 @@ def timed(send: Callable[[Server], None], cache_tokens: int) -> tuple[float, int
     config = (
         f"[engine]\nkv_cache_bytes = {cache_tokens * BYTES_PER_TOKEN}\ndisk_bytes = 0\nthreads = 1\n"
         f"block_size = {BLOCK_TOKENS}\ndtype = 'bfloat16'\n[queue]\nmax_wait_s = {LIMIT_S}\n"
+        f"[server]\nrequest_timeout_s = {LIMIT_S}\n"
     )
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder), config=config) as server:
         before = computed(server)
@@ -122,13 +126,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--lines", type=int, default=1000)
-    parser.add_argument("--chars", type=int, default=16_000, help="of each document")
+    parser.add_argument("--chars", type=int, default=12_000, help="of each document")
     parser.add_argument("--only", choices=("batch", "online"), help="one of the two ways")
     parser.add_argument("--in-flight", type=int, default=32, help="online requests at a time, as batches.max_in_flight")
     options = parser.parse_args()
-    lines = make_lines(options.data, options.lines, options.chars)
-    distinct, every = count_distinct(lines)
-    cache_tokens = distinct // 4
+    lines, documents = make_lines(options.data, options.lines, options.chars)
+    distinct, every, held = count_tokens(lines, documents)
+    cache_tokens = held // 4
     print(f"{len(lines)} lines, {every:,} tokens, {distinct:,} of them distinct, cache of {cache_tokens:,}\n")
     print("| | seconds | computed | of the distinct tokens |\n| --- | --- | --- | --- |", flush=True)
     ways: dict[str, Callable[[Server], None]] = {
