@@ -1,5 +1,5 @@
 -- Returns an answer, which counts as a use of it; nil without one.
--- KEYS  as in answers_put.lua
+-- KEYS  as in answers_listed.lua
 -- ARGV  id
 local answer = redis.call('GET', KEYS[5] .. ARGV[1])
 if answer then

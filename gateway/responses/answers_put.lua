@@ -1,22 +1,10 @@
 -- Keeps an answer in place of what has its id. What is over its time goes, then what was used longest ago, until it fits.
--- KEYS  used, ends, sizes, about, the beginning of the keys of answers
+-- KEYS  as in answers_listed.lua, which is in front of this
 -- ARGV  id, answer, milliseconds to live, bytes that it counts, bytes at most, what is told of it; it alone fits
 -- Returns the bytes of all answers then, and how many were evicted.
-local used, ends, sizes, about, prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, ttl_ms, size, max_bytes = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-
-local function unlist(one)
-  local counted = redis.call('HGET', sizes, one)
-  redis.call('ZREM', used, one)
-  redis.call('ZREM', ends, one)
-  redis.call('HDEL', about, one)
-  if counted then
-    redis.call('HDEL', sizes, one)
-    redis.call('HINCRBY', sizes, '', 0 - tonumber(counted))
-  end
-end
 
 -- The first write, because a Redis that is full refuses a script only at its first write.
 redis.call('SET', prefix .. id, ARGV[2], 'PX', ttl_ms)

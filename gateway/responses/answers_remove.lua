@@ -1,19 +1,11 @@
 -- Removes an answer; without an id those that were used longest ago, until the rest has so many bytes.
--- KEYS  as in answers_put.lua
+-- KEYS  as in answers_listed.lua, which is in front of this
 -- ARGV  id or empty, bytes at most
 -- Returns the bytes of all answers then, and how many were there and are not any more.
-local used, ends, sizes, about, prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local removed = 0
 
 local function remove(one)
-  local counted = redis.call('HGET', sizes, one)
-  redis.call('ZREM', used, one)
-  redis.call('ZREM', ends, one)
-  redis.call('HDEL', about, one)
-  if counted then
-    redis.call('HDEL', sizes, one)
-    redis.call('HINCRBY', sizes, '', 0 - tonumber(counted))
-  end
+  unlist(one)
   removed = removed + redis.call('DEL', prefix .. one)
 end
 

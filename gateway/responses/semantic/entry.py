@@ -7,7 +7,6 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-KEY_BYTES: Final = 32
 KEPT_ANSWER_CHARS: Final = 2000
 """Of an answer, for comparing it with another. The whole answer is in the exact cache, under the key."""
 

@@ -24,7 +24,6 @@ from tests.fakes.tiny_models import (
 )
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "mistral with a window")
-GRID = 256
 
 
 @pytest.mark.parametrize("kind", KINDS)

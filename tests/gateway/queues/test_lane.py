@@ -17,7 +17,6 @@ from gateway.types import Ask
 from tests.fakes.street import FakeEngine, hello
 
 RATE = 1000.0
-TURN_S = 0.128  # what an answer is taken to cost besides its prefill
 
 
 @dataclass
