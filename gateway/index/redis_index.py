@@ -17,7 +17,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
 from engine.protocol import blocks_key
-from gateway import tasks
 from gateway.index.base import IndexDownError
 
 MAX_CALLS: Final = 32
@@ -27,7 +26,7 @@ _SCRIPT: Final = files(__package__).joinpath("find.lua").read_text(encoding="utf
 
 
 SOCKET_TIMEOUTS: Final = 4
-"""Callers bound their calls themselves, with patience for a busy loop, which a socket's time limit has not."""
+"""Callers bound their calls themselves, those of limits with patience for a busy loop, which a socket has not."""
 
 
 def connect(url: str, timeout_s: float) -> Redis:
@@ -53,7 +52,7 @@ class RedisIndex:
             return {}
         keys = [blocks_key(model, name) for name in incarnations]
         try:
-            async with tasks.patience(self._timeout_s), self._calls:
+            async with asyncio.timeout(self._timeout_s), self._calls:
                 counts = await self._call(keys, digests)
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise IndexDownError(str(error) or type(error).__name__) from error
@@ -62,7 +61,7 @@ class RedisIndex:
     async def ping(self) -> None:
         """Returns when Redis answers. Raises IndexDownError when it does not within the time limit."""
         try:
-            async with tasks.patience(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 await self._redis.execute_command("PING")  # type: ignore[no-untyped-call]
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise IndexDownError(str(error) or type(error).__name__) from error
