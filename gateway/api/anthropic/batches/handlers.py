@@ -90,9 +90,14 @@ class MessageBatches:
         reader = RequestReader(self._limits)
         arriving = body_pieces(http, self._body_limit, self._upload_timeout_s)
         async with self._batches.input(tenant.name) as rows, aclosing(arriving) as pieces:
+            loose = bytearray()
             async for piece in pieces:
-                if complete := reader.feed(piece):
-                    await rows.write(complete)
+                loose += piece
+                if len(loose) >= reader.least_bytes:
+                    await rows.write(reader.feed(bytes(loose)))
+                    loose.clear()
+            if loose:
+                await rows.write(reader.feed(bytes(loose)))
             reader.close()
             order = Order(
                 tenant=tenant.name,

@@ -66,20 +66,29 @@ class RequestReader:
         self._found: list[Any] = []
         self._begun = False  # the array of requests
         self._since_last = 0  # bytes that came after the last complete request
+        self._in_vain = 0  # bytes since the last piece that completed one
         self._loose = b""  # the beginning of an escape
         self._items = ijson.items_coro(ijson.coroutine(self._collect)(), "requests.item", use_float=True)
         self._events = ijson.basic_parse_coro(ijson.coroutine(self._check_events)())
 
     def feed(self, data: bytes) -> bytes:
-        """Rows of the requests that are complete with these bytes, with their line ends; often none."""
+        """Rows of the requests that are complete with these bytes, with their line ends; often none. `data` is not
+        empty."""
         self._check_escapes(data)
         self._send(data)
         self._since_last = len(data) if self._found else self._since_last + len(data)
+        self._in_vain = 0 if self._found else self._in_vain + len(data)
         if self._since_last > self._limits.request_bytes:
             raise BodyTooLargeError(self._limits.request_bytes)
         rows = b"".join(self._row(item) + b"\n" for item in self._found)
         self._found.clear()
         return rows
+
+    @property
+    def least_bytes(self) -> int:
+        """That the next piece should have. The parser reads a text that is not complete again with each piece, so that
+        pieces of one size would cost the square of its length."""
+        return self._in_vain // 4
 
     def close(self) -> None:
         """The body is complete."""

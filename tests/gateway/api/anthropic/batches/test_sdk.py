@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import json
 import zlib
 from typing import Any
@@ -214,6 +215,27 @@ async def test_others_have_their_turn_while_a_large_body_is_read(
     assert sum(size for _, size in fed) == len(data) > 10 * PIECE_BYTES
     assert max(size for _, size in fed) <= PIECE_BYTES
     assert len({turn for turn, _ in fed}) == len(fed)
+
+
+async def test_a_long_text_is_not_read_again_with_each_small_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[int] = []
+
+    class Watched(RequestReader):
+        def feed(self, data: bytes) -> bytes:
+            fed.append(len(data))
+            return super().feed(data)
+
+    monkeypatch.setattr(handlers, "RequestReader", Watched)
+    long = message("long", messages=[{"role": "user", "content": "x" * 4_000_000}])
+    data = json.dumps({"requests": [long, message("short")]}).encode()
+    async with (
+        running(**settings()) as gateway,
+        gateway.session.post(gateway.url + PATH, data=io.BytesIO(data), headers=VERSION) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        assert (await answer.json())["request_counts"]["processing"] == 2
+    assert sum(fed) == len(data)
+    assert len(fed) < 60, "pieces grow with the text: there would be 489"
 
 
 async def test_a_compressed_body_may_not_become_larger_than_another() -> None:
