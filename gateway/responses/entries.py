@@ -6,10 +6,14 @@ import struct
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from xxhash import xxh3_64_intdigest
+
 OVERHEAD_BYTES: Final = 512
 """What an entry costs besides its body and names: objects, tables, and its place in the order."""
 
 _HEAD: Final = struct.Struct("<32sddII")
+_SUM: Final = struct.Struct("<Q")
+"""In front of everything: what was cut or changed where it is kept is no entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +44,16 @@ class Entry:
     def to_bytes(self) -> bytes:
         owner, model = self.owner.encode(), self.model.encode()
         head = _HEAD.pack(self.key, self.created_s, self.expires_s, len(owner), len(model))
-        return head + owner + model + self.body
+        written = head + owner + model + self.body
+        return _SUM.pack(xxh3_64_intdigest(written)) + written
 
     @classmethod
     def from_bytes(cls, name: str, data: bytes) -> Entry:
         """Raises ValueError for what `to_bytes` did not write."""
-        if len(data) < _HEAD.size:
-            raise ValueError("an entry is cut short")
-        key, created_s, expires_s, owner, model = _HEAD.unpack_from(data)
-        start = _HEAD.size
+        start = _SUM.size + _HEAD.size
+        if len(data) < start or _SUM.unpack_from(data)[0] != xxh3_64_intdigest(memoryview(data)[_SUM.size :]):
+            raise ValueError("an entry is cut short, or changed")
+        key, created_s, expires_s, owner, model = _HEAD.unpack_from(data, _SUM.size)
         names = data[start : start + owner], data[start + owner : start + owner + model]
         return cls(key, name, names[0].decode(), names[1].decode(), created_s, expires_s, data[start + owner + model :])
 
