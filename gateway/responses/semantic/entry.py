@@ -10,8 +10,9 @@ from typing import Final
 KEPT_ANSWER_CHARS: Final = 2000
 """Of an answer, for comparing it with another. The whole answer is in the exact cache, under the key."""
 
-ENTRY_OVERHEAD_BYTES: Final = 6144
-"""What an entry takes in memory besides its bytes: what the guard knows of its text, about."""
+ENTRY_OVERHEAD_BYTES: Final = 8192
+"""What an entry takes in memory besides its bytes, about: what the guard knows of its text, and its vector once
+more, in full and in an index."""
 
 _HEAD: Final = struct.Struct("<B32s32s32s32sddHII")
 _VERSION: Final = 1
