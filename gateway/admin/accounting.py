@@ -36,6 +36,9 @@ class Accounting:
         hits = tuple(_once(trace.hit, trace) for trace in record.traces if trace.hit is not None)
         if not (computed or hits or record.embedded_tokens):
             return
+        if hits and not computed and not record.embedded_tokens:
+            self._add(Entry(record.tenant, model, record.lane, total_ms=record.total_ms, hits=hits))
+            return
         prompts = [trace for trace in computed if not trace.fork]
         self._add(
             Entry(

@@ -62,6 +62,7 @@ class Metrics:
         self.totals: dict[str, Totals] = {}  # by tenant
         self.in_flight = 0
         self._children: dict[tuple[str, str], _Children] = {}
+        self._by_lookup: dict[tuple[str, str, str], Counter] = {}
         self._by_outcome: dict[tuple[str, str, str, str], Counter] = {}
         self._requests = Counter(
             "kvasir_requests",
@@ -153,7 +154,7 @@ class Metrics:
             children = self._children[model, tenant] = self._labelled(model, tenant)
         for trace in record.traces:
             if trace.lookup is not None:
-                self._lookups.labels(model, tenant, trace.lookup.outcome).inc()
+                self._lookup(model, tenant, trace.lookup.outcome).inc()
             if trace.hit is not None:  # no engine worked, and its figures would look as if one had
                 continue
             children.prompt.inc(trace.prompt_tokens)
@@ -171,6 +172,12 @@ class Metrics:
                 children.queue.observe(trace.queue_ms / 1e3)
                 children.overhead.observe(trace.overhead_ms / 1e3)
         children.duration.observe(record.total_ms / 1e3)
+
+    def _lookup(self, model: str, tenant: str, outcome: str) -> Counter:
+        key = (model, tenant, outcome)
+        if (counter := self._by_lookup.get(key)) is None:
+            counter = self._by_lookup[key] = self._lookups.labels(*key)
+        return counter
 
     def _labelled(self, model: str, tenant: str) -> _Children:
         tokens = {kind: counter.labels(model, tenant) for kind, counter in self._tokens.items()}

@@ -16,7 +16,10 @@ DIALECTS: tuple[Dialect, ...] = (ANTHROPIC, GEMINI, OPENAI)
 
 
 def dialect_of(http: web.Request) -> Dialect:
-    return next(dialect for dialect in DIALECTS if dialect.speaks(http))
+    for dialect in DIALECTS:
+        if dialect.speaks(http):
+            return dialect
+    raise AssertionError("the last one speaks everything")
 
 
 def handlers_of(routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:

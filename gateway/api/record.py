@@ -78,6 +78,8 @@ class Record:
     @property
     def lookup(self) -> Lookup | None:
         """What the response cache had for it. Of several answers the one that says least: a miss is one, if any is."""
+        if len(self.traces) == 1:
+            return self.traces[0].lookup
         found = [trace.lookup for trace in self.traces if trace.lookup is not None]
         return min(found, key=lambda lookup: (_SAYS[lookup.outcome], -lookup.age_s), default=None)
 

@@ -25,7 +25,7 @@ from gateway.api.limiting import Limits, set_aside
 from gateway.api.record import RECORD, REQUEST_ID, Record, elapsed_ms, kvasir_headers
 from gateway.api.stamps import Stamp
 from gateway.errors import KvasirError
-from gateway.types import Need, Tenant, Tier, Trace
+from gateway.types import Lookup, Need, Tenant, Tier, Trace
 
 OVERHEAD_BYTES: Final = 2048
 """What an answer costs besides its bytes: objects, headers, and its place in the order."""
@@ -165,9 +165,8 @@ class ShortWay:
             return None
         if key in self._known:
             self._known.move_to_end(key)
-        passed_ms = elapsed_ms(record)
-        trace = replace(known.trace, lookup=lookup, first_token_ms=passed_ms, overhead_ms=passed_ms)
-        record.model, record.traces, record.stream = known.model, [trace], known.stream
+        record.model, record.stream = known.model, known.stream
+        record.traces = [_again(known.trace, lookup, elapsed_ms(record))]
         return _response(record, known)
 
     def keep(self, key: _Key, sent: bytes, record: Record, written: Written) -> None:
@@ -211,6 +210,23 @@ def _key(http: web.Request, tenant: Tenant, body: bytes) -> _Key:
         if (lower := name.lower()) not in UNHEEDED:
             heeded += (lower, value)  # neither can have a line end in it
     return _Key(tenant.name, hashlib.sha256(b"\n".join(heeded)).digest(), xxhash.xxh3_128_digest(body))
+
+
+def _again(trace: Trace, lookup: Lookup, passed_ms: float) -> Trace:
+    """What the trace of a hit says, at another time. dataclasses.replace would take four times as long."""
+    return Trace(
+        hit=trace.hit,
+        prompt_tokens=trace.prompt_tokens,
+        cached_tokens=trace.cached_tokens,
+        told_cached_tokens=trace.told_cached_tokens,
+        cache_write_tokens=trace.cache_write_tokens,
+        lease_writes=trace.lease_writes,
+        completion_tokens=trace.completion_tokens,
+        overhead_ms=passed_ms,
+        first_token_ms=passed_ms,
+        finish=trace.finish,
+        lookup=lookup,
+    )
 
 
 def _response(record: Record, known: _Known) -> web.Response:

@@ -81,6 +81,11 @@ class Prices:
 
 def figures(entry: Entry, tariff: Tariff | None) -> Figures:
     """What the entry adds to its row. Without a tariff no money."""
+    if entry.hits and not (entry.prompt_tokens or entry.completion_tokens or entry.embedded_tokens):
+        used = {"requests": 1, "micros": round(entry.total_ms * 1e3), "unpriced_requests": int(tariff is None)}
+        for hit in entry.hits:
+            _add_hit(used, entry, hit, tariff)
+        return {column: value for column, value in used.items() if value}
     used = {
         "requests": 1,
         "prompt_tokens": entry.prompt_tokens,
