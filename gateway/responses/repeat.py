@@ -15,7 +15,7 @@ from gateway.types import Lookup, Reuse
 
 
 class EntryRepeat:
-    """See Repeat in types.py: one entry, given to one request."""
+    """See types.Repeat: one entry, given to one request."""
 
     __slots__ = ("_entry", "_exact", "_figures", "_given", "_max_age_s", "_now")
 

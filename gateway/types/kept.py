@@ -1,0 +1,46 @@
+"""What clients have us keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CachedContent:
+    """The beginning of prompts, which a client asked to keep under a name until a time.
+
+    name      made by the gateway, unguessable
+    body      what was sent, as its dialect wrote it; empty where it is only listed
+    tokens    up to the breakpoint at its end
+    *_s       seconds since 1970
+    """
+
+    name: str
+    model: str
+    body: bytes
+    num_bytes: int
+    tokens: int
+    created_s: float
+    updated_s: float
+    expires_s: float
+    display_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file that a tenant had us keep, without its bytes. It never changes.
+
+    id         32 characters, `0-9a-f`; in their order files were made
+    filename   as the client named it, without folders; nothing on disk is called so
+    purpose    what it is for, as in the OpenAI API
+    mime_type  as the client said
+    expires_s  seconds since 1970, as created_s; None: kept until it is deleted
+    """
+
+    id: str
+    filename: str
+    purpose: str
+    mime_type: str
+    num_bytes: int
+    created_s: float
+    expires_s: float | None

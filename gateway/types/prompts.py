@@ -1,0 +1,141 @@
+"""What a request gives a model to go on from, before and after it is tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.protocol import TOKEN_BYTES, Breakpoint, Grammar
+
+MAX_BREAKPOINTS = 4
+"""Of one request. What more of them means differs by dialect; an engine gets no more."""
+
+
+MAX_MARKERS = 160
+"""Places that the prompt stage looks for in one prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A breakpoint before the prompt is tokens: right after the first `chars` characters of a message's content, or
+    behind one of its tool calls, or behind a tool.
+
+    call  number among the message's calls; `chars` says nothing then
+    tool  number among the prompt's tools; `message` and `chars` say nothing then
+
+    Behind a call or a tool means behind the last text in it: what closes it, and has no text, may come after.
+    """
+
+    message: int
+    chars: int
+    ttl_s: float
+    call: int | None = None
+    tool: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call.
+
+    parameters  a JSON Schema of type object for its arguments; None takes no arguments
+    strict      its arguments are held to the schema also where the model chooses to call it, if its calls begin with a
+                token of their own
+    path        of `parameters` in the client's request, for error messages
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+    path: str = "tools"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What an answer may do with the tools of its prompt.
+
+    callable  the tools that it may call: all of the prompt's, or some of them
+    mode      "auto": text or calls; "required": one call or more, and nothing else
+    parallel  whether there may be more than one call
+    """
+
+    callable: tuple[Tool, ...]
+    mode: Literal["auto", "required"] = "auto"
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages as the chat template wants them: "role" and "content" (a string), "tool_calls", "name", ..."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    markers: tuple[Marker, ...] = ()  # MAX_BREAKPOINTS at most, where the prompt goes to an engine
+    tools: tuple[Tool, ...] = ()
+    min_breakpoint_tokens: int = 0  # a marker after fewer is no breakpoint
+    continues: bool = False  # the answer goes on with the last message, which is an assistant's
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text that is continued as it is. Special strings in it are text, not tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids that are continued as they are, TOKEN_BYTES each; nothing is put in front of them."""
+
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a text has to be, and what asked for it, for error messages.
+
+    param   the parameter
+    places  paths inside of the grammar, and those in the client's request that they stand for
+    """
+
+    grammar: Grammar
+    param: str
+    places: tuple[tuple[str, str], ...] = ()
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+PromptParam = Literal["messages", "prompt", "input", "contents"]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingInput:
+    """A text and how many numbers its vector is to have.
+
+    tokens      ids of the embedding model, its special tokens included
+    dimensions  the model's own, or fewer
+    """
+
+    tokens: Sequence[int]
+    dimensions: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as engines and index know it.
+
+    tokens       token ids, TOKEN_BYTES each
+    digests      chain digests of its full blocks, DIGEST_BYTES each, under the namespace with the request's salt
+    breakpoints  where the client asked for caching, shortest first, each at another token
+    """
+
+    tokens: bytes
+    digests: bytes
+    new_tokens: int = 0  # tokens of segments that were not in the memo
+    breakpoints: tuple[Breakpoint, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES

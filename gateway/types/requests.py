@@ -1,0 +1,227 @@
+"""One sequence to be generated, what it asks of a queue, and what happened to it on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from engine.protocol import Breakpoint, Lane, Sampling
+from gateway.types.prompts import Constraint, Prompt, PromptParam, ToolUse
+from gateway.types.tenants import Scope, Tenant
+
+Tier = Literal["priority", "default", "flex"]
+"""Of the online lane: who goes first, where requests wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What became of the breakpoints of a request that has some.
+
+    degraded  breakpoints that ordinary eviction may take; all of them, where an engine knows no leases
+    kept      the last breakpoint, when none is degraded
+    """
+
+    degraded: int
+    kept: Breakpoint | None
+
+    @property
+    def state(self) -> Literal["kept", "degraded"]:
+        return "degraded" if self.kept is None else "kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """An answer that was remembered, and what generating it had taken.
+
+    kind           "exact": the answer to this very request; "semantic": to one that means the same
+    prompt_tokens  of the request that it was generated for
+    generation_ms  from its arrival to its last token
+    """
+
+    kind: Literal["exact", "semantic"]
+    prompt_tokens: int
+    completion_tokens: int
+    generation_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a request says of the response cache. Everything here restricts what is reused or with whom, but `asked`,
+    which takes part where the tenant's policy leaves that to requests.
+
+    asked       None leaves it to the policy; False: nothing of it is looked up, shared or kept
+    read        whether what was answered before will do
+    write       whether the answer may be kept
+    only_kept   nothing is generated for it: it is answered from the cache, or refused
+    max_age_s   of what will do
+    ttl_s       for which the answer is kept, at most
+    partition   separates what would be shared; of the client's making
+    semantic    whether what means the same will do; None leaves it to the policy
+    similarity  that such an answer needs at least; it may only raise the cache's own bound
+    """
+
+    asked: bool | None = None
+    read: bool = True
+    write: bool = True
+    only_kept: bool = False
+    max_age_s: float | None = None
+    ttl_s: float | None = None
+    partition: str = ""
+    semantic: bool | None = None
+    similarity: float | None = None
+
+
+PLAIN_REUSE = Reuse()
+
+
+Outcome = Literal["exact", "shared", "semantic", "miss", "bypass"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the response cache had for a request.
+
+    outcome     "exact": the answer to this very request; "shared": the same, while it was generated for somebody else;
+                "semantic": that to one that means the same; "bypass": the cache had no part in it
+    reason      of a bypass, one word
+    entry       id of the answer that was found, or would be kept; it tells nothing of the request
+    age_s       of the answer that was found
+    similarity  of the request that it was given to, where that was another
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    entry: str = ""
+    age_s: float = 0.0
+    similarity: float | None = None
+
+    @property
+    def found(self) -> bool:
+        return self.outcome in ("exact", "shared", "semantic")
+
+    @property
+    def all_there(self) -> bool:
+        """Whether the whole answer was found, so that there is nothing to wait for between its pieces."""
+        return self.outcome in ("exact", "semantic")
+
+
+class Repeat(Protocol):
+    """What the response cache gave to a request, as long as the very same request would get it again."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That it keeps in memory."""
+        ...
+
+    def again(self) -> Lookup | None:
+        """The cache gives it once more, and has counted that. None: it would not give this answer now."""
+        ...
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
+
+    engine: str | None = None
+    hit: Hit | None = None  # then nothing was computed for it
+    fork: bool = False  # its prompt is accounted for with another answer's
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # whose blocks were physically reused
+    told_cached_tokens: int = 0  # as in Usage
+    cache_write_tokens: int = 0
+    lease_read_tokens: int = 0  # of the longest lease that the prompt begins with, to the token
+    lease_write_tokens: int = 0  # beyond those, up to the last breakpoint that is kept from now on
+    lease_writes: tuple[tuple[float, int], ...] = ()  # as in Usage
+    lease_reads: tuple[int, ...] = ()  # tokens of all leases that the prompt begins with, longest first
+    breakpoints: tuple[Breakpoint, ...] = ()  # of the prompt, shortest prefix first
+    kept_tokens: int = 0  # up to the last of them that is kept
+    lease: Lease | None = None
+    by_upstream: bool = False  # it was an upstream that answered, and its cache that was read
+    completion_tokens: int = 0
+    tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
+    retries: int = 0
+    overhead_ms: float = 0.0  # the gateway's own time before the engine had the request, waiting in a queue excluded
+    queue_ms: float = 0.0  # waiting for a place, in the gateway and in the engine
+    first_token_ms: float | None = None  # from arrival
+    finish: str | None = None
+    lookup: Lookup | None = None  # in the response cache; None: it was not asked
+    repeat: Repeat | None = None  # of an answer that was in the cache's memory
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests for several answers to one prompt. They go to one engine, which computes their prompt once.
+
+    size    how many there are
+    number  by which the engine knows them
+    """
+
+    size: int
+    number: int = field(default_factory=itertools.count(1).__next__)
+    incarnation: str | None = None  # of the engine that was chosen for the first of them
+    choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to be generated. `sampling.max_tokens` 0 means up to the context's end, or nothing for `prewarm`."""
+
+    request_id: str
+    tenant: Tenant
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    received_s: float  # monotonic clock
+    deadline_s: float  # monotonic clock; nothing is waited for past it
+    stop: tuple[str, ...] = ()  # strings that end the answer and are not part of it
+    prompt_param: PromptParam = "messages"  # the name of the prompt in error messages
+    lane: Lane = "online"
+    tier: Tier = "default"  # says nothing in the batch lane
+    scope: Scope | None = None  # None is the tenant's own
+    use_cache: bool = True  # False: nothing is reused, and nothing of it can be
+    only_leased: bool = False  # what was reused without a lease is not told as cached
+    prewarm: bool = False  # computes the prompt, so that it is cached, and generates nothing
+    fit: bool = False  # max_tokens that are more than the context has left are cut to that, and not refused
+    constraint: Constraint | None = None
+    tool_use: ToolUse | None = None  # None: what the model writes is text, whatever it looks like
+    group: Group | None = None
+    number: int = 0  # among the requests of its group; the prompt is accounted for with the first
+    stream: bool = False  # the client gets pieces as they come; else it is all one how an answer is cut
+    reuse: Reuse = PLAIN_REUSE
+    trace: Trace = field(default_factory=Trace)
+
+    @property
+    def salt(self) -> str:
+        """Under which its blocks are kept and found."""
+        return self.tenant.salt if self.scope is None else self.scope.salt
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a place at an engine is asked for, as the queue knows it.
+
+    deadline_s     monotonic clock; nothing is waited for past it
+    cached_tokens  leading tokens of the prompt that each incarnation holds; one that is missing holds none
+    only           the incarnation that it has to be, for requests that belong together
+    avoid          incarnations that failed it, and get it only where there is no other
+    lane           online, or batch: then it has a place only where nobody of the online lane wants one
+    tier           who goes first, in the online lane
+    weight         of the tenant's share
+    digests        of the prompt's full blocks, where the lane looks for what begins like it
+    block_size     tokens of each
+    """
+
+    tenant: str
+    prompt_tokens: int
+    deadline_s: float
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    only: str | None = None
+    avoid: frozenset[str] = frozenset()
+    lane: Lane = "online"
+    tier: Tier = "default"
+    weight: float = 1.0
+    digests: bytes = b""
+    block_size: int = 0

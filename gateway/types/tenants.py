@@ -1,0 +1,99 @@
+"""Who asks, with whom they share, and what they may still send."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+ANONYMOUS = "anonymous"
+"""The tenant of a server without configured keys."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Who shares blocks with whom: requests of equal scopes do, those of different ones never find, compare or time
+    each other's. The owner is a tenant, or a namespace that the operator lets several tenants use; key and cache_salt
+    are what clients separate their requests with."""
+
+    tenant: str = ""
+    namespace: str = ""
+    key: str = ""
+    cache_salt: str = ""
+
+    @cached_property
+    def salt(self) -> str:
+        """The scope's part of the block namespace. Every field is tagged and length-prefixed, so that none can pass for
+        another. What clients made up is hashed: it may be a secret, and salts are kept with the blocks."""
+        fields = (
+            ("tenant", self.tenant),
+            ("namespace", self.namespace),
+            ("key", _hashed(self.key)),
+            ("cache_salt", _hashed(self.cache_salt)),
+        )
+        return "".join(f"{tag}:{len(value)}:{value};" for tag, value in fields if value)
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who pays and whose cache it is."""
+
+    name: str
+    admin: bool = False  # may read /admin and everybody's figures
+    weight: float = 1.0  # of its share of engines that others want, too
+    priority: bool = False  # whether its requests may go before others'
+
+    @property
+    def salt(self) -> str:
+        """That of requests which ask for nothing else."""
+        return Scope(tenant=self.name).salt
+
+
+LimitKind = Literal["requests", "tokens", "input_tokens", "output_tokens"]
+"""What is limited per minute; tokens are those of prompts and completions together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much of something a tenant may still send.
+
+    limit      at a time, or per minute
+    remaining  of those, before the next request is refused
+    reset_s    seconds until all of it is free again, if nothing more comes
+    """
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a tenant may still send: requests per minute, or that may wait for a place where that has no limit; and
+    tokens per minute where they have one."""
+
+    requests: Room
+    tokens: Room | None = None
+    input_tokens: Room | None = None
+    output_tokens: Room | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request will take of its tenant's limits, as far as that is known before it is answered.
+
+    input_tokens   of its prompts, estimated
+    answer_tokens  that one answer may have; None: as many as the context
+    answers        that are generated
+    generates      False: it is counted as a request, and nothing else of it
+    """
+
+    input_tokens: int = 0
+    answer_tokens: int | None = 0
+    answers: int = 0
+    generates: bool = True

@@ -1,0 +1,53 @@
+"""Requests that go on to an upstream as they came, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.types.requests import PLAIN_REUSE, Reuse, Trace
+from gateway.types.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamRequest:
+    """A request that goes on to an upstream as the client wrote it.
+
+    path     of the client's URL, `{model}` in the place of the model's name where it has one
+    query    of the client's URL, still encoded, without keys; empty without one
+    headers  of the client, those alone that are passed on
+    values   what the body says, parsed; not to be changed
+    metered  whether its answer tells a usage
+    """
+
+    request_id: str
+    tenant: Tenant
+    dialect: str
+    model: str
+    path: str
+    query: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    values: Mapping[str, Any]
+    received_s: float  # monotonic clock
+    deadline_s: float  # monotonic clock
+    metered: bool = True
+    reuse: Reuse = PLAIN_REUSE
+    trace: Trace = field(default_factory=Trace)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamAnswer:
+    """An upstream's answer as it came, an error of its own included.
+
+    headers  those that a client may see; without Content-Length the length is not known
+    pieces   of the body, as they come. Raises UpstreamLostError, or DeadlineError, when it does not come to its end
+    label    of the model, for metrics: one of few, whatever clients ask for
+    """
+
+    upstream: str
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    pieces: AsyncGenerator[bytes, None]
+    label: str
