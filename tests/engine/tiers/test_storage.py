@@ -83,8 +83,8 @@ def engine(kind: str, dtype: torch.dtype, **changes: Any) -> Iterator[Engine]:
     made.append(Engine(loop, scheduler, runner))
     forward = runner._forward
 
-    def spy(batch: Any) -> torch.Tensor:
-        logits = forward(batch)
+    def spy(*given: Any) -> torch.Tensor:
+        logits = forward(*given)
         made[0].logits.append(logits.clone())
         return logits
 
