@@ -284,6 +284,7 @@ def test_what_has_ended_is_not_found(server: Server, sdk: genai.Client) -> None:
     server.wait_until(is_gone, "the cached content has ended", limit_s=10)
 
 
+@pytest.mark.slow
 def test_what_is_kept_outlives_a_restart_of_everything(tmp_path: Path) -> None:
     flags = ("--kv-cache-bytes", str(32 << 20), "--engine-disk-bytes", str(64 << 20), "--dtype", "float32")
     with Server(tmp_path, *flags) as server:

@@ -151,6 +151,7 @@ def test_what_is_leased_outlives_a_flood_until_its_time_is_over(tmp_path: Path, 
             assert details(create(server, plain, key="none"))[0] == 0
 
 
+@pytest.mark.slow
 def test_a_lease_outlives_an_engine_that_is_killed_and_a_flood_after_that(tmp_path: Path) -> None:
     shares = ("--engine-lease-share", "0.8", "--engine-lease-tenant-share", "0.8")
     sizes = ("--kv-cache-bytes", str(24 << 20), "--engine-disk-bytes", str(24 << 20), "--dtype", "float32")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tests.fakes.server import Server
 
@@ -26,6 +27,7 @@ def stored(response: openai.types.responses.Response) -> bool:
     return bool(response.to_dict()["store"])
 
 
+@pytest.mark.slow
 def test_what_was_kept_is_there_after_a_restart(tmp_path: Path) -> None:
     with Server(tmp_path, *FLAGS) as first_day:
         said = ask(first_day, input="Remember this.")
