@@ -7,9 +7,9 @@ what engine/publish.py writes; keys and values are described there and in engine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -18,6 +18,8 @@ from redis.exceptions import NoScriptError, RedisError
 
 from engine.protocol import blocks_key
 from gateway.index.base import IndexDownError
+
+_T = TypeVar("_T")
 
 MAX_CALLS: Final = 32
 """Calls at the same time, so that a burst waits for a connection instead of running out of them."""
@@ -45,26 +47,44 @@ class RedisIndex:
         self._timeout_s = timeout_s
         self._calls = asyncio.Semaphore(MAX_CALLS)
         self._sha: str | None = None
+        self._given_up: set[asyncio.Task[Any]] = set()
 
     async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
         """See index/base.py."""
         if not digests or not incarnations:
             return {}
         keys = [blocks_key(model, name) for name in incarnations]
-        try:
-            async with asyncio.timeout(self._timeout_s), self._calls:
-                counts = await self._call(keys, digests)
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise IndexDownError(str(error) or type(error).__name__) from error
+        counts = await self._within_limit(self._take_turn(keys, digests))
         return {name: count for name, count in zip(incarnations, counts, strict=True) if count >= 0}
 
     async def ping(self) -> None:
         """Returns when Redis answers. Raises IndexDownError when it does not within the time limit."""
+        await self._within_limit(self._redis.execute_command("PING"))  # type: ignore[no-untyped-call]
+
+    async def _within_limit(self, asked: Coroutine[Any, Any, _T]) -> _T:
+        """Waits no longer even where redis-py drops a cancellation (see tasks.was_cancelled) and goes on until its
+        socket's own time limits, twice: such a call ends by itself, and nobody waits for it."""
+        call = asyncio.get_running_loop().create_task(asked)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._redis.execute_command("PING")  # type: ignore[no-untyped-call]
+            if not (await asyncio.wait((call,), timeout=self._timeout_s))[0]:
+                raise TimeoutError
+            return call.result()
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise IndexDownError(str(error) or type(error).__name__) from error
+        finally:
+            if not call.done():
+                call.cancel()
+                self._given_up.add(call)
+                call.add_done_callback(self._forget)
+
+    def _forget(self, call: asyncio.Task[Any]) -> None:
+        self._given_up.discard(call)
+        if not call.cancelled():
+            call.exception()  # which is no news
+
+    async def _take_turn(self, keys: list[str], digests: bytes) -> list[int]:
+        async with self._calls:
+            return await self._call(keys, digests)
 
     async def _call(self, keys: list[str], digests: bytes) -> list[int]:
         if self._sha is not None:
