@@ -69,7 +69,7 @@ class RequestReader:
         self._in_vain = 0  # bytes since the last piece that completed one
         self._loose = b""  # the beginning of an escape
         self._items = ijson.items_coro(ijson.coroutine(self._collect)(), "requests.item", use_float=True)
-        self._events = ijson.basic_parse_coro(ijson.coroutine(self._check_events)())
+        self._events = ijson.basic_parse_coro(ijson.coroutine(self._check_events)(), use_float=True)
 
     def feed(self, data: bytes) -> bytes:
         """Rows of the requests that are complete with these bytes, with their line ends; often none. `data` is not

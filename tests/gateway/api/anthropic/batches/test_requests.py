@@ -64,6 +64,7 @@ def test_requests_are_the_same_wherever_their_body_is_cut(values: list[Any], siz
         ({"requests": {"item": [request("a")]}}, "requests"),
         ({"requests": "x"}, "requests"),
         ({"requests": None}, "requests"),
+        ({"requests": 0.5}, "requests"),
         ({}, "requests"),
         ({"requests": [request("a")], "model": "demo"}, "model"),
         ({"requests.item": [request("a")]}, "requests.item"),
