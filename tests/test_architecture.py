@@ -33,7 +33,7 @@ WITH_NUMPY = {
     "gateway.responses.semantic.space",
 }
 """What the extra `semantic` is for; imported when the first text is embedded or looked up."""
-FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.config"}
+FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.config"}
 PROMISES = {
     "gateway.stores.base",
     "gateway.queues.batch.base",

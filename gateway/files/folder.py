@@ -13,7 +13,6 @@ There is nothing else to agree with, so several gateways need only the same fold
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -29,6 +28,7 @@ from typing import BinaryIO, Final
 
 import orjson
 
+from gateway import disk
 from gateway.config import FileSettings
 from gateway.errors import QuotaError, StorageError, StorageFullError
 from gateway.types import StoredFile
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 LOCK_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.01
 
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINK: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 
@@ -58,12 +57,9 @@ class Part:
         with self._one_at_a_time, _translated():
             if self._descriptor is None:
                 return
-            disk = os.fstatvfs(self._descriptor)
-            if disk.f_bavail * disk.f_frsize - len(data) < self._min_free_bytes:
+            if not disk.has_room(self._descriptor, len(data), self._min_free_bytes):
                 raise _full()
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            disk.write_all(self._descriptor, data)
             self.num_bytes += len(data)
 
     def sync(self) -> None:
@@ -100,11 +96,10 @@ class Folder:
         """An upload, and the bytes that the tenant has room for. Raises QuotaError past the count, StorageError."""
         with self._locked(tenant) as folder:
             room = self._room(tenant, 0)
-            path = folder / f"{secrets.token_hex(16)}.part"
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            path, descriptor = disk.open_part(folder)
             part = Part(path, descriptor, self._settings.min_free_bytes)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                disk.lock(descriptor)
             except BaseException:
                 part.discard()
                 raise
@@ -196,7 +191,7 @@ class Folder:
                     raise
                 shutil.copyfile(data, path)
                 _sync_file(path)
-            _sync(path.parent)
+            disk.sync_folder(path.parent)
         return True
 
     def delete(self, tenant: str, file_id: str) -> bool:
@@ -278,7 +273,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in disk.FULL:
             log.warning("no room for files: %s", error)
             raise _full() from error
         log.warning("files cannot be written or read: %s", error)
@@ -290,7 +285,7 @@ def _lock(descriptor: int) -> None:
     give_up_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return disk.lock(descriptor)
         except BlockingIOError:
             if time.monotonic() > give_up_s:
                 raise TimeoutError(f"the lock was held for {LOCK_TIMEOUT_S:g} s") from None
@@ -319,22 +314,14 @@ def _write(part: Path, body: bytes, path: Path) -> None:
         file.write(body)
         file.flush()
         os.fsync(file.fileno())
-    _sync(path.parent)
+    disk.sync_folder(path.parent)
     os.rename(part, path)
-    _sync(path.parent)
+    disk.sync_folder(path.parent)
 
 
 def _sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path, file_id: str) -> bool:
@@ -352,23 +339,9 @@ def _is_left(folder: Path, name: str, names: set[str]) -> bool:
     """Whether nobody will ever ask for it."""
     stem, _, kind = name.partition(".")
     if kind == "part":
-        return not _is_written(folder / name)
+        return not disk.is_written(folder / name)
     if kind == "data":
         return f"{stem}.json" not in names
     if kind == "json":
         return f"{stem}.data" not in names
     return kind == "json.part"  # written only by who holds the tenant's lock, which is us
-
-
-def _is_written(part: Path) -> bool:
-    try:
-        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True  # it was kept or discarded meanwhile
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)

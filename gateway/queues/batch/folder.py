@@ -12,29 +12,28 @@ What is written in one go is renamed into place. A spool's end may be torn; nobo
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import shutil
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from gateway import disk
 from gateway.errors import BodyTooLargeError, StorageError, StorageFullError
 from gateway.queues.batch.base import Job, Line
 
 log = logging.getLogger(__name__)
 
 NEW_S: Final = 60.0
+"""Rows that are younger may not be locked yet."""
 
 _ENTRY: Final = struct.Struct("<QI")
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Rows:
@@ -57,7 +56,7 @@ class Rows:
             if self._room_bytes < 0:
                 raise BodyTooLargeError(self._max_bytes, setting="batches.max_request_bytes")
             self._folder.check_room(len(data))
-            write_all(self._descriptor, data)
+            disk.write_all(self._descriptor, data)
 
     def sync(self) -> None:
         """Returns when what was written survives a power failure."""
@@ -90,10 +89,9 @@ class JobFolder:
         with translated():
             folder = self._root / tenant
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = folder / f"{secrets.token_hex(16)}.part"
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            path, descriptor = disk.open_part(folder)
             rows = Rows(path, descriptor, self, max_bytes)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            disk.lock(descriptor)
         return rows
 
     def make(self, job: Job) -> Path:
@@ -101,7 +99,7 @@ class JobFolder:
         with translated():
             folder = self._of(job)
             folder.mkdir(parents=True, mode=0o700)
-            _sync(folder.parent)
+            disk.sync_folder(folder.parent)
         return folder / "input.jsonl"
 
     def put_input(self, job: Job, rows: Rows) -> None:
@@ -110,7 +108,7 @@ class JobFolder:
         path = self.make(job)
         with translated():
             os.rename(rows.path, path)
-            _sync(path.parent)
+            disk.sync_folder(path.parent)
 
     @contextmanager
     def rows(self, job: Job) -> Iterator[BinaryIO]:
@@ -147,10 +145,10 @@ class JobFolder:
             try:
                 with self._appending:
                     offset = os.fstat(descriptor).st_size
-                    write_all(descriptor, body + b"\n")
+                    disk.write_all(descriptor, body + b"\n")
                 os.fdatasync(descriptor)
                 if not offset:
-                    _sync(path.parent)
+                    disk.sync_folder(path.parent)
             finally:
                 os.close(descriptor)
         return offset
@@ -206,7 +204,12 @@ class JobFolder:
     def sweep(self) -> int:
         """Removes rows that nobody sends any more. How many there were. Raises StorageError."""
         with translated():
-            parts = [path for tenant in self._tenants() for path in tenant.glob("*.part") if _is_left(path)]
+            parts = [
+                path
+                for tenant in self._tenants()
+                for path in tenant.glob("*.part")
+                if not disk.is_written(path, new_s=NEW_S)
+            ]
             for path in parts:
                 path.unlink(missing_ok=True)
         return len(parts)
@@ -224,8 +227,7 @@ class JobFolder:
 
     def check_room(self, num_bytes: int) -> None:
         """Raises StorageFullError when so many bytes would leave less than others need."""
-        disk = os.statvfs(self._root)
-        if disk.f_bavail * disk.f_frsize - num_bytes < self._min_free_bytes:
+        if not disk.has_room(self._root, num_bytes, self._min_free_bytes):
             raise _full()
 
     def _tenants(self) -> list[Path]:
@@ -263,14 +265,14 @@ class Writing:
         """Raises StorageFullError and StorageError."""
         with translated():
             self._folder.check_room(len(data))
-            write_all(self._descriptor, data)
+            disk.write_all(self._descriptor, data)
 
     def keep(self) -> None:
         """Durable when this returns. Raises StorageFullError and StorageError."""
         with translated():
             os.fsync(self._descriptor)
             os.rename(self._part, self._path)
-            _sync(self._path.parent)
+            disk.sync_folder(self._path.parent)
 
 
 class _Spools:
@@ -302,7 +304,7 @@ def translated() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in disk.FULL:
             raise _full() from error
         log.warning("jobs cannot be written or read: %s", error)
         raise StorageError("Batches cannot be written or read at the moment.") from error
@@ -316,36 +318,5 @@ def num_fitting(sizes: Sequence[int], max_bytes: int | None) -> int:
     return max(fitting, min(1, len(sizes)))
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
 def _full() -> StorageFullError:
     return StorageFullError("There is no room for this batch on the server's disk.")
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_left(part: Path) -> bool:
-    """Whether nobody writes it. One that is new may not be locked yet."""
-    try:
-        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False  # it became a job, or was discarded meanwhile
-    try:
-        if time.time() - os.fstat(descriptor).st_mtime < NEW_S:
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
