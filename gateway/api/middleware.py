@@ -19,7 +19,7 @@ from aiohttp.typedefs import Middleware
 
 from gateway.api.dialect import JSON, Handler, retry_headers
 from gateway.api.dialects import dialect_of
-from gateway.api.record import CLIENT_LEFT, RECORD, Observer, Record, common_headers, elapsed_ms
+from gateway.api.record import CLIENT_LEFT, RECORD, Observer, Record, cache_headers, common_headers, elapsed_ms
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ async def _answered(http: web.Request, handler: Handler, record: Record) -> web.
 def _refuse(error: KvasirError, record: Record, headers: Mapping[str, str] | None = None) -> web.Response:
     dialect = record.dialect
     body = orjson.dumps(dialect.error_json(error, record.request_id))
-    every = {**retry_headers(error), **(headers or {})}
+    every = {**retry_headers(error), **cache_headers(record), **(headers or {})}
     return web.Response(status=dialect.status(error), body=body, content_type=JSON, headers=every)
 
 

@@ -161,11 +161,14 @@ def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:
     if lease := record.lease:
         kept = lease.kept
         headers["x-kvasir-lease"] = f"kept; tokens={kept.tokens}; ttl={kept.ttl_s:g}" if kept else "degraded"
-    return headers if record.lookup is None else headers | _cache_headers(record.lookup)
+    return headers | cache_headers(record)
 
 
-def _cache_headers(lookup: Lookup) -> dict[str, str]:
-    """An answer that was generated for somebody else at the same time is an exact one, and new."""
+def cache_headers(record: Record) -> dict[str, str]:
+    """What the response cache had for it; nothing where it was not asked. An answer that was generated for somebody
+    else at the same time is an exact one, and new."""
+    if (lookup := record.lookup) is None:
+        return {}
     told = "exact" if lookup.outcome == "shared" else lookup.outcome
     headers = {"x-kvasir-cache": f"{told}; reason={lookup.reason}" if lookup.reason else told}
     if lookup.found:

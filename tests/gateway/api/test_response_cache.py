@@ -233,9 +233,17 @@ async def test_only_if_cached_is_a_504_in_every_api(
     street = remembering()
     async with running(street, response_cache=street.responses) as gateway:
         status, told, sent = await gateway.post(path, body, headers={**headers, "Cache-Control": "only-if-cached"})
-        assert (status, sent["x-should-retry"]) == (504, "false")
+        assert (status, sent["x-should-retry"], sent["x-kvasir-cache"]) == (504, "false", "miss")
         assert kind(told)
         assert not street.requests
+
+
+async def test_a_request_that_the_cache_is_not_for_learns_why_when_it_wants_nothing_else() -> None:
+    street = remembering()
+    async with running(street, response_cache=street.responses) as gateway:
+        sampled = {**ASK, "temperature": 1, "cache": {"only-if-cached": True}}
+        status, told, sent = await gateway.post(CHAT, sampled)
+        assert (status, told["error"]["code"], sent["x-kvasir-cache"]) == (504, "not_cached", "bypass; reason=sampling")
 
 
 def readers(street: FakeStreet) -> int:

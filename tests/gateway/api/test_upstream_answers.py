@@ -175,8 +175,9 @@ async def test_what_is_said_of_our_cache_reaches_no_upstream_and_odd_words_are_r
         assert stub.got[0].body == b'{"model":"up-1","messages": [{"role":"user","content":"x"}]}'
         status, told, _ = await gateway.post(PATH, {**ASK, "cache": {"tenant": "x"}})
         assert (status, told["error"]["param"]) == (400, "cache.tenant")
-        status, told, _ = await gateway.post(PATH, ASK, headers={"Cache-Control": "only-if-cached"})
+        status, told, sent = await gateway.post(PATH, ASK, headers={"Cache-Control": "only-if-cached"})
         assert (status, told["error"]["code"], len(stub.got)) == (504, "not_cached", 1)
+        assert sent["x-kvasir-cache"] == "miss"
 
 
 @pytest.mark.parametrize(
