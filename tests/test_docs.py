@@ -103,3 +103,19 @@ def test_every_error_code_is_documented() -> None:
     sources = (Path(__file__).parent.parent / "gateway/api").rglob("*.py")
     codes = {code for path in sources for code in re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8"))}
     assert not {code for code in codes if f"`{code}`" not in HTTP_API}
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    plain = (heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE))
+    return {re.sub(r"[^\w-]", "", heading) for heading in plain}
+
+
+def test_every_link_of_the_docs_leads_somewhere() -> None:
+    root = Path(__file__).parent.parent
+    for page in (root / "README.md", *root.glob("docs/*.md")):
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
