@@ -83,13 +83,13 @@ def _batch(options: argparse.Namespace) -> int:
 
 
 async def _serve(settings: Settings, options: argparse.Namespace) -> None:
-    from gateway.app import serve
+    from gateway.serving import serve
 
     await serve(settings, environ=os.environ, own_engines=True, say=_say)
 
 
 async def _gateway(settings: Settings, options: argparse.Namespace) -> None:
-    from gateway.app import serve
+    from gateway.serving import serve
 
     await serve(settings, environ=os.environ, own_engines=False, say=_say)
 

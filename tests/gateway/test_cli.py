@@ -62,7 +62,7 @@ def test_an_unknown_flag_is_refused() -> None:
 
 def test_the_command_line_needs_neither_torch_nor_transformers() -> None:
     script = (
-        "import sys, gateway.cli, gateway.app, engine.server; "
+        "import sys, gateway.cli, gateway.serving, engine.server; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

@@ -1,0 +1,203 @@
+"""The life of the process: Redis, the stages, the port, engines; then requests until a signal; then all torn down in
+reverse. `serve` is what `kvasir serve` and `kvasir gateway` run.
+
+Knows the stages only as far as they are started and closed; app.py makes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+
+from aiohttp import web
+
+from engine.compute.threads import choose_threads, usable_cores
+from engine.config import EngineSettings
+from gateway.api.routes import RUNNER, app_runner
+from gateway.app import Gateway, upstream_keys
+from gateway.config import Settings
+from gateway.engine_processes import EngineProcesses, EngineStartError
+from gateway.index.redis_index import connect
+from gateway.redis_server import RedisServer, RedisStartError
+from gateway.version import installed_version
+
+log = logging.getLogger(__name__)
+
+
+async def serve(
+    settings: Settings, *, environ: Mapping[str, str], own_engines: bool, say: Callable[[str], None]
+) -> None:
+    """Runs until SIGTERM or SIGINT, then lets what is in flight end.
+
+    own_engines  start engines.count engines, and a Redis when none is configured
+    say          prints a few lines about what was started
+    Raises EngineStartError when an engine cannot work with its settings, OSError when the port is in use.
+    """
+    stop = _stop_at_signals()
+    fatal: list[EngineStartError] = []
+
+    def give_up(error: EngineStartError) -> None:
+        fatal.append(error)
+        stop.set()
+
+    async with AsyncExitStack() as stack:
+        # 1. Redis: the configured one, or an own one; without any the index is in memory.
+        redis_url = settings.redis.url
+        if redis_url is None and own_engines:
+            redis_url = await _start_redis(settings, stack)
+        redis = connect(redis_url, settings.redis.timeout_s) if redis_url else None
+        if redis is not None:
+            stack.push_async_callback(redis.aclose)
+        # 2. The stages, and the port: whoever asks now is told that the server is starting.
+        gateway = Gateway(settings, redis, redis_url, upstream_keys(settings, environ))
+        _close_with(stack, gateway)
+        app = gateway.web_app()
+        runner = app_runner(app, settings.server)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        port = await _listen(runner, settings)
+        # 3. Engines: own ones, configured ones, and those that announce themselves.
+        stack.push_async_callback(gateway.registry.stop)
+        if own_engines and settings.engines.count:
+            processes = EngineProcesses(
+                _engine_settings(settings),
+                count=settings.engines.count,
+                folder=settings.server.data_dir / "engines",
+                redis_url=redis_url,
+                environ=environ,
+                worked=gateway.registry.was_joined,
+                on_fatal=give_up,
+            )
+            await stack.enter_async_context(processes)
+            for name, url in processes.urls.items():
+                gateway.registry.add(url, name)
+        for url in settings.engines.urls:
+            gateway.registry.add(url)
+        _start(gateway)
+        await _first_engines(gateway, stop)
+        worker = gateway.batches.worker(app[RUNNER])
+        stack.push_async_callback(worker.close)
+        worker.start()
+        # 4. Serve.
+        if not stop.is_set():
+            _introduce(gateway, port, own_engines, say)
+        await stop.wait()
+        gateway.draining = True
+        await worker.close()
+        log.info("shutting down: requests in flight get %.0f s", settings.server.shutdown_s)
+        await runner.cleanup()
+    if fatal:
+        raise fatal[0]
+
+
+def _close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
+    """What the stages hold is let go of with the stack, last first."""
+    stack.callback(gateway.prompts.close)
+    stack.callback(gateway.embedder.close)
+    if gateway.semantic_cache is not None:
+        stack.push_async_callback(gateway.semantic_cache.close)
+    stack.push_async_callback(gateway.index.close)
+    stack.push_async_callback(gateway.figures.close)
+    stack.push_async_callback(gateway.ledger.close)
+    if gateway.batch_redis is not None:
+        stack.push_async_callback(gateway.batch_redis.aclose)
+    stack.push_async_callback(gateway.files.close)
+    stack.push_async_callback(gateway.limits.close)
+    stack.push_async_callback(gateway.upstreams.close)
+
+
+def _start(gateway: Gateway) -> None:
+    """What the stages do by themselves, beside requests."""
+    gateway.files.start()
+    gateway.upstreams.start()
+    gateway.ledger.start()
+    gateway.limits.start()
+    gateway.index.start()
+    gateway.registry.start()
+
+
+async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
+    server = RedisServer(settings.server.data_dir / "redis", settings.redis)
+    try:
+        await stack.enter_async_context(server)
+    except RedisStartError as error:
+        log.warning("no Redis, the index is in this gateway's memory: %s", error)
+        return None
+    return server.url
+
+
+def _engine_settings(settings: Settings) -> EngineSettings:
+    """The engines of one machine share its cores, and the blocks on its disk."""
+    threads = choose_threads(settings.engine.threads, usable_cores(), settings.engines.count)
+    disk_dir = settings.engine.disk_dir or settings.server.data_dir / "blocks"
+    return settings.engine.model_copy(update={"threads": threads, "disk_dir": disk_dir.absolute()})
+
+
+async def _listen(runner: web.AppRunner, settings: Settings) -> int:
+    site = web.TCPSite(runner, settings.server.host, settings.server.port, backlog=1024)
+    await site.start()
+    address = runner.addresses[0]
+    return int(address[1])
+
+
+async def _first_engines(gateway: Gateway, stop: asyncio.Event) -> None:
+    """Returns when the engines that are known have joined, when that takes too long, or when it is time to stop."""
+    joined = asyncio.ensure_future(gateway.registry.wait_joined())
+    stopping = asyncio.ensure_future(stop.wait())
+    timeout_s = gateway.settings.engines.start_timeout_s
+    try:
+        done, _ = await asyncio.wait({joined, stopping}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in (joined, stopping):
+            future.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await future
+    if not done:
+        log.warning("not every engine has joined after %.0f s (engines.start_timeout_s)", timeout_s)
+
+
+def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[str], None]) -> None:
+    """A few lines: what runs, how to use it, where to look."""
+    settings = gateway.settings
+    host = settings.server.host
+    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"  # noqa: S104 - compared, not bound
+    models = list(gateway.registry.models())
+    engines = gateway.registry.engines
+    lines = [f"Kvasir {installed_version()} on {url}"]
+    if own_engines and settings.engines.count and settings.engine.model == "demo":
+        lines.append(
+            "  model    demo: a tiny bundled model that talks English-looking nonsense.\n"
+            "           A real one: ./deploy/serve --model Qwen/Qwen3-0.6B   (a hub id or a folder)"
+        )
+    else:
+        lines.append(f"  model    {', '.join(models) or 'none yet'}")
+    tokens = sum(engine.hello.num_blocks * engine.hello.namespace.block_size for engine in engines if engine.joined)
+    lines.append(f"  engines  {len(engines)}, with room for {tokens:,} tokens of KV blocks")
+    own_redis = settings.redis.url is None
+    where = f"own, in {settings.server.data_dir / 'redis'}" if own_redis else "as configured (redis.url)"
+    lines.append(f"  redis    {where if gateway.redis_url else 'none: the index is in memory'}")
+    if settings.upstreams:
+        lines.append(f"  behind   {', '.join(upstream.name for upstream in settings.upstreams)} ([[upstreams]])")
+    if settings.tenants:
+        lines.append(f"  access   {len(settings.tenants)} tenants with keys")
+    else:
+        lines.append("  access   open: no tenants are configured, everybody shares one cache ([[tenants]])")
+    lines += [
+        f'  SDKs     OpenAI(base_url="{url}/v1", api_key="any"), model="{models[0] if models else "..."}"\n'
+        f'           Anthropic(base_url="{url}", api_key="any")\n'
+        f'           genai.Client(http_options={{"base_url": "{url}"}}, api_key="any")',
+        f"  look     {url}/metrics  {url}/admin/stats",
+        f"  docs     {url}/docs, and {url}/openapi.json; README.md and docs/ in the repository",
+    ]
+    say("\n".join(lines))
+
+
+def _stop_at_signals() -> asyncio.Event:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
