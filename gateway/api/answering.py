@@ -30,7 +30,6 @@ from gateway.street import Engine
 from gateway.types import (
     Allowance,
     EncodedPrompt,
-    LimitKind,
     Need,
     Prompt,
     Request,
@@ -144,16 +143,17 @@ class Answering:
         tenant = self._auth.tenant(http)
         record = http[RECORD]
         record.tenant = tenant.name
-        rooms: dict[LimitKind, Room] = {"requests": self._allowance(tenant.name), **self._limits.rooms(tenant.name)}
-        record.allowance = Allowance(**rooms)
+        record.allowance = Allowance(self._allowance(tenant.name))
+        if rooms := self._limits.rooms(tenant.name):
+            record.allowance = record.allowance._replace(**rooms)
         record.reuse = from_headers(http.headers)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         record.may_have_priority = tenant.priority
         return tenant
 
-    async def again(self, http: web.Request, tenant: Tenant) -> web.Response | None:
-        """What this very request was answered with before, if the response cache would give that now. Reads the body,
-        and raises as that does; and RateLimitError."""
+    async def again(self, http: web.Request, tenant: Tenant) -> web.StreamResponse | None:
+        """What this very request was answered with before, sent, if the response cache would give that now. Reads the
+        body, and raises as that does; and RateLimitError."""
         return await self._short_way.answer(http, tenant, await read_raw(http, self._server))
 
     def check_namespace(self, record: Record, tenant: Tenant) -> None:

@@ -8,7 +8,6 @@ which a stored conversation makes them. Prompts that come as tokens are counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final, Protocol
 
 from engine.protocol import TOKEN_BYTES
@@ -47,7 +46,7 @@ async def set_aside(limits: Limits, record: Record, need: Callable[[], Need]) ->
         record.hold = await limits.set_aside(tenant, need())
     finally:
         if record.allowance is not None:
-            record.allowance = replace(record.allowance, **limits.rooms(tenant))
+            record.allowance = record.allowance._replace(**limits.rooms(tenant))
 
 
 def need_of(call: Call, body_bytes: int, context_tokens: int) -> Need:

@@ -19,6 +19,8 @@ _SAYS = {"miss": 0, "bypass": 1, "semantic": 2, "shared": 3, "exact": 4}
 REQUEST_ID = "x-kvasir-request-id"
 """Header with the gateway's own id, where the usual one has an upstream's."""
 
+OVERHEAD_MS = "x-kvasir-overhead-ms"
+
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
 
 
@@ -153,7 +155,7 @@ def common_headers(record: Record) -> dict[str, str]:
 
 def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:
     """What the gateway did for this answer. `cached` False leaves out the cached tokens, when they are not final."""
-    headers = {"x-kvasir-overhead-ms": f"{record.overhead_ms:.2f}"}
+    headers = {OVERHEAD_MS: f"{record.overhead_ms:.2f}"}
     if engine := record.engine:
         headers["x-kvasir-engine"] = engine
     if cached:

@@ -19,10 +19,20 @@ from typing import Final, NamedTuple, Protocol
 
 import xxhash
 from aiohttp import web
+from multidict import CIMultiDict
 
 from engine.protocol import Hello
 from gateway.api.limiting import Limits, set_aside
-from gateway.api.record import RECORD, REQUEST_ID, Record, elapsed_ms, kvasir_headers
+from gateway.api.record import (
+    OVERHEAD_MS,
+    RECORD,
+    REQUEST_ID,
+    Record,
+    common_headers,
+    elapsed_ms,
+    kvasir_headers,
+)
+from gateway.api.sent import header_lines, send
 from gateway.api.stamps import Stamp
 from gateway.errors import KvasirError
 from gateway.types import Lookup, Need, Tenant, Tier, Trace
@@ -107,6 +117,7 @@ class _Known:
 
     sent: bytes
     written: Written
+    lines: bytes  # of those headers that are the same each time
     parts: Sequence[bytes]  # of the answer, between the stamps
     trace: Trace
     model: str | None
@@ -144,8 +155,9 @@ class ShortWay:
     def __len__(self) -> int:
         return len(self._known)
 
-    async def answer(self, http: web.Request, tenant: Tenant, body: bytes) -> web.Response | None:
-        """What it got the last time, or None; then `SEEN` takes what it gets now. Raises RateLimitError."""
+    async def answer(self, http: web.Request, tenant: Tenant, body: bytes) -> web.StreamResponse | None:
+        """What it got the last time, sent, or None; then `SEEN` takes what it gets now. Raises RateLimitError, and
+        ConnectionResetError for a client that is gone."""
         if not self._max_bytes:
             return None
         key = _key(http, tenant, body)
@@ -167,7 +179,8 @@ class ShortWay:
             self._known.move_to_end(key)
         record.model, record.stream = known.model, known.stream
         record.traces = [_again(known.trace, lookup, elapsed_ms(record))]
-        return _response(record, known)
+        new = known.parts[0] if known.written.stamp is None else known.written.stamp.make().join(known.parts)
+        return await send(http, known.lines, _new_headers(record, known.written), new)
 
     def keep(self, key: _Key, sent: bytes, record: Record, written: Written) -> None:
         """In place of what was known of this request."""
@@ -175,14 +188,15 @@ class ShortWay:
         (trace,) = record.traces
         assert trace.repeat is not None
         parts = [written.body] if written.stamp is None else written.body.split(written.stamp.written)
-        num_bytes = len(sent) + len(written.body) + 48 * len(parts) + trace.repeat.num_bytes + OVERHEAD_BYTES
+        lines = _same_headers(record, written)
+        num_bytes = len(sent) + len(lines) + len(written.body) + 48 * len(parts) + trace.repeat.num_bytes
+        num_bytes += OVERHEAD_BYTES
         if num_bytes > self._max_bytes or (written.stamp is not None and len(parts) < 2):
             return
         while self.num_bytes + num_bytes > self._max_bytes:
             self._drop(next(iter(self._known)))
-        self._known[key] = _Known(
-            sent, replace(written, body=b""), parts, trace, record.model, record.stream, record.tier, num_bytes
-        )
+        kept = replace(written, body=b"", headers={})
+        self._known[key] = _Known(sent, kept, lines, parts, trace, record.model, record.stream, record.tier, num_bytes)
         self.num_bytes += num_bytes
 
     def _stands(self, written: Written, tenant: Tenant) -> bool:
@@ -229,11 +243,21 @@ def _again(trace: Trace, lookup: Lookup, passed_ms: float) -> Trace:
     )
 
 
-def _response(record: Record, known: _Known) -> web.Response:
-    written = known.written
+def _same_headers(record: Record, written: Written) -> bytes:
+    """Those of an answer that will be what they are."""
     passed_on = written.hello is None
-    headers = {**written.headers, **kvasir_headers(record, cached=not passed_on)}
-    if passed_on:
+    headers = CIMultiDict({**written.headers, **kvasir_headers(record, cached=not passed_on)})
+    for name in _new_headers(record, written):
+        headers.popall(name, None)
+    return header_lines(headers)
+
+
+def _new_headers(record: Record, written: Written) -> dict[str, str]:
+    """The other ones."""
+    headers = common_headers(record)
+    headers[OVERHEAD_MS] = f"{record.overhead_ms:.2f}"
+    if (lookup := record.lookup) is not None:
+        headers["Age"] = str(int(lookup.age_s))
+    if written.hello is None:
         headers[REQUEST_ID] = record.request_id
-    body = known.parts[0] if written.stamp is None else written.stamp.make().join(known.parts)
-    return web.Response(body=body, headers=headers)
+    return headers

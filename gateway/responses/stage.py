@@ -201,7 +201,7 @@ class ResponseCache:
             self._semantic.gone(asked, match)
             return None
         self._compare(asked, match, entry, generate)
-        return entry, replace(self._found(entry), outcome="semantic", similarity=match.similarity)
+        return entry, self._found(entry)._replace(outcome="semantic", similarity=match.similarity)
 
     def _repeated(self, asked: Asked) -> None:
         if self._semantic is not None:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from engine.protocol import Breakpoint, Lane, Sampling
 from gateway.types.prompts import Constraint, Prompt, PromptParam, ToolUse
@@ -80,8 +80,7 @@ PLAIN_REUSE = Reuse()
 Outcome = Literal["exact", "shared", "semantic", "miss", "bypass"]
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """What the response cache had for a request.
 
     outcome     "exact": the answer to this very request; "shared": the same, while it was generated for somebody else;

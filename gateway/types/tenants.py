@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ANONYMOUS = "anonymous"
 """The tenant of a server without configured keys."""
@@ -58,8 +58,7 @@ LimitKind = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 """What is limited per minute; tokens are those of prompts and completions together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """How much of something a tenant may still send.
 
     limit      at a time, or per minute
@@ -72,8 +71,7 @@ class Room:
     reset_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(NamedTuple):
     """What a tenant may still send: requests per minute, or that may wait for a place where that has no limit; and
     tokens per minute where they have one."""
 

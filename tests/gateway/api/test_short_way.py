@@ -62,6 +62,7 @@ HEADERS: list[dict[str, str]] = [
     {"x-kvasir-cache": "maybe"},
     {"x-kvasir-namespace": "both"},
     {"x-request-id": "mine"},
+    {"Connection": "close"},
 ]
 TENANTS = [TenantSettings(name=name, keys=(f"key-of-{name}",)) for name in ("north", "south")]
 SPACES = [NamespaceSettings(name="both", tenants=("north", "south"))]
