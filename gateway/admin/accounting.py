@@ -31,13 +31,13 @@ class Accounting:
         """Only what reached an engine counts: who was refused has used nothing."""
         if record.tenant is None or record.model is None:
             return
-        model = record.model
-        computed = [trace for trace in record.traces if trace.hit is None and trace.first_token_ms is not None]
-        hits = tuple(_once(trace.hit, trace) for trace in record.traces if trace.hit is not None)
-        if not (computed or hits or record.embedded_tokens):
+        model, traces = record.model, record.traces
+        if len(traces) == 1 and (hit := traces[0].hit) is not None and not record.embedded_tokens:
+            self._add(Entry(record.tenant, model, record.lane, total_ms=record.total_ms, hits=(_once(hit, traces[0]),)))
             return
-        if hits and not computed and not record.embedded_tokens:
-            self._add(Entry(record.tenant, model, record.lane, total_ms=record.total_ms, hits=hits))
+        computed = [trace for trace in traces if trace.hit is None and trace.first_token_ms is not None]
+        hits = tuple(_once(trace.hit, trace) for trace in traces if trace.hit is not None)
+        if not (computed or hits or record.embedded_tokens):
             return
         prompts = [trace for trace in computed if not trace.fork]
         self._add(

@@ -10,7 +10,6 @@ Money is counted in NANO units: a billionth of what its currency counts in.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
 from engine.protocol import Lane
@@ -53,8 +52,7 @@ class Row(NamedTuple):
     currency: str
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What one finished request used and saved.
 
     prompt_tokens   of its prompts, with `cached_tokens` and `writes` among them: each token is of one kind

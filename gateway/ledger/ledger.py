@@ -72,10 +72,12 @@ class Ledger:
         counted = figures(entry, tariff)
         row = Row(self._today(), entry.tenant, entry.model, entry.lane, tariff.currency if tariff else "")
         row = self._told_apart(row)
-        if row not in self._rows and self.pending >= 2 * self._settings.max_rows:
-            self.dropped += 1
-            return
-        add_up(self._rows.setdefault(row, {}), counted)
+        if (total := self._rows.get(row)) is None:
+            if self.pending >= 2 * self._settings.max_rows:
+                self.dropped += 1
+                return
+            total = self._rows[row] = {}
+        add_up(total, counted)
 
     def start(self) -> None:
         """Begins to write every `flush_s`."""

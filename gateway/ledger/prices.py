@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final
 
 from gateway.config import PriceSettings, duration_s
-from gateway.ledger.base import Entry, Figures
+from gateway.ledger.base import SAVED, Entry, Figures
 from gateway.types import Hit
 
 MEMO: Final = 1024
@@ -25,6 +25,8 @@ _RATE: Final = 10**9
 _NANO: Final = 10**6
 _WHOLE: Final = 10**6
 """A factor of one."""
+_OF_HITS: Final = {kind: tuple(f"{kind}_{what}" for what in SAVED) for kind in ("exact", "semantic")}
+"""Columns, in the order of SAVED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,7 @@ class Prices:
 def figures(entry: Entry, tariff: Tariff | None) -> Figures:
     """What the entry adds to its row. Without a tariff no money."""
     if entry.hits and not (entry.prompt_tokens or entry.completion_tokens or entry.embedded_tokens):
-        used = {"requests": 1, "micros": round(entry.total_ms * 1e3), "unpriced_requests": int(tariff is None)}
-        for hit in entry.hits:
-            _add_hit(used, entry, hit, tariff)
-        return {column: value for column, value in used.items() if value}
+        return _of_hits(entry, tariff)
     used = {
         "requests": 1,
         "prompt_tokens": entry.prompt_tokens,
@@ -110,17 +109,22 @@ def figures(entry: Entry, tariff: Tariff | None) -> Figures:
     return {column: value for column, value in used.items() if value}
 
 
+def _of_hits(entry: Entry, tariff: Tariff | None) -> Figures:
+    """Of one for which nothing was computed, which most are where most is asked again."""
+    used = {"requests": 1, "micros": round(entry.total_ms * 1e3), "unpriced_requests": int(tariff is None)}
+    for hit in entry.hits:
+        _add_hit(used, entry, hit, tariff)
+    return {column: value for column, value in used.items() if value}
+
+
 def _add_hit(used: Figures, entry: Entry, hit: Hit, tariff: Tariff | None) -> None:
-    more = {
-        "requests": 1,
-        "tokens": hit.prompt_tokens + hit.completion_tokens,
-        "micros": max(0, round((hit.generation_ms - entry.total_ms) * 1e3)),
-    }
+    requests, tokens, micros, nano = _OF_HITS[hit.kind]
+    used[requests] = used.get(requests, 0) + 1
+    used[tokens] = used.get(tokens, 0) + hit.prompt_tokens + hit.completion_tokens
+    used[micros] = used.get(micros, 0) + max(0, round((hit.generation_ms - entry.total_ms) * 1e3))
     if tariff is not None:
         full = hit.prompt_tokens * tariff.input + hit.completion_tokens * tariff.output
-        more["nano"] = _nano(full * (tariff.batch if entry.lane == "batch" else _WHOLE))
-    for what, value in more.items():
-        used[f"{hit.kind}_{what}"] = used.get(f"{hit.kind}_{what}", 0) + value
+        used[nano] = used.get(nano, 0) + _nano(full * (tariff.batch if entry.lane == "batch" else _WHOLE))
 
 
 def _add_money(used: Figures, entry: Entry, tariff: Tariff) -> None:
