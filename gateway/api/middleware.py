@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from aiohttp.typedefs import Middleware
 from gateway.api.dialect import JSON, Handler, retry_headers
 from gateway.api.dialects import dialect_of
 from gateway.api.record import CLIENT_LEFT, RECORD, Observer, Record, cache_headers, common_headers, elapsed_ms
+from gateway.api.stamps import new_id
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
 log = logging.getLogger(__name__)
@@ -34,16 +34,18 @@ def observed(observer: Observer) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = _record(request)
-        with noted(observer, record):
-            try:
-                response = await _answered(request, handler, record)
-                record.status = record.status or response.status
-                if not response.prepared:
-                    response.headers.update(common_headers(record))
-                return response
-            except asyncio.CancelledError:
-                record.status = CLIENT_LEFT
-                raise
+        observer.started(record)
+        try:
+            response = await _answered(request, handler, record)
+            record.status = record.status or response.status
+            if not response.prepared:
+                response.headers.update(common_headers(record))
+            return response
+        except asyncio.CancelledError:
+            record.status = CLIENT_LEFT
+            raise
+        finally:
+            _finish(observer, record)
 
     return middleware
 
@@ -55,11 +57,15 @@ def noted(observer: Observer, record: Record) -> Iterator[None]:
     try:
         yield
     finally:
-        record.total_ms = elapsed_ms(record)
-        if record.hold is not None:
-            record.hold.settle(record.usage)
-        observer.finished(record)
-        _log(record)
+        _finish(observer, record)
+
+
+def _finish(observer: Observer, record: Record) -> None:
+    record.total_ms = elapsed_ms(record)
+    if record.hold is not None:
+        record.hold.settle(record.usage)
+    observer.finished(record)
+    _log(record)
 
 
 async def _answered(http: web.Request, handler: Handler, record: Record) -> web.StreamResponse:
@@ -97,7 +103,7 @@ def _record(http: web.Request) -> Record:
     asked = http.headers.get("X-Request-Id", "")
     resource = http.match_info.route.resource
     return Record(
-        request_id=asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(16)}",
+        request_id=asked if asked and _SANE_ID.fullmatch(asked) else f"req_{new_id()}",
         endpoint=resource.canonical if resource is not None else "unknown",
         received_s=time.monotonic(),
         dialect=dialect_of(http),

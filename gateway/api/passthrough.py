@@ -113,8 +113,10 @@ class Passthrough:
 
     def serves(self, model: str, tenant: Tenant) -> bool:
         """Whether a request of the tenant for this model goes to an upstream."""
+        if not self._upstreams.serves(model, tenant.name, ours=False):
+            return False  # nobody needs to know what our engines serve
         ours = model in self._models.models() or model in self._embedding_models
-        return self._upstreams.serves(model, tenant.name, ours=ours)
+        return not ours or self._upstreams.serves(model, tenant.name, ours=True)
 
     async def answer(
         self,

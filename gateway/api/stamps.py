@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import secrets
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_BITS: Final = random.Random(secrets.randbits(256)).getrandbits  # noqa: S311 - no secrets
 
 
 class Stamp(NamedTuple):
@@ -15,3 +19,8 @@ class Stamp(NamedTuple):
 
     written: bytes
     make: Callable[[], bytes]
+
+
+def new_id() -> str:
+    """32 hexadecimal digits that were never there before. No secret: who has seen some may guess the next."""
+    return f"{_BITS(128):032x}"

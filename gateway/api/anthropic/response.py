@@ -18,7 +18,7 @@ from gateway.api.answers import Answer
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.wire import error_json
 from gateway.api.sse import event, json_text
-from gateway.api.stamps import Stamp
+from gateway.api.stamps import Stamp, new_id
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
 
@@ -70,7 +70,7 @@ class MessageShape:
 
     def stamp(self) -> Stamp:
         """What is new in each answer; ids of tool calls are not in it."""
-        return Stamp(self.message_id.encode(), lambda: _new_id().encode())
+        return Stamp(self.message_id.encode(), lambda: f"msg_{new_id()}".encode())
 
     def body(self, answers: list[Answer], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""

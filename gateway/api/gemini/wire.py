@@ -21,6 +21,8 @@ _OWN_PATHS: Final = re.compile(
     r"|/v1/(cachedContents|tunedModels)(/.*)?"
     r"|/v1/models/.+:(generateContent|streamGenerateContent|countTokens|embedContent|batchEmbedContents|predict)"
 )
+_ROOTS: Final = ("/v1beta", "/v1/cachedContents", "/v1/tunedModels", "/v1/models/")
+"""What all of these begin with."""
 _VERB: Final = re.compile(r"/v1(beta)?/models/.+:[A-Za-z]+")  # of a POST; a model that is got may be `name:tag`
 _STATUS: Final = {
     400: "INVALID_ARGUMENT",
@@ -42,9 +44,10 @@ _TYPE: Final = "type.googleapis.com/google.rpc."
 def speaks(http: web.Request) -> bool:
     """By the path, or by a header or parameter that only Google's clients send."""
     path = http.path
-    if _OWN_PATHS.fullmatch(path) or (http.method == "POST" and _VERB.fullmatch(path)):
+    if path.startswith(_ROOTS) and (_OWN_PATHS.fullmatch(path) or (http.method == "POST" and _VERB.fullmatch(path))):
         return True
-    if "x-goog-api-key" in http.headers or "x-goog-api-client" in http.headers:
+    headers = http.headers
+    if "x-goog-api-key" in headers or "x-goog-api-client" in headers:
         return True
     return bool(http.rel_url.raw_query_string) and "key" in http.query  # hardly any other request has a query
 

@@ -19,7 +19,7 @@ from gateway.api.answers import Answer
 from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.api.openai.wire import error_json
 from gateway.api.sse import data, json_line, json_text
-from gateway.api.stamps import Stamp
+from gateway.api.stamps import Stamp, new_id
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, Started, TextDelta, Tier, Usage
 
@@ -267,10 +267,10 @@ def _new(prefix: str) -> dict[str, Any]:
 def _stamp(base: Mapping[str, Any], kind: str) -> Stamp:
     prefix = base["id"].partition("-")[0]
 
-    def write(new: Mapping[str, Any]) -> bytes:
-        return orjson.dumps({"id": new["id"], "object": kind, "created": new["created"]})[1:-1]
+    def write(name: str, created: int) -> bytes:
+        return orjson.dumps({"id": name, "object": kind, "created": created})[1:-1]
 
-    return Stamp(write(base), lambda: write(_new(prefix)))
+    return Stamp(write(base["id"], base["created"]), lambda: write(f"{prefix}-{new_id()}", int(time.time())))
 
 
 def _body(base: dict[str, Any], kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
