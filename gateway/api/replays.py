@@ -14,8 +14,9 @@ from gateway.api.openai.replay import ChatReplay, CompletionReplay
 class Replay(Protocol):
     """How one route writes an answer in its two forms. Pure; None for what cannot be told."""
 
-    def fold(self, stream: bytes) -> dict[str, Any] | None:
-        """The whole answer that a complete stream tells."""
+    def fold(self, stream: bytes, *, usage: bool = True) -> dict[str, Any] | None:
+        """The whole answer that a complete stream tells. `usage`: only one that tells its usage, where whole answers of
+        this route do."""
         ...
 
     def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
@@ -28,6 +29,10 @@ class Replay(Protocol):
 
     def ending(self, whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] | None:
         """How it ended; None for an answer that is not complete, or not one."""
+        ...
+
+    def text(self, whole: Mapping[str, Any]) -> str | None:
+        """Of an answer to a chat that is one text and nothing else."""
         ...
 
 

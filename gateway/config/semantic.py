@@ -53,6 +53,9 @@ class SemanticCacheSettings(Section):
     ttl_s: Annotated[float, Field(gt=0)] = Field(
         3600.0, description="Seconds from its answer after which a question is forgotten; being used adds nothing."
     )
+    max_models: Annotated[int, Field(ge=1)] = Field(
+        64, description="Models of one tenant whose questions are kept; the one that was asked longest ago goes first."
+    )
     max_entries: Annotated[int, Field(ge=0)] = Field(
         100_000, description="Questions of one tenant to one model that are kept at most."
     )

@@ -9,29 +9,69 @@ generate   none of these; what comes is then remembered by all of them
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from engine.protocol import Hello
-from gateway.types import Event, Request
+from gateway.types import Event, Request, Reuse
 
 Generate = Callable[[Request], AsyncGenerator[Event, None]]
 """Steps 2 to 6 of the street."""
 
+Said = Callable[[], str | None]
+"""The text of an answer; None for one that is more than a text, or is not complete."""
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that may be answered from the cache.
+Anew = Callable[[], Awaitable[str | None]]
+"""The same of an answer that is generated for the asking. Raises what generating raises."""
 
-    key    under which its answer will be kept
-    owner  whose it will be
+
+class Situation(NamedTuple):
+    """A chat without what its user said last.
+
+    digest  of everything else; who compares texts compares those of one situation
+    text    what the user said last
     """
 
-    request: Request
-    model: Hello
-    key: bytes
-    owner: str
+    digest: bytes
+    text: str
+
+
+class Asked(Protocol):
+    """A request that may be answered from the cache, whoever would generate its answer."""
+
+    @property
+    def key(self) -> bytes:
+        """Under which its answer will be kept."""
+        ...
+
+    @property
+    def owner(self) -> str:
+        """Whose it will be."""
+        ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def model(self) -> str:
+        """As clients name it."""
+        ...
+
+    @property
+    def reuse(self) -> Reuse: ...
+
+    def find_unfit(self, max_temperature: float) -> str | None:
+        """Why no other request's answer will do, as far as that can be told without its text; None where one may.
+
+        tools     its answer may call some
+        form      its answer has to be more than a text, or another form of text
+        sampling  its temperature is higher
+        """
+        ...
+
+    def find_situation(self) -> Situation | None:
+        """None for what is no chat that ends with a text of its user."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +100,12 @@ class Semantic(Protocol):
         """The answer to give, which the cache then looks up by its key."""
         ...
 
-    def repeated(self, asked: Asked) -> None:
-        """The exact cache has the answer: nothing is to be found, one request more is to be counted."""
+    def repeats(self, asked: Asked) -> Callable[[], None]:
+        """What is called each time that the exact cache has the answer: nothing is to be found, one request more is to
+        be counted. Holds nothing of the request's text."""
         ...
 
-    def hit(
-        self, asked: Asked, match: Match, answer: Sequence[Event], anew: Callable[[], AsyncGenerator[Event, None]]
-    ) -> None:
+    def hit(self, asked: Asked, match: Match, given: Said, anew: Anew) -> None:
         """It was there, and is given. `anew` generates an answer of its own, for who wants to compare."""
         ...
 
@@ -74,8 +113,8 @@ class Semantic(Protocol):
         """It was not there any more."""
         ...
 
-    def remember(self, asked: Asked, answer: Sequence[Event]) -> None:
-        """It was generated, and is kept under the key."""
+    def remember(self, asked: Asked, answer: str | None) -> None:
+        """The text of what was generated, and is kept under the key; None for what no other request may get."""
         ...
 
     def stats(self) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 
 from engine.protocol import Grammar, Hello, Sampling
+from gateway.responses.base import Situation
 from gateway.types import ChatPrompt, Constraint, Prompt, Request, TextPrompt, Tool, ToolUse
 
 VERSION: Final = 1
@@ -45,17 +46,6 @@ IGNORED: Final[Mapping[type, frozenset[str]]] = {
     Hello: frozenset(("incarnation", "num_blocks", "max_sequences", "created", "version")),
 }
 """Fields that change no answer. A test holds that every other one changes the key."""
-
-
-class Situation(NamedTuple):
-    """A chat without what its user said last.
-
-    digest  of everything else; who compares texts compares those of one situation
-    text    what the user said last
-    """
-
-    digest: bytes
-    text: str
 
 
 def request_key(request: Request, model: Hello) -> bytes:

@@ -71,6 +71,13 @@ def record(events: Sequence[Event], generation_ms: float = 0.0) -> Recording | N
     )
 
 
+def text_of(events: Sequence[Event]) -> str | None:
+    """What it says; None for an answer that is not complete, or calls tools."""
+    if not events or not isinstance(events[-1], Finished) or events[-1].reason != "stop":
+        return None
+    return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()
+
+
 def encode(recording: Recording) -> bytes:
     written: dict[str, Any] = {
         "p": recording.prompt_tokens,

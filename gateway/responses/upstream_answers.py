@@ -5,27 +5,26 @@ the client asks in the form that they came in, and through their API's converter
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-import orjson
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Protocol
 
 from gateway.config import ResponseCacheSettings
 from gateway.errors import KvasirError, NotCachedError
-from gateway.responses.base import Figures
 from gateway.responses.eligibility import Mode
 from gateway.responses.entries import Entry
-from gateway.responses.exact import ExactCache
 from gateway.responses.flights import Flight, Flights
 from gateway.responses.key import entry_id
-from gateway.responses.repeat import EntryRepeat
-from gateway.responses.upstream_key import find_upstream_bypass, include_usage, route_of, streams, upstream_key
-from gateway.responses.upstream_recording import Form, Kept, find_kept, write
-from gateway.types import Hit, Lookup, UpstreamAnswer, UpstreamRequest
+from gateway.responses.lookups import Lookups
+from gateway.responses.upstream_asked import UpstreamAsked
+from gateway.responses.upstream_forms import Replay, media_type, read, told
+from gateway.responses.upstream_key import find_upstream_bypass, route_of
+from gateway.responses.upstream_recording import Kept, find_kept, write
+from gateway.types import Hit, Lookup, Trace, UpstreamAnswer, UpstreamRequest
 
-Ending = Literal["stop", "tool_calls", "length"]
+ONCE: Final = frozenset(("idempotency-key", "x-client-request-id"))
+"""Headers of one request, which another one of ours must not be taken for."""
 
 
 class Upstreams(Protocol):
@@ -42,26 +41,6 @@ class Upstreams(Protocol):
         ...
 
 
-class Replay(Protocol):
-    """How one route writes an answer in its two forms. Pure; None for what cannot be told."""
-
-    def fold(self, stream: bytes) -> dict[str, Any] | None:
-        """The whole answer that a complete stream tells."""
-        ...
-
-    def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
-        """A stream that tells a whole answer, in pieces."""
-        ...
-
-    def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
-        """A stream in its own pieces, with or without the usage that was asked for."""
-        ...
-
-    def ending(self, whole: Mapping[str, Any]) -> Ending | None:
-        """How it ended; None for an answer that is not complete, or not one."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Head:
     """What comes before the pieces of an answer."""
@@ -75,6 +54,17 @@ class _Head:
 _Item = _Head | bytes
 
 
+class _Again(NamedTuple):
+    """An answer that was kept, in the form that is wanted."""
+
+    kept: Kept
+    pieces: Sequence[bytes]
+    head: _Head
+
+    def hit(self, lookup: Lookup) -> Hit:
+        return Hit("semantic" if lookup.outcome == "semantic" else "exact", *self.kept.tokens, self.kept.ms)
+
+
 class RememberedUpstreams:
     """In the place of the upstreams. What fails in here makes a cache cold, and no request fail."""
 
@@ -84,18 +74,14 @@ class RememberedUpstreams:
         replays: Mapping[str, Replay],
         settings: ResponseCacheSettings,
         modes: Mapping[str, Mode],
-        exact: ExactCache,
-        now: Callable[[], float],
-        figures: Figures,
+        lookups: Lookups,
     ) -> None:
-        """`replays` by route, as upstream_key.route_of calls it. `figures` are those of the whole response cache."""
+        """`replays` by route, as upstream_key.route_of calls it. `lookups` are those of the whole response cache."""
         self._upstreams = upstreams
         self._replays = replays
         self._settings = settings
         self._modes = modes
-        self._exact = exact
-        self._now = now
-        self._figures = figures
+        self._lookups = lookups
         self._flights: Flights[_Item] = Flights(settings.max_flight_bytes, _size)
 
     @property
@@ -123,63 +109,63 @@ class RememberedUpstreams:
         replay = self._replays.get(route_of(request))
         reason = find_upstream_bypass(request, self._settings, mode, known=replay is not None)
         if reason is not None or replay is None:
-            self._figures.bypassed[reason or "route"] += 1
             self._note(request, Lookup("bypass", reason or "route"))
             if request.reuse.only_kept:
                 raise NotCachedError(f"The request wants an answer from the cache or none (only-if-cached): {reason}.")
             async with self._upstreams.answer(request) as answer:
                 yield answer
             return
-        async with aclosing(self._answer(request, replay)) as answers:
+        asked = UpstreamAsked.of(request, replay, self._upstreams.whose(request.model, request.tenant.name))
+        async with aclosing(self._answer(asked)) as answers:
             async for answer in answers:
                 yield answer
 
-    async def _answer(self, request: UpstreamRequest, replay: Replay) -> AsyncGenerator[UpstreamAnswer, None]:
+    async def _answer(self, asked: UpstreamAsked) -> AsyncGenerator[UpstreamAnswer, None]:
         """One answer, and then the end."""
-        owner, key = f"tenant:{request.tenant.name}", upstream_key(request, self._whose(request))
-        reuse, form = request.reuse, Form(streams(request), streams(request) and include_usage(request))
-        entry = await self._exact.find(owner, key) if reuse.read else None
-        if entry is not None and self._fresh(entry, reuse.max_age_s):
-            kept = find_kept(entry.body)
-            pieces = None if kept is None else _told(kept, form, replay)
-            if kept is not None and pieces is not None:
-                yield self._again(request, entry, kept, form, pieces)
-                return
-        if reuse.only_kept:
-            self._note(request, Lookup("miss", entry=entry_id(key)))
-            raise NotCachedError("There is no answer in the cache that will do (only-if-cached).")
-        if not reuse.write:
-            self._note(request, Lookup("miss", entry=entry_id(key)))
-            async with self._upstreams.answer(request) as answer:
-                yield answer
+        request, reuse = asked.request, asked.request.reuse
+        entry = await self._lookups.find(asked)
+        again = None if entry is None else _again(entry, asked)
+        if entry is not None and again is not None:
+            lookup, request.trace.repeat = self._lookups.given(asked, entry)
+            yield self._given(request, again, lookup)
             return
-        async with aclosing(self._together(request, replay, owner, key, form)) as answers:
+        with_others = reuse.write and not reuse.only_kept
+        async with aclosing(self._together(asked) if with_others else self._alone(asked)) as answers:
             async for answer in answers:
                 yield answer
 
-    async def _together(
-        self, request: UpstreamRequest, replay: Replay, owner: str, key: bytes, form: Form
-    ) -> AsyncGenerator[UpstreamAnswer, None]:
+    async def _alone(self, asked: UpstreamAsked) -> AsyncGenerator[UpstreamAnswer, None]:
+        """What means the same, or an answer for nobody else, or none at all."""
+        request = asked.request
+        if (alike := await self._find_alike(asked)) is not None:
+            yield self._given(request, *alike)
+            return
+        self._note(request, Lookup("miss", entry=entry_id(asked.key)))
+        if request.reuse.only_kept:
+            raise NotCachedError("There is no answer in the cache that will do (only-if-cached).")
+        async with self._upstreams.answer(request) as answer:
+            yield answer
+
+    async def _together(self, asked: UpstreamAsked) -> AsyncGenerator[UpstreamAnswer, None]:
         """With all others who ask the same in the same form."""
+        request = asked.request
         while True:
-            shared = (key, form, request.reuse) if request.reuse.read else None
+            shared = (asked.key, asked.form, request.reuse) if request.reuse.read else None
             flight = self._flights.find(shared)
             leads = flight is None
             if flight is None:
                 flight = self._flights.launch(shared)
-                flight.start(lambda flight: self._work(request, replay, owner, key, form, flight), "upstream flight")
+                flight.start(lambda flight: self._work(asked, flight), "upstream flight")
             try:
                 async with aclosing(flight.read()) as items:
                     head = await anext(items)
                     assert isinstance(head, _Head)
                     shares = not leads and head.status < 400  # an error saves nothing
-                    self._note(request, Lookup("shared" if shares else "miss", entry=entry_id(key)))
-                    if shares:
-                        _account(request, Hit("exact", 0, 0, 0.0))
+                    self._begin(asked, flight, leads=leads, shares=shares)
                     pieces = _pieces(items)
                     async with aclosing(pieces):
                         yield UpstreamAnswer(head.upstream, head.status, head.headers, pieces, head.label)
-                if shares and flight.hit is not None:  # known once the answer was read to its end
+                if shares and flight.lookup is None and flight.hit is not None:  # known once it was read to its end
                     _share(request, flight, flight.hit)
                 return
             except KvasirError:
@@ -189,16 +175,28 @@ class RememberedUpstreams:
                 if leads and flight.hit is None:
                     flight.unpaid = request.trace
 
-    async def _work(
-        self,
-        request: UpstreamRequest,
-        replay: Replay,
-        owner: str,
-        key: bytes,
-        form: Form,
-        flight: Flight[_Item],
-    ) -> AsyncGenerator[_Item, None]:
-        entry: Entry | None = None
+    def _begin(self, asked: UpstreamAsked, flight: Flight[_Item], *, leads: bool, shares: bool) -> None:
+        """What a reader is told of an answer whose head is there."""
+        request, lookup, hit = asked.request, flight.lookup, flight.hit
+        if lookup is not None and hit is not None:
+            self._note(request, lookup)
+            _account(request, hit)
+            return
+        self._note(request, Lookup("shared" if shares else "miss", entry=entry_id(asked.key)))
+        if shares:
+            _account(request, Hit("exact", 0, 0, 0.0))
+
+    async def _work(self, asked: UpstreamAsked, flight: Flight[_Item]) -> AsyncGenerator[_Item, None]:
+        """What means the same, or an answer of the upstreams."""
+        alike = await self._find_alike(asked)
+        if alike is not None:
+            again, flight.lookup = alike
+            flight.hit = again.hit(flight.lookup)
+            yield again.head
+            for piece in again.pieces:
+                yield piece
+            return
+        request, entry = asked.request, None
         async with self._upstreams.answer(request) as answer:
             yield _Head(answer.upstream, answer.status, answer.headers, answer.label)
             async with aclosing(answer.pieces) as pieces:
@@ -207,106 +205,90 @@ class RememberedUpstreams:
             trace = request.trace
             flight.hit = Hit("exact", trace.prompt_tokens, trace.completion_tokens, _ms(request))
             if answer.status == 200 and (full := flight.full) is not None:
-                entry = self._keep(request, answer, full, replay, owner, key, form)
+                entry = self._keep(asked, answer, [item for item in full if isinstance(item, bytes)])
         flight.land()
         if entry is not None:
-            await self._exact.share(entry)
+            await self._lookups.share(entry)
 
-    def _keep(
-        self,
-        request: UpstreamRequest,
-        answer: UpstreamAnswer,
-        full: Sequence[_Item],
-        replay: Replay,
-        owner: str,
-        key: bytes,
-        form: Form,
-    ) -> Entry | None:
-        pieces = [item for item in full if isinstance(item, bytes)]
-        kind = next((value for name, value in answer.headers if name.lower() == "content-type"), "")
-        if ("text/event-stream" in kind) != form.stream or any(
-            name.lower() == "content-encoding" for name, _ in answer.headers
-        ):
+    async def _find_alike(self, asked: UpstreamAsked) -> tuple[_Again, Lookup] | None:
+        """The answer to another request that means the same."""
+
+        async def anew() -> str | None:
+            return await self._say_anew(asked)
+
+        return await self._lookups.find_alike(
+            asked, lambda entry: _again(entry, asked), lambda again: _said(again.pieces, asked), anew
+        )
+
+    async def _say_anew(self, asked: UpstreamAsked) -> str | None:
+        """The text of an answer that nobody waits for."""
+        async with self._upstreams.answer(_off_the_path(asked.request)) as answer:
+            if answer.status != 200 or _is_odd(answer, asked):
+                return None
+            pieces, size = [], 0
+            async for piece in answer.pieces:
+                pieces.append(piece)
+                size += len(piece)
+                if size > self._settings.max_entry_bytes:
+                    return None
+        return _said(pieces, asked)
+
+    def _keep(self, asked: UpstreamAsked, answer: UpstreamAnswer, pieces: Sequence[bytes]) -> Entry | None:
+        if _is_odd(answer, asked):
             return None
-        ending = _ending(b"".join(pieces), form, replay)
-        tools = self._settings.tool_calls or bool(request.reuse.asked)  # an upstream may have some of its own
+        said = read(b"".join(pieces), asked.form, asked.replay)
+        tools = self._settings.tool_calls or bool(asked.reuse.asked)  # an upstream may have some of its own
         allowed = {"stop": True, "tool_calls": tools, "length": self._settings.truncated}
-        if ending is None or not allowed[ending]:
-            self._figures.not_kept["truncated"] += ending == "length"
+        if said is None or not allowed[said.ending]:
+            self._lookups.figures.not_kept["truncated"] += said is not None and said.ending == "length"
             return None
-        trace, settings = request.trace, self._settings
+        trace = asked.request.trace
         tokens = trace.prompt_tokens, trace.completion_tokens
-        body = write(Kept(form, kind, answer.label, tokens, _ms(request), pieces))
-        if len(body) > settings.max_entry_bytes:
-            self._figures.not_kept["too_large"] += 1
-            return None
-        now, asked_s = self._now(), request.reuse.ttl_s
-        ttl_s = settings.ttl_s if asked_s is None else min(asked_s, settings.max_ttl_s)
-        entry = Entry(key, entry_id(key), owner, answer.label, now, now + ttl_s, body)
-        self._exact.keep(entry)
-        return entry
+        body = write(Kept(asked.form, _type(answer), answer.label, tokens, _ms(asked.request), pieces))
+        return self._lookups.keep(asked, answer.label, body, said.text)
 
-    def _again(
-        self, request: UpstreamRequest, entry: Entry, kept: Kept, form: Form, pieces: Sequence[bytes]
-    ) -> UpstreamAnswer:
-        self._note(request, Lookup("exact", entry=entry.id, age_s=max(self._now() - entry.created_s, 0.0)))
-        _account(request, Hit("exact", *kept.tokens, kept.ms))
-        request.trace.repeat = EntryRepeat(self._exact, entry, request.reuse, self._now, self._figures)
-        kind = kept.type if form.stream == kept.form.stream else _TYPES[form.stream]
-        return UpstreamAnswer("", 200, (("Content-Type", kind),), _pieces(_each(pieces)), kept.label)
-
-    def _whose(self, request: UpstreamRequest) -> str:
-        return self._upstreams.whose(request.model, request.tenant.name)
-
-    def _fresh(self, entry: Entry, max_age_s: float | None) -> bool:
-        return max_age_s is None or self._now() - entry.created_s <= max_age_s
+    def _given(self, request: UpstreamRequest, again: _Again, lookup: Lookup) -> UpstreamAnswer:
+        self._note(request, lookup)
+        _account(request, again.hit(lookup))
+        head = again.head
+        return UpstreamAnswer(head.upstream, head.status, head.headers, _each(again.pieces), head.label)
 
     def _note(self, request: UpstreamRequest, lookup: Lookup) -> None:
-        request.trace.lookup = lookup
-        self._figures.outcomes[lookup.outcome] += 1
+        self._lookups.note(request.trace, lookup)
 
 
-_ODD = (ValueError, KeyError, TypeError, IndexError, AttributeError)
-"""What a converter may raise for an answer that is none of its API's."""
-
-_TYPES = {False: "application/json", True: "text/event-stream; charset=utf-8"}
-
-
-def _ending(joined: bytes, form: Form, replay: Replay) -> Ending | None:
-    """None for what is not complete, or cannot be read."""
-    try:
-        whole = replay.fold(joined) if form.stream else _object(joined)
-        return None if whole is None else replay.ending(whole)
-    except _ODD:
+def _again(entry: Entry, asked: UpstreamAsked) -> _Again | None:
+    """None for what cannot be read, or be told in the form that is wanted."""
+    kept = find_kept(entry.body)
+    pieces = None if kept is None else told(kept, asked.form, asked.replay)
+    if kept is None or pieces is None:
         return None
+    head = _Head("", 200, (("Content-Type", media_type(kept, asked.form)),), kept.label)
+    return _Again(kept, pieces, head)
 
 
-def _told(kept: Kept, form: Form, replay: Replay) -> Sequence[bytes] | None:
-    """In the form that is wanted; None where it cannot be."""
-    if kept.form == form:
-        return kept.pieces
-    try:
-        return _converted(b"".join(kept.pieces), kept, form, replay)
-    except _ODD:
-        return None
+def _said(pieces: Sequence[bytes], asked: UpstreamAsked) -> str | None:
+    """The text of a complete answer, in the form that was asked for."""
+    said = read(b"".join(pieces), asked.form, asked.replay)
+    return None if said is None else said.text
 
 
-def _converted(joined: bytes, kept: Kept, form: Form, replay: Replay) -> Sequence[bytes] | None:
-    if kept.form.stream and form.stream:
-        return replay.restream(joined, usage=form.usage)
-    if form.stream:
-        whole = _object(joined)
-        return None if whole is None else replay.unfold(whole, usage=form.usage)
-    folded = replay.fold(joined)
-    return None if folded is None else [orjson.dumps(folded)]
+def _off_the_path(request: UpstreamRequest) -> UpstreamRequest:
+    """The same for nobody who waits."""
+    now = time.monotonic()
+    deadline_s = now + request.deadline_s - request.received_s
+    headers = tuple(item for item in request.headers if item[0] not in ONCE)
+    return replace(request, received_s=now, deadline_s=deadline_s, headers=headers, trace=Trace())
 
 
-def _object(data: bytes) -> dict[str, Any] | None:
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    return value if type(value) is dict else None
+def _type(answer: UpstreamAnswer) -> str:
+    return next((value for name, value in answer.headers if name.lower() == "content-type"), "")
+
+
+def _is_odd(answer: UpstreamAnswer, asked: UpstreamAsked) -> bool:
+    """Whether it comes in another form than the one that was asked for, or is encoded."""
+    encoded = any(name.lower() == "content-encoding" for name, _ in answer.headers)
+    return encoded or ("text/event-stream" in _type(answer)) != asked.form.stream
 
 
 def _account(request: UpstreamRequest, hit: Hit) -> None:

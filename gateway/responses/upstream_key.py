@@ -32,7 +32,7 @@ HEADERS: Final = frozenset(("anthropic-beta", "anthropic-version", "openai-beta"
 
 _STREAM: Final = ":streamGenerateContent"
 _WHOLE: Final = ":generateContent"
-_CALLED: Final = ("tools", "functions", "mcp_servers", "web_search_options", "plugins")
+CALLED: Final = ("tools", "functions", "mcp_servers", "web_search_options", "plugins")
 """What answers may call, at the client or at the upstream."""
 
 _KEPT_THERE: Final = ("store", "background", "container")
@@ -58,10 +58,19 @@ def include_usage(request: UpstreamRequest) -> bool:
 
 def upstream_key(request: UpstreamRequest, whose: str) -> bytes:
     """32 bytes. `whose` says which upstreams and models answer it."""
-    values = {name: value for name, value in request.values.items() if name not in IGNORED}
+    return _digest("upstream", request, request.values, whose)
+
+
+def situation_digest(request: UpstreamRequest, without: Mapping[str, Any], whose: str) -> bytes:
+    """32 bytes, of everything but a text that `without` has no more of its values."""
+    return _digest("upstream situation", request, without, whose)
+
+
+def _digest(kind: str, request: UpstreamRequest, said: Mapping[str, Any], whose: str) -> bytes:
+    values = {name: value for name, value in said.items() if name not in IGNORED}
     ordered = sorted((name, value) for name, value in values.items() if name in ORDERED)
     parts = (
-        ("kvasir", "upstream", VERSION),
+        ("kvasir", kind, VERSION),
         ("scope", request.tenant.salt, request.reuse.partition),
         ("route", request.dialect, route_of(request), request.model, whose),
         ("query", sorted(part for part in request.query.split("&") if part and not part.startswith("alt="))),
@@ -88,7 +97,7 @@ def find_upstream_bypass(
         return "route"
     if any(values.get(name) for name in _KEPT_THERE):
         return "stateful"
-    if any(values.get(name) not in (None, []) for name in _CALLED) and not (settings.tool_calls or reuse.asked):
+    if any(values.get(name) not in (None, []) for name in CALLED) and not (settings.tool_calls or reuse.asked):
         return "tools"
     if not (settings.requests == "all" or reuse.asked or _deterministic(values)):
         return "sampling"
@@ -97,7 +106,12 @@ def find_upstream_bypass(
 
 def _deterministic(values: Mapping[str, Any]) -> bool:
     """As the client asks for it. How far an upstream keeps to a seed is its own."""
-    config = values.get("generationConfig") or values.get("generation_config")
-    inside = config if isinstance(config, dict) else values
+    inside = sampling_of(values)
     temperature = inside.get("temperature")
     return (type(temperature) in (int, float) and temperature == 0) or type(inside.get("seed")) is int
+
+
+def sampling_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where a body says how its answer is sampled."""
+    config = values.get("generationConfig") or values.get("generation_config")
+    return config if isinstance(config, dict) else values

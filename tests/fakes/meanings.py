@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -53,6 +54,19 @@ class Meanings:
     def _vector(self, text: str) -> bytes:
         angle = math.radians(next((angle for word, angle in self.angles.items() if word in text), 90.0))
         return array("f", [math.cos(angle), math.sin(angle)]).tobytes()
+
+
+def semantic_cache(meanings: Meanings, *, chance: float = 1.0, **settings: Any) -> SemanticCache:
+    """One gateway's, of which a hit is audited where `chance` is below its share."""
+    return SemanticCache(
+        SemanticCacheSettings.model_validate({"mode": "on", **settings}),
+        {},
+        meanings,
+        None,
+        random=lambda: chance,
+        now=time.time,
+        retry_s=1.0,
+    )
 
 
 @dataclass

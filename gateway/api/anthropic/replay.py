@@ -24,8 +24,8 @@ _ENDINGS: Final[Mapping[str, Literal["stop", "tool_calls", "length"]]] = {
 class MessageReplay:
     """`message` and its events."""
 
-    def fold(self, stream: bytes) -> Json | None:
-        """The message; None for a stream that did not end, or failed."""
+    def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
+        """The message; None for a stream that did not end, or failed. All tell their usage."""
         message: Json | None = None
         partial: dict[int, str] = {}
         ended = False
@@ -66,6 +66,12 @@ class MessageReplay:
     def ending(self, whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] | None:
         """None for a message that is not complete, or was refused."""
         return _ENDINGS.get(whole.get("stop_reason") or "")
+
+    def text(self, whole: Mapping[str, Any]) -> str | None:
+        """Of its blocks, which are all texts without citations."""
+        blocks = whole["content"]
+        plain = all(block["type"] == "text" and not block.get("citations") for block in blocks)
+        return "".join(block["text"] for block in blocks) if plain else None
 
     def _add(self, message: Json, told: Json, partial: dict[int, str]) -> bool:
         """Whether it is known what the event adds."""

@@ -18,8 +18,9 @@ Json = dict[str, Any]
 class GenerateReplay:
     """GenerateContentResponse."""
 
-    def fold(self, stream: bytes) -> Json | None:
-        """One answer; None for a stream that failed. Whether it ended is said by its candidates."""
+    def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
+        """One answer; None for a stream that failed. Whether it ended is said by its candidates. All tell
+        their usage."""
         whole: Json = {}
         candidates: dict[int, Json] = {}
         for written, _ in read_events(stream):
@@ -50,6 +51,15 @@ class GenerateReplay:
             return "length"
         parts = [part for one in candidates for part in (one.get("content") or {}).get("parts") or ()]
         return "tool_calls" if any("functionCall" in part for part in parts) else "stop"
+
+    def text(self, whole: Mapping[str, Any]) -> str | None:
+        """Of the parts of its only candidate, which are all texts."""
+        (candidate,) = whole["candidates"]
+        parts = candidate["content"]["parts"]
+        plain = not candidate.get("groundingMetadata") and all(
+            set(part) - {"thoughtSignature"} == {"text"} for part in parts
+        )
+        return "".join(part["text"] for part in parts) if plain else None
 
 
 def _add(candidate: Json, piece: Json) -> None:

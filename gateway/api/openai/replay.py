@@ -6,7 +6,7 @@ For answers of any server that speaks this API: names that are not known here ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import orjson
 
@@ -15,13 +15,16 @@ from gateway.api.sse import data, read_events
 DONE = b"[DONE]"
 Json = dict[str, Any]
 
+_SPOKEN: Final = frozenset(("role", "content", "reasoning", "reasoning_content"))
+"""Of a message that is one text."""
+
 
 class ChatReplay:
     """`chat.completion` and its chunks."""
 
-    def fold(self, stream: bytes) -> Json | None:
-        """The whole answer; None for a stream that did not end, failed, or tells no usage."""
-        whole, choices = _base(stream, "chat.completion"), dict[int, Json]()
+    def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
+        """The whole answer; None for a stream that did not end, failed, or tells no `usage` that has to be there."""
+        whole, choices = _base(stream, "chat.completion", usage=usage), dict[int, Json]()
         if whole is None:
             return None
         for chunk in _choices(stream):
@@ -55,13 +58,20 @@ class ChatReplay:
         """The one that says least, of all choices."""
         return ending(whole)
 
+    def text(self, whole: Mapping[str, Any]) -> str | None:
+        """Of its only choice; what a model thought before it is not part of it."""
+        (choice,) = whole["choices"]
+        message = choice["message"]
+        more = any(value for name, value in message.items() if name not in _SPOKEN)
+        return message["content"] if isinstance(message["content"], str) and not more else None
+
 
 class CompletionReplay:
     """`text_completion` and its chunks, which have one form."""
 
-    def fold(self, stream: bytes) -> Json | None:
+    def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
         """See ChatReplay."""
-        whole, choices = _base(stream, "text_completion"), dict[int, Json]()
+        whole, choices = _base(stream, "text_completion", usage=usage), dict[int, Json]()
         if whole is None:
             return None
         for chunk in _choices(stream):
@@ -86,6 +96,10 @@ class CompletionReplay:
         """See ChatReplay."""
         return ending(whole)
 
+    def text(self, whole: Mapping[str, Any]) -> str | None:
+        """It is no chat."""
+        return None
+
 
 def restream(stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
     """With the chunk of the usage, or without it; None where it is wanted and not there."""
@@ -107,21 +121,21 @@ def ending(whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] 
     return "length" if "length" in reasons else "stop" if reasons == {"stop"} else "tool_calls"
 
 
-def _base(stream: bytes, kind: str) -> Json | None:
+def _base(stream: bytes, kind: str, *, usage: bool) -> Json | None:
     """What is told of the whole answer."""
     base: Json = {}
-    usage, done = None, False
+    used, done = None, False
     for event, _ in read_events(stream):
         done = event == DONE
         if not done:
             chunk = _object(event)
             if chunk is None or "error" in chunk:
                 return None
-            usage = chunk.get("usage") or usage
+            used = chunk.get("usage") or used
             base = {**chunk, **base}
-    if not done or usage is None:
+    if not done or (usage and used is None):
         return None
-    return {**{name: value for name, value in base.items() if name != "obfuscation"}, "object": kind, "usage": usage}
+    return {**{name: value for name, value in base.items() if name != "obfuscation"}, "object": kind, "usage": used}
 
 
 def _choices(stream: bytes) -> Iterator[Json]:

@@ -117,18 +117,23 @@ class Budget:
 
     def decide(self, evidence: Evidence) -> Verdict:
         """What becomes of the best candidate of the request that was counted last."""
-        row = evidence.row()
-        self._seen.append((self._requests, row))
-        probability = float(logistic(np.array(row) @ self._parameters))
-        if probability < self._bar or self.closed:
-            return Verdict(probability, hit=False)
+        self._seen.append((self._requests, evidence.row()))
+        verdict = self.decide_uncounted(evidence)
+        if not verdict.hit:
+            return verdict
+        probability = verdict.probability
         evenly = self._audit_share * self._requests / max(self._hits, 1)
         share = min(1.0, max(evenly, 1.0 - probability))
         return Verdict(probability, hit=True, audit=self._random() < share, weight=1.0 / share)
 
+    def decide_uncounted(self, evidence: Evidence) -> Verdict:
+        """The same for a request that was not counted, and whose hit is not audited."""
+        probability = self._probability(evidence)
+        return Verdict(probability, hit=probability >= self._bar and not self.closed)
+
     def would_hit(self, evidence: Evidence) -> bool:
         """Whether a candidate like this clears the bar; nothing is counted."""
-        return float(logistic(np.array(evidence.row()) @ self._parameters)) >= self._bar
+        return self._probability(evidence) >= self._bar
 
     def given(self) -> None:
         """A hit was given to its client."""
@@ -169,6 +174,9 @@ class Budget:
             self._bar,
             self.closed,
         )
+
+    def _probability(self, evidence: Evidence) -> float:
+        return float(logistic(np.array(evidence.row()) @ self._parameters))
 
     @property
     def _first_bar(self) -> float:

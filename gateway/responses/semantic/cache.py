@@ -11,21 +11,20 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError
-from gateway.responses.base import Asked, Match
-from gateway.responses.key import find_situation
+from gateway.responses.base import Anew, Asked, Match, Said
 from gateway.responses.semantic.background import Background
 from gateway.responses.semantic.entry import KEPT_ANSWER_CHARS, Entry, digest_of
 from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.responses.semantic.scope import find_unfit
 from gateway.responses.semantic.sync import Sync
-from gateway.types import ChatPrompt, EmbeddingInput, Event, Finished, Request, TextDelta
+from gateway.types import EmbeddingInput
 
 if TYPE_CHECKING:
     from gateway.responses.semantic.space import Sight, Space
@@ -92,7 +91,7 @@ class SemanticCache:
         self._now = now
         self._background = Background()
         self._sync = Sync(redis, self._background, sync_s=settings.sync_s, retry_s=retry_s, clock=time.monotonic)
-        self._spaces: dict[tuple[str, str], Space] = {}
+        self._spaces: OrderedDict[tuple[str, str], Space] = OrderedDict()  # asked last at the end
         self._looked: OrderedDict[int, _Looked] = OrderedDict()  # by id() of what was asked, which each holds on to
         self._judging = self._auditing = 0
         self._embedder_failed = False
@@ -111,20 +110,24 @@ class SemanticCache:
 
     async def _find(self, asked: Asked) -> tuple[str, Match | None]:
         """And what to count it as: hit, miss, or why it was not looked up."""
-        situation = find_situation(asked.request, asked.model)
-        unfit = self._unfit(asked.request) or ("chat" if situation is None else None)
-        if situation is None or unfit is not None:
-            return unfit or "chat", None
+        if (unfit := self._unfit(asked)) is not None:
+            return unfit, None
+        if (situation := asked.find_situation()) is None:
+            return "chat", None
         text = situation.text.strip()
         unfit = find_unfit(text, max_chars=self._settings.max_text_chars)
         if unfit is not None:
             return unfit, None
         space = self._space(asked)  # it reads what others put while the text is embedded
-        vector = await self._vector(text, asked.request.tenant.name)
+        vector = await self._vector(text, asked.tenant)
         if vector is None:
             return "not-embedded", None
-        sight = space.look(space.question(situation.digest, text, vector), least=asked.request.reuse.similarity or 0.0)
-        self._note(_Looked(asked, space, sight))
+        # For who wants nothing to be generated there is nothing to learn from, neither an answer nor an audit.
+        counts = not asked.reuse.only_kept
+        question = space.question(situation.digest, text, vector)
+        sight = space.look(question, least=asked.reuse.similarity or 0.0, counts=counts)
+        if counts:
+            self._note(_Looked(asked, space, sight))
         hit = sight.hit
         if hit is None:
             return "veto" if sight.vetoes and not sight.neighbours else "miss", None
@@ -132,15 +135,12 @@ class SemanticCache:
             return "unaudited", None  # a fresh answer teaches the same
         return "hit", Match(hit.entry.key, hit.similarity)
 
-    def repeated(self, asked: Asked) -> None:
+    def repeats(self, asked: Asked) -> Callable[[], None]:
         """See Semantic."""
-        space = self._spaces.get((asked.owner, asked.request.model))
-        if space is not None and self._unfit(asked.request) is None:
-            space.repeated(asked.key)
+        fits = self._unfit(asked) is None
+        return partial(self._repeated, asked.owner, asked.model, asked.key) if fits else _nothing
 
-    def hit(
-        self, asked: Asked, match: Match, answer: Sequence[Event], anew: Callable[[], AsyncGenerator[Event, None]]
-    ) -> None:
+    def hit(self, asked: Asked, match: Match, given: Said, anew: Anew) -> None:
         """See Semantic."""
         looked = self._pop(asked)
         if looked is None:
@@ -148,7 +148,7 @@ class SemanticCache:
         looked.space.given(looked.sight)
         if looked.sight.verdict.audit:
             self._auditing += 1
-            self._background.start(self._audit(looked, match, text_of(answer) or "", anew), "audit a semantic hit")
+            self._background.start(self._audit(looked, match, given() or "", anew), "audit a semantic hit")
 
     def gone(self, asked: Asked, match: Match) -> None:
         """See Semantic."""
@@ -157,17 +157,17 @@ class SemanticCache:
         if looked is not None:
             looked.space.remove(match.key)
 
-    def remember(self, asked: Asked, answer: Sequence[Event]) -> None:
+    def remember(self, asked: Asked, answer: str | None) -> None:
         """See Semantic."""
-        looked, text = self._pop(asked), text_of(answer)
-        if looked is None or not text:
+        looked = self._pop(asked)
+        if looked is None or not answer:
             return
         question, now = looked.sight.question, self._now()
-        ttl_s = min(asked.request.reuse.ttl_s or self._settings.ttl_s, self._settings.ttl_s)
+        ttl_s = min(asked.reuse.ttl_s or self._settings.ttl_s, self._settings.ttl_s)
         vector = question.vector.tobytes()
-        kept = text[:KEPT_ANSWER_CHARS]
+        kept = answer[:KEPT_ANSWER_CHARS]
         entry = Entry(
-            asked.key, question.scope, asked.key, question.text, vector, kept, digest_of(text), now, now + ttl_s
+            asked.key, question.scope, asked.key, question.text, vector, kept, digest_of(answer), now, now + ttl_s
         )
         if not looked.space.remember(entry):
             return
@@ -179,7 +179,7 @@ class SemanticCache:
             self._sync.put(_name(asked), entry)
         else:
             self._judging += 1
-            self._background.start(self._judge(looked, text), "judge an answer")
+            self._background.start(self._judge(looked, answer), "judge an answer")
 
     def stats(self) -> dict[str, Any]:
         """For operators: requests by outcome and other events since the start; what is kept and learned, by owner and
@@ -202,20 +202,19 @@ class SemanticCache:
             ],
         }
 
-    def _unfit(self, request: Request) -> str | None:
+    def _unfit(self, asked: Asked) -> str | None:
         """Why a request is not looked up, as one word; whatever can be told without its text."""
-        settings, reuse = self._settings, request.reuse
-        mode = self._modes.get(request.tenant.name, settings.mode)
+        settings, reuse = self._settings, asked.reuse
+        mode = self._modes.get(asked.tenant, settings.mode)
         if mode == "off" or reuse.semantic is False:
             return "off"
         if mode == "ask" and not reuse.semantic:
             return "not-asked"
-        prompt = request.prompt
-        if request.tool_use is not None or (isinstance(prompt, ChatPrompt) and prompt.tools):
-            return "tools"
-        if request.constraint is not None or request.sampling.logprobs is not None or request.group is not None:
-            return "form"
-        return "sampling" if request.sampling.temperature > settings.max_temperature else None
+        return asked.find_unfit(settings.max_temperature)
+
+    def _repeated(self, owner: str, model: str, key: bytes) -> None:
+        if (space := self._spaces.get((owner, model))) is not None:
+            space.repeated(key)
 
     async def _vector(self, text: str, tenant: str) -> bytes | None:
         """Of a text that is no longer than one may be; within the time that a look-up has."""
@@ -242,12 +241,21 @@ class SemanticCache:
     def _space(self, asked: Asked) -> Space:
         from gateway.responses.semantic.space import Space
 
-        key = asked.owner, asked.request.model
+        key = asked.owner, asked.model
         space = self._spaces.get(key)
         if space is None:
+            self._make_room(asked.owner)
             space = self._spaces[key] = Space(self._settings, random=self._random, now=self._now)
+        self._spaces.move_to_end(key)
         self._sync.catch_up(_name(asked), space)
         return space
+
+    def _make_room(self, owner: str) -> None:
+        """For one more model of an owner, who may make up names where an upstream answers to any."""
+        own = [model for whose, model in self._spaces if whose == owner]
+        if len(own) >= self._settings.max_models:
+            del self._spaces[owner, own[0]]
+            self._sync.forget(f"{owner}/{own[0]}")
 
     def _note(self, looked: _Looked) -> None:
         self._looked[id(looked.asked)] = looked
@@ -260,7 +268,7 @@ class SemanticCache:
     async def _judge(self, looked: _Looked, answer: str) -> None:
         """Labels a miss: whether its nearest neighbour would have given the same answer."""
         try:
-            sight, tenant = looked.sight, looked.asked.request.tenant.name
+            sight, tenant = looked.sight, looked.asked.tenant
             first, *others = sight.neighbours
             agrees = [await self._same(answer, first.entry, tenant)]
             agrees += [digest_of(answer) == other.entry.digest for other in others]
@@ -273,19 +281,15 @@ class SemanticCache:
         finally:
             self._judging -= 1
 
-    async def _audit(
-        self, looked: _Looked, match: Match, given: str, anew: Callable[[], AsyncGenerator[Event, None]]
-    ) -> None:
+    async def _audit(self, looked: _Looked, match: Match, given: str, anew: Anew) -> None:
         """Compares what was given with a fresh answer. A wrong one is not given again, here or elsewhere."""
         try:
-            fresh = text_of(await _collected(anew()))
+            fresh = await anew()
             if fresh is None:
                 self.events["audits_lost"] += 1
                 return
             entry = looked.sight.neighbours[0].entry
-            same = digest_of(fresh) == digest_of(given) or await self._same(
-                fresh, entry, looked.asked.request.tenant.name
-            )
+            same = digest_of(fresh) == digest_of(given) or await self._same(fresh, entry, looked.asked.tenant)
             looked.space.judge_hit(looked.sight, same)
             self.events["audited"] += 1
             if not same:
@@ -318,17 +322,9 @@ JUDGE_TIMEOUT_S: Final = 30.0
 """Seconds that two answers wait to be embedded; nobody waits for them."""
 
 
-def text_of(answer: Sequence[Event]) -> str | None:
-    """None for an answer that is not complete, or calls tools."""
-    if not answer or not isinstance(answer[-1], Finished) or answer[-1].reason != "stop":
-        return None
-    return "".join(event.text for event in answer if isinstance(event, TextDelta)).strip()
-
-
-async def _collected(events: AsyncGenerator[Event, None]) -> list[Event]:
-    async with aclosing(events) as given:
-        return [event async for event in given]
+def _nothing() -> None:
+    """For what is not counted."""
 
 
 def _name(asked: Asked) -> str:
-    return f"{asked.owner}/{asked.request.model}"
+    return f"{asked.owner}/{asked.model}"

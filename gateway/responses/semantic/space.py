@@ -107,15 +107,17 @@ class Space:
     def question(self, scope: bytes, text: str, vector: bytes) -> Question:
         return Question(scope, text, features(text), np.frombuffer(vector, dtype="<f4"))
 
-    def look(self, question: Question, *, least: float = 0.0) -> Sight:
-        """What there is for a request. A hit needs `least` similarity; no value makes hits of what would be none."""
-        self.budget.count()
+    def look(self, question: Question, *, least: float = 0.0, counts: bool = True) -> Sight:
+        """What there is for a request. A hit needs `least` similarity; no value makes hits of what would be none.
+        `counts` False leaves the budget as it is, and audits nothing."""
+        if counts:
+            self.budget.count()
         near, vetoes = self._near(question)
         if not near:
             return Sight(question, vetoes=tuple(vetoes))
         best = near[0]
         evidence = self._evidence(question, near)
-        verdict = self._decide(evidence, best, least)
+        verdict = self._decide(evidence, best, least, counts=counts)
         return Sight(question, tuple(near), tuple(vetoes), evidence, verdict)
 
     def repeated(self, key: bytes) -> None:
@@ -208,13 +210,13 @@ class Space:
         overlap = len(asked & answered) / max(len(asked | answered), 1)
         return Evidence(best.similarity, overlap, best.similarity - max(other, default=NO_NEIGHBOUR))
 
-    def _decide(self, evidence: Evidence, best: Neighbour, least: float) -> Verdict:
+    def _decide(self, evidence: Evidence, best: Neighbour, least: float, *, counts: bool) -> Verdict:
         settings = self._settings
         floor = max(settings.min_similarity, least)
         if not settings.judged:
             hit = best.similarity >= max(floor, settings.unjudged_similarity)
             return Verdict(0.0, hit=hit)
-        verdict = self.budget.decide(evidence)
+        verdict = self.budget.decide(evidence) if counts else self.budget.decide_uncounted(evidence)
         return verdict if best.similarity >= floor else replace(verdict, hit=False, audit=False)
 
     def _evict(self, held: _Held) -> None:

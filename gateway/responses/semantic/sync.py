@@ -80,6 +80,10 @@ class Sync:
         known.reading = True
         self._background.start(self._read(self._redis, name, known, space), "read questions")
 
+    def forget(self, name: str) -> None:
+        """Nobody has its space any more; the next one begins to read at the beginning."""
+        self._known.pop(name, None)
+
     def put(self, name: str, entry: Entry) -> None:
         """Others will know this one."""
         self._write(name, entry.key, entry.to_bytes())

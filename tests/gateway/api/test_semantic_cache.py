@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
-from gateway.config import SemanticCacheSettings
-from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
 from tests.fakes.gateway import Gateway, response_cache, running
-from tests.fakes.meanings import Meanings
+from tests.fakes.meanings import Meanings, semantic_cache
 from tests.fakes.street import FakeStreet
 
 CHAT = "/v1/chat/completions"
@@ -18,17 +15,7 @@ FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
 
 
 def in_front(mode: str) -> ResponseCache:
-    cache = response_cache()
-    semantic = SemanticCache(
-        SemanticCacheSettings.model_validate({"mode": mode}),
-        {},
-        Meanings({"password?": 0.0, "reset": 5.0}),
-        None,
-        random=lambda: 1.0,
-        now=time.time,
-        retry_s=1.0,
-    )
-    return ResponseCache(cache._settings, {}, cache._exact, semantic, time.time)
+    return response_cache(semantic=semantic_cache(Meanings({"password?": 0.0, "reset": 5.0}), mode=mode))
 
 
 async def ask(gateway: Gateway, text: str, **body: Any) -> Any:

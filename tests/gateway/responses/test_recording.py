@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.responses.recording import Recording, decode, encode, record
+from gateway.responses.recording import Recording, decode, encode, record, text_of
 from gateway.types import CallDelta, Event, Finished, ScoredToken, Spelled, Started, TextDelta, Usage
 
 texts = st.text(max_size=8)
@@ -62,6 +62,15 @@ def test_what_is_not_complete_is_no_recording() -> None:
     assert record(events) == Recording(3, 1, "stop", None, [TextDelta("a")])
     for part in ([], events[:1], events[:2], events[1:]):
         assert record(part) is None
+
+
+def test_the_text_of_an_answer_is_that_of_one_that_is_complete_and_calls_nothing() -> None:
+    start, text = Started("e", Usage(1, 0)), TextDelta(" Hi. ")
+    assert text_of([start, text, Finished("stop", Usage(1, 1))]) == "Hi."
+    assert text_of([start, text, Finished("length", Usage(1, 1))]) is None
+    assert text_of([start, text, Finished("tool_calls", Usage(1, 1))]) is None
+    assert text_of([start, text]) is None
+    assert text_of([]) is None
 
 
 def test_the_prompt_of_an_answer_that_is_given_again_was_all_there() -> None:

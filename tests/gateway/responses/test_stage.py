@@ -13,9 +13,9 @@ import pytest
 from engine.protocol import Sampling
 from gateway.config import ResponseCacheSettings
 from gateway.errors import BadRequestError, EngineLostError, KvasirError, NotCachedError, OverloadedError
-from gateway.responses.base import Asked, Match
+from gateway.responses.base import Anew, Asked, Match, Said
 from gateway.responses.eligibility import Mode
-from gateway.responses.entries import About, EntriesDownError, Entry
+from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import request_key
 from gateway.responses.memory_entries import MemoryEntries
@@ -35,6 +35,7 @@ from gateway.types import (
     ToolUse,
     Usage,
 )
+from tests.fakes.shelf import Shelf
 from tests.fakes.street import hello
 from tests.fakes.waiting import until
 
@@ -93,45 +94,6 @@ class Engine:
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted += 1
             raise
-
-
-class Shelf:
-    """A Redis that can be away."""
-
-    def __init__(self) -> None:
-        self.entries: dict[tuple[str, str], Entry] = {}
-        self.down = False
-        self.asked = 0
-
-    async def find(self, owner: str, name: str) -> Entry | None:
-        self._check()
-        return self.entries.get((owner, name))
-
-    async def put(self, entry: Entry) -> bool:
-        self._check()
-        self.entries[entry.owner, entry.id] = entry
-        return True
-
-    async def remove(self, owner: str, name: str) -> bool:
-        self._check()
-        return self.entries.pop((owner, name), None) is not None
-
-    async def owners(self) -> list[str]:
-        self._check()
-        return [owner for owner, _ in self.entries]
-
-    async def all_of(self, owner: str) -> list[About]:
-        self._check()
-        return []
-
-    @property
-    def evicted(self) -> int:
-        return 0
-
-    def _check(self) -> None:
-        self.asked += 1
-        if self.down:
-            raise EntriesDownError("away")
 
 
 class Looking(Shelf):
@@ -583,26 +545,24 @@ class Meaning:
 
     key: bytes | None = None
     calls: list[str] = field(default_factory=list)
-    anew: Callable[[], AsyncGenerator[Event, None]] | None = None
+    anew: Anew | None = None
 
     async def find(self, asked: Asked) -> Match | None:
         self.calls.append("find")
         return None if self.key is None else Match(self.key, 0.97)
 
-    def repeated(self, asked: Asked) -> None:
-        self.calls.append("repeated")
+    def repeats(self, asked: Asked) -> Callable[[], None]:
+        return lambda: self.calls.append("repeated")
 
-    def hit(
-        self, asked: Asked, match: Match, answer: Sequence[Event], anew: Callable[[], AsyncGenerator[Event, None]]
-    ) -> None:
-        self.calls.append(f"hit {said(answer)}")
+    def hit(self, asked: Asked, match: Match, given: Said, anew: Anew) -> None:
+        self.calls.append(f"hit {given()}")
         self.anew = anew
 
     def gone(self, asked: Asked, match: Match) -> None:
         self.calls.append("gone")
 
-    def remember(self, asked: Asked, answer: Sequence[Event]) -> None:
-        self.calls.append(f"remember {said(answer)}")
+    def remember(self, asked: Asked, answer: str | None) -> None:
+        self.calls.append(f"remember {answer}")
         self.key = self.key or asked.key
 
 
@@ -616,8 +576,7 @@ async def test_what_means_the_same_is_asked_for_after_an_exact_miss_and_told_of_
     assert (request.trace.lookup.outcome, request.trace.lookup.similarity) == ("semantic", 0.97)
     assert meaning.calls == ["find", "remember Hello 1", "find", "hit Hello 1"]
     assert meaning.anew is not None
-    async with aclosing(meaning.anew()) as events:
-        assert said([event async for event in events]) == "Hello 2"
+    assert await meaning.anew() == "Hello 2"
     assert bench.engine.runs[-1].lane == "batch"
     assert request.trace.engine is None
     same = ask("How are you?")

@@ -14,6 +14,7 @@ from gateway.api.replays import REPLAYS
 from gateway.config import ResponseCacheSettings
 from gateway.responses.base import Figures
 from gateway.responses.exact import ExactCache
+from gateway.responses.lookups import Lookups
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.types import Hit, Tenant, UpstreamAnswer, UpstreamRequest
@@ -53,6 +54,13 @@ class Stub:
         yield UpstreamAnswer("up", self.status, (("Content-Type", "application/json"),), pieces(), "m")
 
 
+def remembered(stub: Stub) -> tuple[RememberedUpstreams, Figures]:
+    settings = ResponseCacheSettings()
+    exact = ExactCache(MemoryEntries(1 << 20, time.time), None, retry_s=1.0, clock=time.monotonic)
+    lookups = Lookups(settings, exact, None, time.time)
+    return RememberedUpstreams(stub, REPLAYS, settings, {}, lookups), lookups.figures
+
+
 def ask() -> UpstreamRequest:
     body = orjson.dumps(VALUES)
     now = time.monotonic()
@@ -66,9 +74,8 @@ async def read(upstreams: RememberedUpstreams, request: UpstreamRequest) -> byte
 
 
 async def test_who_shares_an_answer_is_told_what_it_took_and_used_nothing() -> None:
-    settings, stub, figures = ResponseCacheSettings(), Stub(), Figures()
-    exact = ExactCache(MemoryEntries(1 << 20, time.time), None, retry_s=1.0, clock=time.monotonic)
-    upstreams = RememberedUpstreams(stub, REPLAYS, settings, {}, exact, time.time, figures)
+    stub = Stub()
+    upstreams, figures = remembered(stub)
     requests = [ask() for _ in range(3)]
     reading = [asyncio.create_task(read(upstreams, request)) for request in requests]
     await asyncio.sleep(0)
@@ -88,9 +95,8 @@ async def test_who_shares_an_answer_is_told_what_it_took_and_used_nothing() -> N
 
 
 async def test_an_error_that_is_shared_is_no_hit_and_saves_nothing() -> None:
-    settings, stub, figures = ResponseCacheSettings(), Stub(status=429), Figures()
-    exact = ExactCache(MemoryEntries(1 << 20, time.time), None, retry_s=1.0, clock=time.monotonic)
-    upstreams = RememberedUpstreams(stub, REPLAYS, settings, {}, exact, time.time, figures)
+    stub = Stub(status=429)
+    upstreams, figures = remembered(stub)
     requests = [ask() for _ in range(3)]
     reading = [asyncio.create_task(read(upstreams, request)) for request in requests]
     await asyncio.sleep(0)
@@ -102,9 +108,8 @@ async def test_an_error_that_is_shared_is_no_hit_and_saves_nothing() -> None:
 
 
 async def test_what_was_used_is_accounted_for_once_when_the_request_that_asked_for_it_left() -> None:
-    settings, stub, figures = ResponseCacheSettings(), Stub(), Figures()
-    exact = ExactCache(MemoryEntries(1 << 20, time.time), None, retry_s=1.0, clock=time.monotonic)
-    upstreams = RememberedUpstreams(stub, REPLAYS, settings, {}, exact, time.time, figures)
+    stub = Stub()
+    upstreams, _ = remembered(stub)
     requests = [ask() for _ in range(3)]
     leader, *others = [asyncio.create_task(read(upstreams, request)) for request in requests]
     await until(lambda: upstreams.waiting == 3)

@@ -11,19 +11,7 @@ import pytest
 from engine.protocol import Grammar, Sampling
 from gateway.config import SemanticCacheSettings
 from gateway.responses.semantic.budget import Budget
-from gateway.responses.semantic.cache import text_of
-from gateway.types import (
-    ChatPrompt,
-    Constraint,
-    Finished,
-    Request,
-    Reuse,
-    Started,
-    TextDelta,
-    Tool,
-    ToolUse,
-    Usage,
-)
+from gateway.types import ChatPrompt, Constraint, Request, Reuse, Tool, ToolUse
 from tests.fakes.meanings import BROKEN, Kitchen, Meanings
 from tests.fakes.waiting import until
 
@@ -234,10 +222,22 @@ async def test_an_embedder_that_is_too_slow_is_not_waited_for() -> None:
     assert events(one)["embedder_failures"] == 1
 
 
-async def test_answers_that_were_cut_or_call_tools_are_not_remembered() -> None:
-    start, text = Started("e", Usage(1, 0)), TextDelta(" Hi. ")
-    assert text_of([start, text, Finished("stop", Usage(1, 1))]) == "Hi."
-    assert text_of([start, text, Finished("length", Usage(1, 1))]) is None
-    assert text_of([start, text, Finished("tool_calls", Usage(1, 1))]) is None
-    assert text_of([start, text]) is None
-    assert text_of([]) is None
+async def test_who_wants_nothing_generated_gets_what_means_the_same_and_no_audit() -> None:
+    one = kitchen(chance=0.0)
+    await one.ask(FIRST)
+    looked_up = budget(one).figures().requests
+    assert (await one.ask(SECOND, reuse=Reuse(only_kept=True)))[1] == "semantic"
+    assert (len(one.runs), events(one).get("audited")) == (1, None)
+    assert (budget(one).figures().requests, budget(one).figures().hits) == (looked_up, 0)
+
+
+async def test_only_so_many_models_of_an_owner_have_questions() -> None:
+    one = kitchen(settings=SemanticCacheSettings(mode="on", max_models=2))
+    for model in ("one", "two"):
+        await one.ask(FIRST, model=model)
+    await one.ask(FIRST, tenant="b", model="one")
+    assert (await one.ask(SECOND, model="one"))[1] == "semantic"
+    await one.ask(FIRST, model="three")
+    assert (await one.ask("how should i reset my password", model="one"))[1] == "semantic"
+    assert (await one.ask("how might i reset my password", tenant="b", model="one"))[1] == "semantic"
+    assert (await one.ask(SECOND, model="two"))[1] == "miss"
