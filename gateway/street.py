@@ -257,7 +257,8 @@ class Street:
         names = [name for name in names if name not in lost] or names
         held: Mapping[str, int] = {}
         # With one engine there is nothing to choose, and while nobody waits nothing to put in order.
-        if request.use_cache and (len(names) > 1 or (self._queue.waiting and request.lane == "online")):
+        looked_up = request.use_cache and (len(names) > 1 or (self._queue.waiting and request.lane == "online"))
+        if looked_up:
             held = await self._index.find(request.model, prompt.digests, names)
         block_size = engines[0].hello.namespace.block_size
         return engines, Ask(
@@ -269,7 +270,7 @@ class Street:
             lane=request.lane,
             tier=request.tier,
             weight=request.tenant.weight,
-            digests=prompt.digests if request.use_cache and request.lane == "batch" else b"",
+            digests=prompt.digests if looked_up or (request.use_cache and request.lane == "batch") else b"",
             block_size=block_size,
         )
 

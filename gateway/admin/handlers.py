@@ -117,6 +117,10 @@ class Admin:
                     "in_flight": queue.in_flight,
                     "waiting_by_tenant": queue.waiting_by_tenant,
                     **{outcome: getattr(queue, outcome) for outcome in outcomes},
+                    "overload": {
+                        model: {"holds": one.holds, "share": round(one.share, 3)}
+                        for model, one in queue.overload.items()
+                    },
                 }
                 for lane, queue in queues.items()
             },

@@ -250,7 +250,18 @@ class _Scraped(Collector):
                 in_flight.add_metric([engine, lane], taken)
             for outcome in ("admitted", "refused", "expired", "abandoned"):
                 outcomes.add_metric([lane, outcome], getattr(queue, outcome))
-        yield from (waiting, in_flight, outcomes)
+        holds = GaugeMetricFamily(
+            "kvasir_queue_overloaded", "1 while sessions push one another out of the caches.", labels=("model",)
+        )
+        share = GaugeMetricFamily(
+            "kvasir_queue_computed_again_ratio",
+            "Of the engines' time, what goes into computing again what was evicted.",
+            labels=("model",),
+        )
+        for model, overload in self._sources.queue("online").overload.items():
+            holds.add_metric([model], float(overload.holds))
+            share.add_metric([model], overload.share)
+        yield from (waiting, in_flight, outcomes, holds, share)
 
     def _batches(self) -> Iterator[Metric]:
         figures = dict(self._sources.batches())

@@ -28,6 +28,16 @@ class EngineStatus:
     stats: Mapping[str, Any] = field(default_factory=dict)  # its own counters; empty when it does not answer
 
 
+class Overload(Protocol):
+    """See queues/line.py."""
+
+    @property
+    def holds(self) -> bool: ...
+
+    @property
+    def share(self) -> float: ...
+
+
 class QueueStatus(Protocol):
     """See queues/places.py."""
 
@@ -51,6 +61,9 @@ class QueueStatus(Protocol):
 
     @property
     def abandoned(self) -> int: ...
+
+    @property
+    def overload(self) -> Mapping[str, Overload]: ...
 
 
 class LedgerStatus(Protocol):

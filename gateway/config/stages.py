@@ -66,3 +66,6 @@ class QueueSettings(Section):
     aging: Annotated[float, Field(gt=0, le=10)] = Field(
         0.05, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
     )
+    overload_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.4, description="Share of the engines' time, spent on computing again what was evicted, that is an overload."
+    )

@@ -21,7 +21,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
-from gateway.queues.trails import Trails
+from gateway.queues.overload import Overload
+from gateway.queues.trails import SESSION_S, TRAIL_S, Trails
 from gateway.types import Ask, Tier
 
 PLAN_DEPTH: Final = 128
@@ -44,6 +45,8 @@ class Picture(Protocol):
     def add(self, incarnation: str, ask: Ask) -> None: ...
 
     def cost_s(self, ask: Ask) -> float: ...
+
+    def prefill_s(self, tokens: int) -> float: ...
 
 
 class Router(Protocol):
@@ -78,6 +81,7 @@ class Waiter:
     order: tuple[float, int] = (0.0, 0)
     cost_s: float = 0.0
     since_s: float = 0.0  # where turns were when it arrived
+    known_tokens: int = 0  # of its prompt, that were computed for it or another one not long before it arrived
 
 
 W = TypeVar("W", bound=Waiter)
@@ -93,9 +97,10 @@ class Lane(Generic[E, W]):
         self._router = router
         self._tenants: dict[str, list[tuple[tuple[float, int], W]]] = {}  # in order; only those with requests
         self._turns = Turns()
-        self._trails = Trails()
+        self._trails = Trails(TRAIL_S if name == "batch" else SESSION_S)
         self._numbers = 0
-        self._now_s = 0.0  # when the last one arrived
+        self._now_s = 0.0
+        self.overload = Overload(settings.overload_share)
 
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
@@ -108,8 +113,8 @@ class Lane(Generic[E, W]):
         """It waits from now on. Returns what `assign` returns: it may have a place at once, or be in others' way."""
         picture = self._picture()
         self._numbers += 1
-        self._now_s = waiter.arrived_s
-        self._follow(waiter)
+        self.pass_time(waiter.arrived_s)
+        self._find(waiter)
         waiter.cost_s = picture.cost_s(waiter.ask)
         waiter.order = (self._order_s(waiter), self._numbers)
         waiter.since_s = self._turns.now_s
@@ -131,9 +136,15 @@ class Lane(Generic[E, W]):
             del self._tenants[waiter.ask.tenant]
         return True
 
-    def assign(self) -> list[tuple[W, Seat[E]]]:
+    def assign(self, now_s: float) -> list[tuple[W, Seat[E]]]:
         """Takes those out who have a place now, and counts it as taken."""
+        self.pass_time(now_s)
         return self._assign(self._picture()) if self._tenants else []
+
+    def pass_time(self, now_s: float) -> None:
+        """It is so late now; whether there is an overload is looked at."""
+        self._now_s = max(self._now_s, now_s)
+        self.overload.look(self._now_s, 0 if self._tenants else len(self.seats))
 
     def _assign(self, picture: Picture) -> list[tuple[W, Seat[E]]]:
         seats = self.seats
@@ -145,14 +156,15 @@ class Lane(Generic[E, W]):
         for waiter in self._in_order():
             if waiter.ask.only is None and (looked_at := looked_at + 1) > PLAN_DEPTH:
                 break
-            self._follow(waiter)
+            if self.name == "batch":
+                self._follow(waiter)
             if (engine := picture.choose(waiter.ask)) is None:
                 continue
             seat = seats[engine.hello.incarnation]
             has_place = seat.incarnation in open_seats or (waiter.ask.only is not None and seat.free > 0)
             picture.add(seat.incarnation, waiter.ask)
             if has_place:
-                self._take(waiter, seat)
+                self._take(waiter, seat, picture)
                 sent.append((waiter, seat))
                 if not self._is_open(seat, picture):
                     open_seats.discard(seat.incarnation)
@@ -188,14 +200,27 @@ class Lane(Generic[E, W]):
         seat = self.seats[engine.hello.incarnation]
         if not self._is_open(seat, picture) and (waiter.ask.only is None or seat.free <= 0):
             return None
-        self._take(waiter, seat)
+        self._take(waiter, seat, picture)
         return seat
 
-    def _take(self, waiter: W, seat: Seat[E]) -> None:
+    def _take(self, waiter: W, seat: Seat[E], picture: Picture) -> None:
+        ask, cached = waiter.ask, waiter.ask.cached_tokens.get(seat.incarnation, 0)
         seat.taken += 1
-        seat.given_tokens += max(0, waiter.ask.prompt_tokens - waiter.ask.cached_tokens.get(seat.incarnation, 0))
-        if waiter.ask.digests:
-            self._trails.sent(waiter.ask.digests, seat.incarnation, self._now_s)
+        seat.given_tokens += max(0, ask.prompt_tokens - cached)
+        again = max(0, min(waiter.known_tokens, ask.prompt_tokens) - cached)
+        own_s = picture.prefill_s(max(0, ask.prompt_tokens - cached))
+        self.overload.computed(max(waiter.cost_s, own_s), picture.prefill_s(again))
+        if ask.digests:
+            self._trails.sent(ask.digests, seat.incarnation, self._now_s)
+
+    def _find(self, waiter: W) -> None:
+        """What is known of its prompt from those that were sent before it."""
+        ask = waiter.ask
+        if self.name == "batch":
+            self._follow(waiter)
+        elif ask.digests:
+            found = self._trails.find(ask.digests, self._now_s)
+            waiter.known_tokens = max(found.values(), default=0) * ask.block_size
 
     def _follow(self, waiter: W) -> None:
         """Takes what was sent before it, and begins like it, to be there when its turn comes."""

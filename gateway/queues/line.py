@@ -39,6 +39,14 @@ E = TypeVar("E", bound=Engine)
 
 
 @dataclass(frozen=True, slots=True)
+class OverloadStatus:
+    """Whether sessions push one another out of the caches of a model's engines. See overload.py."""
+
+    holds: bool
+    share: float  # of the engines' time that goes into computing again, from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
 class QueueStatus:
     """What /metrics and /admin/stats show of a lane."""
 
@@ -49,6 +57,7 @@ class QueueStatus:
     refused: int
     expired: int
     abandoned: int  # waiting requests whose client left
+    overload: dict[str, OverloadStatus]  # by model; empty for the batch lane
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +92,8 @@ class Line(Generic[E]):
 
     online: Lane[E, WaitingRequest]
     batch: Lane[E, WaitingRequest]
+    model: str
+    overloaded: bool = False  # as was last told
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_SAMPLES))
 
     def lane(self, name: LaneName) -> Lane[E, WaitingRequest]:

@@ -16,6 +16,7 @@ be prefilled. How many wait there is for the one to bound who sends them, and th
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
@@ -27,8 +28,10 @@ from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, EngineLostError, KvasirError, QueueFullError
 from gateway.queues.lane import Lane, Router, Seat
-from gateway.queues.line import E, Figures, Line, QueueStatus, WaitingRequest, alike, left_over
+from gateway.queues.line import E, Figures, Line, OverloadStatus, QueueStatus, WaitingRequest, alike, left_over
 from gateway.types import Ask, Room
+
+log = logging.getLogger(__name__)
 
 
 class PlaceQueue(Generic[E]):
@@ -83,7 +86,13 @@ class PlaceQueue(Generic[E]):
 
     def status(self, lane: LaneName = "online") -> QueueStatus:
         figures, in_flight = self._figures[lane], Counter[str]()
+        overload: dict[str, OverloadStatus] = {}
         for line in self._lines.values():
+            if lane == "online":
+                line.online.pass_time(self._clock())
+                self._tell(line)
+                seen = OverloadStatus(line.online.overload.holds, line.online.overload.share)
+                overload[line.model] = max(seen, overload.get(line.model, seen), key=lambda status: status.share)
             for seat in line.lane(lane).seats.values():
                 if seat.taken:
                     in_flight[seat.engine.name] += seat.taken
@@ -95,6 +104,7 @@ class PlaceQueue(Generic[E]):
             refused=figures.refused,
             expired=figures.expired,
             abandoned=figures.abandoned,
+            overload=overload,
         )
 
     def allowance(self, tenant: str) -> Room:
@@ -121,7 +131,9 @@ class PlaceQueue(Generic[E]):
         mine: Seat[E] | None = None
         if ask.lane == "batch":
             self._leave_over(line)
-        if sent := lane.enter(waiter):
+        sent = lane.enter(waiter)
+        self._tell(line)
+        if sent:
             mine = next((seat for other, seat in sent if other is waiter), None)
             self._figures[ask.lane].admitted += mine is not None
             if mine is None or len(sent) > 1:
@@ -134,7 +146,9 @@ class PlaceQueue(Generic[E]):
             key = alike(engines[0].hello)
             if (line := self._lines.get(key)) is None:
                 line = self._lines[key] = Line(
-                    Lane(self._settings, self._router), Lane(self._settings, self._router, "batch")
+                    Lane(self._settings, self._router),
+                    Lane(self._settings, self._router, "batch"),
+                    engines[0].hello.model,
                 )
         for engine in engines:
             if engine.hello.incarnation not in line.online.seats:
@@ -222,13 +236,30 @@ class PlaceQueue(Generic[E]):
             self._assign_batch(line)
 
     def _assign(self, line: Line[E]) -> None:
-        self._seat(line.online, line.online.assign())
+        self._seat(line.online, line.online.assign(self._clock()))
+        self._tell(line)
         self._assign_batch(line)
 
     def _assign_batch(self, line: Line[E]) -> None:
         if len(line.batch) and not len(line.online):
             self._leave_over(line)
-            self._seat(line.batch, line.batch.assign())
+            self._seat(line.batch, line.batch.assign(self._clock()))
+
+    def _tell(self, line: Line[E]) -> None:
+        """Says when an overload begins and when it ends."""
+        overload = line.online.overload
+        if overload.holds == line.overloaded:
+            return
+        line.overloaded = overload.holds
+        if overload.holds:
+            log.warning(
+                "sessions push one another out of the caches: the engines of %s spend %.0f%% of their time computing "
+                "again what was evicted",
+                line.model,
+                100 * overload.share,
+            )
+        else:
+            log.info("the overload of the engines of %s is over", line.model)
 
     def _leave_over(self, line: Line[E]) -> None:
         """Tells the batch lane how many places it may have at each engine now."""
@@ -251,7 +282,7 @@ class PlaceQueue(Generic[E]):
                     waiter.seated.set_result(seat)
             figures.admitted += len(sent) - unused
             figures.abandoned += unused
-            sent = lane.assign() if unused else []
+            sent = lane.assign(self._clock()) if unused else []
 
 
 class _Place(Generic[E]):

@@ -122,6 +122,10 @@ class Picture(Generic[E]):
             turn_s = max(turn_s, outlook.turn_s)
         return tokens / self.tokens_per_s + turn_s
 
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds of an engine's time for so many tokens."""
+        return tokens / self.tokens_per_s
+
     def _rank(self, outlook: _Outlook[E], ask: Ask) -> tuple[float, float, str, str]:
         own_s = _own_tokens(ask, outlook.incarnation) / outlook.tokens_per_s
         score_s = outlook.wait_s() + self._settings.prefill_weight * own_s

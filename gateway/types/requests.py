@@ -209,7 +209,7 @@ class Ask:
     lane           online, or batch: then it has a place only where nobody of the online lane wants one
     tier           who goes first, in the online lane
     weight         of the tenant's share
-    digests        of the prompt's full blocks, where the lane looks for what begins like it
+    digests        of the prompt's full blocks, where it is known who holds them; the lane looks for what begins like it
     block_size     tokens of each
     """
 

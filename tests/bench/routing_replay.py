@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from engine.protocol import Hello, Load, Namespace
+from engine.protocol import DIGEST_BYTES, Hello, Load, Namespace
 from gateway.config import QueueSettings, RoutingSettings
 from gateway.queues.lane import Lane, Seat, Waiter
 from gateway.routing.router import Router
@@ -100,12 +100,14 @@ class Gateway:
     def arrive(self, call: Call, now: float) -> None:
         self._step(now)
         cached = {engine.hello.incarnation: engine.server.cached_tokens(call.request) for engine in self._engines}
-        ask = Ask("everybody", call.request.prompt_tokens, math.inf, cached)
+        request, block_tokens = call.request, self._engines[0].server.block_tokens
+        digests = b"".join([block.to_bytes(DIGEST_BYTES, "little") for block in request.blocks])
+        ask = Ask("everybody", request.prompt_tokens, math.inf, cached, digests=digests, block_size=block_tokens)
         self._sent += self._lane.enter(Waiting(ask, now, call=call))
 
     def assign(self, now: float) -> Iterator[tuple[Call, Server]]:
         self._step(now)
-        self._sent += self._lane.assign()
+        self._sent += self._lane.assign(now)
         for waiting, seat in self._sent:
             yield waiting.call, seat.engine.server
         self._sent.clear()

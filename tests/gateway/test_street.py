@@ -322,12 +322,14 @@ async def test_with_one_engine_there_is_nothing_to_look_up() -> None:
     stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])])
     await walk(stages, request())
     assert stages.calls == ["encode", "place e {}"]
+    assert stages.asks[0].digests == b""  # what is not looked up must not be taken for lost
 
 
 async def test_where_others_wait_it_is_looked_up_with_one_engine_as_well() -> None:
     stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])], held={"e": 1}, waiting=1)
     await walk(stages, request())
     assert stages.calls == ["encode", "find e", "place e {'e': 4}"]
+    assert (stages.asks[0].digests, stages.asks[0].block_size) == (b"x" * 32, 4)
 
 
 async def test_a_request_without_the_cache_is_sent_anywhere_and_writes_nothing() -> None:

@@ -92,6 +92,7 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
             "refused": 0,
             "expired": 0,
             "abandoned": 0,
+            "overload": {},
         }
     )
     assert stats["prompts"] == {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.protocol import Load
+from engine.protocol import DIGEST_BYTES, Load
 from gateway.config import QueueSettings, RoutingSettings
 from gateway.queues.lane import PLAN_DEPTH, Lane, Seat, Turns, Waiter
 from gateway.routing.router import Router
@@ -51,7 +51,7 @@ class Rig:
         while len(self.lane):
             for seat in self.lane.seats.values():
                 seat.taken = 0
-            sent = self.lane.assign()
+            sent = self.lane.assign(0.0)
             assert sent, "free engines and nobody is sent"
             order += [waiter for waiter, _ in sent]
         return order
@@ -101,7 +101,7 @@ def test_a_free_engine_is_found_behind_many_that_are_bound_to_another() -> None:
     bound = [rig.enter(100, cached_tokens={"e0": 100}, only="e0")[0] for _ in range(2 * PLAN_DEPTH)]
     other, _ = rig.enter(1000)
     rig.lane.seats["e1"].taken = 0
-    assert [(waiter, seat.incarnation) for waiter, seat in rig.lane.assign()] == [(other, "e1")]
+    assert [(waiter, seat.incarnation) for waiter, seat in rig.lane.assign(0.0)] == [(other, "e1")]
     assert len(rig.lane) == len(bound)
 
 
@@ -242,7 +242,7 @@ def test_tenants_have_the_same_however_their_requests_arrive(events: list[tuple[
             first.setdefault(tenant, 0)
         elif len(rig.lane):
             rig.lane.seats["e0"].taken = 0
-            ((waiter, _),) = rig.lane.assign()
+            ((waiter, _),) = rig.lane.assign(0.0)
             tenant = waiter.ask.tenant
             waiting[tenant] -= 1
             assert used[tenant] or first[tenant] < len(weights)
@@ -268,6 +268,52 @@ def test_nobody_waits_behind_newcomers_for_longer_than_aging_allows(tokens: int,
     newcomers = [rig.enter(short, at_s=over_s * share + 1e-3)[0] for share in (1.0, 1.5, 3.0) if tokens > short]
     order = rig.drain()
     assert all(order.index(long) < order.index(newcomer) for newcomer in newcomers)
+
+
+def session_digests(number: int, blocks: int = 625) -> bytes:
+    return b"".join((1000 * number + block).to_bytes(DIGEST_BYTES, "big") for block in range(blocks))
+
+
+def take_turns(rig: Rig, *, held: int, minutes: int = 4) -> None:
+    """Six sessions with prompts of 10,000 tokens, one after the other, as quickly as one engine computes what it does
+    not hold of each; somebody always waits."""
+    now_s = 0.0
+    while now_s < 60.0 * minutes:
+        rig.block()
+        for number in range(6):
+            cached = {"e0": held} if now_s else {}
+            rig.enter(10_000, at_s=now_s, cached_tokens=cached, digests=session_digests(number), block_size=16)
+        while len(rig.lane):
+            now_s += max(10.0 - held / RATE, 0.1)
+            rig.lane.seats["e0"].taken = 0
+            assert len(rig.lane.assign(now_s)) == 1
+
+
+def test_sessions_that_come_back_to_an_engine_that_lost_them_are_an_overload() -> None:
+    rig = Rig()
+    take_turns(rig, held=0)
+    assert rig.lane.overload.holds
+    assert rig.lane.overload.share > 0.6  # a third of what was computed again may not be known
+
+
+def test_sessions_that_find_their_prefixes_are_none_however_busy_the_engines_are() -> None:
+    rig = Rig()
+    take_turns(rig, held=9_900)
+    assert not rig.lane.overload.holds
+    assert rig.lane.overload.share < 0.05
+
+
+def test_prompts_of_which_nothing_is_known_are_none() -> None:
+    rig, now_s = Rig(), 0.0
+    for number in range(100):
+        rig.block()
+        rig.enter(10_000, at_s=now_s, digests=session_digests(number), block_size=16)
+        rig.enter(10_000, at_s=now_s)
+        for _ in range(2):
+            now_s += 10.0
+            rig.lane.seats["e0"].taken = 0
+            rig.lane.assign(now_s)
+    assert rig.lane.overload.share == 0.0
 
 
 class LaneMachine(RuleBasedStateMachine):
@@ -318,13 +364,13 @@ class LaneMachine(RuleBasedStateMachine):
     def end(self, which: int) -> None:
         _, seat = self.inside.pop(which % len(self.inside))
         seat.taken -= 1
-        self.sent(self.lane.assign())
+        self.sent(self.lane.assign(0.0))
 
     @rule(which=st.integers(0, 3), backlog=st.sampled_from([0, 400, 10**5]))
     def load(self, which: int, backlog: int) -> None:
         seats = list(self.lane.seats.values())
         seats[which % len(seats)].engine.load = Load(prefill_backlog=backlog, prefill_tokens_per_s=RATE)
-        self.sent(self.lane.assign())
+        self.sent(self.lane.assign(0.0))
 
     @precondition(lambda self: len(self.lane.seats) > 1)
     @rule(which=st.integers(0, 3))
@@ -334,14 +380,14 @@ class LaneMachine(RuleBasedStateMachine):
         for waiter in [waiter for waiter in self.waiting if waiter.ask.only == name]:
             assert self.lane.remove(waiter)
             self.waiting.remove(waiter)
-        self.sent(self.lane.assign())
+        self.sent(self.lane.assign(0.0))
 
     @rule()
     def join(self) -> None:
         self.made += 1
         name = f"n{self.made}"
         self.lane.seats[name] = Seat(FakeEngine(hello(incarnation=name), name), name, 1)
-        self.sent(self.lane.assign())
+        self.sent(self.lane.assign(0.0))
 
     @invariant()
     def nobody_is_lost_and_no_place_is_given_twice(self) -> None:

@@ -149,6 +149,35 @@ def test_nobody_waits_past_the_deadline_or_the_limit(deadline_s: float, expected
     run(work)
 
 
+def test_an_overload_is_told_once_when_it_begins_and_once_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="gateway.queues.places")
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, JumpingLoop)
+        guests = Guests(queue_of(max_wait_s=1e6))
+        assert guests.queue.status().overload == {}
+        for turns in range(8):
+            for session in range(4):
+                digests = b"".join((1000 * session + block).to_bytes(16, "big") for block in range(600))
+                guests.come(f"{turns}-{session}", prompt_tokens=10_000, digests=digests, block_size=16)
+            await turn()
+            for name in [f"{turns}-{session}" for session in range(4)]:
+                loop.now += 10.0
+                await guests.go(name)
+        told = guests.queue.status().overload["demo"]
+        assert told.holds
+        assert told.share > 0.5
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "the engines of demo spend" in caplog.text
+        loop.now += 600.0
+        assert not guests.queue.status().overload["demo"].holds
+        assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+        assert guests.queue.status("batch").overload == {}
+
+    run(work)
+
+
 def test_a_client_that_leaves_while_waiting_leaves_the_line() -> None:
     async def work() -> None:
         guests = Guests(queue_of())

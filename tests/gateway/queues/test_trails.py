@@ -77,4 +77,4 @@ def test_those_who_wait_follow_the_one_before_them() -> None:
         )
     for seat in lane.seats.values():
         seat.taken = 0
-    assert len({seat.incarnation for _, seat in lane.assign()}) == 1
+    assert len({seat.incarnation for _, seat in lane.assign(0.0)}) == 1
