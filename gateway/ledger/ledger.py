@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from gateway import tasks
 from gateway.config import LedgerSettings
 from gateway.ledger.base import OTHER, Book, BookDownError, Entry, Figures, Row, add_up
-from gateway.ledger.prices import Prices, figures
+from gateway.ledger.prices import Prices, Tariff, count
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Ledger:
         self._day = ""
         self._known: set[Row] = set()  # rows of today that are told apart
         self._rows: dict[Row, Figures] = {}
+        self._open: dict[tuple[str, str, str], tuple[Tariff | None, Figures]] = {}  # those of whom asks now
         self._sending: deque[_Batch] = deque()
         self._totals: dict[Row, Figures] = {}  # since the start, under no day
         self._flushing = asyncio.Lock()
@@ -68,16 +69,18 @@ class Ledger:
 
     def add(self, entry: Entry) -> None:
         """Counts it, today."""
-        tariff = self._prices.of(entry.model)
-        counted = figures(entry, tariff)
-        row = Row(self._today(), entry.tenant, entry.model, entry.lane, tariff.currency if tariff else "")
-        row = self._told_apart(row)
-        if (total := self._rows.get(row)) is None:
-            if self.pending >= 2 * self._settings.max_rows:
+        if (today := self._today()) != self._day:
+            self._day = today
+            self._known.clear()
+            self._open.clear()
+        whose = entry.tenant, entry.model, entry.lane
+        if (row := self._open.get(whose)) is None:
+            tariff = self._prices.of(entry.model)
+            if (total := self._begin(entry, tariff)) is None:
                 self.dropped += 1
                 return
-            total = self._rows[row] = {}
-        add_up(total, counted)
+            row = self._open[whose] = tariff, total
+        count(entry, *row)
 
     def start(self) -> None:
         """Begins to write every `flush_s`."""
@@ -125,6 +128,7 @@ class Ledger:
         """Makes batches of the rows, which keep their numbers from now on."""
         rows = list(self._rows.items())
         self._rows = {}
+        self._open.clear()
         for row, counted in rows:
             self._total(self._totals, row, counted)
         for start in range(0, len(rows), ROWS_AT_ONCE):
@@ -141,11 +145,16 @@ class Ledger:
     def _today(self) -> str:
         return _day(int(self._now() // DAY_S))
 
+    def _begin(self, entry: Entry, tariff: Tariff | None) -> Figures | None:
+        """The row that an entry belongs to; None when none is left."""
+        row = Row(self._day, entry.tenant, entry.model, entry.lane, tariff.currency if tariff else "")
+        row = self._told_apart(row)
+        if row not in self._rows and self.pending >= 2 * self._settings.max_rows:
+            return None
+        return self._rows.setdefault(row, {})
+
     def _told_apart(self, row: Row) -> Row:
         """The row itself, or that of all further models."""
-        if row.day != self._day:
-            self._day = row.day
-            self._known.clear()
         if row not in self._known:
             if len(self._known) >= self._settings.max_rows:
                 return row._replace(model=OTHER)

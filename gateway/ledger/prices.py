@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final
 
 from gateway.config import PriceSettings, duration_s
-from gateway.ledger.base import SAVED, Entry, Figures
+from gateway.ledger.base import SAVED, Entry, Figures, add_up
 from gateway.types import Hit
 
 MEMO: Final = 1024
@@ -81,10 +81,15 @@ class Prices:
         return next((tariff for pattern, tariff in self._tariffs.items() if fnmatchcase(model, pattern)), None)
 
 
-def figures(entry: Entry, tariff: Tariff | None) -> Figures:
-    """What the entry adds to its row. Without a tariff no money."""
-    if entry.hits and not (entry.prompt_tokens or entry.completion_tokens or entry.embedded_tokens):
-        return _of_hits(entry, tariff)
+def count(entry: Entry, tariff: Tariff | None, total: Figures) -> None:
+    """Adds what the entry comes to to its row. Without a tariff no money."""
+    if len(entry.hits) == 1 and not (entry.prompt_tokens or entry.completion_tokens or entry.embedded_tokens):
+        _count_hit(entry, tariff, total)
+    else:
+        add_up(total, _figures(entry, tariff))
+
+
+def _figures(entry: Entry, tariff: Tariff | None) -> Figures:
     used = {
         "requests": 1,
         "prompt_tokens": entry.prompt_tokens,
@@ -109,22 +114,31 @@ def figures(entry: Entry, tariff: Tariff | None) -> Figures:
     return {column: value for column, value in used.items() if value}
 
 
-def _of_hits(entry: Entry, tariff: Tariff | None) -> Figures:
-    """Of one for which nothing was computed, which most are where most is asked again."""
-    used = {"requests": 1, "micros": round(entry.total_ms * 1e3), "unpriced_requests": int(tariff is None)}
-    for hit in entry.hits:
-        _add_hit(used, entry, hit, tariff)
-    return {column: value for column, value in used.items() if value}
-
-
 def _add_hit(used: Figures, entry: Entry, hit: Hit, tariff: Tariff | None) -> None:
-    requests, tokens, micros, nano = _OF_HITS[hit.kind]
-    used[requests] = used.get(requests, 0) + 1
-    used[tokens] = used.get(tokens, 0) + hit.prompt_tokens + hit.completion_tokens
-    used[micros] = used.get(micros, 0) + max(0, round((hit.generation_ms - entry.total_ms) * 1e3))
-    if tariff is not None:
-        full = hit.prompt_tokens * tariff.input + hit.completion_tokens * tariff.output
-        used[nano] = used.get(nano, 0) + _nano(full * (tariff.batch if entry.lane == "batch" else _WHOLE))
+    for column, value in zip(_OF_HITS[hit.kind], _saved(entry, hit, tariff), strict=True):
+        used[column] = used.get(column, 0) + value
+
+
+def _count_hit(entry: Entry, tariff: Tariff | None, total: Figures) -> None:
+    """As `_figures` of one hit and nothing else, which most entries are where much is asked again."""
+    (hit,) = entry.hits
+    total["requests"] = total.get("requests", 0) + 1
+    if micros := round(entry.total_ms * 1e3):
+        total["micros"] = total.get("micros", 0) + micros
+    if tariff is None:
+        total["unpriced_requests"] = total.get("unpriced_requests", 0) + 1
+    for column, value in zip(_OF_HITS[hit.kind], _saved(entry, hit, tariff), strict=True):
+        if value:
+            total[column] = total.get(column, 0) + value
+
+
+def _saved(entry: Entry, hit: Hit, tariff: Tariff | None) -> tuple[int, int, int, int]:
+    """By a hit, in the order of SAVED."""
+    tokens, micros = hit.prompt_tokens + hit.completion_tokens, round((hit.generation_ms - entry.total_ms) * 1e3)
+    if tariff is None:
+        return 1, tokens, max(0, micros), 0
+    full = hit.prompt_tokens * tariff.input + hit.completion_tokens * tariff.output
+    return 1, tokens, max(0, micros), _nano(full * (tariff.batch if entry.lane == "batch" else _WHOLE))
 
 
 def _add_money(used: Figures, entry: Entry, tariff: Tariff) -> None:

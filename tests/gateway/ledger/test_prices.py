@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.config import PriceSettings
 from gateway.ledger.base import NANO, Entry, Figures
-from gateway.ledger.prices import Prices, Tariff, figures
+from gateway.ledger.prices import Prices, Tariff, count
 from gateway.types import Hit
 
 OPUS = PriceSettings(
@@ -25,7 +25,9 @@ OPUS = PriceSettings(
 
 
 def counted(price: PriceSettings | None = OPUS, batch: float = 0.5, **entry: Any) -> Figures:
-    return figures(Entry("a", "opus", **entry), Tariff.of(price, batch) if price else None)
+    total: Figures = {}
+    count(Entry("a", "opus", **entry), Tariff.of(price, batch) if price else None, total)
+    return total
 
 
 def money(nano: int) -> Decimal:
@@ -84,6 +86,21 @@ def test_a_remembered_answer_costs_nothing_and_saves_the_whole_price() -> None:
     assert counted(hits=hits, total_ms=4.0, lane="batch")["exact_nano"] * 2 == row["exact_nano"]
     slow = counted(hits=(Hit("semantic", 10, 1, 3.0),), total_ms=5.0)
     assert (slow["semantic_tokens"], "semantic_micros" in slow) == (11, False)
+
+
+@given(
+    st.builds(
+        Hit, st.sampled_from(["exact", "semantic"]), st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e6)
+    ),
+    st.floats(0, 1e6),
+    st.sampled_from(["online", "batch"]),
+    st.sampled_from([None, OPUS]),
+)
+def test_one_hit_is_half_of_two_that_are_the_same(hit: Hit, ms: float, lane: str, price: PriceSettings | None) -> None:
+    """One alone is counted in another way than several."""
+    one, two = (counted(price, hits=(hit,) * times, total_ms=ms, lane=lane) for times in (1, 2))
+    of_request = ("requests", "micros", "unpriced_requests")
+    assert {column: value if column in of_request else 2 * value for column, value in one.items()} == two
 
 
 def test_embedded_texts_are_paid_as_input() -> None:
