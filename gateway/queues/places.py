@@ -109,11 +109,15 @@ class PlaceQueue(Generic[E]):
 
     def allowance(self, tenant: str) -> Room:
         """For requests that wait in the online lane: the narrower of the tenant's own limit and that of all."""
-        limits, online, now = self._settings, self._figures["online"], self._clock()
+        limits, online = self._settings, self._figures["online"]
+        most = min(limits.max_waiting_per_tenant, limits.max_waiting)
+        if not online.waiting:
+            return Room(most, most, 0.0)
+        now = self._clock()
         theirs = limits.max_waiting_per_tenant - online.waiting_by_tenant.get(tenant, 0)
         remaining = max(min(theirs, limits.max_waiting - online.waiting), 0)
         waits = [line.wait_s(len(line.online), now) for line in self._lines.values() if len(line.online)]
-        return Room(min(limits.max_waiting_per_tenant, limits.max_waiting), remaining, max(waits, default=0.0))
+        return Room(most, remaining, max(waits, default=0.0))
 
     @property
     def waiting(self) -> int:

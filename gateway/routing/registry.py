@@ -208,6 +208,9 @@ class Registry(Generic[C]):
 
     def _alike(self, model: str, clients: list[C]) -> list[C]:
         """The largest group of engines that agree on tokens and digests, the newest one among equals."""
+        if len(clients) == 1:
+            self._mixed.discard(model)
+            return clients
         first = _identity(clients[0].hello)
         if all(_identity(client.hello) == first for client in clients):
             self._mixed.discard(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from gateway.api.dialect import Dialect, printable
@@ -33,9 +35,14 @@ _ERROR = closed_object(
 )
 
 
-def _allowance(allowance: Allowance) -> dict[str, str]:
+@lru_cache(maxsize=64)  # who has no limits is told the same nearly always
+def _rooms(allowance: Allowance) -> Mapping[str, str]:
     headers = _room("requests", allowance.requests)
     return headers if allowance.tokens is None else headers | _room("tokens", allowance.tokens)
+
+
+def _allowance(allowance: Allowance) -> dict[str, str]:
+    return dict(_rooms(allowance))
 
 
 def _room(kind: str, room: Room) -> dict[str, str]:
