@@ -63,7 +63,7 @@ class Metrics:
         self.in_flight = 0
         self._children: dict[tuple[str, str], _Children] = {}
         self._by_lookup: dict[tuple[str, str, str], Counter] = {}
-        self._by_outcome: dict[tuple[str, str, str, str], Counter] = {}
+        self._by_outcome: dict[tuple[str, str, str, int], Counter] = {}
         self._requests = Counter(
             "kvasir_requests",
             "Finished requests; status 499 is a client that left.",
@@ -117,10 +117,7 @@ class Metrics:
     def finished(self, record: Record) -> None:
         self.in_flight -= 1
         model, tenant = record.model or "unknown", record.tenant or "unknown"
-        key = (record.endpoint, model, tenant, str(record.status))
-        if (counter := self._by_outcome.get(key)) is None:
-            counter = self._by_outcome[key] = self._requests.labels(*key)
-        counter.inc()
+        self._outcome(record.endpoint, model, tenant, record.status).inc()
         if record.endpoint.startswith("/v1"):
             self._count(record, tenant)
         if record.traces:
@@ -128,6 +125,12 @@ class Metrics:
         if record.embedded_tokens:
             self._embedded.labels(model, tenant).inc(record.embedded_tokens)
             self._duration.labels(model).observe(record.total_ms / 1e3)
+
+    def _outcome(self, endpoint: str, model: str, tenant: str, status: int) -> Counter:
+        key = endpoint, model, tenant, status
+        if (counter := self._by_outcome.get(key)) is None:
+            counter = self._by_outcome[key] = self._requests.labels(endpoint, model, tenant, str(status))
+        return counter
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)

@@ -162,7 +162,7 @@ def deeper_than(value: Any, levels: int) -> bool:
 def _check_headers(http: web.Request, limit_bytes: int, setting: str = "server.max_body_bytes") -> None:
     if (http.content_length or 0) > limit_bytes:
         raise BodyTooLargeError(limit_bytes, setting=setting)
-    if _encoding(http) not in ("identity", "gzip", "x-gzip", "deflate"):
+    if "Content-Encoding" in http.headers and _encoding(http) not in ("identity", "gzip", "x-gzip", "deflate"):
         why = "Content-Encoding must be gzip, deflate or identity."
         raise BadRequestError(why, code=ENCODING_UNSUPPORTED)
 

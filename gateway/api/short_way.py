@@ -178,9 +178,10 @@ class ShortWay:
         if key in self._known:
             self._known.move_to_end(key)
         record.model, record.stream = known.model, known.stream
-        record.traces = [_again(known.trace, lookup, elapsed_ms(record))]
+        passed_ms = elapsed_ms(record)
+        record.traces = [_again(known.trace, lookup, passed_ms)]
         new = known.parts[0] if known.written.stamp is None else known.written.stamp.make().join(known.parts)
-        return await send(http, known.lines, _new_headers(record, known.written), new)
+        return await send(http, known.lines, _new_headers(record, known.written, lookup, passed_ms), new)
 
     def keep(self, key: _Key, sent: bytes, record: Record, written: Written) -> None:
         """In place of what was known of this request."""
@@ -200,11 +201,12 @@ class ShortWay:
         self.num_bytes += num_bytes
 
     def _stands(self, written: Written, tenant: Tenant) -> bool:
-        """Whether the same would answer now, an upstream or engines that are alike."""
-        if self._serves(written.asked, tenant) != (written.hello is None):
-            return False
+        """Whether the same would answer now, an upstream or engines that are alike. Where it is engines, no upstream
+        goes before them: it would have done so before."""
+        if written.hello is None:
+            return self._serves(written.asked, tenant)
         try:
-            return written.hello is None or self._models.serving(written.asked)[0].hello is written.hello
+            return self._models.serving(written.asked)[0].hello is written.hello
         except KvasirError:
             return False
 
@@ -247,17 +249,16 @@ def _same_headers(record: Record, written: Written) -> bytes:
     """Those of an answer that will be what they are."""
     passed_on = written.hello is None
     headers = CIMultiDict({**written.headers, **kvasir_headers(record, cached=not passed_on)})
-    for name in _new_headers(record, written):
+    for name in _new_headers(record, written, Lookup("exact"), 0.0):
         headers.popall(name, None)
     return header_lines(headers)
 
 
-def _new_headers(record: Record, written: Written) -> dict[str, str]:
+def _new_headers(record: Record, written: Written, lookup: Lookup, overhead_ms: float) -> dict[str, str]:
     """The other ones."""
     headers = common_headers(record)
-    headers[OVERHEAD_MS] = f"{record.overhead_ms:.2f}"
-    if (lookup := record.lookup) is not None:
-        headers["Age"] = str(int(lookup.age_s))
+    headers[OVERHEAD_MS] = f"{overhead_ms:.2f}"
+    headers["Age"] = str(int(lookup.age_s))
     if written.hello is None:
         headers[REQUEST_ID] = record.request_id
     return headers
