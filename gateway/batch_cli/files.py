@@ -8,7 +8,7 @@ from typing import Final
 
 import orjson
 
-from gateway.api.openai.batches.rows import ENDPOINTS, RowLimits, check
+from gateway.api.openai.batches.rows import ENDPOINTS, RowLimits, check, skip_mark
 from gateway.batch_cli.errors import BAD_INPUT, BatchCommandError, opened
 
 TOLD_ERRORS: Final = 10
@@ -21,6 +21,7 @@ _NO_LIMITS: Final = RowLimits(lines=_MANY, inputs=_MANY, row_bytes=_MANY, depth=
 def check_file(path: Path) -> str:
     """The endpoint that all its lines ask. Raises BatchCommandError for lines that the gateway would refuse it for."""
     with opened(path, "rb") as file:
+        skip_mark(file)
         first = next((row for row in file if row.strip()), b"")
         endpoint = _endpoint(first)
         file.seek(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -59,6 +60,17 @@ async def test_a_file_is_submitted_waited_for_and_its_answers_are_written(
         assert capsys.readouterr().out == out.read_text()
         assert await kvasir("list") == 0
         assert capsys.readouterr().out == f"{batch_id} completed: 2 of 2, 0 failed\n"
+
+
+async def test_a_file_that_begins_with_the_mark_of_utf_8_is_a_file_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with served(monkeypatch) as gateway:
+        gateway.worker.start()
+        file = tmp_path / "in.jsonl"
+        file.write_bytes(BOM_UTF8 + rows(row("a", {"model": "demo", "prompt": "x"}, "/v1/completions")))
+        assert await kvasir("submit", str(file), "--wait", *QUICK) == 0
+        assert "1 of 1, 0 failed" in capsys.readouterr().err
 
 
 async def test_requests_that_fail_are_told_apart(

@@ -7,6 +7,7 @@ found when the line runs, and becomes its result; what is wrong here fails the w
 from __future__ import annotations
 
 import secrets
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -74,11 +75,11 @@ class _Seen(NamedTuple):
 
 
 def check(rows: BinaryIO, endpoint: str, limits: RowLimits) -> Checked:
-    """`rows` are those of the file, of which none is read that is longer than one may be."""
+    """`rows` are those of the file, from its beginning, of which none is read that is longer than one may be."""
     lines: list[Line] = []
     errors: list[JobError] = []
     seen = _Seen({}, [])
-    offset = inputs = 0
+    offset, inputs = skip_mark(rows), 0
     for number, row in enumerate(iter(lambda: rows.readline(limits.row_bytes + 1), b""), 1):
         if row.strip():
             found = _read(row, number, endpoint, limits, seen)
@@ -98,6 +99,13 @@ def check(rows: BinaryIO, endpoint: str, limits: RowLimits) -> Checked:
     if not lines and not errors:
         errors.append(JobError("empty_file", "The input file has no requests."))
     return Checked(lines, errors, seen.models[0] if seen.models else None)
+
+
+def skip_mark(rows: BinaryIO) -> int:
+    """Goes from the beginning to the first row, behind the mark with which some programs begin a text in UTF-8. Where
+    that is comes back."""
+    begins_with_mark = rows.read(len(BOM_UTF8)) == BOM_UTF8
+    return rows.seek(len(BOM_UTF8) if begins_with_mark else 0)
 
 
 def _beyond(num_lines: int, num_inputs: int, limits: RowLimits) -> JobError | None:

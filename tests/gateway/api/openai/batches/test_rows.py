@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from codecs import BOM_UTF8
 from typing import Any
 
 import pytest
@@ -48,6 +49,17 @@ def test_a_row_that_is_too_long_is_not_read_to_its_end() -> None:
     found = check(file, CHAT, LIMITS)
     assert [(one.code, one.line) for one in found.errors] == [("line_too_long", 2)]
     assert file.longest <= LIMITS.row_bytes + 1
+
+
+def test_a_file_may_begin_with_the_mark_of_utf_8_and_no_line_has_it() -> None:
+    data = BOM_UTF8 + written(request("1"), request("2"))
+    found = checked(data)
+    assert found.errors == []
+    rows = [data[line.offset : line.offset + line.num_bytes] for line in found.lines]
+    assert [json.loads(row) for row in rows] == [request("1"), request("2")]
+    assert [one.code for one in checked(BOM_UTF8).errors] == ["empty_file"]
+    (inside,) = checked(written(request("1")) + data).errors
+    assert (inside.code, inside.line) == ("invalid_json_line", 2)
 
 
 @given(gaps=st.lists(st.sampled_from((b"", b"\n", b" \r\n")), min_size=1, max_size=8), last=st.booleans())
