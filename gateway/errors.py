@@ -204,11 +204,13 @@ class UpstreamLostError(KvasirError):
     """An upstream could not be reached, or ended in the middle of its answer.
 
     between_events  whether what came of a stream of events ends where one does
+    begun           whether an upstream may have begun to work on the request
     """
 
     status = 502
     code = "upstream_failed"
     between_events = False
+    begun = True
 
 
 class UpstreamTimeoutError(UpstreamLostError):

@@ -33,7 +33,17 @@ class Accounting:
             return
         model, traces = record.model, record.traces
         if len(traces) == 1 and (hit := traces[0].hit) is not None and not record.embedded_tokens:
-            self._add(Entry(record.tenant, model, record.lane, total_ms=record.total_ms, hits=(_once(hit, traces[0]),)))
+            (trace,) = traces
+            self._add(
+                Entry(
+                    record.tenant,
+                    model,
+                    record.lane,
+                    total_ms=record.total_ms,
+                    by_upstream=trace.by_upstream,
+                    hits=(_once(hit, trace),),
+                )
+            )
             return
         computed = [trace for trace in traces if trace.hit is None and trace.first_token_ms is not None]
         hits = tuple(_once(trace.hit, trace) for trace in traces if trace.hit is not None)
@@ -54,6 +64,7 @@ class Accounting:
                 reused_tokens=sum(trace.cached_tokens for trace in prompts),
                 reused_ms=sum(self._reused_ms(model, trace) for trace in prompts),
                 reused_by="upstream" if any(trace.by_upstream for trace in computed) else "prefix",
+                by_upstream=any(trace.by_upstream for trace in traces),
                 hits=hits,
             )
         )

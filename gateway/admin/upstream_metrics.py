@@ -31,6 +31,12 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
     in_flight = GaugeMetricFamily(
         "kvasir_upstream_in_flight", "Requests that an upstream has, or that wait for it.", labels=("upstream",)
     )
+    batch_in_flight = GaugeMetricFamily(
+        "kvasir_upstream_batch_in_flight", "Lines of batches that have a place at an upstream.", labels=("upstream",)
+    )
+    batch_waiting = GaugeMetricFamily(
+        "kvasir_upstream_batch_waiting", "Lines of batches that wait for a place there.", labels=("upstream",)
+    )
     breaker = GaugeMetricFamily(
         "kvasir_upstream_breaker_open",
         "1 while an upstream is left alone, 0.5 while one request may try it, 0 while it is asked.",
@@ -41,7 +47,9 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
         unmetered.add_metric([name], figures["unmetered"])
         hints.add_metric([name], figures["hints"])
         in_flight.add_metric([name], figures["in_flight"])
+        batch_in_flight.add_metric([name], figures["batch_in_flight"])
+        batch_waiting.add_metric([name], figures["batch_waiting"])
         breaker.add_metric([name], _OPEN[figures["breaker"]])
         for kind, count in figures["errors"].items():
             errors.add_metric([name, kind], count)
-    yield from (requests, errors, unmetered, hints, in_flight, breaker)
+    yield from (requests, errors, unmetered, hints, in_flight, batch_in_flight, batch_waiting, breaker)

@@ -11,9 +11,10 @@ import orjson
 
 from engine.protocol import TOKEN_BYTES
 from gateway.api.lines import OK, Answered, Line, Lines
+from gateway.api.upstream_lines import Beginning
 from gateway.errors import OverloadedError
 from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
-from gateway.types import EncodedPrompt, Tenant
+from gateway.types import Tenant
 
 COMPLETION_TOKENS: Final = 256
 """That an answer is taken to have for which no limit was asked."""
@@ -53,11 +54,11 @@ class BatchRunner:
         line = self._line(job, orjson.loads(row), "")
         model = line.body.get("model")
         try:
-            prompt = await self.lines.find_prompt(line)
+            beginning = await self.lines.find_beginning(line)
         except OverloadedError:
             return None
-        digests = b"" if prompt is None else prompt.digests
-        return LinePlan(model if type(model) is str else "", digests, _expected_tokens(line.body, prompt, len(row)))
+        digests = b"" if beginning is None else beginning.digests
+        return LinePlan(model if type(model) is str else "", digests, _expected_tokens(line.body, beginning, len(row)))
 
     async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
         """See Runner."""
@@ -80,10 +81,10 @@ class BatchRunner:
         return Line(endpoint, Tenant(job.tenant), body, job.namespace or "", request_id)
 
 
-def _expected_tokens(body: Mapping[str, Any], prompt: EncodedPrompt | None, num_bytes: int) -> int:
+def _expected_tokens(body: Mapping[str, Any], beginning: Beginning | None, num_bytes: int) -> int:
     """A guess, for turns between tenants. What generates nothing has about a token for each four bytes."""
-    if prompt is None:
+    if beginning is None:
         return num_bytes // TOKEN_BYTES
     limits = (body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"))
     asked = next((limit for limit in limits if type(limit) is int and limit > 0), COMPLETION_TOKENS)
-    return prompt.num_tokens + asked
+    return beginning.num_tokens + asked

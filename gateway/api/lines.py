@@ -1,7 +1,8 @@
 """Requests that no HTTP request brought: the lines of batches, each asked of one of the endpoints that generate.
 
-An endpoint is made by the dialect that has it (`endpoints()` of its handlers). `Lines` gives a line what the middleware
-gives a request: an id, its line in the log, its place in the metrics, and errors in its dialect's shape.
+An endpoint is made by the dialect that has it (`endpoints()` of its handlers), and `Elsewhere` answers for models of
+upstreams. `Lines` gives a line what the middleware gives a request: an id, its line in the log, its place in the
+metrics, and errors in its dialect's shape.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import orjson
 
 from gateway.api.answering import Answering, Asked
 from gateway.api.dialect import Dialect
-from gateway.api.fields import shown
 from gateway.api.middleware import noted
 from gateway.api.record import CLIENT_LEFT, Observer, Record
+from gateway.api.upstream_lines import Beginning, Came, Target, beginning_of
 from gateway.errors import (
     BadRequestError,
     DeadlineError,
     KvasirError,
     ModelNotFoundError,
+    NotCachedError,
     OverloadedError,
     QueueFullError,
-    UnsupportedError,
+    UpstreamLostError,
 )
 from gateway.types import EncodedPrompt, Tenant, Usage
 
@@ -37,21 +39,32 @@ Retry = Literal["no", "again", "later"]
 
 OK: Final = 200
 
+PAUSE_S: Final = 2.0
+"""Until an upstream is asked again that failed a line, where it does not say."""
+
+_LATER: Final = frozenset((429, 503, 529))
+"""Statuses with which an upstream says that it has too much to do: nobody has worked on the request."""
+
+_NEVER: Final = frozenset((501, 505))
+"""Failures that are the same the next time."""
+
 
 class Endpoint(NamedTuple):
     """What a line asks for. Both raise KvasirError.
 
     dialect  that it is of
+    target   where lines for models of upstreams go
     answer   the body of the answer
     prompt   what it generates from, by which lines with a common beginning are found; None: it generates nothing
     """
 
     dialect: Dialect
+    target: Target
     answer: Callable[[Record, Tenant, Body], Awaitable[bytes]]
     prompt: Callable[[Record, Tenant, Body], Awaitable[EncodedPrompt]] | None = None
 
 
-def asking(answering: Answering, dialect: Dialect, ask: Callable[[Record, Body], Asked]) -> Endpoint:
+def asking(answering: Answering, dialect: Dialect, target: Target, ask: Callable[[Record, Body], Asked]) -> Endpoint:
     """Of requests that are all in what they ask: `ask` makes it of a body."""
 
     async def answer(record: Record, tenant: Tenant, body: Body) -> bytes:
@@ -61,7 +74,7 @@ def asking(answering: Answering, dialect: Dialect, ask: Callable[[Record, Body],
         asked = _checked(ask(record, body))
         return await answering.prompt(record, tenant, asked.call, asked.model)
 
-    return Endpoint(dialect, answer, prompt)
+    return Endpoint(dialect, target, answer, prompt)
 
 
 def _checked(asked: Asked) -> Asked:
@@ -73,6 +86,15 @@ def check_whole(stream: bool) -> None:
     """Raises BadRequestError: nobody reads a stream while a batch runs."""
     if stream:
         raise BadRequestError("A line of a batch does not stream.", param="stream", code="unsupported_parameter")
+
+
+def check_body(body: Body) -> None:
+    """Raises BadRequestError for what no line may ask for, whoever would answer it."""
+    check_whole(bool(body.get("stream")))
+    if body.get("background"):
+        raise BadRequestError(
+            "A line of a batch runs in the background by itself.", param="background", code="unsupported_parameter"
+        )
 
 
 class Line(NamedTuple):
@@ -91,7 +113,7 @@ class Answered(NamedTuple):
     body           of the answer, or of the error
     retry          "again": it failed in a way that need not be its own fault; "later": nobody has worked on it yet, and
                    somebody may after a while
-    retry_after_s  so long, where that is known
+    retry_after_s  its model is left alone for so long, at least; None: that is not known, or need not be
     """
 
     status: int
@@ -99,6 +121,18 @@ class Answered(NamedTuple):
     usage: Usage = Usage(0, 0)
     retry: Retry = "no"
     retry_after_s: float | None = None
+
+
+class Elsewhere(Protocol):
+    """Who answers for models that are none of our engines'."""
+
+    def serves(self, body: Body, tenant: Tenant) -> bool:
+        """Whether a line is for it."""
+        ...
+
+    async def answer(self, record: Record, tenant: Tenant, body: Body, target: Target) -> Came:
+        """What it said, errors included. Raises KvasirError when it said nothing."""
+        ...
 
 
 class Lines:
@@ -109,11 +143,9 @@ class Lines:
         endpoints: Mapping[str, Endpoint],
         observer: Observer,
         all_joined: Callable[[], bool],
-        elsewhere: Callable[[str, Tenant], bool],
+        elsewhere: Elsewhere,
     ) -> None:
-        """all_joined  every engine has said which model it has, so that one which nobody has does not exist
-        elsewhere   whether a model, for a tenant, is one of an upstream
-        """
+        """all_joined  every engine has said which model it has, so that one which nobody has does not exist"""
         self._all_joined = all_joined
         self._elsewhere = elsewhere
         self._endpoints = endpoints
@@ -124,10 +156,7 @@ class Lines:
         record = self._record(line)
         with noted(self._observer, record):
             try:
-                self._check_model(line)
-                told = await self._endpoints[line.endpoint].answer(record, line.tenant, line.body)
-                record.status = OK
-                return Answered(OK, told, _usage(record))
+                return await self._asked(line, record)
             except asyncio.CancelledError:
                 record.status = CLIENT_LEFT
                 raise
@@ -137,15 +166,17 @@ class Lines:
                 log.exception("line %s failed", record.request_id)
                 return self._refused(KvasirError("The server had an error while processing your request."), record)
 
-    async def find_prompt(self, line: Line) -> EncodedPrompt | None:
-        """A line's prompt. None for what has none, or is wrong, which its answer will say. Raises OverloadedError when
-        its engines are away."""
+    async def find_beginning(self, line: Line) -> Beginning | None:
+        """What a line's prompt begins with. None for what has none, or is wrong, which its answer will say. Raises
+        OverloadedError when its engines are away."""
         prompt = self._endpoints[line.endpoint].prompt
         if prompt is None:
             return None
         try:
-            self._check_model(line)
-            return await prompt(self._record(line), line.tenant, line.body)
+            if self._elsewhere.serves(line.body, line.tenant):
+                return beginning_of(line.body)
+            encoded = await prompt(self._record(line), line.tenant, line.body)
+            return Beginning(encoded.digests, encoded.num_tokens)
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
                 raise OverloadedError(error.message, retry_after_s=error.retry_after_s) from error
@@ -154,11 +185,19 @@ class Lines:
             log.exception("line %s has no prompt", line.request_id)
             return None
 
-    def _check_model(self, line: Line) -> None:
-        model = line.body.get("model")
-        if type(model) is str and self._elsewhere(model, line.tenant):
-            why = "it is a model of an upstream, and lines of batches are asked of engines alone"
-            raise UnsupportedError(f"Unsupported model `{shown(model)}`: {why}.", param="model", reason=why)
+    async def _asked(self, line: Line, record: Record) -> Answered:
+        """Raises KvasirError."""
+        endpoint = self._endpoints[line.endpoint]
+        if not self._elsewhere.serves(line.body, line.tenant):
+            told = await endpoint.answer(record, line.tenant, line.body)
+            record.status = OK
+            return Answered(OK, told, _usage(record))
+        check_body(line.body)
+        came = await self._elsewhere.answer(record, line.tenant, line.body, endpoint.target)
+        record.status = came.status
+        retry = _retry_of(came.status)
+        after_s = None if retry == "no" else came.retry_after_s or PAUSE_S
+        return Answered(came.status, came.body, _usage(record), retry, after_s)
 
     def _may_join(self, error: KvasirError) -> bool:
         """Whether the model that was not found may still be that of an engine."""
@@ -169,7 +208,8 @@ class Lines:
         record.status = dialect.status(error)
         body = orjson.dumps(dialect.error_json(error, record.request_id))
         retry: Retry = "later" if self._may_join(error) else _retry(error)
-        return Answered(record.status, body, Usage(0, 0), retry, error.retry_after_s)
+        after_s = PAUSE_S if isinstance(error, UpstreamLostError) and retry != "no" else error.retry_after_s
+        return Answered(record.status, body, Usage(0, 0), retry, after_s)
 
     def _record(self, line: Line) -> Record:
         return Record(
@@ -192,6 +232,15 @@ def _retry(error: KvasirError) -> Retry:
     match error:
         case DeadlineError(retry_after_s=None):  # all its time went into the answer, and would again
             return "no"
-        case OverloadedError() | QueueFullError():
+        case NotCachedError():
+            return "no"
+        case OverloadedError() | QueueFullError() | UpstreamLostError(begun=False):
             return "later"
     return "again" if error.status >= 500 else "no"
+
+
+def _retry_of(status: int) -> Retry:
+    """Of what an upstream answered."""
+    if status in _LATER:
+        return "later"
+    return "again" if status == 408 or (status >= 500 and status not in _NEVER) else "no"

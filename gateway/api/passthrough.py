@@ -150,7 +150,7 @@ class Passthrough:
             received_s=record.received_s,
             deadline_s=record.received_s + self._server.request_timeout_s,
             metered=metered,
-            reuse=stricter(record.reuse, _reuse(values)),
+            reuse=stricter(record.reuse, reuse_of(values)),
         )
         await set_aside(self._limits, record, lambda: _need(request))
         record.traces = [request.trace]
@@ -241,7 +241,7 @@ async def _noting(pieces: AsyncGenerator[bytes, None], noted: list[bytes]) -> As
         yield piece
 
 
-def _reuse(values: Mapping[str, Any]) -> Reuse:
+def reuse_of(values: Mapping[str, Any]) -> Reuse:
     """What the body's `cache` says, which no upstream gets. Raises BadRequestError for what is none of ours."""
     cache = values.get("cache")
     return PLAIN_REUSE if cache is None else from_body(check_cache(cache, "cache"))

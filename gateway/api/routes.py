@@ -50,6 +50,7 @@ from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.record import Observers
 from gateway.api.short_way import ShortWay
 from gateway.api.uploads import FileStore
+from gateway.api.upstream_lines import UpstreamLines
 from gateway.config import (
     AnthropicSettings,
     AuthSettings,
@@ -175,7 +176,13 @@ def build_app(
         batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, server.max_json_depth
     )
     formats = {OPENAI.name: row_format(row_limits), ANTHROPIC.name: ROWS}
-    app[RUNNER] = BatchRunner(Lines(endpoints, observer, sources.all_joined, answering.passthrough.serves), formats)
+    elsewhere = UpstreamLines(
+        passthrough,
+        upstreams,
+        timeout_s=batches.line_timeout_s,
+        max_answer_bytes=batches.max_answer_bytes,
+    )
+    app[RUNNER] = BatchRunner(Lines(endpoints, observer, sources.all_joined, elsewhere), formats)
     app.on_shutdown.append(lambda _: background.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}

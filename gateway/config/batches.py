@@ -46,8 +46,13 @@ class BatchSettings(Section):
     line_timeout_s: Annotated[float, Field(gt=0)] = Field(
         3600.0, description="Seconds that one line may take altogether, from when it is begun."
     )
+    max_answer_bytes: Annotated[int, Field(ge=1024)] = Field(
+        32 << 20, description="Bytes of the answer of an upstream to one line, which is read whole; 32 MiB."
+    )
     max_attempts: Annotated[int, Field(ge=1)] = Field(
-        5, description="Times that a line is tried which an engine failed or took with it, before that is its result."
+        5,
+        description="Times that a line is tried which an engine or an upstream failed, or took with it, before that is "
+        "its result.",
     )
     lease_s: Annotated[float, Field(gt=0)] = Field(
         60.0, description="Seconds after which other gateways take over what one that is gone has been working on."

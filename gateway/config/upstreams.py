@@ -101,6 +101,11 @@ class UpstreamSettings(Section):
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         256, description="Requests that wait for a connection; for the next one it counts as busy."
     )
+    batch_places: Annotated[int, Field(ge=1)] = Field(
+        16,
+        description="Requests in flight at it, online ones included, up to which a gateway sends it lines of batches; "
+        "online requests are not held back.",
+    )
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
         2, description="Further tries at this upstream, before the first byte, until the next one is asked."
     )

@@ -61,6 +61,7 @@ class Entry(NamedTuple):
     reused_tokens   of the prompts, those that were not computed again; they may be more than what is told
     reused_ms       that computing those would have taken
     reused_by       whose cache it was
+    by_upstream     a hosted API answered, or had answered what was remembered; it knows nothing of our batch lane
     hits            answers that were not generated; nothing else is said of them
     """
 
@@ -76,7 +77,12 @@ class Entry(NamedTuple):
     reused_tokens: int = 0
     reused_ms: float = 0.0
     reused_by: Literal["prefix", "upstream"] = "prefix"
+    by_upstream: bool = False
     hits: tuple[Hit, ...] = ()
+
+    @property
+    def at_batch_price(self) -> bool:
+        return self.lane == "batch" and not self.by_upstream
 
 
 class BookDownError(Exception):

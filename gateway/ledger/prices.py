@@ -138,14 +138,14 @@ def _saved(entry: Entry, hit: Hit, tariff: Tariff | None) -> tuple[int, int, int
     if tariff is None:
         return 1, tokens, max(0, micros), 0
     full = hit.prompt_tokens * tariff.input + hit.completion_tokens * tariff.output
-    return 1, tokens, max(0, micros), _nano(full * (tariff.batch if entry.lane == "batch" else _WHOLE))
+    return 1, tokens, max(0, micros), _nano(full * (tariff.batch if entry.at_batch_price else _WHOLE))
 
 
 def _add_money(used: Figures, entry: Entry, tariff: Tariff) -> None:
     full = tariff.full(entry)
     used["cost_nano"] = whole = _nano(full * _WHOLE)
     used[f"{entry.reused_by}_nano"] = _nano(entry.cached_tokens * (tariff.input - tariff.cached_read) * _WHOLE)
-    if entry.lane == "batch" and full:
+    if entry.at_batch_price and full:
         used["cost_nano"] = _nano(full * tariff.batch)
         used |= {
             "batch_requests": 1,

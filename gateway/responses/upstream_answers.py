@@ -49,6 +49,7 @@ class _Head:
     status: int
     headers: tuple[tuple[str, str], ...]
     label: str
+    retry_after_s: float | None = None
 
 
 _Item = _Head | bytes
@@ -150,7 +151,8 @@ class RememberedUpstreams:
         """With all others who ask the same in the same form."""
         request = asked.request
         while True:
-            shared = (asked.key, asked.form, request.reuse) if request.reuse.read else None
+            # Nobody of the online lane waits for what has to wait in the other.
+            shared = (asked.key, asked.form, request.reuse, request.lane) if request.reuse.read else None
             flight = self._flights.find(shared)
             leads = flight is None
             if flight is None:
@@ -164,7 +166,9 @@ class RememberedUpstreams:
                     self._begin(asked, flight, leads=leads, shares=shares)
                     pieces = _pieces(items)
                     async with aclosing(pieces):
-                        yield UpstreamAnswer(head.upstream, head.status, head.headers, pieces, head.label)
+                        yield UpstreamAnswer(
+                            head.upstream, head.status, head.headers, pieces, head.label, head.retry_after_s
+                        )
                 if shares and flight.lookup is None and flight.hit is not None:  # known once it was read to its end
                     _share(request, flight, flight.hit)
                 return
@@ -198,7 +202,7 @@ class RememberedUpstreams:
             return
         request, entry = asked.request, None
         async with self._upstreams.answer(request) as answer:
-            yield _Head(answer.upstream, answer.status, answer.headers, answer.label)
+            yield _Head(answer.upstream, answer.status, answer.headers, answer.label, answer.retry_after_s)
             async with aclosing(answer.pieces) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -274,11 +278,11 @@ def _said(pieces: Sequence[bytes], asked: UpstreamAsked) -> str | None:
 
 
 def _off_the_path(request: UpstreamRequest) -> UpstreamRequest:
-    """The same for nobody who waits."""
+    """The same for nobody who waits: in what the online lane leaves."""
     now = time.monotonic()
     deadline_s = now + request.deadline_s - request.received_s
     headers = tuple(item for item in request.headers if item[0] not in ONCE)
-    return replace(request, received_s=now, deadline_s=deadline_s, headers=headers, trace=Trace())
+    return replace(request, received_s=now, deadline_s=deadline_s, headers=headers, lane="batch", trace=Trace())
 
 
 def _type(answer: UpstreamAnswer) -> str:

@@ -138,7 +138,7 @@ class Trace:
     breakpoints: tuple[Breakpoint, ...] = ()  # of the prompt, shortest prefix first
     kept_tokens: int = 0  # up to the last of them that is kept
     lease: Lease | None = None
-    by_upstream: bool = False  # it was an upstream that answered, and its cache that was read
+    by_upstream: bool = False  # it was an upstream that answered, and its cache that was read; or is to, for a line
     completion_tokens: int = 0
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
     retries: int = 0

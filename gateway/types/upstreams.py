@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.protocol import Lane
 from gateway.types.requests import PLAIN_REUSE, Reuse, Trace
 from gateway.types.tenants import Tenant
 
@@ -19,6 +20,7 @@ class UpstreamRequest:
     headers  of the client, those alone that are passed on
     values   what the body says, parsed; not to be changed
     metered  whether its answer tells a usage
+    lane     one of the batch lane waits for a place that the online lane leaves
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class UpstreamRequest:
     deadline_s: float  # monotonic clock
     metered: bool = True
     reuse: Reuse = PLAIN_REUSE
+    lane: Lane = "online"
     trace: Trace = field(default_factory=Trace)
 
 
@@ -41,9 +44,11 @@ class UpstreamRequest:
 class UpstreamAnswer:
     """An upstream's answer as it came, an error of its own included.
 
-    headers  those that a client may see; without Content-Length the length is not known
-    pieces   of the body, as they come. Raises UpstreamLostError, or DeadlineError, when it does not come to its end
-    label    of the model, for metrics: one of few, whatever clients ask for
+    headers        those that a client may see; without Content-Length the length is not known
+    pieces         of the body, as they come. Raises UpstreamLostError, or DeadlineError, when it does not come to its
+                   end
+    label          of the model, for metrics: one of few, whatever clients ask for
+    retry_after_s  of an error: when the upstream wants to be asked again, where it says so
     """
 
     upstream: str
@@ -51,3 +56,4 @@ class UpstreamAnswer:
     headers: tuple[tuple[str, str], ...]
     pieces: AsyncGenerator[bytes, None]
     label: str
+    retry_after_s: float | None = None

@@ -2,8 +2,9 @@
 
     1. the upstreams of the model that speak the request's dialect, in order (routes.py)
     2. one that failed too often is left out for a while (breaker.py)
-    3. each is tried `retries` times more, until the first byte of an answer is there
-    4. the last error that an upstream answered is the answer, where none did better
+    3. a line of a batch waits for a place that online requests leave (places.py)
+    4. each is tried `retries` times more, until the first byte of an answer is there
+    5. the last error that an upstream answered is the answer, where none did better
 
 Nothing is tried again once an answer has begun.
 """
@@ -16,8 +17,10 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
+from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.errors import (
     BadRequestError,
@@ -42,6 +45,9 @@ MAX_LABELS: Final = 1000
 
 BUSY_S: Final = 1.0
 """What a client is told to wait whose upstreams have no connection left."""
+
+PLACE_S: Final = 60.0
+"""That a line of a batch waits for a place, until its job is looked at again, which may be cancelled by then."""
 
 
 class Upstreams:
@@ -132,9 +138,32 @@ class Upstreams:
         if last is not None:
             return last
         assert failed is not None, "there is at least one route"
-        raise self._error(request.model, routes, failed)
+        raise self._error(request.model, request.lane, routes, failed)
 
     async def _ask(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
+        """One upstream, in a place where one is needed. Raises AttemptFailed when it never answered."""
+        if request.lane == "online":
+            return await self._try(request, route, closing, others=others)
+        with ExitStack() as place:
+            placed = await self._placed(request, self._by_name[route.upstream], place)
+            answer = await self._try(placed, route, closing, others=others)
+            if answer.status < 400:  # its body is still to come
+                closing.enter_context(place.pop_all())
+            return answer
+
+    async def _placed(self, request: UpstreamRequest, upstream: Upstream, place: ExitStack) -> UpstreamRequest:
+        """The request, whose time at the upstream begins when there is a place. Raises AttemptFailed."""
+        began_s = time.monotonic()
+        if upstream.breaker.state == "open":
+            raise AttemptFailed("open", f"{upstream.name} is left alone", again=False)
+        if not await upstream.places.take(min(PLACE_S, request.deadline_s - began_s)):
+            raise AttemptFailed("busy", f"{upstream.name} has no place for the batch lane", again=False)
+        place.callback(upstream.places.release)
+        now_s = time.monotonic()
+        request.trace.queue_ms += (now_s - began_s) * 1e3
+        return replace(request, received_s=now_s)
+
+    async def _try(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
         """One upstream, as often as it may be tried. Raises AttemptFailed when it never answered."""
         upstream = self._by_name[route.upstream]
         body, metered = self._body(request, route, upstream)
@@ -197,14 +226,14 @@ class Upstreams:
             raise AttemptFailed("key", f"{upstream.name} failed", again=False)
         headers = tuple(item for item in opened.headers if item[0].lower() != "content-length")
         headers += (("Content-Length", str(len(body))),)
-        return UpstreamAnswer(upstream.name, opened.status, headers, _once(body), route.pattern)
+        return UpstreamAnswer(upstream.name, opened.status, headers, _once(body), route.pattern, opened.retry_after_s)
 
     async def _pause(
         self, request: UpstreamRequest, upstream: Upstream, attempt: int, asked_s: float | None, *, others: bool
     ) -> bool:
         """Waits until the next try. False at once when that would be too long, or when the upstream asks for time and
-        somebody else can be asked instead."""
-        if asked_s is not None and others:
+        somebody else can be asked instead, or wants no lines of batches now."""
+        if (asked_s is not None and others) or (request.lane == "batch" and upstream.places.wait_s()):
             return False
         wait_s = self._backoff_s * 2**attempt * random.uniform(0.5, 1.0) if asked_s is None else asked_s  # noqa: S311
         if wait_s > upstream.settings.retry_max_s or time.monotonic() + wait_s >= request.deadline_s:
@@ -221,16 +250,25 @@ class Upstreams:
             self._labels.add(name)
         return name
 
-    def _error(self, model: str, routes: Sequence[Route], failed: AttemptFailed) -> KvasirError:
+    def _error(self, model: str, lane: Lane, routes: Sequence[Route], failed: AttemptFailed) -> KvasirError:
         if failed.kind in _AWAY:
-            waits = [self._by_name[route.upstream].breaker.wait_s() or BUSY_S for route in routes]
-            return UpstreamsAwayError(model, min(waits))
+            return UpstreamsAwayError(model, min(self._wait_s(route, lane) for route in routes))
         kind = UpstreamTimeoutError if failed.kind == "timeout" else UpstreamLostError
-        return kind(f"No upstream answered for `{model}`: {failed.why}.")
+        error = kind(f"No upstream answered for `{model}`: {failed.why}.")
+        error.begun = failed.kind not in _UNBEGUN
+        return error
+
+    def _wait_s(self, route: Route, lane: Lane) -> float:
+        upstream = self._by_name[route.upstream]
+        held_off_s = upstream.places.wait_s() if lane == "batch" else 0.0
+        return max(upstream.breaker.wait_s(), held_off_s) or BUSY_S
 
 
 _AWAY: Final = ("open", "busy")
 """Kinds of attempts that were not made."""
+
+_UNBEGUN: Final = ("connect", "key", "redirect")
+"""Kinds of failures after which nobody has begun to work on the request."""
 
 
 def _retriable(status: int) -> bool:

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
+from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
@@ -24,6 +25,7 @@ from gateway.upstreams.breaker import Breaker
 from gateway.upstreams.headers import retry_after_s, returned
 from gateway.upstreams.hints import Seen
 from gateway.upstreams.metering import Meter
+from gateway.upstreams.places import Places
 from gateway.upstreams.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,13 @@ _FAILED: Final = frozenset((500, 502, 503, 504, 529))
 """Statuses that say something about the upstream and not about the request."""
 
 
+_NO_ROOM: Final = frozenset((429, 503, 529))
+"""Statuses with which an upstream says that it has too much to do."""
+
+NO_ROOM_S: Final = 2.0
+"""That it gets no lines of batches then, where it does not say for how long."""
+
+
 class AttemptFailed(Exception):  # noqa: N818 - an attempt that failed, which nobody outside of the room is told of
     """No answer. `again` says whether this upstream may be tried once more."""
 
@@ -57,8 +66,11 @@ class AttemptFailed(Exception):  # noqa: N818 - an attempt that failed, which no
 class Opened:
     """An answer whose first bytes are there. Has to be closed, and may be several times."""
 
-    def __init__(self, upstream: Upstream, response: aiohttp.ClientResponse, first: bytes, meter: Meter) -> None:
+    def __init__(
+        self, upstream: Upstream, response: aiohttp.ClientResponse, first: bytes, meter: Meter, lane: Lane
+    ) -> None:
         self._upstream = upstream
+        self._lane = lane
         self._response = response
         self._first = first
         self._meter = meter
@@ -110,7 +122,7 @@ class Opened:
         if self._open:
             self._open = False
             self._response.close()
-            self._upstream.in_flight -= 1
+            self._upstream.left(self._lane)
 
     def _settle(self, request: UpstreamRequest) -> None:
         if not request.metered or self.status >= 300:
@@ -133,6 +145,7 @@ class Upstream:
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
+        self.places = Places(settings.batch_places, clock)
         self.seen = Seen(settings.max_hints, settings.hint_ttl_s, clock)
         self.hints = 0
         self.requests = 0
@@ -154,18 +167,29 @@ class Upstream:
             self.errors["busy"] += 1
             raise AttemptFailed("busy", f"{self.name} has no connection left", again=False)
         self.requests += 1
-        self.in_flight += 1
+        self._entered(request.lane)
         try:
             opened = await self._open(request, model, body)
         except BaseException as error:
-            self.in_flight -= 1
+            self.left(request.lane)
             if isinstance(error, AttemptFailed):
                 self.failed(error.kind)
             else:
                 self.breaker.abandoned()
             raise
-        self._told(opened.status)
+        self._told(opened)
         return opened
+
+    def left(self, lane: Lane) -> None:
+        """A request of it that `open` sent is over."""
+        self.in_flight -= 1
+        if lane == "online":
+            self.places.left()
+
+    def _entered(self, lane: Lane) -> None:
+        self.in_flight += 1
+        if lane == "online":
+            self.places.entered()
 
     def watch(self, response: aiohttp.ClientResponse, request: UpstreamRequest) -> Watch:
         """Over how long the pieces of an answer take."""
@@ -232,6 +256,8 @@ class Upstream:
             "dialect": self.settings.dialect,
             "requests": self.requests,
             "in_flight": self.in_flight,
+            "batch_in_flight": self.places.taken,
+            "batch_waiting": self.places.waiting,
             "errors": dict(self.errors),
             "unmetered": self.unmetered,
             "hints": self.hints,
@@ -268,7 +294,7 @@ class Upstream:
             encoding=response.headers.get("Content-Encoding", "").strip().lower(),
             max_bytes=settings.max_metered_bytes,
         )
-        return Opened(self, response, first, meter)
+        return Opened(self, response, first, meter, request.lane)
 
     def _check(self, response: aiohttp.ClientResponse) -> None:
         """An answer that is about the gateway and not for the client. Its body might quote our key."""
@@ -291,7 +317,10 @@ class Upstream:
         limits = "server.request_timeout_s, upstreams.timeout_s"
         return UpstreamTimeoutError(f"The answer of upstream {self.name} took longer than it may ({limits}).")
 
-    def _told(self, status: int) -> None:
+    def _told(self, opened: Opened) -> None:
+        status = opened.status
+        if status in _NO_ROOM:
+            self.places.hold_off(NO_ROOM_S if opened.retry_after_s is None else opened.retry_after_s)
         if status in _FAILED:
             self.failed(str(status))
             return

@@ -4,6 +4,7 @@ and gateways that are cut off at any call."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -156,11 +157,13 @@ class Lane:
     def now(self) -> float:
         return self.now_s
 
-    def worker(self, runner: FakeRunner, life: Life | None = None) -> Worker:
+    def worker(
+        self, runner: FakeRunner, life: Life | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> Worker:
         shared: tuple[Any, ...] = (self.jobs, self.lines, self.folder, self.files)
         if life is not None:
             shared = tuple(Mortal(one, life) for one in shared)
-        return Worker(*shared, runner, self.settings, self.now, self.store.changed)
+        return Worker(*shared, runner, self.settings, self.now, self.store.changed, clock)
 
     @asynccontextmanager
     async def gateway(self, runner: FakeRunner, life: Life | None = None) -> AsyncIterator[Worker]:

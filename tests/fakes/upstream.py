@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from socket import socket
 from typing import Any, Literal
 
 import orjson
@@ -245,14 +246,14 @@ class StubUpstream:
 
 
 @asynccontextmanager
-async def upstream(*answers: Told) -> AsyncIterator[StubUpstream]:
-    """A server until the block is left."""
+async def upstream(*answers: Told, at: socket | None = None) -> AsyncIterator[StubUpstream]:
+    """A server until the block is left. `at` is a socket that is bound already."""
     stub = StubUpstream(list(answers) or [CHAT])
     app = web.Application(client_max_size=64 << 20)
     app.router.add_route("*", "/{path:.*}", stub.handle)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0) if at is None else web.SockSite(runner, at)
     await site.start()
     stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
@@ -263,4 +264,4 @@ async def upstream(*answers: Told) -> AsyncIterator[StubUpstream]:
 
 def nowhere(*models: str, name: str = "nowhere", **options: Any) -> UpstreamSettings:
     """An upstream that refuses connections: nobody listens on the port of discard."""
-    return UpstreamSettings(name=name, url="http://127.0.0.1:9/v1", models=models or ("up-1",), **options)
+    return UpstreamSettings(name=name, **{"url": "http://127.0.0.1:9/v1", "models": models or ("up-1",), **options})

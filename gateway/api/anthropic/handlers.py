@@ -22,6 +22,7 @@ from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.lines import Endpoint, asking
 from gateway.api.record import RECORD, Record
 from gateway.api.tiers import grant
+from gateway.api.upstream_lines import Target
 from gateway.config import AnthropicSettings, LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 from gateway.stores.base import Backend
@@ -84,7 +85,8 @@ class Anthropic:
                 check_line(body)
                 return self._message(record, body, version)
 
-            return asking(self._answering, ANTHROPIC, ask)
+            target = Target("/v1/messages", (("anthropic-version", version),))
+            return asking(self._answering, ANTHROPIC, target, ask)
 
         return {endpoint_name(version): of(version) for version in VERSIONS}
 

@@ -31,6 +31,7 @@ from gateway.api.fields import (
 from gateway.api.lines import Endpoint
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
+from gateway.api.upstream_lines import Target
 from gateway.config import EmbeddingSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, ModelNotFoundError, NotFoundError
 from gateway.types import EmbeddingInput, Need, Tenant
@@ -158,7 +159,7 @@ class Embeddings:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
-        return {"/v1/embeddings": Endpoint(OPENAI, self._answer)}
+        return {"/v1/embeddings": Endpoint(OPENAI, Target("/v1/embeddings"), self._answer)}
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings"""

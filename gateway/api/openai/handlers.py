@@ -22,6 +22,7 @@ from gateway.api.openai.tools import names_a_function
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
 from gateway.api.tiers import grant
+from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError
 
@@ -77,10 +78,8 @@ class OpenAI:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
-        return {
-            "/v1/chat/completions": asking(self._answering, OPENAI, self._chat),
-            "/v1/completions": asking(self._answering, OPENAI, self._completion),
-        }
+        asks = {"/v1/chat/completions": self._chat, "/v1/completions": self._completion}
+        return {path: asking(self._answering, OPENAI, Target(path), ask) for path, ask in asks.items()}
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""

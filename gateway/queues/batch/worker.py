@@ -200,6 +200,8 @@ class Worker:
             self._counted["taken_over"] += len(claims)
             self._begin(claims)
         models = [model for model in await self._lines.models() if not self._is_paused(f":{model}")]
+        running = Counter(_model_of(claim) for claim, _ in self._running.values())
+        models.sort(key=lambda model: running[model])  # one whose lines take long leaves room for the others
         for number, model in enumerate(models):
             share = -(-self._room_for() // (len(models) - number))  # what one does not use, the others have
             if model in self._away:
@@ -241,9 +243,9 @@ class Worker:
     async def _run(self, job: Job, claim: Claim) -> None:
         (row,) = await asyncio.to_thread(self._folder.read_lines, job, claim.ref.line, 1)
         answer = await self._asked(job, row)
-        model = claim.lane.partition(":")[2]
-        if answer.retry == "later":
-            self._pause_model(model, answer.retry_after_s)
+        model = _model_of(claim)
+        if answer.retry == "later" or (answer.retry == "again" and answer.retry_after_s is not None):
+            self._pause_model(model, answer.retry_after_s, job.expires_s - self._now())
         else:
             self._away.pop(model, None)
         if answer.retry != "no":
@@ -296,13 +298,16 @@ class Worker:
     def _pause(self, name: str, seconds: float) -> None:
         self._not_before[name] = self._clock() + seconds
 
-    def _pause_model(self, model: str, retry_after_s: float | None) -> None:
-        """Each time for longer; then a single line finds out whether there is a place. Lines that ran together count
-        once."""
-        if not self._is_paused(f":{model}"):
-            pause_s = self._away.get(model) or retry_after_s or AWAY_S
+    def _pause_model(self, model: str, retry_after_s: float | None, left_s: float) -> None:
+        """Each time for longer, not less than was asked for, and not beyond what is `left_s` of the job's time; then a
+        single line finds out whether there is a place. Lines that ran together count once."""
+        name, asked_s = f":{model}", min(retry_after_s or 0.0, max(left_s, 0.0))
+        if not self._is_paused(name):
+            pause_s = self._away.get(model) or asked_s or AWAY_S
             self._away[model] = min(2 * pause_s, HELD_UP_S)
-            self._pause(f":{model}", pause_s)
+            self._pause(name, max(pause_s, asked_s))
+        else:
+            self._not_before[name] = max(self._not_before[name], self._clock() + asked_s)
 
     def _wait_for_room(self) -> None:
         if not self._is_paused(""):  # the lines that ran together are told once
@@ -345,6 +350,11 @@ async def _event(event: asyncio.Event, timeout_s: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
+
+
+def _model_of(claim: Claim) -> str:
+    """As Lines.models tells it."""
+    return claim.lane.partition(":")[2]
 
 
 def _made_s(job_id: str) -> float:

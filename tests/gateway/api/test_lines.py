@@ -12,7 +12,7 @@ import pytest
 from gateway.api.anthropic.handlers import endpoint_name
 from gateway.api.lines import Answered, Line
 from gateway.api.routes import RUNNER
-from gateway.config import BatchSettings, NamespaceSettings, UpstreamSettings
+from gateway.config import BatchSettings, NamespaceSettings
 from gateway.errors import (
     DeadlineError,
     EngineFailedError,
@@ -74,7 +74,7 @@ async def test_a_line_may_ask_for_vectors_which_have_no_prompt() -> None:
         assert answered.status == 200
         assert answered.usage == Usage(4, 0)
         assert len(json.loads(answered.body)["data"]) == 1
-        assert await lines.find_prompt(line) is None
+        assert await lines.find_beginning(line) is None
 
 
 @pytest.mark.parametrize("url", BODIES)
@@ -82,11 +82,11 @@ async def test_the_prompt_of_a_line_is_known_before_it_runs(url: str) -> None:
     street = FakeStreet()
     async with running(street) as gateway:
         lines = gateway.app[RUNNER].lines
-        prompt = await lines.find_prompt(Line(url, TENANT, BODIES[url]))
+        prompt = await lines.find_beginning(Line(url, TENANT, BODIES[url]))
         assert prompt is not None
         assert prompt.digests == b"digests"
         assert street.requests[-1].lane == "batch"
-        assert await lines.find_prompt(Line(url, TENANT, {})) is None
+        assert await lines.find_beginning(Line(url, TENANT, {})) is None
 
 
 @pytest.mark.parametrize(
@@ -161,23 +161,15 @@ async def test_a_model_that_nobody_has_yet_may_come_with_an_engine_that_has_not_
         lines = gateway.app[RUNNER].lines
         line = Line(CHAT, TENANT, body, request_id="req_1")
         assert (await lines.answer(line)).retry == "no"
-        assert await lines.find_prompt(line) is None
+        assert await lines.find_beginning(line) is None
         for engines in ([], [ENGINE, replace(ENGINE, state="connecting", model=None)]):
             gateway.state["engines"] = engines
             assert (await lines.answer(line)).retry == "later"
             with pytest.raises(OverloadedError):
-                await lines.find_prompt(line)
+                await lines.find_beginning(line)
 
 
 async def test_a_prompt_is_asked_for_again_when_its_engines_are_back() -> None:
     async with running(models=FakeModels(away=NoEngineError("demo", 2.0))) as gateway:
         with pytest.raises(OverloadedError):
-            await gateway.app[RUNNER].lines.find_prompt(Line(CHAT, TENANT, ASKED))
-
-
-async def test_a_model_of_an_upstream_is_refused_with_the_reason() -> None:
-    upstream = UpstreamSettings(name="hosted", url="http://127.0.0.1:1/v1", models=("gpt-*",))
-    for url in (CHAT, MESSAGE):
-        answered = await ask(url, ASKED | {"model": "gpt-x"}, upstreams=(upstream,))
-        assert (answered.status, answered.retry) == (400, "no")
-        assert "upstream" in json.loads(answered.body)["error"]["message"]
+            await gateway.app[RUNNER].lines.find_beginning(Line(CHAT, TENANT, ASKED))

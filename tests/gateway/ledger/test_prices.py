@@ -76,6 +76,13 @@ def test_the_batch_lane_costs_its_part_and_the_rest_is_saved() -> None:
     assert (free["batch_nano"], "cost_nano" in free) == (2_500_000, False)
 
 
+def test_a_hosted_api_bills_a_line_of_a_batch_as_any_request() -> None:
+    used: dict[str, Any] = {"prompt_tokens": 1000, "cached_tokens": 600, "completion_tokens": 100, "by_upstream": True}
+    assert counted(**used, lane="batch") == counted(**used)
+    hits = (Hit("exact", prompt_tokens=1000, completion_tokens=200, generation_ms=900.0),)
+    assert counted(hits=hits, by_upstream=True, lane="batch") == counted(hits=hits)
+
+
 def test_a_remembered_answer_costs_nothing_and_saves_the_whole_price() -> None:
     hits = (Hit("exact", prompt_tokens=1000, completion_tokens=200, generation_ms=900.0),)
     row = counted(hits=hits, total_ms=4.0)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import orjson
+import pytest
 
+from engine.protocol import Lane
+from gateway.config import UpstreamSettings
+from gateway.errors import UpstreamLostError, UpstreamsAwayError
 from gateway.types import Tenant, UpstreamRequest
 from gateway.upstreams.stage import Upstreams
-from tests.fakes.upstream import upstream
+from gateway.upstreams.upstream import NO_ROOM_S
+from tests.fakes.upstream import CHAT, error, nowhere, upstream
+from tests.fakes.waiting import until
 
-VALUES = {"model": "up-1", "messages": []}
+VALUES: dict[str, Any] = {"model": "up-1", "messages": []}
 
 
 async def test_an_answer_that_nobody_begins_to_read_gives_its_connection_back() -> None:
@@ -24,3 +34,93 @@ async def test_an_answer_that_nobody_begins_to_read_gives_its_connection_back() 
             assert upstreams.figures()["up"]["in_flight"] == 1
         assert upstreams.figures()["up"]["in_flight"] == 0
         await upstreams.close()
+
+
+# -- the batch lane ---------------------------------------------------------------------------------------------------
+
+
+def asking(lane: Lane = "batch", model: str = "up-1") -> UpstreamRequest:
+    now, values = time.monotonic(), VALUES | {"model": model}
+    body = orjson.dumps(values)
+    path = "/v1/chat/completions"
+    return UpstreamRequest("r", Tenant("a"), "openai", model, path, "", (), body, values, now, now + 10, lane=lane)
+
+
+@asynccontextmanager
+async def asked_of(*settings: UpstreamSettings) -> AsyncIterator[Upstreams]:
+    upstreams = Upstreams(settings, {}, backoff_s=0.0)
+    yield upstreams
+    await upstreams.close()
+
+
+async def whole(upstreams: Upstreams, request: UpstreamRequest) -> int:
+    async with upstreams.answer(request) as answer:
+        async for _ in answer.pieces:
+            pass
+        return answer.status
+
+
+async def test_a_line_waits_while_online_requests_take_all_places_and_they_never_wait() -> None:
+    async with upstream() as stub, asked_of(stub.settings(batch_places=1)) as upstreams:
+        online = asking("online")
+        async with upstreams.answer(online), upstreams.answer(asking("online")):
+            line = asyncio.ensure_future(whole(upstreams, asking()))
+            await until(lambda: upstreams.figures()["up"]["batch_waiting"] == 1)
+            assert len(stub.got) == 2
+        assert await line == 200
+        figures = upstreams.figures()["up"]
+        assert (figures["in_flight"], figures["batch_in_flight"], figures["batch_waiting"]) == (0, 0, 0)
+
+
+async def test_a_line_keeps_its_place_until_its_answer_is_read_to_the_end() -> None:
+    async with upstream() as stub, asked_of(stub.settings(batch_places=1)) as upstreams:
+        first = asking()
+        async with upstreams.answer(first):
+            second = asking()
+            line = asyncio.ensure_future(whole(upstreams, second))
+            await until(lambda: upstreams.figures()["up"]["batch_waiting"] == 1)
+        assert await line == 200
+        assert (first.trace.queue_ms < second.trace.queue_ms, len(stub.got)) == (True, 2)
+
+
+@pytest.mark.parametrize("lane", ["online", "batch"])
+async def test_an_upstream_that_has_no_room_for_anybody_gets_no_more_lines_for_a_while(lane: Lane) -> None:
+    busy = error(429, retry_after="0")
+    async with upstream(busy, CHAT) as stub, asked_of(stub.settings(retries=0)) as upstreams:
+        assert await whole(upstreams, asking(lane)) == 429
+        assert await whole(upstreams, asking()) == 200
+    for told, waits_s in (({"retry_after": "60"}, 60.0), ({}, NO_ROOM_S)):
+        async with upstream(error(429, **told), CHAT) as stub, asked_of(stub.settings(retries=0)) as upstreams:
+            assert await whole(upstreams, asking(lane)) == 429
+            with pytest.raises(UpstreamsAwayError) as caught:
+                await whole(upstreams, asking())
+            assert caught.value.retry_after_s == pytest.approx(waits_s, abs=1.0)
+            assert await whole(upstreams, asking("online")) == 200
+
+
+async def test_a_line_is_not_tried_again_at_once_where_there_is_no_room() -> None:
+    async with upstream(error(429, retry_after_ms="1")) as stub, asked_of(stub.settings(retries=3)) as upstreams:
+        async with upstreams.answer(asking()) as answer:
+            assert (answer.status, answer.retry_after_s) == (429, 0.001)
+        assert len(stub.got) == 1
+
+
+async def test_a_line_goes_to_the_next_upstream_as_online_requests_do_and_holds_one_place_at_a_time() -> None:
+    async with upstream(error(500)) as first, upstream() as second:
+        named = first.settings(name="first", retries=1), second.settings(name="second")
+        async with asked_of(*named) as upstreams:
+            async with upstreams.answer(asking()) as answer:
+                taken = {name: figures["batch_in_flight"] for name, figures in upstreams.figures().items()}
+                assert (answer.upstream, taken) == ("second", {"first": 0, "second": 1})
+            assert (len(first.got), len(second.got)) == (2, 1)
+
+
+async def test_a_line_waits_for_no_place_at_an_upstream_that_is_left_alone() -> None:
+    settings = nowhere(breaker_failures=1, retries=0, batch_places=1)
+    async with asked_of(settings) as upstreams:
+        with pytest.raises(UpstreamLostError) as caught:
+            await whole(upstreams, asking())
+        assert not caught.value.begun
+        with pytest.raises(UpstreamsAwayError):
+            await whole(upstreams, asking())
+        assert upstreams.figures()["nowhere"]["batch_in_flight"] == 0

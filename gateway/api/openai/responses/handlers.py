@@ -14,7 +14,7 @@ from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
-from gateway.api.lines import Endpoint, check_whole
+from gateway.api.lines import Endpoint, check_body
 from gateway.api.openai.responses.background import RETRY_AFTER_S, Background, settled
 from gateway.api.openai.responses.diagnostics import diagnose
 from gateway.api.openai.responses.items import Item, with_ids
@@ -28,6 +28,7 @@ from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record, kvasir_headers
 from gateway.api.tiers import grant
+from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
 from gateway.types import EncodedPrompt, Tenant
@@ -115,7 +116,7 @@ class Responses:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
-        return {"/v1/responses": Endpoint(OPENAI, self._answer_line, self._prompt_of_line)}
+        return {"/v1/responses": Endpoint(OPENAI, Target("/v1/responses"), self._answer_line, self._prompt_of_line)}
 
     async def _answer_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
         asked = _parse_line(body)
@@ -310,11 +311,7 @@ def _after(items: Sequence[Item], after: str) -> list[Item]:
 def _parse_line(body: dict[str, Any]) -> Asked:
     """Raises BadRequestError, also for what cannot be asked for in a batch."""
     asked = parse(body)
-    check_whole(asked.values.get("stream", False))
-    if asked.values.get("background"):
-        raise BadRequestError(
-            "A line of a batch runs in the background by itself.", param="background", code="unsupported_parameter"
-        )
+    check_body(asked.values)
     return asked
 
 

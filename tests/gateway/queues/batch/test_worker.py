@@ -15,6 +15,7 @@ from gateway.queues.batch import steps
 from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, Order
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.lines import Result
+from gateway.queues.batch.steps import AWAY_S
 from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, until_holding
 from tests.fakes.waiting import until
 
@@ -368,6 +369,40 @@ async def test_a_tenant_without_room_for_the_results_is_told_and_gets_them_when_
         lane.file_folder._settings = limits
         job = await lane.ended(job)
     assert (job.state, job.errors, len(await lane.results(job))) == ("completed", (), 3)
+
+
+async def test_a_model_whose_lines_take_long_leaves_places_to_the_lines_of_others(lane: Lane) -> None:
+    runner = FakeRunner()
+    slow = await lane.create([row | {"model": "a"} for row in rows(9, hold=True)])
+    quick = await lane.create([{"id": f"b{number}", "model": "b"} for number in range(9)])
+    steps = lane.worker(runner)
+    for job in (slow, quick):
+        assert await steps._steps.advance(job.id)
+    async with lane.gateway(runner):
+        await until(lambda: sum(name.startswith("b") for name in runner.ran) == 9)
+        assert len(runner.holding) <= 4
+        runner.gate.set()
+        assert (await lane.ended(slow)).counts == Counts(9, succeeded=9)
+
+
+async def test_a_model_is_left_alone_for_longer_each_time_and_not_for_less_than_was_asked_for(lane: Lane) -> None:
+    now = [0.0]
+    worker = lane.worker(FakeRunner(), clock=lambda: now[0])
+
+    def pause(asked_s: float | None, left_s: float = 1e6) -> float:
+        """When its lines may come again."""
+        worker._pause_model("m", asked_s, left_s)
+        return worker._not_before[":m"] - now[0]
+
+    assert pause(None) == AWAY_S
+    assert pause(3.0) == 3.0  # by a line that had begun before
+    for after_s in (4.0, 8.0, 16.0):
+        now[0] = worker._not_before[":m"]
+        assert pause(1.0) == after_s
+    now[0] = worker._not_before[":m"]
+    assert pause(600.0) == 600.0
+    now[0] = worker._not_before[":m"]
+    assert pause(1e9, left_s=50.0) == 50.0, "beyond the end of its job nobody waits"
 
 
 async def test_a_tenant_with_too_many_lines_has_its_job_failed(tmp_path: Path) -> None:

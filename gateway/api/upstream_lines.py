@@ -1,0 +1,147 @@
+"""Lines of batches for models that an upstream serves. They go the way of requests that pass through, in the batch
+lane: a body in, the whole answer out, as the upstream wrote it. lines.py asks here; the neighbour is passthrough.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from engine.protocol import TOKEN_BYTES, chain_digests
+from gateway.api.passthrough import Passthrough, Upstreams, reuse_of
+from gateway.api.record import Record
+from gateway.errors import DeadlineError, UpstreamLostError
+from gateway.types import Tenant, UpstreamAnswer, UpstreamRequest
+
+Headers = tuple[tuple[str, str], ...]
+
+BLOCK_TOKENS: Final = 16
+"""Of four bytes each: how finely beginnings of texts are compared."""
+
+MAX_PREFIX_BYTES: Final = 1 << 19
+"""Of a prompt's text, that decide about its place among others."""
+
+_READ_IN_ORDER: Final = ("tools", "functions", "system", "instructions", "messages", "prompt", "input")
+"""Where the APIs have what a model reads, about in the order in which it does."""
+
+_NEWLINES: Final = bytes.maketrans(b"\r\n", b"  ")
+_GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
+
+
+class Beginning(NamedTuple):
+    """What a prompt begins with, and how long it is. `digests` as in EncodedPrompt; those of a text are its own."""
+
+    digests: bytes
+    num_tokens: int
+
+
+class Target(NamedTuple):
+    """Where lines of an endpoint go: the path of a client's URL, and the headers that a client would send."""
+
+    path: str
+    headers: Headers = ()
+
+
+class Came(NamedTuple):
+    """What an upstream answered: one row of JSON."""
+
+    status: int
+    body: bytes
+    retry_after_s: float | None
+
+
+class UpstreamLines:
+    """Asks upstreams for lines. `timeout_s` is all that a line may take, waiting for its place included."""
+
+    def __init__(
+        self, passthrough: Passthrough, upstreams: Upstreams, *, timeout_s: float, max_answer_bytes: int
+    ) -> None:
+        self._passthrough = passthrough
+        self._upstreams = upstreams
+        self._timeout_s = timeout_s
+        self._max_answer_bytes = max_answer_bytes
+
+    def serves(self, body: Mapping[str, Any], tenant: Tenant) -> bool:
+        """Whether a line goes to an upstream."""
+        model = body.get("model")
+        return type(model) is str and self._passthrough.serves(model, tenant)
+
+    async def answer(self, record: Record, tenant: Tenant, body: dict[str, Any], target: Target) -> Came:
+        """Whole. Raises KvasirError when no upstream answered, or none with JSON."""
+        request = UpstreamRequest(
+            request_id=record.request_id,
+            tenant=tenant,
+            dialect=record.dialect.name,
+            model=body["model"],
+            path=target.path,
+            query="",
+            headers=target.headers,
+            body=orjson.dumps(body),
+            values=body,
+            received_s=record.received_s,
+            deadline_s=record.received_s + self._timeout_s,
+            reuse=reuse_of(body),
+            lane="batch",
+        )
+        record.traces = [request.trace]
+        request.trace.by_upstream = True  # also where its cached answer is given again: it is paid as upstreams are
+        try:
+            async with asyncio.timeout(self._timeout_s), self._upstreams.answer(request) as answer:
+                record.model = answer.label
+                return Came(answer.status, await self._read(answer), answer.retry_after_s)
+        except TimeoutError:
+            raise DeadlineError("The answer took longer than a line may (batches.line_timeout_s).") from None
+
+    async def _read(self, answer: UpstreamAnswer) -> bytes:
+        whole = bytearray()
+        async for piece in answer.pieces:
+            whole += piece
+            if len(whole) > self._max_answer_bytes:
+                raise _unreadable(answer, f"more than {self._max_answer_bytes} bytes (batches.max_answer_bytes)")
+        body = bytes(whole)
+        if _encoding(answer) in ("gzip", "x-gzip", "deflate"):
+            body = _inflated(body, self._max_answer_bytes)
+        row = one_row(body)
+        if row is None:
+            raise _unreadable(answer, "what is no JSON")
+        return row
+
+
+def one_row(body: bytes) -> bytes | None:
+    """JSON as it was written, but on one line: line ends stand between its tokens alone. None for what is no JSON."""
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return body.translate(_NEWLINES).strip()
+
+
+def beginning_of(body: Mapping[str, Any]) -> Beginning:
+    """What upstreams with a prefix cache reuse, guessed from the text: nobody here knows their tokens."""
+    text = b"".join(orjson.dumps(body.get(name)) for name in _READ_IN_ORDER)
+    digests = chain_digests(b"", text[:MAX_PREFIX_BYTES], BLOCK_TOKENS)
+    return Beginning(digests, len(text) // TOKEN_BYTES)
+
+
+def _unreadable(answer: UpstreamAnswer, why: str) -> UpstreamLostError:
+    """A status that says that the request is wrong is told; others are a failure of the upstream."""
+    error = UpstreamLostError(f"Upstream {answer.upstream} answered with status {answer.status} and {why}.")
+    if 400 <= answer.status < 500:
+        error.status = answer.status
+    return error
+
+
+def _encoding(answer: UpstreamAnswer) -> str:
+    return next((value.strip().lower() for name, value in answer.headers if name.lower() == "content-encoding"), "")
+
+
+def _inflated(body: bytes, max_bytes: int) -> bytes:
+    """Empty for what cannot be read, and cut to `max_bytes`."""
+    try:
+        return zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, max_bytes)
+    except zlib.error:
+        return b""
