@@ -8,7 +8,8 @@ from typing import Any, Final, Literal, Protocol
 
 from gateway.api.anthropic.replay import MessageReplay
 from gateway.api.gemini.replay import GenerateReplay
-from gateway.api.openai.replay import ChatReplay, CompletionReplay
+from gateway.api.openai.replay import ChatReplay, CompletionReplay, EmbeddingReplay
+from gateway.api.openai.responses.replay import ResponseReplay
 
 
 class Replay(Protocol):
@@ -39,6 +40,8 @@ class Replay(Protocol):
 REPLAYS: Final[Mapping[str, Replay]] = {
     "/v1/chat/completions": ChatReplay(),
     "/v1/completions": CompletionReplay(),
+    "/v1/embeddings": EmbeddingReplay(),
+    "/v1/responses": ResponseReplay(),
     "/v1/messages": MessageReplay(),
     ":generateContent": GenerateReplay(),
 }

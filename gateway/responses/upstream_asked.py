@@ -37,22 +37,28 @@ class _Chat(NamedTuple):
     turns  name of the list of them
     parts  name of what a turn says: a text, where `texts` has types, or parts
     texts  types of the parts that are texts; where parts have no types, a text is all that such a part has
+    alone  whether a text may stand in the place of the turns
     """
 
     turns: str
     parts: str
     texts: frozenset[str]
+    alone: bool = False
 
 
 _CHATS: Final[Mapping[str, _Chat]] = {
     "/v1/chat/completions": _Chat("messages", "content", frozenset(("text",))),
     "/v1/messages": _Chat("messages", "content", frozenset(("text",))),
+    "/v1/responses": _Chat("input", "content", frozenset(("input_text", "output_text")), alone=True),
     ":generateContent": _Chat("contents", "parts", frozenset()),
 }
 """By route, as upstream_key.route_of calls it."""
 
 _SPEAKERS: Final = frozenset(("user", "assistant", "model", "system", "developer"))
 """Who says texts. What tools say is something else."""
+
+_MORE_THAN_TEXT: Final = ("tool_calls", "function_call", "audio")
+"""Of a turn."""
 
 _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
@@ -64,6 +70,7 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "guidedgrammar": (),
     "guidedjson": (),
     "guidedregex": (),
+    "include": ([],),
     "jsonschema": (),
     "logprobs": (False, 0),
     "modalities": (["text"],),
@@ -153,6 +160,8 @@ def _is_plain(section: Mapping[str, Any]) -> bool:
 def _cut(values: Mapping[str, Any], chat: _Chat) -> tuple[str, dict[str, Any]] | None:
     """What the user said last, and everything else."""
     turns = values.get(chat.turns)
+    if chat.alone and isinstance(turns, str):
+        return turns, {**values, chat.turns: None}
     if not isinstance(turns, list) or not turns or not all(_says_texts(turn, chat) for turn in turns):
         return None
     *before, last = turns
@@ -171,7 +180,7 @@ def _says_texts(turn: Any, chat: _Chat) -> bool:
     """Whether a turn is somebody's who says texts, and nothing else."""
     if not isinstance(turn, dict) or str(turn.get("role", "user")) not in _SPEAKERS:
         return False
-    if any(turn.get(name) for name in ("tool_calls", "function_call", "audio")):
+    if turn.get("type", "message") != "message" or any(turn.get(name) for name in _MORE_THAN_TEXT):
         return False
     said = turn.get(chat.parts)
     if isinstance(said, str):

@@ -38,6 +38,13 @@ CALLED: Final = ("tools", "functions", "mcp_servers", "web_search_options", "plu
 _KEPT_THERE: Final = ("store", "background", "container")
 """What has an upstream keep something, or work with what it kept."""
 
+_RESPONSES: Final = "/v1/responses"
+_GONE_ON_WITH: Final = ("previous_response_id", "conversation", "prompt")
+"""The same of a response, which an upstream keeps as well unless its request says that it is not to be stored."""
+
+_VECTORS: Final = "/v1/embeddings"
+"""A text has one vector, whatever is said of sampling."""
+
 
 def route_of(request: UpstreamRequest) -> str:
     """The route, the same whether it streams or not, and in which version of its API."""
@@ -95,13 +102,27 @@ def find_upstream_bypass(
         return reason
     if not known or not request.metered or (request.path.endswith(_STREAM) and "alt=sse" not in request.query):
         return "route"
-    if any(values.get(name) for name in _KEPT_THERE):
+    if _is_stateful(request):
         return "stateful"
     if any(values.get(name) not in (None, []) for name in CALLED) and not (settings.tool_calls or reuse.asked):
         return "tools"
-    if not (settings.requests == "all" or reuse.asked or _deterministic(values)):
+    if not (settings.requests == "all" or reuse.asked or request.path == _VECTORS or _deterministic(values)):
         return "sampling"
     return None
+
+
+def _is_stateful(request: UpstreamRequest) -> bool:
+    values = request.values
+    options = values.get("prompt_cache_options")
+    if isinstance(options, dict) and (options.get("prewarm") or options.get("comparison_response_id")):
+        return True
+    if request.path != _RESPONSES:
+        return any(values.get(name) for name in _KEPT_THERE)
+    if values.get("store") is not False or any(values.get(name) for name in (*_KEPT_THERE, *_GONE_ON_WITH)):
+        return True
+    items = values.get("input")
+    types = [item.get("type") for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    return "item_reference" in types
 
 
 def _deterministic(values: Mapping[str, Any]) -> bool:

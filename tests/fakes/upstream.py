@@ -123,6 +123,27 @@ RESPONSE = said(
         },
     }
 )
+_RESPONSE = orjson.loads(RESPONSE.pieces[0])
+_AT = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+_PART = {"type": "output_text", "text": "Hello", "annotations": []}
+_BEGUN = {**_RESPONSE, "status": "in_progress", "output": [], "usage": None}
+_ITEM = _RESPONSE["output"][0]
+_OPEN = {**_ITEM, "status": "in_progress", "content": []}
+_RESPONSE_EVENTS: tuple[dict[str, Any], ...] = (
+    {"type": "response.created", "response": _BEGUN},
+    {"type": "response.in_progress", "response": _BEGUN},
+    {"type": "response.output_item.added", "output_index": 0, "item": _OPEN},
+    {"type": "response.content_part.added", **_AT, "part": {**_PART, "text": ""}},
+    {"type": "response.output_text.delta", **_AT, "delta": "Hel", "logprobs": []},
+    {"type": "response.output_text.delta", **_AT, "delta": "lo", "logprobs": []},
+    {"type": "response.output_text.done", **_AT, "text": "Hello", "logprobs": []},
+    {"type": "response.content_part.done", **_AT, "part": _PART},
+    {"type": "response.output_item.done", "output_index": 0, "item": _ITEM},
+    {"type": "response.completed", "response": _RESPONSE},
+)
+RESPONSE_STREAM = Told(
+    named(*({"sequence_number": number, **told} for number, told in enumerate(_RESPONSE_EVENTS))), media=SSE
+)
 EMBEDDINGS = said(
     {
         "object": "list",

@@ -101,6 +101,30 @@ class CompletionReplay:
         return None
 
 
+class EmbeddingReplay:
+    """A list of vectors, which is never streamed."""
+
+    def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
+        """There is none."""
+        return None
+
+    def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
+        """There is none."""
+        return None
+
+    def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
+        """There is none."""
+        return None
+
+    def ending(self, whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] | None:
+        """None for what has no vectors."""
+        return "stop" if whole["data"] and all(one["embedding"] for one in whole["data"]) else None
+
+    def text(self, whole: Mapping[str, Any]) -> str | None:
+        """It is no chat."""
+        return None
+
+
 def restream(stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
     """With the chunk of the usage, or without it; None where it is wanted and not there."""
     pieces, told = [], False

@@ -13,6 +13,7 @@ from gateway.api.replays import REPLAYS, Replay
 from gateway.api.sse import data, event, read_events
 
 CHAT, COMPLETION = REPLAYS["/v1/chat/completions"], REPLAYS["/v1/completions"]
+RESPONSE, EMBEDDING = REPLAYS["/v1/responses"], REPLAYS["/v1/embeddings"]
 MESSAGE, GEMINI = REPLAYS["/v1/messages"], REPLAYS[":generateContent"]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 BASE = {"id": "c-1", "created": 1, "model": "m", "system_fingerprint": "fp"}
@@ -62,6 +63,25 @@ def messages(draw: st.DrawFn) -> dict[str, Any]:
         "stop_sequence": None,
         "usage": {"input_tokens": 3, "output_tokens": 2},
     }
+
+
+parts = st.lists(
+    st.builds(lambda text: {"type": "output_text", "text": text, "annotations": [], "logprobs": []}, texts)
+    | st.builds(lambda text: {"type": "refusal", "refusal": text}, texts),
+    max_size=2,
+)
+items = st.lists(
+    st.builds(lambda parts: {"id": "i", "type": "message", "status": "completed", "content": parts}, parts)
+    | st.builds(lambda text: {"id": "i", "type": "function_call", "name": "f", "arguments": text}, texts)
+    | st.just({"id": "i", "type": "reasoning", "summary": []}),
+    max_size=3,
+)
+
+
+@given(items, st.sampled_from(("completed", "incomplete")))
+def test_a_response_that_becomes_a_stream_says_the_same(output: list[dict[str, Any]], status: str) -> None:
+    whole = {"id": "r", "object": "response", "status": status, "output": output, "usage": {"input_tokens": 3}}
+    assert folded(RESPONSE, whole) == whole
 
 
 def folded(replay: Replay, whole: dict[str, Any]) -> Any:
@@ -186,6 +206,14 @@ def test_a_message_that_failed_or_was_cut_is_no_answer(stream: bytes) -> None:
         (MESSAGE, {"stop_reason": "refusal"}, None),
         (MESSAGE, {"stop_reason": "pause_turn"}, None),
         (MESSAGE, {"type": "error"}, None),
+        (RESPONSE, {"status": "completed", "output": [{"type": "reasoning"}, {"type": "message"}]}, "stop"),
+        (RESPONSE, {"status": "completed", "output": [{"type": "function_call"}]}, "tool_calls"),
+        (RESPONSE, {"status": "completed", "output": [{"type": "web_search_call"}]}, "tool_calls"),
+        (RESPONSE, {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, "length"),
+        (RESPONSE, {"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, None),
+        (RESPONSE, {"status": "queued"}, None),
+        (EMBEDDING, {"data": [{"embedding": "AAAA"}]}, "stop"),
+        (EMBEDDING, {"data": []}, None),
         (GEMINI, {"candidates": [{"finishReason": "STOP"}]}, "stop"),
         (GEMINI, {"candidates": [{"finishReason": "MAX_TOKENS"}]}, "length"),
         (GEMINI, {"candidates": [{"finishReason": "SAFETY"}]}, None),
@@ -200,6 +228,54 @@ def test_a_message_that_failed_or_was_cut_is_no_answer(stream: bytes) -> None:
 )
 def test_how_an_answer_ended(replay: Replay, whole: dict[str, Any], ending: str | None) -> None:
     assert replay.ending(whole) == ending
+
+
+def said(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"output": [{"type": "reasoning"}, {"type": "message", "content": list(parts)}]}
+
+
+def content(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"candidates": [{"content": {"parts": list(parts)}, **more}]}
+
+
+@pytest.mark.parametrize(
+    ("replay", "whole", "text"),
+    [
+        (CHAT, {"choices": [{"message": {"role": "assistant", "content": "a", "refusal": None}}]}, "a"),
+        (CHAT, {"choices": [{"message": {"content": "a", "reasoning_content": "Hm."}}]}, "a"),
+        (CHAT, {"choices": [{"message": {"content": "a", "refusal": "no"}}]}, None),
+        (CHAT, {"choices": [{"message": {"content": None}}]}, None),
+        (COMPLETION, {"choices": [{"text": "a"}]}, None),
+        (MESSAGE, {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "ab"),
+        (MESSAGE, {"content": [{"type": "text", "text": "a", "citations": [{}]}]}, None),
+        (MESSAGE, {"content": [{"type": "thinking", "thinking": "a"}]}, None),
+        (GEMINI, content({"text": "a"}, {"text": "b", "thoughtSignature": "s"}), "ab"),
+        (GEMINI, content({"text": "a", "thought": True}), None),
+        (GEMINI, content({"text": "a"}, groundingMetadata={"x": 1}), None),
+        (RESPONSE, said({"type": "output_text", "text": "a", "annotations": []}), "a"),
+        (RESPONSE, said({"type": "output_text", "text": "a", "annotations": [{}]}), None),
+        (RESPONSE, said({"type": "refusal", "refusal": "no"}), None),
+        (EMBEDDING, {"data": [{"embedding": "AAAA"}]}, None),
+    ],
+)
+def test_what_an_answer_that_is_one_text_says(replay: Replay, whole: dict[str, Any], text: str | None) -> None:
+    assert replay.text(whole) == text
+
+
+def test_several_answers_are_not_one_text() -> None:
+    with pytest.raises(ValueError):
+        CHAT.text({"choices": [{"message": {"content": "a"}}] * 2})
+
+
+def test_an_item_that_nobody_knows_how_to_stream_is_not_streamed() -> None:
+    for item in ({"type": "web_search_call"}, {"type": "reasoning", "summary": [{"text": "a"}]}):
+        assert RESPONSE.unfold({"status": "completed", "output": [item]}, usage=False) is None
+
+
+def test_a_response_that_failed_or_was_cut_is_no_answer() -> None:
+    begun = event("response.created", {"type": "response.created", "response": {}})
+    assert RESPONSE.fold(begun) is None
+    assert RESPONSE.fold(begun + event("response.failed", {"type": "response.failed", "response": {}})) is None
 
 
 def test_the_usage_of_a_stream_is_told_to_who_asked_for_it() -> None:

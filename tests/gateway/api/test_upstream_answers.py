@@ -16,7 +16,10 @@ from tests.fakes.gemini import gemini
 from tests.fakes.upstream import (
     CHUNK,
     CONTENT,
+    EMBEDDINGS,
     MESSAGE_STREAM,
+    RESPONSE,
+    RESPONSE_STREAM,
     SSE,
     USAGE,
     Told,
@@ -133,6 +136,73 @@ async def test_messages_and_contents_are_told_in_both_forms() -> None:
         await sdk.aio.aclose()
         sdk.close()
         assert ([answer.text], len(stub.got)) == (pieces, 1)
+
+
+RESPOND: Any = {"model": "up-1", "input": "Hello.", "temperature": 0, "store": False}
+
+
+@pytest.mark.parametrize("told", [RESPONSE, RESPONSE_STREAM])
+async def test_a_response_that_is_not_stored_is_told_in_both_forms(told: Told) -> None:
+    streamed = told is RESPONSE_STREAM
+    async with (
+        upstream(told) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        first = await ask(gateway, RESPOND | {"stream": streamed}, "/v1/responses")
+        sdk = gateway.sdk()
+        whole = await sdk.responses.create(**RESPOND)
+        async with sdk.responses.stream(**RESPOND) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_response()
+        again = await ask(gateway, RESPOND | {"stream": streamed}, "/v1/responses")
+        assert (first[0], again[0], len(stub.got)) == ("miss", "exact", 1)
+        assert first[1] == again[1] == b"".join(told.pieces)
+        assert (whole.output_text, whole.usage) == (final.output_text, final.usage)
+        assert whole.output_text == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("more", "outcome"),
+    [
+        ({"store": True}, "bypass; reason=stateful"),
+        ({"store": None}, "bypass; reason=stateful"),
+        ({"previous_response_id": "resp_0"}, "bypass; reason=stateful"),
+        ({"conversation": "conv_1"}, "bypass; reason=stateful"),
+        ({"prompt": {"id": "p"}}, "bypass; reason=stateful"),
+        ({"input": [{"type": "item_reference", "id": "i"}]}, "bypass; reason=stateful"),
+        ({"prompt_cache_options": {"prewarm": True}}, "bypass; reason=stateful"),
+        ({"tools": [{"type": "web_search"}]}, "bypass; reason=tools"),
+        ({"temperature": None}, "bypass; reason=sampling"),
+        ({"instructions": "Be brief."}, "miss"),
+        ({"safety_identifier": "s"}, "exact"),
+    ],
+)
+async def test_a_response_of_which_its_upstream_keeps_something_takes_no_part(
+    more: dict[str, Any], outcome: str
+) -> None:
+    async with (
+        upstream(RESPONSE) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        got = [(await ask(gateway, body, "/v1/responses"))[0] for body in (RESPOND, RESPOND | more)]
+        assert got == ["miss", outcome]
+
+
+async def test_vectors_are_kept_without_being_asked_for() -> None:
+    async with (
+        upstream(EMBEDDINGS) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        body: dict[str, Any] = {"model": "up-1", "input": ["a", "b"]}
+        asked = (body, body, body | {"dimensions": 2}, body | {"input": ["b", "a"]})
+        got = [await ask(gateway, one, "/v1/embeddings") for one in asked]
+        assert [one[0] for one in got] == ["miss", "exact", "miss", "miss"]
+        assert got[0][1] == got[1][1] == EMBEDDINGS.pieces[0]
+        tenants = (await (await gateway.session.get(f"{gateway.url}/admin/stats")).json())["tenants"]
+        assert (tenants["anonymous"]["response_hits"], tenants["anonymous"]["prompt_tokens"]) == (1, 24)
+        vectors = await gateway.sdk().embeddings.create(**body, encoding_format="float")
+        assert vectors.data[0].embedding == [0.5, -1.0]
 
 
 @pytest.mark.parametrize(

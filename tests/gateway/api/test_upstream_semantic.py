@@ -24,6 +24,8 @@ from tests.fakes.upstream import (
     CONTENT_STREAM,
     MESSAGE,
     MESSAGE_STREAM,
+    RESPONSE,
+    RESPONSE_STREAM,
     SSE,
     USAGE,
     StubUpstream,
@@ -38,6 +40,7 @@ from tests.fakes.waiting import until
 
 FIRST, SECOND, THIRD = "How do I reset my password?", "how can i reset my password", "how should i reset my password"
 CHAT, MESSAGES, GENERATE = "/v1/chat/completions", "/v1/messages", "/v1beta/models/up-1:generateContent"
+RESPONSES = "/v1/responses"
 END = {**CHUNK, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
 STREAM = Told(
     [*events(chunk("Hel"), chunk("lo"), END, {**CHUNK, "choices": [], "usage": USAGE}), b"data: [DONE]\n\n"], media=SSE
@@ -57,6 +60,10 @@ def chat(text: str, *before: Any, **more: Any) -> dict[str, Any]:
 
 def message(text: str, **more: Any) -> dict[str, Any]:
     return {**chat(text), "max_tokens": 9, **more}
+
+
+def response(said: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "up-1", "input": said, "temperature": 0, "store": False, **more}
 
 
 def content(text: str, **more: Any) -> dict[str, Any]:
@@ -109,6 +116,8 @@ async def front(
             whole(),
             lambda text: chat(text, {"role": "system", "content": [{"type": "text", "text": "b"}]}),
         ),
+        ("openai", RESPONSES, RESPONSE, lambda text: response(text, instructions="Be brief.")),
+        ("openai", RESPONSES, RESPONSE_STREAM, lambda text: response([{"role": "user", "content": text}], stream=True)),
         ("anthropic", MESSAGES, MESSAGE, lambda text: message(text, system="Be brief.")),
         ("anthropic", MESSAGES, MESSAGE_STREAM, lambda text: message(text, stream=True)),
         ("gemini", GENERATE, CONTENT, content),
@@ -217,6 +226,8 @@ async def test_what_is_not_one_text_for_one_text_has_the_exact_cache_alone(body:
 @pytest.mark.parametrize(
     ("dialect", "path", "told", "body"),
     [
+        ("openai", RESPONSES, RESPONSE, response(SECOND, text={"format": {"type": "json_object"}})),
+        ("openai", RESPONSES, RESPONSE, response(SECOND, include=["message.output_text.logprobs"])),
         ("anthropic", MESSAGES, MESSAGE, message(SECOND, output_config={"format": {"type": "json_schema"}})),
         ("gemini", GENERATE, CONTENT, content(SECOND, config={"responseMimeType": "application/json"})),
         ("gemini", GENERATE, CONTENT, content(SECOND, config={"response_schema": {}})),

@@ -38,6 +38,19 @@ BODIES: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
         {"model": "m", "system": TEXTS, "messages": [{"role": "user", "content": TEXTS}], "max_tokens": 9},
         ("messages", -1, "content", -1, "text"),
     ),
+    "input": (
+        "/v1/responses",
+        {
+            "model": "m",
+            "instructions": "Be brief.",
+            "input": [
+                {"role": "developer", "content": [{"type": "input_text", "text": "Hi."}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]},
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What is this?"}]},
+            ],
+        },
+        ("input", -1, "content", -1, "text"),
+    ),
     "contents": (
         GENERATE,
         {
