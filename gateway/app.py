@@ -32,7 +32,7 @@ from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex, connect
+from gateway.index.redis_index import RedisIndex
 from gateway.ledger.base import Book
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
@@ -45,6 +45,7 @@ from gateway.limits.shared_counters import SharedCounters
 from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.places import PlaceQueue
+from gateway.redis_calls import connect
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers

@@ -21,7 +21,7 @@ from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway, upstream_keys
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses, EngineStartError
-from gateway.index.redis_index import connect
+from gateway.redis_calls import connect
 from gateway.redis_server import RedisServer, RedisStartError
 from gateway.version import installed_version
 

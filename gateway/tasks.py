@@ -43,26 +43,34 @@ def was_cancelled() -> bool:
 
 
 @asynccontextmanager
-async def patience(timeout_s: float) -> AsyncIterator[None]:
+async def patience(timeout_s: float, *, looks: int = LOOKS) -> AsyncIterator[None]:
     """As asyncio.timeout, for answers that a busy loop may not have got round to reading: in a burst of requests one
-    turn of it takes longer than a whole time limit, and with one timer everybody who is asked would seem to be away."""
-    loop, looks = asyncio.get_running_loop(), LOOKS
+    turn of it takes longer than a whole time limit, and with one timer everybody who is asked would seem to be away.
+    The task is cancelled at each later look, too, until it leaves: foreign code may drop it (see was_cancelled)."""
+    loop, task, seen, cancels = asyncio.get_running_loop(), asyncio.current_task(), 0, 0
     timer: asyncio.TimerHandle
+    assert task is not None
 
     def look() -> None:
-        nonlocal looks, timer
-        looks -= 1
-        if looks:
-            timer = loop.call_later(timeout_s / LOOKS, look)
-        else:
-            scope.reschedule(loop.time())
+        nonlocal seen, cancels, timer
+        timer = loop.call_later(timeout_s / looks, look)
+        seen += 1
+        if seen >= looks:
+            cancels += 1
+            task.cancel()
 
-    async with asyncio.timeout(None) as scope:
-        timer = loop.call_later(timeout_s / LOOKS, look)
-        try:
-            yield
-        finally:
-            timer.cancel()
+    before = task.cancelling()
+    timer = loop.call_later(timeout_s / looks, look)
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if cancels and task.cancelling() - cancels <= before:
+            raise TimeoutError from error
+        raise
+    finally:
+        timer.cancel()
+        for _ in range(cancels):
+            task.uncancel()
 
 
 def _done(task: asyncio.Task[Any]) -> None:

@@ -33,7 +33,10 @@ WITH_NUMPY = {
     "gateway.responses.semantic.space",
 }
 """What the extra `semantic` is for; imported when the first text is embedded or looked up."""
-FOUNDATION = {"gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.config"}
+FOUNDATION = {
+    *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.redis_calls"),
+    "gateway.config",
+}
 PROMISES = {
     "gateway.stores.base",
     "gateway.queues.batch.base",

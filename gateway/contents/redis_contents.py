@@ -10,20 +10,17 @@ not there. Ends are the gateway's own to judge; those of the keys only clean up.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from gateway.config import GeminiSettings
 from gateway.contents.base import ContentsDownError, too_large, too_many
+from gateway.redis_calls import RedisCalls
 from gateway.types import CachedContent
-
-_T = TypeVar("_T")
 
 
 class RedisContents:
@@ -34,7 +31,7 @@ class RedisContents:
         self._redis = redis
         self._limits = limits
         self._now = now
-        self._timeout_s = timeout_s
+        self._calls = RedisCalls(timeout_s, ContentsDownError)
         self._put_script = redis.register_script(_source("put.lua"))
         self._extend_script = redis.register_script(_source("extend.lua"))
         self._delete_script = redis.register_script(_source("delete.lua"))
@@ -53,7 +50,7 @@ class RedisContents:
         if found is None:
             return None
         _, body, _ = _keys(tenant, name)
-        written: Any = await self._limited(self._redis.get(body))
+        written: Any = await self._calls.ask(self._redis.get(body))
         return None if written is None else told(found, bytes(written))
 
     async def look(self, tenant: str, name: str) -> tuple[dict[str, Any] | None, bool]:
@@ -64,7 +61,7 @@ class RedisContents:
         asked.hget(hash_, name)
         asked.exists(body)
         asked.exists(gone)
-        entry, has_body, was_deleted = await self._limited(asked.execute())
+        entry, has_body, was_deleted = await self._calls.ask(asked.execute())
         found = orjson.loads(entry) if entry is not None and has_body else None
         if found is not None and found["expires_ms"] <= self._now_ms():
             found = None
@@ -72,7 +69,7 @@ class RedisContents:
 
     async def all_of(self, tenant: str) -> list[CachedContent]:
         """See base.py. What lost its body is among them."""
-        entries: Any = await self._limited(self._redis.hvals(_keys(tenant, "")[0]))
+        entries: Any = await self._calls.ask(self._redis.hvals(_keys(tenant, "")[0]))
         parsed = [orjson.loads(entry) for entry in entries]
         return [told(one, b"") for one in parsed if one["expires_ms"] > self._now_ms()]
 
@@ -80,14 +77,14 @@ class RedisContents:
         """See base.py."""
         hash_, body, _ = _keys(tenant, name)
         args: list[str | int] = [self._now_ms(), name, _ms(expires_s)]
-        entry = await self._limited(self._extend_script(keys=[hash_, body], args=args))
+        entry = await self._calls.ask(self._extend_script(keys=[hash_, body], args=args))
         return None if entry is None else told(orjson.loads(entry), b"")
 
     async def delete(self, tenant: str, name: str) -> bool:
         """See base.py."""
         now_ms = self._now_ms()
         args: list[str | int] = [now_ms, name, now_ms + _ms(self._limits.longest_s)]
-        return bool(await self._limited(self._delete_script(keys=_keys(tenant, name), args=args)))
+        return bool(await self._calls.ask(self._delete_script(keys=_keys(tenant, name), args=args)))
 
     async def _put(self, tenant: str, content: CachedContent, *, anew: bool) -> bool:
         limits = self._limits
@@ -102,20 +99,13 @@ class RedisContents:
             limits.max_bytes,
             int(anew),
         ]
-        kept = await self._limited(self._put_script(keys=_keys(tenant, content.name), args=args))
+        kept = await self._calls.ask(self._put_script(keys=_keys(tenant, content.name), args=args))
         if kept in (b"many", b"large"):
             raise too_many(limits) if kept == b"many" else too_large(limits)
         return bool(kept == b"kept")
 
     def _now_ms(self) -> int:
         return _ms(self._now())
-
-    async def _limited(self, asked: Awaitable[_T]) -> _T:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await asked
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise ContentsDownError(str(error) or type(error).__name__) from error
 
 
 def _keys(tenant: str, name: str) -> tuple[str, str, str]:

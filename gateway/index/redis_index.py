@@ -12,40 +12,27 @@ from importlib.resources import files
 from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
 from engine.protocol import blocks_key
 from gateway.index.base import IndexDownError
+from gateway.redis_calls import MAX_CALLS, RedisCalls
 
 _T = TypeVar("_T")
 
-MAX_CALLS: Final = 32
-"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
-
 _SCRIPT: Final = files(__package__).joinpath("find.lua").read_text(encoding="utf-8")
-
-
-SOCKET_TIMEOUTS: Final = 4
-"""Callers bound their calls themselves, those of limits with patience for a busy loop, which a socket has not."""
-
-
-def connect(url: str, timeout_s: float) -> Redis:
-    """A client for calls that take no longer than `timeout_s`, in which nothing takes longer than SOCKET_TIMEOUTS of
-    it, and which tries again only once: a connection may have been closed while it was idle. Its owner closes it."""
-    most_s = SOCKET_TIMEOUTS * timeout_s
-    return Redis.from_url(url, socket_connect_timeout=most_s, socket_timeout=most_s, retry=Retry(NoBackoff(), 1))
 
 
 class RedisIndex:
     """Every engine that publishes to this Redis, whether this gateway is connected to it or not."""
 
     def __init__(self, redis: Redis, *, timeout_s: float) -> None:
-        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call, its wait for a turn included:
+        a look-up that is given up costs less than one that is waited for."""
         self._redis = redis
         self._timeout_s = timeout_s
-        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._turns = asyncio.Semaphore(MAX_CALLS)
+        self._pings = RedisCalls(timeout_s, IndexDownError)
         self._sha: str | None = None
         self._given_up: set[asyncio.Task[Any]] = set()
 
@@ -59,7 +46,7 @@ class RedisIndex:
 
     async def ping(self) -> None:
         """Returns when Redis answers. Raises IndexDownError when it does not within the time limit."""
-        await self._within_limit(self._redis.execute_command("PING"))  # type: ignore[no-untyped-call]
+        await self._pings.ask(self._redis.execute_command("PING"))  # type: ignore[no-untyped-call]
 
     async def _within_limit(self, asked: Coroutine[Any, Any, _T]) -> _T:
         """Waits no longer even where redis-py drops a cancellation (see tasks.was_cancelled) and goes on until its
@@ -83,7 +70,7 @@ class RedisIndex:
             call.exception()  # which is no news
 
     async def _take_turn(self, keys: list[str], digests: bytes) -> list[int]:
-        async with self._calls:
+        async with self._turns:
             return await self._call(keys, digests)
 
     async def _call(self, keys: list[str], digests: bytes) -> list[int]:

@@ -8,18 +8,15 @@ gives up what has one. Keys are in one slot of a cluster.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from gateway.ledger.base import COLUMNS, BookDownError, Figures, Row
-
-_T = TypeVar("_T")
+from gateway.redis_calls import RedisCalls
 
 REMEMBERED_S: Final = 86_400
 """Seconds for which a number is known to have been added: whoever tries again does so within them."""
@@ -38,7 +35,7 @@ class RedisBook:
     def __init__(self, redis: Redis, *, timeout_s: float) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every command."""
         self._redis = redis
-        self._timeout_s = timeout_s
+        self._calls = RedisCalls(timeout_s, BookDownError)
         self._add = redis.register_script(files(__package__).joinpath("add.lua").read_text(encoding="utf-8"))
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> None:
@@ -49,7 +46,7 @@ class RedisBook:
             head = "|".join(quote(part, safe="") for part in row[1:])
             for column, value in figures.items():
                 arguments += [places[row.day], f"{head}|{column}", value]
-        await self._ask(self._add(keys=[_ADDED + number, _DAYS, *(_DAY + day for day in days)], args=arguments))
+        await self._calls.ask(self._add(keys=[_ADDED + number, _DAYS, *(_DAY + day for day in days)], args=arguments))
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
         rows: dict[Row, Figures] = {}
@@ -61,26 +58,19 @@ class RedisBook:
     async def forget(self, before: str) -> None:
         for day in await self._days():
             if day < before:
-                await self._ask(self._redis.unlink(_DAY + day))
-                await self._ask(self._redis.srem(_DAYS, day))
+                await self._calls.ask(self._redis.unlink(_DAY + day))
+                await self._calls.ask(self._redis.srem(_DAYS, day))
 
     async def _days(self) -> list[str]:
-        found: Any = await self._ask(self._redis.smembers(_DAYS))
+        found: Any = await self._calls.ask(self._redis.smembers(_DAYS))
         return sorted(day.decode() for day in found)
 
     async def _read(self, day: str, rows: dict[Row, Figures]) -> None:
         cursor: Any = None
         while cursor != 0:
             scan: Awaitable[Any] = self._redis.hscan(_DAY + day, cursor or 0, count=READ_AT_ONCE)
-            cursor, fields = await self._ask(scan)
+            cursor, fields = await self._calls.ask(scan)
             for field, value in fields.items():
                 *parts, column = map(unquote, field.decode().split("|"))
                 if len(parts) == len(Row._fields) - 1 and column in COLUMNS:  # a newer gateway may count more
                     rows.setdefault(Row(day, *parts), {})[column] = int(value)
-
-    async def _ask(self, call: Awaitable[_T]) -> _T:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await call
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise BookDownError(str(error) or type(error).__name__) from error

@@ -8,22 +8,16 @@ The keys of one tenant have one slot of a Redis Cluster, and end by themselves w
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
 
-from gateway import tasks
 from gateway.limits.base import WINDOW_US, CountersDownError, Take, Taken
+from gateway.redis_calls import RedisCalls
 from gateway.types import LimitKind
-
-MAX_CALLS: Final = 32
-"""Calls at the same time, so that a burst waits for a connection instead of running out of them. Who waits when a call
-fails waits no longer."""
 
 
 class RedisCounters:
@@ -32,13 +26,11 @@ class RedisCounters:
     def __init__(
         self, redis: Redis, *, lease_s: float, timeout_s: float, now_us: Callable[[], int] | None = None
     ) -> None:
-        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call, from its turn on. `now_us`
-        None: Redis's own clock, on which gateways agree."""
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `now_us` None: Redis's own
+        clock, on which gateways agree."""
         self._lease_us = round(lease_s * 1e6)
-        self._timeout_s = timeout_s
+        self._calls = RedisCalls(timeout_s, CountersDownError)
         self._now_us = now_us
-        self._calls = asyncio.Semaphore(MAX_CALLS)
-        self._failures = 0
         self._take = redis.register_script(_source("take.lua"))
         self._give_back = redis.register_script(_source("give_back.lua"))
         self._renew = redis.register_script(_source("renew.lua"))
@@ -58,17 +50,7 @@ class RedisCounters:
         return "" if self._now_us is None else self._now_us()
 
     async def _ask(self, script: AsyncScript, keys: list[str], args: list[str | int]) -> Any:
-        failures = self._failures
-        async with self._calls:
-            # In a burst the wait for a turn is longer than a call may take, and says nothing about Redis.
-            if failures != self._failures:
-                raise CountersDownError("a call before this one failed")
-            try:
-                async with tasks.patience(self._timeout_s):
-                    return await script(keys=keys, args=args)
-            except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-                self._failures += 1
-                raise CountersDownError(str(error) or type(error).__name__) from error
+        return await self._calls.ask(script(keys=keys, args=args))
 
 
 def _keys(tenant: str) -> list[str]:

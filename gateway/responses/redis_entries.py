@@ -13,24 +13,18 @@ gateways that write at the same time may be over it by an answer each, for a mom
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.resources import files
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import orjson
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from gateway.config import ResponseCacheSettings
+from gateway.redis_calls import RedisCalls
 from gateway.responses.entries import About, EntriesDownError, Entry
 
-_T = TypeVar("_T")
-
 TOTALS: Final = "kvasir:answers"
-
-MAX_CALLS: Final = 32
-"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
 
 
 class RedisEntries:
@@ -44,9 +38,8 @@ class RedisEntries:
         self._redis = redis
         self._max_bytes = settings.max_redis_bytes
         self._owner_bytes = min(settings.max_redis_bytes_per_tenant, settings.max_redis_bytes)
-        self._timeout_s = timeout_s
         self._now = now
-        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._calls = RedisCalls(timeout_s, EntriesDownError)
         self._put = redis.register_script(_source("answers_listed.lua", "answers_put.lua"))
         self._find = redis.register_script(_source("answers_find.lua"))
         self._remove = redis.register_script(_source("answers_listed.lua", "answers_remove.lua"))
@@ -59,7 +52,7 @@ class RedisEntries:
 
     async def find(self, owner: str, name: str) -> Entry | None:
         """See Entries."""
-        data: Any = await self._ask(self._find(keys=_keys(owner), args=[name]))
+        data: Any = await self._calls.ask(self._find(keys=_keys(owner), args=[name]))
         if data is None:
             return None
         try:
@@ -75,22 +68,22 @@ class RedisEntries:
             return False
         about = orjson.dumps([entry.model, entry.created_s, entry.expires_s, entry.num_bytes])
         args = [entry.id, entry.to_bytes(), ttl_ms, entry.num_bytes, self._owner_bytes, about]
-        await self._ask(self._write(entry.owner, args))
+        await self._calls.ask(self._write(entry.owner, args))
         return True
 
     async def remove(self, owner: str, name: str) -> bool:
         """See Entries."""
-        _, removed = await self._ask(self._take(owner, name, 0))
+        _, removed = await self._calls.ask(self._take(owner, name, 0))
         return removed > 0
 
     async def owners(self) -> list[str]:
         """See Entries."""
-        totals: Any = await self._ask(self._redis.hkeys(TOTALS))
+        totals: Any = await self._calls.ask(self._redis.hkeys(TOTALS))
         return sorted(owner.decode() for owner in totals)
 
     async def all_of(self, owner: str) -> list[About]:
         """See Entries."""
-        told: Any = await self._ask(self._redis.hgetall(_keys(owner)[3]))
+        told: Any = await self._calls.ask(self._redis.hgetall(_keys(owner)[3]))
         every = [About(owner, name.decode(), *orjson.loads(about)) for name, about in told.items()]
         return [about for about in every if about.expires_s > self._now()]
 
@@ -112,16 +105,6 @@ class RedisEntries:
         left, removed = await self._remove(keys=_keys(owner), args=[name, max_bytes])
         await (self._redis.hset(TOTALS, owner, left) if left else self._redis.hdel(TOTALS, owner))
         return left, removed
-
-    async def _ask(self, call: Awaitable[_T]) -> _T:
-        try:
-            async with asyncio.timeout(self._timeout_s), self._calls:
-                return await call
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise EntriesDownError(str(error) or type(error).__name__) from error
-        finally:
-            if asyncio.iscoroutine(call):
-                call.close()  # of one whose time was over before it had a place
 
 
 def _keys(owner: str) -> list[str]:

@@ -160,7 +160,7 @@ class Registry(Generic[C]):
     async def _look(self, redis: Redis) -> None:
         while not tasks.was_cancelled():
             try:
-                async with asyncio.timeout(max(self._discover_s, 1.0)):
+                async with tasks.patience(max(self._discover_s, 1.0)):
                     urls = await announced(redis)
             except (RedisError, OSError, TimeoutError) as error:
                 log.debug("no announcements can be read: %s", error)  # the index warns of a Redis that is down

@@ -8,21 +8,14 @@ tenant say in which order they were kept and how large they are. All keys of a t
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from importlib.resources import files
-from typing import Any, Final, TypeVar
+from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from gateway.config import StoredResponseSettings
+from gateway.redis_calls import RedisCalls
 from gateway.stores.base import StoreDownError
-
-_T = TypeVar("_T")
-
-MAX_CALLS: Final = 32
-"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
 
 
 class RedisStore:
@@ -35,8 +28,7 @@ class RedisStore:
         self._name = name
         self._redis = redis
         self._settings = settings
-        self._timeout_s = timeout_s
-        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._calls = RedisCalls(timeout_s, StoreDownError)
         self._put = redis.register_script(_source("put.lua"))
         self._delete = redis.register_script(_source("delete.lua"))
 
@@ -45,22 +37,15 @@ class RedisStore:
         if len(body) > settings.largest_bytes or not settings.max_responses:
             return False
         limits = [round(settings.ttl_s * 1e3), settings.max_responses, settings.max_bytes]
-        await self._ask(self._put(keys=_keys(self._name, tenant), args=[key, body, *limits]))
+        await self._calls.ask(self._put(keys=_keys(self._name, tenant), args=[key, body, *limits]))
         return True
 
     async def find(self, tenant: str, key: str) -> bytes | None:
-        body: Any = await self._ask(self._redis.get(f"{_prefix(self._name, tenant)}:{key}"))
+        body: Any = await self._calls.ask(self._redis.get(f"{_prefix(self._name, tenant)}:{key}"))
         return None if body is None else bytes(body)
 
     async def delete(self, tenant: str, key: str) -> bool:
-        return bool(await self._ask(self._delete(keys=_keys(self._name, tenant), args=[key])))
-
-    async def _ask(self, call: Awaitable[_T]) -> _T:
-        try:
-            async with asyncio.timeout(self._timeout_s), self._calls:
-                return await call
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise StoreDownError(str(error) or type(error).__name__) from error
+        return bool(await self._calls.ask(self._delete(keys=_keys(self._name, tenant), args=[key])))
 
 
 def _prefix(name: str, tenant: str) -> str:

@@ -21,11 +21,11 @@ from redis.asyncio import Redis
 
 from engine.protocol import DIGEST_BYTES
 from gateway.config import BatchSettings
-from gateway.index.redis_index import connect
 from gateway.queues.batch.base import Job, LinePlan
-from gateway.queues.batch.redis_calls import RedisCalls
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_lines import RedisLines
+from gateway.queues.batch.redis_scripts import RedisScripts
+from gateway.redis_calls import connect
 from tests.fakes.batches import FakeRunner, Lane
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
@@ -60,8 +60,8 @@ async def run(root: Path, lines: int, in_flight: int) -> None:
     rows = [{"id": str(number), "document": source.randrange(DOCUMENTS), "fill": fill} for number in range(lines)]
     with RedisProcess(root, "--appendonly", "yes") as process:
         async with connect(process.url, 5.0) as redis:
-            calls = RedisCalls(redis, timeout_s=5.0)
-            lane = Lane(root / "data", settings, lambda one: (RedisJobs(calls, one), RedisLines(calls)))
+            scripts = RedisScripts(redis, timeout_s=5.0)
+            lane = Lane(root / "data", settings, lambda one: (RedisJobs(scripts, one), RedisLines(scripts)))
             job, runner = await lane.create(rows), Runner()
 
             async def all_done() -> bool:

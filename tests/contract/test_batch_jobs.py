@@ -12,8 +12,8 @@ from gateway.config import BatchSettings
 from gateway.errors import QuotaError
 from gateway.queues.batch.base import Counts, Job, JobError
 from gateway.queues.batch.jobs import Jobs, MemoryJobs
-from gateway.queues.batch.redis_calls import PREFIX, RedisCalls
 from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
 from gateway.types import Usage
 
 LIMITS = BatchSettings(max_jobs=3, max_waiting_lines=10, max_kept=3)
@@ -25,7 +25,7 @@ async def jobs(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[
         yield MemoryJobs(LIMITS)
         return
     async with Redis.from_url(redis_url) as redis:
-        yield RedisJobs(RedisCalls(redis, timeout_s=5.0), LIMITS)
+        yield RedisJobs(RedisScripts(redis, timeout_s=5.0), LIMITS)
 
 
 def job(number: int, tenant: str = "a", dialect: str = "openai", lines: int = 0) -> Job:
@@ -154,7 +154,7 @@ async def test_a_job_is_leased_to_one_at_a_time(jobs: Jobs) -> None:
 
 async def test_nothing_is_left_in_redis_of_jobs_that_are_forgotten(redis_url: str) -> None:
     async with Redis.from_url(redis_url) as redis:
-        jobs = RedisJobs(RedisCalls(redis, timeout_s=5.0), LIMITS)
+        jobs = RedisJobs(RedisScripts(redis, timeout_s=5.0), LIMITS)
         for number in (1, 2):
             await jobs.create(job(number, lines=1))
             await jobs.lease(job(number).id, "x", 0, 1)

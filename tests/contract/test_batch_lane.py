@@ -10,21 +10,21 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.config import BatchSettings
-from gateway.index.redis_index import connect
 from gateway.queues.batch.base import Counts
 from gateway.queues.batch.jobs import Jobs
 from gateway.queues.batch.lines import Lines
-from gateway.queues.batch.redis_calls import PREFIX, RedisCalls
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_lines import RedisLines
+from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
+from gateway.redis_calls import connect
 from tests.fakes.batches import FakeRunner, Lane
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
 
 def stores(redis: Redis) -> Callable[[BatchSettings], tuple[Jobs, Lines]]:
-    calls = RedisCalls(redis, timeout_s=2.0)
-    return lambda settings: (RedisJobs(calls, settings), RedisLines(calls))
+    scripts = RedisScripts(redis, timeout_s=2.0)
+    return lambda settings: (RedisJobs(scripts, settings), RedisLines(scripts))
 
 
 async def test_a_job_leaves_its_record_alone_in_redis_until_that_is_over_its_time(

@@ -17,8 +17,8 @@ from gateway.queues.batch.base import Counts, LinePlan
 from gateway.queues.batch.job import Progress
 from gateway.queues.batch.lines import QUANTUM_TOKENS, Claim, Lines, MemoryLines, Result
 from gateway.queues.batch.paths import Ref
-from gateway.queues.batch.redis_calls import PREFIX, RedisCalls
 from gateway.queues.batch.redis_lines import RedisLines
+from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
 from gateway.types import Usage
 from tests.fakes.redis_process import RedisProcess
 
@@ -34,7 +34,7 @@ async def lines(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator
         yield MemoryLines()
         return
     async with Redis.from_url(redis_url) as redis:
-        yield RedisLines(RedisCalls(redis, timeout_s=LIMIT_S))
+        yield RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
 
 
 def plans(*firsts: int, model: str = "m", tokens: int = 0) -> list[LinePlan]:
@@ -291,7 +291,7 @@ def test_both_stores_do_the_same_and_every_line_has_one_result_in_the_end(
     async def run() -> None:
         async with Redis.from_url(redis_url) as redis:
             await redis.flushall()
-            history = History([MemoryLines(), RedisLines(RedisCalls(redis, timeout_s=LIMIT_S))])
+            history = History([MemoryLines(), RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))])
             for operation in operations:
                 await history.do(*operation)
                 await history.check()
@@ -303,7 +303,7 @@ def test_both_stores_do_the_same_and_every_line_has_one_result_in_the_end(
 async def test_lines_survive_a_redis_that_is_killed(tmp_path: Any) -> None:
     with RedisProcess(tmp_path, "--appendonly", "yes", "--appendfsync", "everysec") as process:
         async with Redis.from_url(process.url) as redis:
-            store = RedisLines(RedisCalls(redis, timeout_s=LIMIT_S))
+            store = RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
             await put(store, J1, plans(*[line % 256 for line in range(2500)]))
             claims = await store.claim("x", "m", 10, 10)
             await store.complete(claims[0], DONE, NONE)
@@ -319,7 +319,7 @@ async def test_lines_survive_a_redis_that_is_killed(tmp_path: Any) -> None:
 
 async def test_nothing_is_left_in_redis_of_lines_that_are_done_and_forgotten(redis_url: str) -> None:
     async with Redis.from_url(redis_url) as redis:
-        store = RedisLines(RedisCalls(redis, timeout_s=LIMIT_S))
+        store = RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
         await put(store, J1, plans(1, 2, 3))
         (claim, *_) = await store.claim("x", "m", 1, 10)
         await store.put_back("x", claim, 5)
@@ -332,7 +332,7 @@ async def test_nothing_is_left_in_redis_of_lines_that_are_done_and_forgotten(red
 
 async def test_a_redis_that_is_full_takes_results_and_nothing_new(own_redis: RedisProcess) -> None:
     async with Redis.from_url(own_redis.url) as redis:
-        store = RedisLines(RedisCalls(redis, timeout_s=LIMIT_S))
+        store = RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
         await put(store, J1, plans(1, 2, 3))
         (claim,) = await store.claim("x", "m", 1, 10)
         await redis.config_set("maxmemory", 1)

@@ -15,7 +15,7 @@ from gateway.contents.memory_contents import MemoryContents
 from gateway.contents.redis_contents import RedisContents
 from gateway.contents.shared_contents import SharedContents
 from gateway.errors import OverloadedError, QuotaError
-from gateway.index.redis_index import connect
+from gateway.redis_calls import connect
 from gateway.types import CachedContent
 from tests.fakes.redis_process import RedisProcess
 

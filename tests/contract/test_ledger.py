@@ -10,12 +10,12 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.config import LedgerSettings, PriceSettings
-from gateway.index.redis_index import connect
 from gateway.ledger.base import COLUMNS, Book, BookDownError, Entry, Row
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 from gateway.ledger.redis_book import RedisBook
+from gateway.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 5.0

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from gateway.index.redis_index import connect
 from gateway.limits.base import WINDOW_US, Counters, CountersDownError, Take, cost_us, room, wait_us
 from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.redis_counters import RedisCounters
+from gateway.redis_calls import connect
 from gateway.types import LimitKind
 from tests.fakes.limits import Clock
 from tests.fakes.redis_process import RedisProcess

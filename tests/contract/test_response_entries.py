@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings
-from gateway.index.redis_index import connect
+from gateway.redis_calls import MAX_CALLS, connect
 from gateway.responses.entries import OVERHEAD_BYTES, About, Entries, EntriesDownError, Entry
 from gateway.responses.memory_entries import MemoryEntries
-from gateway.responses.redis_entries import MAX_CALLS, TOTALS, RedisEntries
+from gateway.responses.redis_entries import TOTALS, RedisEntries
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.config import StoredResponseSettings
 from gateway.errors import OverloadedError
-from gateway.index.redis_index import connect
+from gateway.redis_calls import connect
 from gateway.stores.base import Backend, StoreDownError
 from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore

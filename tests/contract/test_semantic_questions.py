@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings, SemanticCacheSettings
-from gateway.index.redis_index import connect
+from gateway.redis_calls import connect
 from gateway.responses.exact import ExactCache
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries

@@ -15,7 +15,7 @@ from engine.protocol import TOKEN_BYTES
 from gateway.app import Gateway, upstream_keys
 from gateway.config import LeaseSettings, LimitSettings, Settings
 from gateway.errors import RateLimitError
-from gateway.index.redis_index import connect
+from gateway.redis_calls import connect
 from gateway.types import ANONYMOUS, Need
 from tests.fakes import tokenisers
 from tests.fakes.waiting import until

@@ -73,6 +73,48 @@ async def test_who_does_not_answer_is_given_up_in_time(monkeypatch: pytest.Monke
             raise asyncio.CancelledError
 
 
+async def test_who_drops_a_cancellation_is_cancelled_again() -> None:
+    dropped = 0
+    with pytest.raises(TimeoutError):
+        async with tasks.patience(0.08):
+            for _ in range(3):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+                dropped += 1
+            await asyncio.Event().wait()
+    task = asyncio.current_task()
+    assert dropped == 3
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_what_comes_although_a_cancellation_was_dropped_is_taken() -> None:
+    async with tasks.patience(0.01):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+    await asyncio.sleep(0)  # nothing of it is left
+
+
+async def test_somebody_elses_cancelling_is_no_time_limit() -> None:
+    begun = asyncio.Event()
+
+    async def wait() -> None:
+        async with tasks.patience(0.01):
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()  # as from outside, while it is being given up
+                raise
+
+    task = asyncio.create_task(wait())
+    await begun.wait()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_a_loop_ends_although_its_library_drops_the_cancellation() -> None:
     turns: list[bool] = []
 

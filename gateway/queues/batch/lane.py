@@ -12,9 +12,9 @@ from gateway.queues.batch.base import Runner
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.jobs import Jobs, MemoryJobs
 from gateway.queues.batch.lines import Lines, MemoryLines
-from gateway.queues.batch.redis_calls import RedisCalls
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_lines import RedisLines
+from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.queues.batch.store import BatchStore, Files
 from gateway.queues.batch.worker import Worker
 
@@ -29,8 +29,8 @@ class BatchLane:
         self._jobs: Jobs = MemoryJobs(settings)
         self._lines: Lines = MemoryLines()
         if redis is not None:
-            calls = RedisCalls(redis, timeout_s=settings.redis_timeout_s)
-            self._jobs, self._lines = RedisJobs(calls, settings), RedisLines(calls)
+            scripts = RedisScripts(redis, timeout_s=settings.redis_timeout_s)
+            self._jobs, self._lines = RedisJobs(scripts, settings), RedisLines(scripts)
         self._folder = JobFolder(folder, min_free_bytes=settings.min_free_bytes)
         self._files = files
         self._settings = settings

@@ -24,7 +24,7 @@ from gateway.queues.batch.base import Counts, LinePlan
 from gateway.queues.batch.job import Progress
 from gateway.queues.batch.lines import MAX_MODELS, QUANTUM_TOKENS, Back, Claim, Kind, Result, lane_of
 from gateway.queues.batch.paths import MAX_TOKENS, Ref, path_of, ref_at, ref_bytes, ref_of
-from gateway.queues.batch.redis_calls import PREFIX, RedisCalls
+from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
 from gateway.types import Usage
 
 STAGE_AT_ONCE: Final = 1000
@@ -34,80 +34,80 @@ STAGE_AT_ONCE: Final = 1000
 class RedisLines:
     """See Lines."""
 
-    def __init__(self, calls: RedisCalls) -> None:
-        self._calls = calls
+    def __init__(self, scripts: RedisScripts) -> None:
+        self._scripts = scripts
 
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
         """See Lines."""
         planned = start
         for first in range(0, len(plans), STAGE_AT_ONCE):
             some = [_plan(plan) for plan in plans[first : first + STAGE_AT_ONCE]]
-            planned = int(await self._calls.run("stage", job, start + first, *some))
+            planned = int(await self._scripts.run("stage", job, start + first, *some))
             if planned != start + first + len(some):
                 break
         return planned
 
     async def queue(self, job: str, tenant: str, most: int) -> int:
         """See Lines."""
-        return int(await self._calls.run("queue", job, bytes.fromhex(job), tenant, most))
+        return int(await self._scripts.run("queue", job, bytes.fromhex(job), tenant, most))
 
     async def models(self) -> list[str]:
         """See Lines."""
-        found: Any = await self._calls.ask(self._calls.redis.srandmember(f"{PREFIX}models", MAX_MODELS))
+        found: Any = await self._scripts.ask(self._scripts.redis.srandmember(f"{PREFIX}models", MAX_MODELS))
         return sorted(_text(model) for model in found)
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
         """See Lines."""
-        return _claims(await self._calls.run("claim", owner, _bytes(model), most, until_ms, QUANTUM_TOKENS))
+        return _claims(await self._scripts.run("claim", owner, _bytes(model), most, until_ms, QUANTUM_TOKENS))
 
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int) -> list[Claim]:
         """See Lines."""
-        return _claims(await self._calls.run("take_over", owner, most, now_ms, until_ms))
+        return _claims(await self._scripts.run("take_over", owner, most, now_ms, until_ms))
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
         """See Lines."""
-        return [ref_of(bytes(ref)) for ref in await self._calls.run("renew", owner, until_ms, *map(ref_bytes, refs))]
+        return [ref_of(bytes(ref)) for ref in await self._scripts.run("renew", owner, until_ms, *map(ref_bytes, refs))]
 
     async def put_back(self, owner: str, claim: Claim, most_attempts: int) -> Back:
         """See Lines."""
         tenant, _, model = claim.lane.partition(":")
         ref, lane = ref_bytes(claim.ref), _bytes(claim.lane)
         args = (owner, ref, lane, claim.place, tenant, _bytes(model), most_attempts)
-        return cast("Back", _text(await self._calls.run("put_back", *args)))
+        return cast("Back", _text(await self._scripts.run("put_back", *args)))
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
         """See Lines."""
         (job, line), lane = claim.ref, _bytes(claim.lane)
         tokens = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.cache_write_tokens)
         args = (ref_bytes(claim.ref), lane, claim.place, job, line, _result(result), result.kind, *tokens)
-        done = int(await self._calls.run("complete", *args))
+        done = int(await self._scripts.run("complete", *args))
         return None if done < 0 else done
 
     async def drop_staged(self, job: str, total: int, kind: Kind, most: int) -> bool:
         """See Lines."""
-        return int(await self._calls.run("drop_staged", job, total, kind, most)) > 0
+        return int(await self._scripts.run("drop_staged", job, total, kind, most)) > 0
 
     async def lanes(self, job: str) -> list[str]:
         """See Lines."""
-        found: Any = await self._calls.ask(self._calls.redis.smembers(f"{PREFIX}lanes:{job}"))
+        found: Any = await self._scripts.ask(self._scripts.redis.smembers(f"{PREFIX}lanes:{job}"))
         return sorted(_text(lane) for lane in found)
 
     async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
         """See Lines."""
         args = (job, bytes.fromhex(job), _bytes(lane), after, kind, most)
-        return bytes(await self._calls.run("drop_waiting", *args))
+        return bytes(await self._scripts.run("drop_waiting", *args))
 
     async def progress(self, job: str) -> Progress:
         """See Lines."""
-        asked = self._calls.redis.pipeline(transaction=False)  # a Redis that is full refuses any transaction
+        asked = self._scripts.redis.pipeline(transaction=False)  # a Redis that is full refuses any transaction
         asked.hmget(f"{PREFIX}counts:{job}", ["planned", "queued"])
         asked.hlen(f"{PREFIX}results:{job}")
-        (planned, queued), done = await self._calls.ask(asked.execute())
+        (planned, queued), done = await self._scripts.ask(asked.execute())
         return Progress(int(planned or 0), int(queued or 0), done)
 
     async def tally(self, job: str) -> tuple[Counts, Usage]:
         """See Lines."""
-        found: Any = await self._calls.ask(self._calls.redis.hgetall(f"{PREFIX}counts:{job}"))
+        found: Any = await self._scripts.ask(self._scripts.redis.hgetall(f"{PREFIX}counts:{job}"))
         counts = {_text(name): int(count) for name, count in found.items()}
         kinds = {kind: counts.get(kind, 0) for kind in ("succeeded", "failed", "cancelled", "expired")}
         prompt, completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
@@ -117,13 +117,15 @@ class RedisLines:
     async def results(self, job: str, start: int, count: int) -> list[Result | None]:
         """See Lines."""
         lines = [str(line) for line in range(start, start + count)]
-        found: Any = await self._calls.ask(self._calls.redis.hmget(f"{PREFIX}results:{job}", lines)) if lines else []
+        found: Any = (
+            await self._scripts.ask(self._scripts.redis.hmget(f"{PREFIX}results:{job}", lines)) if lines else []
+        )
         return [None if written is None else _result_of(_text(written)) for written in found]
 
     async def forget(self, job: str) -> None:
         """See Lines."""
         names = [f"{PREFIX}{name}:{job}" for name in ("staged", "lanes", "results", "counts")]
-        await self._calls.ask(self._calls.redis.unlink(*names))
+        await self._scripts.ask(self._scripts.redis.unlink(*names))
 
 
 def _plan(plan: LinePlan) -> bytes:

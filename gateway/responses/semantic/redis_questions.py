@@ -12,17 +12,14 @@ here and still known to gateways that had it, until its time is over.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from gateway.config import SemanticCacheSettings
-
-_T = TypeVar("_T")
+from gateway.redis_calls import RedisCalls
 
 READ_AT_A_TIME: Final = 256
 
@@ -41,7 +38,7 @@ class RedisQuestions:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
         self._redis = redis
         self._settings = settings
-        self._timeout_s = timeout_s
+        self._calls = RedisCalls(timeout_s, QuestionsDownError)
         self._put = redis.register_script(files(__package__).joinpath("questions_put.lua").read_text(encoding="utf-8"))
 
     async def put(self, name: str, key: bytes, body: bytes) -> None:
@@ -50,36 +47,29 @@ class RedisQuestions:
         if len(body) > settings.max_redis_bytes:
             return
         limits = [settings.max_entries, settings.max_redis_bytes, max(int(settings.ttl_s), 1)]
-        await self._ask(self._put(keys=_keys(name), args=[key.hex(), body, *limits]))
+        await self._calls.ask(self._put(keys=_keys(name), args=[key.hex(), body, *limits]))
 
     async def changes(self, name: str, since: int) -> tuple[int, Sequence[tuple[bytes, bytes]]]:
         """Keys and bodies of what changed after this number, oldest first and READ_AT_A_TIME at most; and the number of
         the last of them. A Redis that lost everything begins with 1 again, and so does who asks it."""
         changes, questions, sequence, _ = _keys(name)
-        if since > int(await self._ask(self._redis.get(sequence)) or 0):
+        if since > int(await self._calls.ask(self._redis.get(sequence)) or 0):
             since = 0
-        found: list[tuple[bytes, float]] = await self._ask(
+        found: Any = await self._calls.ask(
             self._redis.zrangebyscore(changes, f"({since}", "+inf", start=0, num=READ_AT_A_TIME, withscores=True)
         )
         if not found:
             return since, []
-        bodies: list[bytes | None] = await self._ask(self._redis.hmget(questions, [one for one, _ in found]))
+        bodies: Any = await self._calls.ask(self._redis.hmget(questions, [one for one, _ in found]))
         read = zip((bytes.fromhex(one.decode()) for one, _ in found), bodies, strict=True)
         return int(found[-1][1]), [(key, body) for key, body in read if body is not None]
 
     async def load_budget(self, name: str) -> bytes | None:
-        state: bytes | None = await self._ask(self._redis.get(_budget(name)))
-        return state
+        state: Any = await self._calls.ask(self._redis.get(_budget(name)))
+        return None if state is None else bytes(state)
 
     async def save_budget(self, name: str, state: bytes) -> None:
-        await self._ask(self._redis.set(_budget(name), state, ex=BUDGET_S))
-
-    async def _ask(self, call: Awaitable[_T]) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await call
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise QuestionsDownError(str(error) or type(error).__name__) from error
+        await self._calls.ask(self._redis.set(_budget(name), state, ex=BUDGET_S))
 
 
 def _keys(name: str) -> list[str]:

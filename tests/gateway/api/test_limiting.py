@@ -21,7 +21,7 @@ from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.routes import RUNNER
 from gateway.config import LeaseSettings, LimitSettings, ServerSettings, TenantSettings
 from gateway.errors import QueueFullError
-from gateway.index.redis_index import connect
+from gateway.redis_calls import connect
 from gateway.types import Need, Tenant
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running

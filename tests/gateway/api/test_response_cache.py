@@ -15,7 +15,7 @@ from google.genai import types
 
 from gateway.config import NamespaceSettings, ResponseCacheSettings, TenantSettings
 from gateway.errors import EngineLostError
-from gateway.index.redis_index import connect
+from gateway.redis_calls import connect
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.stage import ResponseCache
 from gateway.types import CallDelta

@@ -18,7 +18,8 @@ from redis.asyncio import Redis
 from engine.protocol import BlockEvents, blocks_key, split_digests
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex, connect
+from gateway.index.redis_index import RedisIndex
+from gateway.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 

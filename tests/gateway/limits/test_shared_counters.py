@@ -8,10 +8,10 @@ import logging
 import pytest
 
 from gateway.errors import RateLimitError
-from gateway.index.redis_index import connect
 from gateway.limits.base import CountersDownError, Take, Taken
 from gateway.limits.limits import TenantLimits
 from gateway.limits.memory_counters import MemoryCounters
+from gateway.redis_calls import connect
 from gateway.types import ANONYMOUS, Need, Usage
 from tests.fakes.limits import Clock, tenant_limits
 from tests.fakes.redis_process import RedisProcess

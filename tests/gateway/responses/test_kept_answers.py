@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.config import AuthSettings, ResponseCacheSettings, TenantSettings
-from gateway.index.redis_index import connect
+from gateway.redis_calls import connect
 from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers

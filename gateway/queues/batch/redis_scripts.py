@@ -1,4 +1,4 @@
-"""How the batch lane asks Redis: scripts of this folder, within a time limit, and one error for everything that fails.
+"""How the batch lane asks Redis: scripts of this folder, and one error for everything that fails.
 
 All keys begin with the same hash tag, so that one script may touch all of them in a cluster, too. None has a time to
 live: the embedded Redis, which appends what it is told to a file, never evicts those.
@@ -6,22 +6,18 @@ live: the embedded Redis, which appends what it is told to a file, never evicts 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from importlib.resources import files
 from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from gateway.errors import OverloadedError
+from gateway.redis_calls import RedisCalls
 
 _T = TypeVar("_T")
 
 PREFIX: Final = "kvasir:{batches}:"
-MAX_CALLS: Final = 32
-"""Calls at the same time, so that a burst waits for a connection instead of running out of them."""
-
 RETRY_AFTER_S: Final = 2.0
 SCRIPTS: Final = (
     *("stage", "queue", "claim", "take_over", "renew", "put_back", "complete", "drop_staged", "drop_waiting"),
@@ -29,13 +25,12 @@ SCRIPTS: Final = (
 )
 
 
-class RedisCalls:
+class RedisScripts:
     """One Redis. `redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
 
     def __init__(self, redis: Redis, *, timeout_s: float) -> None:
         self.redis = redis
-        self._timeout_s = timeout_s
-        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._calls = RedisCalls(timeout_s, _down)
         self._scripts = {name: redis.register_script(_source(name)) for name in SCRIPTS}
 
     async def run(self, script: str, *args: bytes | str | int) -> Any:
@@ -44,12 +39,11 @@ class RedisCalls:
 
     async def ask(self, call: Awaitable[_T]) -> _T:
         """Raises OverloadedError. What was asked for may have been done all the same."""
-        try:
-            async with asyncio.timeout(self._timeout_s), self._calls:
-                return await call
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            message = "Batches cannot be reached at the moment."
-            raise OverloadedError(message, retry_after_s=RETRY_AFTER_S) from error
+        return await self._calls.ask(call)
+
+
+def _down(_: str) -> OverloadedError:
+    return OverloadedError("Batches cannot be reached at the moment.", retry_after_s=RETRY_AFTER_S)
 
 
 def _source(name: str) -> str:
