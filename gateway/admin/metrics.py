@@ -6,17 +6,10 @@ Requests are counted as they finish; figures of engines, queue, memos and Redis 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,10 +18,9 @@ from gateway.admin.engine_metrics import engine_metrics
 from gateway.admin.ledger_metrics import ledger_metrics
 from gateway.admin.response_cache_metrics import response_cache_metrics
 from gateway.admin.sources import Sources
+from gateway.admin.tallies import Count, Counts, Durations, Seconds
 from gateway.admin.upstream_metrics import upstream_metrics
 from gateway.api.record import CLIENT_LEFT, Record
-
-disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
@@ -62,17 +54,14 @@ class Metrics:
         self.totals: dict[str, Totals] = {}  # by tenant
         self.in_flight = 0
         self._children: dict[tuple[str, str], _Children] = {}
-        self._by_lookup: dict[tuple[str, str, str], Counter] = {}
-        self._by_outcome: dict[tuple[str, str, str, int], Counter] = {}
-        self._requests = Counter(
-            "kvasir_requests",
+        self._requests = self._counts(
+            "requests",
             "Finished requests; status 499 is a client that left.",
             ("endpoint", "model", "tenant", "status"),
-            registry=self.registry,
         )
         tenant_model = ("model", "tenant")
         self._tokens = {
-            kind: Counter(f"kvasir_{kind}_tokens", text, tenant_model, registry=self.registry)
+            kind: self._counts(f"{kind}_tokens", text, tenant_model)
             for kind, text in (
                 ("prompt", "Tokens of prompts, cached ones included."),
                 ("cached", "Tokens of prompts whose blocks were reused."),
@@ -82,27 +71,18 @@ class Metrics:
                 ("tokenized", "Tokens of prompts that had to be tokenised, because their segments were new."),
             )
         }
-        self._embedded = Counter(
-            "kvasir_embedded_tokens", "Tokens of texts that were embedded.", tenant_model, registry=self.registry
-        )
-        self._breakpoints = Counter(
-            "kvasir_breakpoint_requests",
+        self._embedded = self._counts("embedded_tokens", "Tokens of texts that were embedded.", tenant_model)
+        self._breakpoints = self._counts(
+            "breakpoint_requests",
             "Answered requests with breakpoints: all of them kept, or any degraded.",
             (*tenant_model, "lease"),
-            registry=self.registry,
         )
-        self._lookups = Counter(
-            "kvasir_response_cache_answers",
+        self._lookups = self._counts(
+            "response_cache_answers",
             "Answers, by what the response cache had for them: exact, shared, semantic, miss, bypass.",
             (*tenant_model, "outcome"),
-            registry=self.registry,
         )
-        self._retries = Counter(
-            "kvasir_retries",
-            "Requests sent to another engine before the first byte.",
-            ("model",),
-            registry=self.registry,
-        )
+        self._retries = self._counts("retries", "Requests sent to another engine before the first byte.", ("model",))
         self._first_token = self._histogram("first_token", "From arrival to the first token.", TOKEN_SECONDS)
         self._queue = self._histogram("queue", "Waiting for a place, in the gateway and the engine.", TOKEN_SECONDS)
         self._overhead = self._histogram("overhead", "The gateway's own time for a request.", OVERHEAD_SECONDS)
@@ -117,20 +97,14 @@ class Metrics:
     def finished(self, record: Record) -> None:
         self.in_flight -= 1
         model, tenant = record.model or "unknown", record.tenant or "unknown"
-        self._outcome(record.endpoint, model, tenant, record.status).inc()
+        self._requests.of(record.endpoint, model, tenant, str(record.status)).value += 1
         if record.endpoint.startswith("/v1"):
             self._count(record, tenant)
         if record.traces:
             self._meter(record, model, tenant)
         if record.embedded_tokens:
-            self._embedded.labels(model, tenant).inc(record.embedded_tokens)
-            self._duration.labels(model).observe(record.total_ms / 1e3)
-
-    def _outcome(self, endpoint: str, model: str, tenant: str, status: int) -> Counter:
-        key = endpoint, model, tenant, status
-        if (counter := self._by_outcome.get(key)) is None:
-            counter = self._by_outcome[key] = self._requests.labels(endpoint, model, tenant, str(status))
-        return counter
+            self._embedded.of(model, tenant).value += record.embedded_tokens
+            self._duration.of(model).add(record.total_ms / 1e3)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -157,61 +131,60 @@ class Metrics:
             children = self._children[model, tenant] = self._labelled(model, tenant)
         for trace in record.traces:
             if trace.lookup is not None:
-                self._lookup(model, tenant, trace.lookup.outcome).inc()
+                self._lookups.of(model, tenant, trace.lookup.outcome).value += 1
             if trace.hit is not None:  # no engine worked, and its figures would look as if one had
                 continue
-            children.prompt.inc(trace.prompt_tokens)
-            children.cached.inc(trace.cached_tokens)
-            children.lease_read.inc(trace.lease_read_tokens)
-            children.lease_write.inc(trace.lease_write_tokens)
-            children.completion.inc(trace.completion_tokens)
-            children.tokenized.inc(trace.tokenized_tokens)
+            children.prompt.value += trace.prompt_tokens
+            children.cached.value += trace.cached_tokens
+            children.lease_read.value += trace.lease_read_tokens
+            children.lease_write.value += trace.lease_write_tokens
+            children.completion.value += trace.completion_tokens
+            children.tokenized.value += trace.tokenized_tokens
             if trace.lease is not None:
-                self._breakpoints.labels(model, tenant, trace.lease.state).inc()
+                self._breakpoints.of(model, tenant, trace.lease.state).value += 1
             if trace.retries:
-                self._retries.labels(model).inc(trace.retries)
+                self._retries.of(model).value += trace.retries
             if trace.first_token_ms is not None:
-                children.first_token.observe(trace.first_token_ms / 1e3)
-                children.queue.observe(trace.queue_ms / 1e3)
-                children.overhead.observe(trace.overhead_ms / 1e3)
-        children.duration.observe(record.total_ms / 1e3)
-
-    def _lookup(self, model: str, tenant: str, outcome: str) -> Counter:
-        key = (model, tenant, outcome)
-        if (counter := self._by_lookup.get(key)) is None:
-            counter = self._by_lookup[key] = self._lookups.labels(*key)
-        return counter
+                children.first_token.add(trace.first_token_ms / 1e3)
+                children.queue.add(trace.queue_ms / 1e3)
+                children.overhead.add(trace.overhead_ms / 1e3)
+        children.duration.add(record.total_ms / 1e3)
 
     def _labelled(self, model: str, tenant: str) -> _Children:
-        tokens = {kind: counter.labels(model, tenant) for kind, counter in self._tokens.items()}
+        tokens = {kind: counts.of(model, tenant) for kind, counts in self._tokens.items()}
         return _Children(
             **tokens,
-            first_token=self._first_token.labels(model),
-            queue=self._queue.labels(model),
-            overhead=self._overhead.labels(model),
-            duration=self._duration.labels(model),
+            first_token=self._first_token.of(model),
+            queue=self._queue.of(model),
+            overhead=self._overhead.of(model),
+            duration=self._duration.of(model),
         )
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"kvasir_{name}_seconds", f"Seconds. {text}", ("model",), buckets=buckets, registry=self.registry
-        )
+    def _counts(self, name: str, text: str, labels: Sequence[str]) -> Counts:
+        counts = Counts(f"kvasir_{name}", text, labels)
+        self.registry.register(counts)
+        return counts
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Durations:
+        durations = Durations(f"kvasir_{name}_seconds", f"Seconds. {text}", ("model",), buckets)
+        self.registry.register(durations)
+        return durations
 
 
 @dataclass(frozen=True, slots=True)
 class _Children:
     """The metrics of one model and tenant: looking labels up costs more than counting."""
 
-    prompt: Counter
-    cached: Counter
-    lease_read: Counter
-    lease_write: Counter
-    completion: Counter
-    tokenized: Counter
-    first_token: Histogram
-    queue: Histogram
-    overhead: Histogram
-    duration: Histogram
+    prompt: Count
+    cached: Count
+    lease_read: Count
+    lease_write: Count
+    completion: Count
+    tokenized: Count
+    first_token: Seconds
+    queue: Seconds
+    overhead: Seconds
+    duration: Seconds
 
 
 class _Scraped(Collector):
