@@ -58,11 +58,13 @@ def limits_of(settings: LimitSettings, tenants: Sequence[TenantSettings]) -> Ite
 def to_set_aside(need: Need, limits: Limits, settings: LimitSettings) -> Amounts:
     """Of each limit. Raises RateLimitError for what would never fit.
 
-    Where cached tokens do not count, a prompt of any length may turn out to be one: it needs no more than all there is.
+    An answer without a maximum may be short, and where cached tokens do not count, a prompt of any length may turn out
+    to be one: they need no more than all there is.
     """
     each = settings.assumed_completion_tokens if need.answer_tokens is None else need.answer_tokens
     wanted = _amounts(need.input_tokens, need.answers * each)
-    least = wanted if settings.count_cached_tokens else _amounts(0, need.answers * each)
+    inputs = need.input_tokens if settings.count_cached_tokens else 0
+    least = _amounts(inputs, need.answers * (need.answer_tokens or 0))
     for kind, limit in limits.per_minute.items():
         if least[kind] > limit:
             raise RateLimitError(

@@ -43,6 +43,13 @@ def test_an_answer_without_a_maximum_is_taken_to_have_so_many_tokens() -> None:
     assert to_set_aside(need, TOKENS, settings) == {"requests": 1, "tokens": 240, "output_tokens": 140}
 
 
+def test_what_is_assumed_of_an_answer_is_no_more_than_there_is() -> None:
+    need = Need(input_tokens=100, answer_tokens=None, answers=1)
+    assert to_set_aside(need, TOKENS, LimitSettings(assumed_completion_tokens=2000))["output_tokens"] == 300
+    settings = LimitSettings(assumed_completion_tokens=2000, count_cached_tokens=True)
+    assert to_set_aside(need, TOKENS, settings)["tokens"] == 1000
+
+
 def test_a_request_that_only_counts_tokens_is_a_request_and_nothing_else() -> None:
     assert to_set_aside(Need(generates=False), TOKENS, LimitSettings()) == {
         "requests": 1,
