@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, Final
 
 from gateway.batch_cli.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 from gateway.batch_cli.client import Client
-from gateway.batch_cli.errors import BAD_INPUT, FAILED, BatchCommandError, PassingError, opened
-from gateway.batch_cli.files import check_file
+from gateway.batch_cli.errors import BAD_INPUT, FAILED, BatchCommandError, PassingError
+from gateway.batch_cli.files import check_file, check_output, writing
 from gateway.batch_cli.progress import Progress, line, told
 
 ENDS: Final = ("completed", "failed", "expired", "cancelled")
@@ -58,6 +58,8 @@ async def _submit(client: Client, options: argparse.Namespace) -> int:
     if options.output is not None and not options.wait:
         raise BatchCommandError("--output needs --wait: there are no answers before", BAD_INPUT)
     endpoint = check_file(options.file)
+    if options.output is not None:
+        check_output(options.output)
     file_id = await client.upload(options.file)
     batch = await client.create(file_id, endpoint)
     _say(batch["id"])
@@ -98,7 +100,7 @@ def _out(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with opened(path, "wb") as file:
+    with writing(path) as file:
         yield file
 
 

@@ -1,10 +1,14 @@
-"""Looks at a file of requests before anything of it is sent: what the gateway would refuse all of it for."""
+"""The files of a user: requests, which are looked at before anything of them is sent, and results."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import orjson
 
@@ -31,6 +35,40 @@ def check_file(path: Path) -> str:
     told = [f"{path}:{one.line}: {one.message}" if one.line else f"{path}: {one.message}" for one in errors]
     more = [f"... and at least {len(told) - TOLD_ERRORS} lines more"] if len(told) > TOLD_ERRORS else []
     raise BatchCommandError("\n".join(["nothing was sent", *told[:TOLD_ERRORS], *more]), BAD_INPUT)
+
+
+def check_output(path: Path) -> None:
+    """Raises BatchCommandError where results could not be written."""
+    if path.is_dir():
+        raise BatchCommandError(f"{path}: {os.strerror(errno.EISDIR)}", BAD_INPUT)
+    if not _is_special(path):
+        part = _part_of(path)
+        with opened(part, "ab"):
+            part.unlink()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A file that is there, whole, once all was written; until then what was there stays. A pipe or a device gets what
+    comes when it comes. Raises BatchCommandError."""
+    part = path if _is_special(path) else _part_of(path)
+    try:
+        with opened(part, "wb") as file:
+            yield file
+        part.replace(path)
+    except OSError as error:
+        raise BatchCommandError(f"{path}: {error.strerror}") from error
+    finally:
+        if part != path:
+            part.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
 
 
 def _endpoint(first: bytes) -> str:

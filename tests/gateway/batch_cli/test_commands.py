@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -71,6 +72,36 @@ async def test_a_file_that_begins_with_the_mark_of_utf_8_is_a_file_like_others(
         file.write_bytes(BOM_UTF8 + rows(row("a", {"model": "demo", "prompt": "x"}, "/v1/completions")))
         assert await kvasir("submit", str(file), "--wait", *QUICK) == 0
         assert "1 of 1, 0 failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nowhere/out.jsonl", "."])
+async def test_answers_that_could_not_be_written_are_not_asked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with served(monkeypatch) as gateway:
+        file, out = written(tmp_path, row("a")), tmp_path / name
+        assert await kvasir("submit", file, "--wait", "-o", str(out), *QUICK) == 2
+        assert str(out) in capsys.readouterr().err
+        assert (await gateway.sdk().files.list()).data == []
+
+
+async def test_results_that_cannot_be_written_to_their_end_leave_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("older")
+    async with served(monkeypatch) as gateway:
+        gateway.worker.start()
+        assert await kvasir("submit", written(tmp_path, row("a")), "--wait", *QUICK) == 0
+        batch_id = capsys.readouterr().out.strip()
+        assert await kvasir("results", batch_id, "-o", "/dev/full") == 1
+        assert "/dev/full: No space left on device" in capsys.readouterr().err
+        (tmp_path / "out.jsonl.part").symlink_to("/dev/full")
+        assert await kvasir("results", batch_id, "-o", str(out)) == 1
+        assert out.read_text() == "older"
+        assert await kvasir("results", batch_id, "-o", str(out)) == 0
+        assert json.loads(out.read_text())["custom_id"] == "a"
+        assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
 
 
 async def test_requests_that_fail_are_told_apart(
