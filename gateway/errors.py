@@ -214,10 +214,14 @@ class UpstreamLostError(KvasirError):
 
 
 class UpstreamTimeoutError(UpstreamLostError):
-    """An upstream took too long to begin, or to go on."""
+    """An upstream took too long to begin, or to go on.
+
+    for_good  all the time that an answer may take was spent on it, and would be again
+    """
 
     status = 504
     code = "upstream_timeout"
+    for_good = False
 
 
 class EngineFailedError(KvasirError):

@@ -16,7 +16,15 @@ from typing import Any, Literal, NamedTuple
 from aiohttp import web
 
 from gateway.api.fields import JsonSchema, Parameter
-from gateway.errors import DeadlineError, KvasirError, NotCachedError, QuotaError, RateLimitError, StorageFullError
+from gateway.errors import (
+    DeadlineError,
+    KvasirError,
+    NotCachedError,
+    QuotaError,
+    RateLimitError,
+    StorageFullError,
+    UpstreamTimeoutError,
+)
 from gateway.types import Allowance
 
 JSON = "application/json"
@@ -100,9 +108,11 @@ def retry_headers(error: KvasirError) -> dict[str, str]:
         headers["x-should-retry"] = "false"  # the time was spent on the answer itself, and would be again
     elif isinstance(error, RateLimitError) and error.retry_after_s is None:
         headers["x-should-retry"] = "false"  # it is more than the tenant ever may send
+    elif isinstance(error, UpstreamTimeoutError) and error.for_good:
+        headers["x-should-retry"] = "false"  # as of a deadline
     elif isinstance(error, QuotaError | StorageFullError | NotCachedError):
         headers["x-should-retry"] = "false"  # something has to be deleted first, or to end; or it would be again
-    elif error.status in (429, 502, 503):
+    elif error.status in (429, 502, 503, 504):
         headers["x-should-retry"] = "true"
     return headers
 

@@ -223,6 +223,9 @@ def _told(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
     theirs = [(name, value) for name, value in answer.headers if not name.lower().startswith("x-kvasir-")]
     for name, _ in theirs:
         headers.popall(name, None)
+    if any(_tells_limits(name) for name, _ in theirs):  # half of ours beside half of its would be nobody's
+        for name in [name for name in headers if _tells_limits(name)]:
+            del headers[name]
     headers.extend(theirs)
     if SSE in headers.get("Content-Type", ""):
         for name, value in _UNBUFFERED.items():
@@ -233,6 +236,10 @@ def _told(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
 
 _UNBUFFERED: Final[Mapping[str, str]] = {"X-Accel-Buffering": "no"}
 """For proxies in front of us, which would collect a stream."""
+
+
+def _tells_limits(name: str) -> bool:
+    return name.lower().startswith(("x-ratelimit-", "anthropic-ratelimit-"))
 
 
 async def _noting(pieces: AsyncGenerator[bytes, None], noted: list[bytes]) -> AsyncGenerator[bytes, None]:

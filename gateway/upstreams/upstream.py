@@ -42,6 +42,11 @@ _VERSIONS: Final = {"anthropic": {"anthropic-version": "2023-06-01"}}
 AT_ONCE_BYTES: Final = 1 << 20
 """A larger body is written in pieces, so that the event loop turns in between."""
 
+MAX_HEADER_BYTES: Final = 64 << 10
+"""Of one header of an answer. Some hosts have a security policy of more than the 8 KiB that aiohttp reads by itself."""
+
+MAX_HEADERS: Final = 1024
+
 _FAILED: Final = frozenset((500, 502, 503, 504, 529))
 """Statuses that say something about the upstream and not about the request."""
 
@@ -315,7 +320,9 @@ class Upstream:
 
     def _too_late(self) -> UpstreamTimeoutError:
         limits = "server.request_timeout_s, upstreams.timeout_s"
-        return UpstreamTimeoutError(f"The answer of upstream {self.name} took longer than it may ({limits}).")
+        error = UpstreamTimeoutError(f"The answer of upstream {self.name} took longer than it may ({limits}).")
+        error.for_good = True
+        return error
 
     def _told(self, opened: Opened) -> None:
         status = opened.status
@@ -346,6 +353,9 @@ class Upstream:
                 timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
+                max_line_size=MAX_HEADER_BYTES,
+                max_field_size=MAX_HEADER_BYTES,
+                max_headers=MAX_HEADERS,
                 skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
             )
         return self._session

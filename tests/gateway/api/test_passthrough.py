@@ -8,6 +8,7 @@ import logging
 import re
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
@@ -323,11 +324,18 @@ async def test_an_upstream_that_does_not_begin_is_a_504_or_the_next_ones_to_answ
     async with upstream(stalls) as slow, upstream() as quick:
         settings = slow.settings(name="slow", first_byte_timeout_s=0.1)
         async with running(upstreams=[settings]) as gateway:
-            status, _, body = await ask(gateway)
+            status, headers, body = await ask(gateway)
             assert (status, b"slow did not begin its answer in time" in body) == (504, True)
+            assert headers["x-should-retry"] == "true"
             await asyncio.wait_for(slow.left.wait(), LIMIT_S)
         async with running(upstreams=[settings, quick.settings()]) as gateway:
             assert (await ask(gateway))[1]["x-kvasir-engine"] == "up"
+
+
+async def test_an_upstream_that_took_all_the_time_there_is_is_not_asked_again() -> None:
+    async with upstream(Told(then="stall")) as stub, running(upstreams=[stub.settings(timeout_s=0.1)]) as gateway:
+        status, headers, body = await ask(gateway)
+        assert (status, b"upstreams.timeout_s" in body, headers["x-should-retry"]) == (504, True, "false")
 
 
 async def test_an_upstream_that_fails_again_and_again_is_left_alone_with_a_time_to_retry(
@@ -493,6 +501,29 @@ async def test_headers_of_one_connection_and_of_the_operators_account_are_not_pa
         assert headers["x-kvasir-request-id"] == "req_ours"
         assert headers.getall("x-kvasir-engine") == ["up"]
         assert "Forwarded" not in stub.got[0].headers
+
+
+async def test_an_upstream_that_tells_of_its_limits_tells_all_of_them() -> None:
+    for told in (said({}, x_ratelimit_limit_tokens="7"), error(429, "slow down", x_ratelimit_limit_tokens="7")):
+        async with upstream(told) as stub, running(upstreams=[stub.settings(retries=0)]) as gateway:
+            _, headers, _ = await ask(gateway)
+            assert {name for name in headers if "ratelimit" in name} == {"x-ratelimit-limit-tokens"}
+    async with upstream(said({})) as stub, running(upstreams=[stub.settings()]) as gateway:
+        _, headers, _ = await ask(gateway)
+        assert "x-ratelimit-limit-requests" in headers
+
+
+async def test_long_headers_of_an_upstream_are_passed_on() -> None:
+    told = said({}, content_security_policy="a" * 30_000, **{f"x_more_{number}": "1" for number in range(300)})
+    async with (
+        upstream(told) as stub,
+        running(upstreams=[stub.settings()]) as gateway,
+        aiohttp.ClientSession(max_field_size=1 << 16, max_headers=1000) as session,
+        session.post(f"{gateway.url}/v1/chat/completions", json=ASK) as answer,
+    ):
+        assert answer.status == 200
+        assert len(answer.headers["content-security-policy"]) == 30_000
+        assert answer.headers["x-more-299"] == "1"
 
 
 async def test_an_upstream_that_redirects_is_not_followed() -> None:
