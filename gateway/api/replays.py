@@ -15,6 +15,11 @@ from gateway.api.openai.responses.replay import ResponseReplay
 class Replay(Protocol):
     """How one route writes an answer in its two forms. Pure; None for what cannot be told."""
 
+    @property
+    def usage_on_request(self) -> bool:
+        """Whether a stream tells its usage to those alone who ask for it."""
+        ...
+
     def fold(self, stream: bytes, *, usage: bool = True) -> dict[str, Any] | None:
         """The whole answer that a complete stream tells. `usage`: only one that tells its usage, where whole answers of
         this route do."""

@@ -5,7 +5,7 @@ the client asks in the form that they came in, and through their API's converter
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
@@ -18,9 +18,9 @@ from gateway.responses.flights import Flight, Flights
 from gateway.responses.key import entry_id
 from gateway.responses.lookups import Lookups
 from gateway.responses.upstream_asked import UpstreamAsked
-from gateway.responses.upstream_forms import Replay, media_type, read, told
+from gateway.responses.upstream_forms import MEDIA, Replay, media_type, read, streams_for, told
 from gateway.responses.upstream_key import find_upstream_bypass, route_of
-from gateway.responses.upstream_recording import Kept, find_kept, write
+from gateway.responses.upstream_recording import Form, Kept, find_kept, write
 from gateway.types import Hit, Lookup, Trace, UpstreamAnswer, UpstreamRequest
 
 ONCE: Final = frozenset(("idempotency-key", "x-client-request-id"))
@@ -148,11 +148,13 @@ class RememberedUpstreams:
             yield answer
 
     async def _together(self, asked: UpstreamAsked) -> AsyncGenerator[UpstreamAnswer, None]:
-        """With all others who ask the same in the same form."""
+        """With all others who ask the same, as far as one answer does for both."""
         request = asked.request
+        if (answer := await self._from_stream(asked)) is not None:
+            yield answer
+            return
         while True:
-            # Nobody of the online lane waits for what has to wait in the other.
-            shared = (asked.key, asked.form, request.reuse, request.lane) if request.reuse.read else None
+            shared = _shared(asked, asked.form)
             flight = self._flights.find(shared)
             leads = flight is None
             if flight is None:
@@ -178,6 +180,33 @@ class RememberedUpstreams:
             finally:
                 if leads and flight.hit is None:
                     flight.unpaid = request.trace
+
+    async def _from_stream(self, asked: UpstreamAsked) -> UpstreamAnswer | None:
+        """The whole answer, made of a stream of the same when that is complete. None where nobody has asked for one, or
+        where nothing can be made of it."""
+        for form in streams_for(asked.form, asked.replay):
+            if (flight := self._flights.find(_shared(asked, form))) is not None:
+                return await self._folded(asked, flight, form)
+        return None
+
+    async def _folded(self, asked: UpstreamAsked, flight: Flight[_Item], form: Form) -> UpstreamAnswer | None:
+        """What the flight brings in this form, at its end, in the form that was asked for."""
+        try:
+            async with aclosing(flight.read()) as items:
+                head, *rest = [item async for item in items]
+        except KvasirError:  # nobody has been told anything, and it may be asked for again
+            return None
+        assert isinstance(head, _Head)
+        pieces, headers, good = [item for item in rest if isinstance(item, bytes)], head.headers, head.status < 400
+        if good:
+            whole = told(pieces, form, asked.form, asked.replay)
+            if whole is None:
+                return None
+            pieces, headers = [*whole], (("Content-Type", MEDIA[asked.form.stream]),)
+        self._begin(asked, flight, leads=False, shares=good)
+        if good and flight.lookup is None and flight.hit is not None:
+            _share(asked.request, flight, flight.hit)
+        return UpstreamAnswer(head.upstream, head.status, headers, _each(pieces), head.label, head.retry_after_s)
 
     def _begin(self, asked: UpstreamAsked, flight: Flight[_Item], *, leads: bool, shares: bool) -> None:
         """What a reader is told of an answer whose head is there."""
@@ -261,10 +290,16 @@ class RememberedUpstreams:
         self._lookups.note(request.trace, lookup)
 
 
+def _shared(asked: UpstreamAsked, form: Form) -> Hashable | None:
+    """What requests have in common that share an answer in this form; None for those that share none. Nobody of the
+    online lane waits for what has to wait in the other."""
+    return (asked.key, form, asked.reuse, asked.request.lane) if asked.reuse.read else None
+
+
 def _again(entry: Entry, asked: UpstreamAsked) -> _Again | None:
     """None for what cannot be read, or be told in the form that is wanted."""
     kept = find_kept(entry.body)
-    pieces = None if kept is None else told(kept, asked.form, asked.replay)
+    pieces = None if kept is None else told(kept.pieces, kept.form, asked.form, asked.replay)
     if kept is None or pieces is None:
         return None
     head = _Head("", 200, (("Content-Type", media_type(kept, asked.form)),), kept.label)

@@ -20,6 +20,11 @@ MEDIA: Final = {False: "application/json", True: "text/event-stream; charset=utf
 class Replay(Protocol):
     """How one route writes an answer in its two forms. Pure; None for what cannot be told."""
 
+    @property
+    def usage_on_request(self) -> bool:
+        """Whether a stream tells its usage to those alone who ask for it."""
+        ...
+
     def fold(self, stream: bytes, *, usage: bool = True) -> dict[str, Any] | None:
         """The whole answer that a complete stream tells. `usage`: only one that tells its usage, where whole answers of
         this route do."""
@@ -64,14 +69,21 @@ def read(joined: bytes, form: Form, replay: Replay) -> Read | None:
         return None
 
 
-def told(kept: Kept, form: Form, replay: Replay) -> Sequence[bytes] | None:
-    """In the form that is wanted; None where it cannot be."""
-    if kept.form == form:
-        return kept.pieces
+def told(pieces: Sequence[bytes], form: Form, wanted: Form, replay: Replay) -> Sequence[bytes] | None:
+    """A complete answer of one form in another; None where it cannot be told."""
+    if form == wanted:
+        return pieces
     try:
-        return _converted(b"".join(kept.pieces), kept, form, replay)
+        return _converted(b"".join(pieces), form, wanted, replay)
     except _ODD:
         return None
+
+
+def streams_for(wanted: Form, replay: Replay) -> Sequence[Form]:
+    """Streams of which an answer in this form can be made at their end, for who has to wait for that in any case."""
+    if wanted.stream:
+        return ()
+    return (Form(True, True),) if replay.usage_on_request else (Form(True, True), Form(True, False))
 
 
 def media_type(kept: Kept, form: Form) -> str:
@@ -83,12 +95,12 @@ _ODD = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 """What a converter may raise for an answer that is none of its API's."""
 
 
-def _converted(joined: bytes, kept: Kept, form: Form, replay: Replay) -> Sequence[bytes] | None:
-    if kept.form.stream and form.stream:
-        return replay.restream(joined, usage=form.usage)
-    if form.stream:
+def _converted(joined: bytes, form: Form, wanted: Form, replay: Replay) -> Sequence[bytes] | None:
+    if form.stream and wanted.stream:
+        return replay.restream(joined, usage=wanted.usage)
+    if wanted.stream:
         whole = _object(joined)
-        return None if whole is None else replay.unfold(whole, usage=form.usage)
+        return None if whole is None else replay.unfold(whole, usage=wanted.usage)
     folded = replay.fold(joined)
     return None if folded is None else [orjson.dumps(folded)]
 

@@ -24,6 +24,8 @@ _ENDINGS: Final[Mapping[str, Literal["stop", "tool_calls", "length"]]] = {
 class MessageReplay:
     """`message` and its events."""
 
+    usage_on_request: Final = False
+
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
         """The message; None for a stream that did not end, or failed. All tell their usage."""
         message: Json | None = None

@@ -6,7 +6,7 @@ A chunk has the form of an answer, so that a whole one is a stream of one chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import orjson
 
@@ -17,6 +17,8 @@ Json = dict[str, Any]
 
 class GenerateReplay:
     """GenerateContentResponse."""
+
+    usage_on_request: Final = False
 
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
         """One answer; None for a stream that failed. Whether it ended is said by its candidates. All tell

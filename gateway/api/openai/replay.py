@@ -22,6 +22,8 @@ _SPOKEN: Final = frozenset(("role", "content", "reasoning", "reasoning_content")
 class ChatReplay:
     """`chat.completion` and its chunks."""
 
+    usage_on_request: Final = True
+
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
         """The whole answer; None for a stream that did not end, failed, or tells no `usage` that has to be there."""
         whole, choices = _base(stream, "chat.completion", usage=usage), dict[int, Json]()
@@ -69,6 +71,8 @@ class ChatReplay:
 class CompletionReplay:
     """`text_completion` and its chunks, which have one form."""
 
+    usage_on_request: Final = True
+
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
         """See ChatReplay."""
         whole, choices = _base(stream, "text_completion", usage=usage), dict[int, Json]()
@@ -103,6 +107,8 @@ class CompletionReplay:
 
 class EmbeddingReplay:
     """A list of vectors, which is never streamed."""
+
+    usage_on_request: Final = False
 
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
         """There is none."""

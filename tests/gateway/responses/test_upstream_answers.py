@@ -7,11 +7,15 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
+import pytest
 
+from gateway.api.openai.replay import ChatReplay
 from gateway.api.replays import REPLAYS
 from gateway.config import ResponseCacheSettings
+from gateway.errors import UpstreamLostError
 from gateway.responses.base import Figures
 from gateway.responses.exact import ExactCache
 from gateway.responses.lookups import Lookups
@@ -20,8 +24,14 @@ from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.types import Hit, Tenant, UpstreamAnswer, UpstreamRequest
 from tests.fakes.waiting import until
 
-WHOLE = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}]}
-VALUES = {"model": "m", "temperature": 0, "messages": []}
+MESSAGE = {"role": "assistant", "content": "Hi", "refusal": None}
+WHOLE = {
+    "object": "chat.completion",
+    "choices": [{"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop"}],
+    "usage": {"total_tokens": 107},
+}
+VALUES: dict[str, Any] = {"model": "m", "temperature": 0, "messages": []}
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass
@@ -31,6 +41,7 @@ class Stub:
     may: asyncio.Event = field(default_factory=asyncio.Event)
     status: int = 200
     asked: int = 0
+    fails: int = 0  # so many answers do not come to their end
 
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
         return True
@@ -44,14 +55,23 @@ class Stub:
     @asynccontextmanager
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
         self.asked += 1
+        fails, streams = self.asked <= self.fails, bool(request.values.get("stream"))
+        told = (
+            ChatReplay().unfold(WHOLE, usage="stream_options" in request.values) if streams else [orjson.dumps(WHOLE)]
+        )
+        assert told is not None
 
         async def pieces() -> AsyncGenerator[bytes, None]:
             await self.may.wait()
-            yield orjson.dumps(WHOLE)
+            for piece in told:
+                yield piece
+                if fails:
+                    raise UpstreamLostError("It ended in the middle of its answer.")
             request.trace.prompt_tokens, request.trace.completion_tokens = 100, 7
             request.trace.engine = "up"
 
-        yield UpstreamAnswer("up", self.status, (("Content-Type", "application/json"),), pieces(), "m")
+        media = "text/event-stream" if streams and self.status < 400 else "application/json"
+        yield UpstreamAnswer("up", self.status, (("Content-Type", media),), pieces(), "m")
 
 
 def remembered(stub: Stub) -> tuple[RememberedUpstreams, Figures]:
@@ -61,11 +81,11 @@ def remembered(stub: Stub) -> tuple[RememberedUpstreams, Figures]:
     return RememberedUpstreams(stub, REPLAYS, settings, {}, lookups), lookups.figures
 
 
-def ask() -> UpstreamRequest:
-    body = orjson.dumps(VALUES)
+def ask(**more: Any) -> UpstreamRequest:
+    values = VALUES | more
     now = time.monotonic()
     path = "/v1/chat/completions"
-    return UpstreamRequest("r", Tenant("a"), "openai", "m", path, "", (), body, VALUES, now, now + 60)
+    return UpstreamRequest("r", Tenant("a"), "openai", "m", path, "", (), orjson.dumps(values), values, now, now + 60)
 
 
 async def read(upstreams: RememberedUpstreams, request: UpstreamRequest) -> bytes:
@@ -122,3 +142,78 @@ async def test_what_was_used_is_accounted_for_once_when_the_request_that_asked_f
     assert [(trace.engine, trace.prompt_tokens, trace.completion_tokens) for trace in paid] == [("up", 100, 7)]
     (shared,) = [request.trace.hit for request in requests[1:] if request.trace.hit is not None]
     assert (shared.prompt_tokens, shared.completion_tokens) == (100, 7)
+
+
+async def test_who_wants_it_whole_waits_for_the_end_of_a_stream_that_is_on_its_way() -> None:
+    stub = Stub()
+    upstreams, figures = remembered(stub)
+    requests = [ask(**STREAMED), ask(), ask(**STREAMED), ask()]
+    reading = [asyncio.create_task(read(upstreams, requests[0]))]
+    await until(lambda: upstreams.waiting == 1)
+    reading += [asyncio.create_task(read(upstreams, request)) for request in requests[1:]]
+    await until(lambda: upstreams.waiting == 4)
+    stub.may.set()
+    streamed, whole, other, again = await asyncio.gather(*reading)
+    assert (orjson.loads(whole), whole, streamed) == (WHOLE, again, other)
+    assert (stub.asked, figures.outcomes) == (1, {"miss": 1, "shared": 3})
+    for request in requests[1:]:
+        assert request.trace.hit is not None
+        assert (request.trace.hit.prompt_tokens, request.trace.hit.completion_tokens) == (100, 7)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [({"stream": True}, {}), ({}, STREAMED), ({}, {"stream": True}), ({"stream": True}, STREAMED)]
+)
+async def test_what_the_one_does_not_tell_or_would_tell_too_late_is_asked_for_by_itself(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    stub = Stub()
+    upstreams, figures = remembered(stub)
+    reading = [asyncio.create_task(read(upstreams, ask(**first)))]
+    await until(lambda: upstreams.waiting == 1)
+    reading.append(asyncio.create_task(read(upstreams, ask(**second))))
+    await until(lambda: upstreams.waiting == 2)
+    stub.may.set()
+    await asyncio.gather(*reading)
+    assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
+
+
+async def test_a_stream_that_fails_leaves_who_wants_it_whole_to_ask_again() -> None:
+    stub = Stub(fails=1)
+    upstreams, figures = remembered(stub)
+    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
+    await until(lambda: upstreams.waiting == 1)
+    whole = asyncio.create_task(read(upstreams, ask()))
+    await until(lambda: upstreams.waiting == 2)
+    stub.may.set()
+    with pytest.raises(UpstreamLostError):
+        await leader
+    assert orjson.loads(await whole) == WHOLE
+    assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
+
+
+async def test_when_who_streamed_it_leaves_the_answer_is_made_whole_and_paid_by_who_is_left() -> None:
+    stub = Stub()
+    upstreams, _ = remembered(stub)
+    request = ask()
+    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
+    await until(lambda: upstreams.waiting == 1)
+    whole = asyncio.create_task(read(upstreams, request))
+    await until(lambda: upstreams.waiting == 2)
+    leader.cancel()
+    await asyncio.gather(leader, return_exceptions=True)
+    stub.may.set()
+    assert orjson.loads(await whole) == WHOLE
+    assert (stub.asked, request.trace.hit, request.trace.prompt_tokens) == (1, None, 100)
+
+
+async def test_an_error_is_the_same_in_every_form() -> None:
+    stub = Stub(status=429)
+    upstreams, figures = remembered(stub)
+    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
+    await until(lambda: upstreams.waiting == 1)
+    whole = asyncio.create_task(read(upstreams, ask()))
+    await until(lambda: upstreams.waiting == 2)
+    stub.may.set()
+    assert await leader == await whole
+    assert (stub.asked, figures.outcomes) == (1, {"miss": 2})

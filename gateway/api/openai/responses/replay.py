@@ -22,6 +22,8 @@ _ENDINGS: Final[Mapping[str, Literal["length"]]] = {"max_output_tokens": "length
 class ResponseReplay:
     """`response` and its events."""
 
+    usage_on_request: Final = False
+
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
         """The response that the last event has; None for a stream that did not end, or failed. All tell their usage."""
         whole: Json | None = None
