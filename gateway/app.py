@@ -51,6 +51,8 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.redis_removals import RedisRemovals
+from gateway.responses.removals import Removals
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
@@ -109,9 +111,10 @@ class Gateway:
         self.figures = EngineFigures(lambda: self.registry.engines)
         remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
         shared = _shared_answers(settings, self.redis)
-        self.answers = KeptAnswers(remembered, shared)
         self.semantic_cache = _semantic_cache(settings, self.redis, self.embedder)
-        self.response_cache = _response_cache(settings, remembered, shared, self.semantic_cache)
+        self.removals = _removals(settings, self.redis, remembered, shared, self.semantic_cache)
+        self.answers = KeptAnswers(remembered, shared, self.removals)
+        self.response_cache = _response_cache(settings, remembered, shared, self.removals, self.semantic_cache)
         self.remembered = self.response_cache.before(self.upstreams, REPLAYS)
         self.street = Street(
             prompts=self.prompts,
@@ -224,12 +227,28 @@ def _shared_answers(settings: Settings, redis: Redis | None) -> RedisEntries | N
     return RedisEntries(redis, own, timeout_s=settings.redis.timeout_s, now=time.time)
 
 
+def _removals(
+    settings: Settings,
+    redis: Redis | None,
+    memory: MemoryEntries,
+    shared: RedisEntries | None,
+    semantic: SemanticCache | None,
+) -> Removals:
+    """What operators removed, here and at other gateways."""
+    told = None if redis is None else RedisRemovals(redis, timeout_s=settings.redis.timeout_s)
+    return Removals(memory, shared, told, semantic, every_s=settings.response_cache.removals_s)
+
+
 def _response_cache(
-    settings: Settings, memory: MemoryEntries, shared: RedisEntries | None, semantic: SemanticCache | None
+    settings: Settings,
+    memory: MemoryEntries,
+    shared: RedisEntries | None,
+    removals: Removals,
+    semantic: SemanticCache | None,
 ) -> ResponseCache:
     """Steps 1 and 7 of the street."""
     own, retry_s = settings.response_cache, settings.redis.retry_s
-    exact = ExactCache(memory, shared, memory_s=own.memory_s, retry_s=retry_s, clock=time.monotonic)
+    exact = ExactCache(memory, shared, memory_s=own.memory_s, retry_s=retry_s, clock=time.monotonic, removals=removals)
     modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
     return ResponseCache(own, modes, exact, semantic, time.time)
 

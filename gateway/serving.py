@@ -100,6 +100,7 @@ def _close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     stack.callback(gateway.embedder.close)
     if gateway.semantic_cache is not None:
         stack.push_async_callback(gateway.semantic_cache.close)
+    stack.push_async_callback(gateway.removals.close)
     stack.push_async_callback(gateway.index.close)
     stack.push_async_callback(gateway.figures.close)
     stack.push_async_callback(gateway.ledger.close)
@@ -117,6 +118,7 @@ def _start(gateway: Gateway) -> None:
     gateway.ledger.start()
     gateway.limits.start()
     gateway.index.start()
+    gateway.removals.start()
     gateway.registry.start()
 
 

@@ -36,7 +36,12 @@ class ResponseCacheSettings(Section):
     memory_s: Annotated[float, Field(ge=0)] = Field(
         60.0,
         description="Seconds that an answer is given from the memory of a gateway before Redis is asked whether it is "
-        "still there: others may have removed it.",
+        "still there.",
+    )
+    removals_s: Annotated[float, Field(gt=0)] = Field(
+        1.0,
+        description="Seconds from one look in Redis for answers that were removed at other gateways to the next; those "
+        "are then not given from this gateway's memory.",
     )
     max_rendered_bytes: Annotated[int, Field(ge=0)] = Field(
         32 << 20,

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from gateway.responses.entries import Entries, EntriesDownError, Entry
 from gateway.responses.key import entry_id
@@ -18,6 +18,16 @@ from gateway.responses.memory_entries import MemoryEntries, MemoryFigures
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+class Removals(Protocol):
+    """See removals.py."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def current(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -41,9 +51,11 @@ class ExactCache:
         memory_s: float = math.inf,
         retry_s: float,
         clock: Callable[[], float],
+        removals: Removals | None = None,
     ) -> None:
-        """What has been in memory for `memory_s` is asked for in Redis again. After a failure Redis is left alone for
-        `retry_s` on `clock`."""
+        """What has been in memory for `memory_s` is asked for in Redis again, and everything while Redis answers and it
+        is not known what was removed. After a failure Redis is left alone for `retry_s` on `clock`."""
+        self._removals = removals
         self._memory_s = math.inf if redis is None else memory_s
         self._memory = memory
         self._redis = redis
@@ -64,16 +76,17 @@ class ExactCache:
         return 0 if self._redis is None else self._redis.evicted
 
     def peek(self, owner: str, key: bytes) -> Entry | None:
-        """From memory alone, unless it has been there for so long that it may have been removed elsewhere."""
+        """From memory alone, unless Redis is to be asked whether it is still there."""
         entry = self._memory.get(owner, entry_id(key), within_s=self._memory_s)
-        if entry is None or entry.key != key:
+        if entry is None or entry.key != key or not self._memory_is_current:
             return None
         self.figures.memory_hits += 1
         return entry
 
     def has(self, entry: Entry) -> bool:
         """Whether `peek` finds this very entry, and no later one in its place. Counts as finding it."""
-        if self._memory.get(entry.owner, entry.id, within_s=self._memory_s) is not entry:
+        held = self._memory.get(entry.owner, entry.id, within_s=self._memory_s)
+        if held is not entry or not self._memory_is_current:
             return False
         self.figures.memory_hits += 1
         return True
@@ -85,7 +98,7 @@ class ExactCache:
         redis = self._redis
         if redis is None:
             return None
-        name = entry_id(key)
+        name, removals = entry_id(key), self._num_removals
         here = self._memory.get(owner, name)
         entry = await self._ask(lambda: redis.find(owner, name), here)
         if entry is None:
@@ -94,7 +107,8 @@ class ExactCache:
             return None
         if entry is not here:
             self.figures.redis_hits += 1
-            self._memory.set(entry)
+            if removals == self._num_removals:
+                self._memory.set(entry)
         return entry
 
     def keep(self, entry: Entry) -> None:
@@ -104,9 +118,22 @@ class ExactCache:
 
     async def share(self, entry: Entry) -> None:
         """With other gateways, over Redis."""
-        redis = self._redis
-        if redis is not None:
-            await self._ask(lambda: redis.put(entry), False)
+        redis, removals = self._redis, self._num_removals
+        if redis is None:
+            return
+        await self._ask(lambda: redis.put(entry), False)
+        if removals != self._num_removals and self._memory.get(entry.owner, entry.id) is not entry:
+            await self._ask(lambda: redis.remove(entry.owner, entry.id), False)  # it came behind its own removal
+
+    @property
+    def _num_removals(self) -> int:
+        """Who asked Redis before this changed does not know what is there now."""
+        return 0 if self._removals is None else self._removals.number
+
+    @property
+    def _memory_is_current(self) -> bool:
+        """Or nobody can tell, because Redis is away."""
+        return self._removals is None or self._removals.current or self._redis is None or self._down
 
     async def _ask(self, call: Callable[[], Awaitable[_T]], otherwise: _T) -> _T:
         asked_s = self._clock()

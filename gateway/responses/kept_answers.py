@@ -10,6 +10,7 @@ from gateway.responses.entries import About, Entries
 from gateway.responses.listing import Chosen, Told
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.recording import Recording, decode
+from gateway.responses.removals import Removal, Removals
 from gateway.responses.upstream_recording import Kept, find_kept
 from gateway.types import CallDelta, TextDelta
 
@@ -20,7 +21,9 @@ AT_ONCE: Final = 16
 class KeptAnswers:
     """See Answers in listing.py."""
 
-    def __init__(self, memory: MemoryEntries, redis: Entries | None) -> None:
+    def __init__(self, memory: MemoryEntries, redis: Entries | None, removals: Removals | None = None) -> None:
+        """`removals` tells other gateways what is removed here."""
+        self._removals = removals
         self._places: tuple[Entries, ...] = (memory,) if redis is None else (memory, redis)
 
     async def scan(self, chosen: Chosen, at_s: float) -> AsyncIterator[About]:
@@ -42,6 +45,8 @@ class KeptAnswers:
         removed = 0
         for start in range(0, len(found), AT_ONCE):
             removed += sum(await asyncio.gather(*map(self._remove, found[start : start + AT_ONCE])))
+        if self._removals is not None:  # after Redis has them no more, from which others would have them again
+            await self._removals.tell(Removal(chosen, at_s))
         return removed
 
     async def _remove(self, kept: About) -> bool:

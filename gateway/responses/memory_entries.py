@@ -19,6 +19,8 @@ class MemoryFigures:
     bytes: int = 0
     evicted: int = 0  # to make room
     expired: int = 0
+    removed: int = 0  # because operators removed them
+    emptied: int = 0  # times that everything was given up, because it was not known what they had removed
 
 
 class _Held(NamedTuple):
@@ -74,6 +76,11 @@ class MemoryEntries:
             return False
         self._drop(held.entry)
         return held.entry.expires_s > self._now()
+
+    def clear(self) -> None:
+        """Gives up everything."""
+        self._held.clear()
+        self.figures.entries = self.figures.bytes = 0
 
     def __iter__(self) -> Iterator[Entry]:
         """What is held, in the order of use; what is over its time may be among it."""

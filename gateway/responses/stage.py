@@ -77,6 +77,8 @@ class ResponseCache:
                 **asdict(exact),
                 "evicted": memory.evicted,
                 "expired": memory.expired,
+                "removed": memory.removed,
+                "emptied": memory.emptied,
                 "redis_evicted": self._exact.redis_evicted,
                 "resent": self.figures.resent,
                 **self.figures.not_kept,

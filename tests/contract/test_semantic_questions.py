@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from redis.asyncio import Redis
 from gateway.config import ResponseCacheSettings, SemanticCacheSettings
 from gateway.redis_calls import connect
 from gateway.responses.exact import ExactCache
+from gateway.responses.key import entry_id
+from gateway.responses.listing import Chosen
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.removals import Removal
 from gateway.responses.semantic.background import Background
 from gateway.responses.semantic.entry import Entry, digest_of
 from gateway.responses.semantic.redis_questions import QuestionsDownError, RedisQuestions
@@ -154,6 +158,31 @@ async def test_what_one_gateway_found_wrong_no_other_gives_again(redis: Redis, g
 
     await until(forgot)
     assert await there.ask(SECOND) == ("No.", "miss")
+
+
+async def test_a_question_whose_answer_was_removed_is_known_nowhere(
+    redis: Redis, gateway: Callable[..., Kitchen]
+) -> None:
+    here, there = gateway(), gateway()
+    await here.ask(FIRST)
+    await here.ask("Anything else?")
+
+    async def knows() -> bool:
+        return await known(there) == 2
+
+    await until(knows)
+    (space,) = here.semantic._spaces.values()
+    name = next(entry_id(entry.key) for entry in space if entry.text == FIRST)
+    for chosen, left in ((Chosen(owner="tenant:b"), 2), (Chosen(id=name), 1), (Chosen(younger_than_s=10), 0)):
+        here.semantic.forget(Removal(chosen, 1000.5))
+
+        async def forgot(one: Kitchen, left: int = left) -> bool:
+            return await known(one) == left
+
+        for one in (here, there, gateway()):
+            await until(partial(forgot, one))
+    assert here.semantic.stats()["events"]["removed"] == 2
+    assert await redis.hvals("kvasir:{questions:tenant:a/demo}.questions") == [b"", b""]  # type: ignore[misc]
 
 
 async def test_a_gateway_that_starts_again_has_learned_already(redis: Redis, gateway: Callable[..., Kitchen]) -> None:

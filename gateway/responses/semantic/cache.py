@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError
 from gateway.responses.base import Anew, Asked, Match, Said
+from gateway.responses.entries import About
+from gateway.responses.key import entry_id
+from gateway.responses.removals import Removal
 from gateway.responses.semantic.background import Background
 from gateway.responses.semantic.entry import KEPT_ANSWER_CHARS, Entry, digest_of
 from gateway.responses.semantic.redis_questions import RedisQuestions
@@ -181,12 +184,23 @@ class SemanticCache:
             self._judging += 1
             self._background.start(self._judge(looked, answer), "judge an answer")
 
+    def forget(self, removal: Removal) -> None:
+        """See removals.Questions."""
+        for (owner, model), space in self._spaces.items():
+            if removal.chosen.owner in (None, owner) and removal.chosen.model in (None, model):
+                self._sync.remove(f"{owner}/{model}", space, partial(_is_removed, removal, owner, model))
+
     def stats(self) -> dict[str, Any]:
         """For operators: requests by outcome and other events since the start; what is kept and learned, by owner and
         model."""
         return {
             "outcomes": dict(self.outcomes),
-            "events": dict(self.events) | {"redis_failures": self._sync.failures, "unread": self._sync.unread},
+            "events": dict(self.events)
+            | {
+                "redis_failures": self._sync.failures,
+                "unread": self._sync.unread,
+                "removed": self._sync.removed,
+            },
             "spaces": [
                 {
                     "owner": owner,
@@ -324,6 +338,11 @@ JUDGE_TIMEOUT_S: Final = 30.0
 
 def _nothing() -> None:
     """For what is not counted."""
+
+
+def _is_removed(removal: Removal, owner: str, model: str, entry: Entry) -> bool:
+    answer = About(owner, entry_id(entry.key), model, entry.created_s, entry.expires_s, entry.num_bytes)
+    return removal.chosen.takes(answer, removal.at_s)
 
 
 def _name(asked: Asked) -> str:

@@ -11,7 +11,7 @@ found to clients and to Redis; the benchmark drives this alone.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -158,6 +158,10 @@ class Space:
     def find(self, key: bytes) -> Entry | None:
         held = self._held.get(key)
         return None if held is None else held.entry
+
+    def __iter__(self) -> Iterator[Entry]:
+        """What is held, those used last at the end; what is over its time may be among it."""
+        return iter([held.entry for held in self._held.values()])
 
     def remove(self, key: bytes) -> bool:
         """Whether it was there."""

@@ -27,6 +27,10 @@ SAVE_S: Final = 30.0
 APPLIED_AT_A_TIME: Final = 8
 """Changes from Redis, of a tenth to half a millisecond each, between which others have their turn."""
 
+LOOKED_AT: Final = 64
+"""Questions between which others have their turn when some are forgotten, of some microseconds each, and as many as
+above when they are."""
+
 MAX_WRITES: Final = 256
 """Writes that wait for Redis; beyond, others do not hear of a question."""
 
@@ -70,7 +74,7 @@ class Sync:
         self._asked_again_s = 0.0
         self._down = False
         self._writing = 0
-        self.failures = self.unread = 0
+        self.failures = self.unread = self.removed = 0
 
     def catch_up(self, name: str, space: Space) -> None:
         """Soon the space knows what others put, if it was a while ago that this was asked."""
@@ -92,12 +96,33 @@ class Sync:
         """Others will give it no more."""
         self._write(name, key, b"")
 
+    def remove(self, name: str, space: Space, takes: Callable[[Entry], bool]) -> None:
+        """Soon these are gone from the space, and others give them no more. Redis may be away for the second half."""
+        self._background.start(self._remove(name, space, takes), "remove questions")
+
     def _write(self, name: str, key: bytes, body: bytes) -> None:
         redis = self._redis
         if redis is None or self._clock() < self._asked_again_s or (body and self._writing >= MAX_WRITES):
             return
         self._writing += 1
         self._background.start(self._written(redis.put(name, key, body)), "write a question")
+
+    async def _remove(self, name: str, space: Space, takes: Callable[[Entry], bool]) -> None:
+        gone: list[bytes] = []
+        for number, entry in enumerate(space, 1):
+            if takes(entry) and space.find(entry.key) == entry:
+                space.remove(entry.key)
+                gone.append(entry.key)
+            if number % LOOKED_AT == 0:
+                await asyncio.sleep(0)
+        self.removed += len(gone)
+        if (redis := self._redis) is None:
+            return
+        try:
+            for key in gone:
+                await redis.put(name, key, b"")
+        except QuestionsDownError as error:
+            self._failed(error)
 
     async def _written(self, call: Awaitable[None]) -> None:
         try:

@@ -17,12 +17,15 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.redis_removals import RedisRemovals
+from gateway.responses.removals import Removals
 from gateway.responses.stage import ResponseCache
 from gateway.responses.upstream_recording import Form, Kept, write
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.street import FakeStreet
+from tests.fakes.waiting import until
 
 LIMIT_S = 5.0
 CHAT = "/v1/chat/completions"
@@ -30,9 +33,10 @@ TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(n
 
 
 class Asking:
-    def __init__(self, gateway: Gateway, clock: list[float]) -> None:
+    def __init__(self, gateway: Gateway, clock: list[float], removals: Removals) -> None:
         self.gateway = gateway
         self.clock = clock
+        self.removals = removals
 
     async def ask(self, question: str, tenant: str = "north") -> tuple[str, str]:
         """What the cache had for it, and the answer's id."""
@@ -66,12 +70,16 @@ async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | 
 
     memory = MemoryEntries(1 << 20, now)
     shared = None if redis is None else RedisEntries(redis, settings, timeout_s=LIMIT_S, now=now)
-    exact = ExactCache(memory, shared, memory_s=settings.memory_s, retry_s=1.0, clock=time.monotonic)
+    log = None if redis is None else RedisRemovals(redis, timeout_s=LIMIT_S)
+    removals = Removals(memory, shared, log, every_s=settings.removals_s)
+    exact = ExactCache(memory, shared, memory_s=settings.memory_s, retry_s=1.0, clock=time.monotonic, removals=removals)
     cache = ResponseCache(settings, {}, exact, None, now)
     street = FakeStreet(pieces or ("Hello", " world"), responses=cache)
     auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)
-    async with running(street, auth=auth, tenants=TENANTS, answers=KeptAnswers(memory, shared), now=now) as gateway:
-        yield Asking(gateway, clock)
+    async with running(
+        street, auth=auth, tenants=TENANTS, answers=KeptAnswers(memory, shared, removals), now=now
+    ) as gateway:
+        yield Asking(gateway, clock, removals)
 
 
 async def test_what_is_remembered_is_listed_by_the_id_of_its_headers_and_counted() -> None:
@@ -140,11 +148,47 @@ async def test_what_one_gateway_remembers_another_one_lists_shows_and_removes(re
         assert (await there.get(f"/{name}?content=true"))["content"]["text"] == "Hello world"
         assert await there.invalidate(id=name) == 1
         assert await there.ask("one") == ("miss", name)
+        clock[0] += 1
         assert await there.invalidate(id=name) == 1
-        clock[0] += ResponseCacheSettings().memory_s + 1
-        assert (await here.ask("one"))[0] == "miss", "its own memory is not believed for ever"
+        await here.removals.look()
+        assert (await here.ask("one"))[0] == "miss", "it is in no gateway's memory any more"
         assert (await here.ask("two", "south"))[0] == "exact"
     await redis.aclose()
+
+
+async def test_an_answer_that_redis_gave_up_is_not_given_from_memory_for_ever(redis_url: str) -> None:
+    redis, clock = connect(redis_url, LIMIT_S), [time.time()]
+    async with asking(redis=redis, clock=clock) as here:
+        _, name = await here.ask("one")
+        await until(lambda: there_is(redis, name))
+        await redis.delete(f"kvasir:{{answers:tenant:north}}:{name}")
+        assert (await here.ask("one"))[0] == "exact"
+        clock[0] += ResponseCacheSettings().memory_s + 1
+        assert (await here.ask("one"))[0] == "miss"
+    await redis.aclose()
+
+
+async def there_is(redis: Redis, name: str) -> bool:
+    return await redis.exists(f"kvasir:{{answers:tenant:north}}:{name}") == 1
+
+
+async def test_by_itself_a_gateway_hears_of_what_another_one_removed(redis_url: str) -> None:
+    redis, clock = connect(redis_url, LIMIT_S), [time.time()]
+    async with asking(redis=redis, clock=clock) as here, asking(redis=redis, clock=clock) as there:
+        await here.ask("one")
+        here.removals.start()
+        try:
+            clock[0] += 1
+            assert await there.invalidate(model="demo") == 1
+            clock[0] += 1  # what is made from now on is another answer
+            await until(lambda: misses(here))
+        finally:
+            await here.removals.close()
+    await redis.aclose()
+
+
+async def misses(here: Asking) -> bool:
+    return (await here.ask("one"))[0] == "miss"
 
 
 async def test_what_cannot_be_removed_everywhere_is_not_said_to_be(own_redis: RedisProcess) -> None:

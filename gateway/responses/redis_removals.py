@@ -1,0 +1,69 @@
+"""Which answers were removed, in Redis: what gateways tell each other, so that none gives them from its memory.
+
+    kvasir:{removals}.head   hash: log, a random name; number, of its last removal
+    kvasir:{removals}.last   list: JSON of a choice and its second, the last one first
+
+What is in there is small and bounded. A log that Redis loses, with everything else, comes back under another name.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import astuple
+from importlib.resources import files
+from typing import Final
+
+import orjson
+from redis.asyncio import Redis
+
+from gateway.redis_calls import RedisCalls
+from gateway.responses.entries import EntriesDownError
+from gateway.responses.listing import Chosen
+from gateway.responses.removals import Place, Removal, Told
+
+MAX_REMOVALS: Final = 256
+"""That are known; who missed more of them gives up what it has."""
+
+MAX_BYTES: Final = 4096
+"""Of one. A choice with longer names is told as one of everything, which gateways then ask Redis for again."""
+
+_KEYS: Final = ["kvasir:{removals}.head", "kvasir:{removals}.last"]
+
+
+class RedisRemovals:
+    """See RemovalLog."""
+
+    def __init__(self, redis: Redis, *, timeout_s: float) -> None:
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
+        self._calls = RedisCalls(timeout_s, EntriesDownError)
+        self._add = redis.register_script(_source("removals_add.lua"))
+        self._read = redis.register_script(_source("removals_read.lua"))
+
+    async def add(self, removal: Removal) -> None:
+        """See RemovalLog."""
+        written = _written(removal)
+        if len(written) > MAX_BYTES:
+            written = _written(Removal(Chosen(), removal.at_s))
+        await self._calls.ask(self._add(keys=_KEYS, args=[written, MAX_REMOVALS, secrets.token_hex(8)]))
+
+    async def read(self, since: Place | None) -> Told:
+        """See RemovalLog."""
+        log, number = since or ("", 0)
+        asked = self._read(keys=_KEYS, args=[log, number, secrets.token_hex(8)])
+        name, last, *written = await self._calls.ask(asked)
+        place = name.decode(), int(last)
+        whole = log == place[0] and number + len(written) == place[1]
+        return Told(place, [_read(one) for one in written], whole=whole)
+
+
+def _written(removal: Removal) -> bytes:
+    return orjson.dumps([removal.at_s, *astuple(removal.chosen)])
+
+
+def _read(written: bytes) -> Removal:
+    at_s, *chosen = orjson.loads(written)
+    return Removal(Chosen(*chosen), at_s)
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,335 @@
+"""What operators removed leaves the memory of every gateway: two of them beside one log, under the response cache."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+
+import pytest
+
+from gateway.responses.entries import About, EntriesDownError, Entry
+from gateway.responses.exact import ExactCache
+from gateway.responses.key import entry_id
+from gateway.responses.listing import Chosen
+from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.removals import LATE_S, LOOKED_AT, LOST, Place, Removal, Removals, Told
+from tests.fakes.waiting import until
+
+NORTH, SOUTH = "tenant:north", "tenant:south"
+NOW = 1000.0
+
+
+class Log:
+    """In memory. While it is `away` every call fails."""
+
+    def __init__(self) -> None:
+        self.name = "first"
+        self.removals: list[Removal] = []
+        self.most = 10
+        self.away = False
+
+    async def add(self, removal: Removal) -> None:
+        await self._answer()
+        self.removals.append(removal)
+
+    async def read(self, since: Place | None) -> Told:
+        await self._answer()
+        name, number = since or LOST
+        number = number if name == self.name else 0
+        missing = len(self.removals) - number
+        told = self.removals[number:][-self.most :]
+        return Told((self.name, len(self.removals)), told, whole=name == self.name and len(told) == missing)
+
+    async def _answer(self) -> None:
+        await asyncio.sleep(0)
+        if self.away:
+            raise EntriesDownError("away")
+
+
+class Shelf:
+    """What gateways share. It is read when `go` is set, if there is one, and was asked at once."""
+
+    evicted = 0
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, str], Entry] = {}
+        self.finds = 0
+        self.away = False
+        self.go: asyncio.Event | None = None
+
+    async def find(self, owner: str, name: str) -> Entry | None:
+        self.finds += 1
+        found = self.held.get((owner, name))
+        await self._answer()
+        return found
+
+    async def put(self, entry: Entry) -> bool:
+        await self._answer()
+        self.held[entry.owner, entry.id] = entry
+        return True
+
+    async def remove(self, owner: str, name: str) -> bool:
+        return self.held.pop((owner, name), None) is not None
+
+    async def owners(self) -> list[str]:
+        raise NotImplementedError
+
+    async def all_of(self, owner: str) -> list[About]:
+        raise NotImplementedError
+
+    async def _answer(self) -> None:
+        if self.go is not None:
+            await self.go.wait()
+        if self.away:
+            raise EntriesDownError("away")
+
+
+class Gateway:
+    def __init__(self, log: Log, shelf: Shelf | None = None, *, max_bytes: int = 1 << 24) -> None:
+        self.memory = MemoryEntries(max_bytes, lambda: NOW)
+        self.removals = Removals(self.memory, shelf, log, every_s=0.001)
+        self.now = 0.0
+        self.exact = ExactCache(self.memory, shelf, retry_s=1.0, clock=lambda: self.now, removals=self.removals)
+
+    def has(self, *entries: Entry) -> list[bool]:
+        return [self.exact.has(entry) for entry in entries]
+
+
+def entry(number: int, owner: str = NORTH, *, age_s: float = 100.0, model: str = "demo") -> Entry:
+    key = number.to_bytes(32, "big")
+    return Entry(key, entry_id(key), owner, model, NOW - age_s, NOW + 500, b"said")
+
+
+def removal(**chosen: object) -> Removal:
+    return Removal(Chosen(**chosen), NOW)  # type: ignore[arg-type]
+
+
+CHOICES: dict[str, tuple[Chosen, list[bool]]] = {
+    "everything": (Chosen(), [False, False, False]),
+    "tenant": (Chosen(owner=SOUTH), [True, False, True]),
+    "model": (Chosen(model="other"), [True, True, False]),
+    "id": (Chosen(id=entry(0).id), [False, True, True]),
+    "prefix": (Chosen(owner=NORTH, id=entry(0).id[:8]), [False, True, True]),
+    "older": (Chosen(older_than_s=150), [True, False, True]),
+    "younger": (Chosen(younger_than_s=60), [True, True, False]),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+async def test_what_one_gateway_removed_others_have_not_after_their_next_look(choice: str) -> None:
+    log = Log()
+    here, there = Gateway(log), Gateway(log)
+    entries = entry(0), entry(1, SOUTH, age_s=200.0), entry(2, model="other", age_s=50.0)
+    for one in entries:
+        there.exact.keep(one)
+    chosen, left = CHOICES[choice]
+    await there.removals.look()
+    await here.removals.tell(Removal(chosen, NOW))
+    assert there.has(*entries) == [True] * 3
+    await there.removals.look()
+    assert there.has(*entries) == left
+    assert there.memory.figures.removed == left.count(False)
+    assert there.memory.figures.emptied == 0
+
+
+async def test_what_was_made_after_the_removal_stays() -> None:
+    log = Log()
+    here, there = Gateway(log), Gateway(log)
+    await here.removals.tell(removal())
+    anew = entry(0, age_s=-1.0)
+    for one in (here, there):
+        one.exact.keep(anew)
+        await one.removals.look()
+        assert one.has(anew) == [True]
+
+
+async def test_the_one_that_is_told_has_it_no_more_at_once_and_need_not_look() -> None:
+    here, kept = Gateway(Log()), entry(0)
+    here.exact.keep(kept)
+    assert here.has(kept) == [True]
+    await here.removals.tell(removal())
+    assert here.has(kept) == [False]
+
+
+async def test_while_it_runs_it_looks_by_itself() -> None:
+    log = Log()
+    here, there = Gateway(log), Gateway(log)
+    there.exact.keep(kept := entry(0))
+    there.removals.start()
+    await here.removals.tell(removal())
+    await until(lambda: there.has(kept) == [False])
+    await there.removals.close()
+
+
+async def test_others_have_their_turn_while_many_answers_are_looked_at() -> None:
+    here, turns = Gateway(Log()), 0
+    for number in range(4 * LOOKED_AT):
+        here.exact.keep(entry(number))
+    telling = asyncio.create_task(here.removals.tell(removal()))
+    while not telling.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 4
+    assert here.memory.figures.removed == 4 * LOOKED_AT
+
+
+@pytest.mark.parametrize("what", ["too many", "another log"])
+async def test_who_missed_a_removal_gives_up_its_memory(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    log = Log()
+    here, there = Gateway(log), Gateway(log)
+    await there.removals.look()
+    there.exact.keep(kept := entry(0))
+    if what == "too many":
+        for _ in range(log.most + 1):
+            await here.removals.tell(removal(owner=SOUTH))
+    else:
+        log.name, log.removals = "second", []
+    await there.removals.look()
+    assert there.has(kept) == [False]
+    assert (there.memory.figures.emptied, there.memory.figures.entries, there.memory.figures.bytes) == (1, 0, 0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    there.exact.keep(kept)
+    await there.removals.look()
+    assert there.has(kept) == [True]
+
+
+async def test_who_comes_after_removals_has_missed_none() -> None:
+    log = Log()
+    for _ in range(2 * log.most):
+        await log.add(removal())
+    there = Gateway(log)
+    await there.removals.look()
+    assert there.memory.figures.emptied == 0
+
+
+async def test_who_began_without_redis_cannot_know(caplog: pytest.LogCaptureFixture) -> None:
+    log = Log()
+    there = Gateway(log)
+    log.away = True
+    await there.removals.look()
+    there.exact.keep(kept := entry(0))
+    log.away = False
+    await there.removals.look()
+    assert there.has(kept) == [False]
+
+
+async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_again_removals_are_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.responses.removals")
+    log, shelf = Log(), Shelf()
+    there = Gateway(log, shelf)
+    poisoned, good = entry(0), entry(1)
+    for one in (poisoned, good):
+        there.exact.keep(one)
+        await there.exact.share(one)
+    await there.removals.look()
+    log.away = shelf.away = True
+    for _ in range(3):
+        await there.removals.look()
+    assert await there.exact.find(NORTH, entry(2).key) is None  # who asks notices
+    assert there.has(poisoned, good) == [True, True]
+    assert there.exact.peek(NORTH, poisoned.key) is poisoned
+    # Another gateway, which reaches Redis, removes one; then this one reaches it, too.
+    log.removals.append(removal(id=poisoned.id))
+    await shelf.remove(NORTH, poisoned.id)
+    shelf.away = False
+    there.now += 2.0
+    assert await there.exact.find(NORTH, entry(2).key) is None
+    assert there.has(poisoned, good) == [False, False]
+    assert await there.exact.find(NORTH, poisoned.key) is None
+    assert await there.exact.find(NORTH, good.key) == good
+    log.away = False
+    await there.removals.look()
+    assert there.has(poisoned) == [False]
+    assert there.exact.peek(NORTH, good.key) == good
+    own = [record.levelname for record in caplog.records if record.name == "gateway.responses.removals"]
+    assert own == ["WARNING", "INFO"]
+
+
+async def test_who_cannot_tell_others_says_so_and_has_it_no_more_itself() -> None:
+    log = Log()
+    log.away = True
+    here = Gateway(log)
+    here.exact.keep(kept := entry(0))
+    with pytest.raises(EntriesDownError):
+        await here.removals.tell(removal())
+    assert here.has(kept) == [False]
+
+
+async def test_what_redis_said_before_a_removal_is_not_kept_in_memory_after_it() -> None:
+    log, shelf = Log(), Shelf()
+    there, kept = Gateway(log, shelf), entry(0)
+    await shelf.put(kept)
+    shelf.go = asyncio.Event()
+    asked = asyncio.create_task(there.exact.find(NORTH, kept.key))
+    await until(lambda: shelf.finds == 1)
+    await shelf.remove(NORTH, kept.id)
+    await log.add(removal())
+    await there.removals.look()
+    shelf.go.set()
+    assert await asked == kept  # it asked before
+    assert there.has(kept) == [False]
+    assert there.exact.peek(NORTH, kept.key) is None
+
+
+async def test_what_reaches_redis_behind_its_own_removal_is_removed_again() -> None:
+    log, shelf = Log(), Shelf()
+    there, kept = Gateway(log, shelf), entry(0, age_s=0.01)
+    there.exact.keep(kept)
+    shelf.go = asyncio.Event()
+    sharing = asyncio.create_task(there.exact.share(kept))
+    await asyncio.sleep(0)
+    await log.add(removal())
+    await there.removals.look()
+    shelf.go.set()
+    await sharing
+    assert shelf.held == {}
+
+
+async def test_what_was_on_its_way_to_redis_when_it_was_removed_is_removed_at_the_next_look() -> None:
+    log, shelf = Log(), Shelf()
+    there = Gateway(log, shelf)
+    late, early = entry(0, age_s=LATE_S / 2), entry(1, age_s=LATE_S * 2)
+    for one in (late, early):
+        there.exact.keep(one)
+    await log.add(removal())
+    for one in (late, early):
+        await shelf.put(one)  # which nobody does who keeps to time limits: only the late one is looked for
+    await there.removals.look()
+    assert list(shelf.held) == [(NORTH, early.id)]
+
+
+async def test_an_unrelated_removal_costs_others_nothing_that_is_shared() -> None:
+    log, shelf = Log(), Shelf()
+    there, kept = Gateway(log, shelf), entry(0)
+    there.exact.keep(kept)
+    shelf.go = asyncio.Event()
+    sharing = asyncio.create_task(there.exact.share(kept))
+    await asyncio.sleep(0)
+    await log.add(removal(owner=SOUTH))
+    await there.removals.look()
+    shelf.go.set()
+    await sharing
+    assert list(shelf.held) == [(NORTH, kept.id)]
+    assert there.has(kept) == [True]
+
+
+async def test_the_questions_of_the_semantic_cache_hear_of_it() -> None:
+    heard: defaultdict[str, list[Removal]] = defaultdict(list)
+
+    class Questions:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def forget(self, removal: Removal) -> None:
+            heard[self.name].append(removal)
+
+    log = Log()
+    memory = MemoryEntries(0, lambda: NOW)
+    here, there = (Removals(memory, None, log, Questions(name), every_s=1.0) for name in ("here", "there"))
+    await there.look()
+    await here.tell(removal(owner=NORTH))
+    await there.look()
+    assert heard == {"here": [removal(owner=NORTH)], "there": [removal(owner=NORTH)]}
