@@ -2,7 +2,7 @@
 
 The event loop here never waits for the model: submits and aborts are handed to the loop's thread, and what a step did
 comes back through call_soon_threadsafe, in order. Knows nothing about scheduling or tensors. The other end of the
-stream is gateway/engines/bundled.py; the messages are those of engine/protocol.py.
+stream is gateway/engines/bundled.py; the messages are those of engine/protocol/.
 
     STREAM_PATH     WebSocket: hello, the blocks that can be hit, then one frame per step; closing aborts
     TOKENIZER_PATH  what a gateway needs to tokenise for the model

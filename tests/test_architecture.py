@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,14 +108,13 @@ def test_no_torch_below_the_gateway(path: Path) -> None:
     assert not foreign(path) & {"torch", "transformers", "safetensors", "numpy"} - computes
 
 
-def test_the_protocol_needs_only_the_standard_library_and_xxhash() -> None:
-    import sys
+@pytest.mark.parametrize("path", sorted((ROOT / "engine/protocol").glob("*.py")), ids=module_name)
+def test_the_protocol_needs_only_the_standard_library_and_xxhash(path: Path) -> None:
+    assert foreign(path) - set(sys.stdlib_module_names) <= {"engine", "xxhash"}
+    assert all(name.startswith("engine.protocol.") for name in ours(path))
 
-    outside = foreign(ROOT / "engine/protocol.py") - set(sys.stdlib_module_names)
-    assert outside == {"xxhash"}
 
-
-TORCHLESS = ("", "pool", "leases", "tiers")
+TORCHLESS = ("", "protocol", "pool", "leases", "tiers")
 WITH_TORCH = {"engine.tiers.host_store", "engine.tiers.storage"}
 DECIDES = [
     path

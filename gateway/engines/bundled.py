@@ -2,7 +2,7 @@
 
 Connects, says again and again hello when the engine was away, sorts the frames of each step into the sequences that
 wait for them, and tells the memory index what the engine holds. The other end is engine/server.py; the messages are
-those of engine/protocol.py. Knows nothing of prompts, routing or HTTP dialects.
+those of engine/protocol/. Knows nothing of prompts, routing or HTTP dialects.
 
     joined   the engine said hello and its tokeniser is loaded; only then is it chosen
     lost     the connection ended or fell silent: every sequence on it gets EngineLostError, the next hello may be

@@ -1,7 +1,7 @@
 """The index in Redis: one script call finds the longest prefix that each engine holds.
 
 All digests travel packed in one argument, because a Redis command pays for each argument and not for its bytes. Reads
-what engine/publish.py writes; keys and values are described there and in engine/protocol.py.
+what engine/publish.py writes; keys and values are described there and in engine/protocol/index_keys.py.
 """
 
 from __future__ import annotations

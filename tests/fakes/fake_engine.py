@@ -1,4 +1,4 @@
-"""An engine without a model: speaks the stream of engine/protocol.py, with timing, tokens and death as a test wants.
+"""An engine without a model: speaks the stream of engine/protocol/, with timing, tokens and death as a test wants.
 
 Used inside a test's event loop (`FakeEngine`), and as a process of its own by benchmarks:
 

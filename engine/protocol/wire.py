@@ -1,0 +1,204 @@
+"""The stream as bytes: WebSocket binary messages, each `uint32 header length | header, JSON, may be empty | payload`.
+
+    gateway -> engine   submit, abort
+    engine  -> gateway  hello (first), blocks (a snapshot next, then changes), step (one per step of the engine)
+
+Pure: bytes in, values out, and back.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from itertools import chain
+from typing import Any, Final
+
+from engine.protocol.identity import DIGEST_BYTES, TOKEN_BYTES
+from engine.protocol.index_keys import TIER_CODES
+from engine.protocol.reports import (
+    PROTOCOL_VERSION,
+    BlockEvents,
+    EngineMessage,
+    Hello,
+    Load,
+    SequenceUpdate,
+    StepFrame,
+    TokenLogprobs,
+)
+from engine.protocol.requests import Abort, Breakpoint, GatewayMessage, Grammar, Group, Sampling, Submit
+
+_HEADER = struct.Struct("<I")
+_NO_HEADER: Final = _HEADER.pack(0)
+
+
+class ProtocolError(ValueError):
+    """A message that this version of the protocol cannot read."""
+
+
+def _join(header: dict[str, Any], *payload: bytes) -> bytes:
+    head = json.dumps(header, separators=(",", ":")).encode()
+    return b"".join((_HEADER.pack(len(head)), head, *payload))
+
+
+def _split(message: bytes) -> tuple[dict[str, Any], bytes]:
+    try:
+        (size,) = _HEADER.unpack_from(message)
+        if len(message) < _HEADER.size + size:
+            raise ProtocolError(f"header of {size} bytes in a message of {len(message)}")
+        header = json.loads(message[_HEADER.size : _HEADER.size + size])
+    except (struct.error, ValueError, RecursionError) as error:  # brackets in brackets, by the ten thousand
+        raise ProtocolError(f"unreadable message of {len(message)} bytes: {error}") from None
+    if not isinstance(header, dict):
+        raise ProtocolError("the header is not an object")
+    return header, message[_HEADER.size + size :]
+
+
+def encode(message: GatewayMessage | EngineMessage) -> bytes:
+    """One stream message. `decode` is its inverse."""
+    match message:
+        case Submit():
+            header = {
+                "op": "submit",
+                "seq": message.seq,
+                "tokens": len(message.tokens) // TOKEN_BYTES,
+                "salt": message.salt,
+                "lane": message.lane,
+                "request_id": message.request_id,
+                "sampling": message.sampling.to_json(),
+                "tenant": message.tenant,
+            }
+            if message.breakpoints:
+                header["breakpoints"] = [[point.tokens, point.ttl_s] for point in message.breakpoints]
+            if not message.use_cache:
+                header["use_cache"] = False
+            if message.grammar is not None:
+                header["grammar"] = [message.grammar.kind, message.grammar.text]
+            if message.group is not None:
+                header["group"] = list(message.group)
+            return _join(header, message.tokens, message.digests)
+        case Abort():
+            return _join({"op": "abort", "seq": message.seq})
+        case StepFrame():
+            return _encode_step(message)
+        case BlockEvents():
+            header = {"op": "blocks", "stored": len(message.stored), "reset": message.reset, "tier": message.tier}
+            return _join(header, message.stored, message.removed)
+        case Hello():
+            return _join({"op": "hello", **message.to_json()})
+
+
+def decode(message: bytes) -> GatewayMessage | EngineMessage:
+    """The inverse of `encode`. Raises ProtocolError for anything else."""
+    if message[: _HEADER.size] == _NO_HEADER:
+        try:
+            return _decode_step({}, memoryview(message)[_HEADER.size :])
+        except (struct.error, IndexError, ValueError) as error:
+            raise ProtocolError(f"bad step message: {error}") from None
+    header, payload = _split(message)
+    op = header.pop("op", None)
+    try:
+        match op:
+            case "submit":
+                cut = header.pop("tokens") * TOKEN_BYTES
+                tokens, digests = payload[:cut], payload[cut:]
+                if len(tokens) != cut or len(digests) % DIGEST_BYTES:
+                    raise ProtocolError("the payload of a submit is cut short")
+                grammar, group = header.pop("grammar", None), header.pop("group", None)
+                return Submit(
+                    tokens=tokens,
+                    digests=digests,
+                    sampling=Sampling.from_json(header.pop("sampling")),
+                    breakpoints=tuple(Breakpoint(int(n), float(s)) for n, s in header.pop("breakpoints", ())),
+                    grammar=None if grammar is None else Grammar(*map(str, grammar)),  # type: ignore[arg-type]
+                    group=None if group is None else Group(*map(int, group)),
+                    **header,
+                )
+            case "abort":
+                return Abort(**header)
+            case "step":
+                return _decode_step(header["extras"], payload)
+            case "blocks":
+                cut = header["stored"]
+                tier = header["tier"]
+                if tier not in TIER_CODES:
+                    raise ProtocolError(f"there is no tier {tier!r}")
+                return BlockEvents(stored=payload[:cut], removed=payload[cut:], reset=header["reset"], tier=tier)
+            case "hello":
+                if header.get("version") != PROTOCOL_VERSION:
+                    raise ProtocolError(f"the engine speaks version {header.get('version')}, not {PROTOCOL_VERSION}")
+                return Hello.from_json(header)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
+        raise ProtocolError(f"bad {op!r} message: {error}") from None
+    raise ProtocolError(f"unknown message {op!r}")
+
+
+# A stream consists mostly of steps, so they are numbers only: `load | n | n seqs | n token counts | token ids`. The
+# header is empty but for steps in which something begins or ends, which carry those fields by index.
+
+_LOAD: Final = struct.Struct("<7Q2d?3Q")
+_UPDATE_EXTRAS: Final = (
+    "cached_tokens",
+    "queue_ms",
+    "prefill_ms",
+    "finish",
+    "stop_id",
+    "error",
+    "grammar_path",
+    "lease_read_tokens",
+    "lease_write_tokens",
+    "leases_degraded",
+    "lease_reads",
+)
+
+_LOGPROB_EXTRAS: Final = ("logprobs", "prompt_logprobs")  # each token a flat list: own, id, theirs, id, theirs, ...
+
+
+def _encode_step(frame: StepFrame) -> bytes:
+    updates, load = frame.updates, frame.load
+    numbers = [len(updates), *(update.seq for update in updates), *(len(update.tokens) for update in updates)]
+    extras: dict[int, dict[str, Any]] = {}
+    for index, update in enumerate(updates):
+        numbers += update.tokens
+        if extra := {key: value for key in _UPDATE_EXTRAS if (value := getattr(update, key)) is not None}:
+            extras[index] = extra
+        for key in _LOGPROB_EXTRAS:
+            if (found := getattr(update, key)) is not None:
+                flat = [[one.logprob, *chain.from_iterable(one.top)] for one in found]
+                extras.setdefault(index, {})[key] = flat
+    payload = _LOAD.pack(
+        load.waiting,
+        load.running,
+        load.prefill_backlog,
+        load.free_blocks,
+        load.cached_blocks,
+        load.live_blocks,
+        load.leased_blocks,
+        load.prefill_tokens_per_s,
+        load.decode_tokens_per_s,
+        load.draining,
+        load.batch_waiting,
+        load.batch_running,
+        load.batch_backlog,
+    ) + struct.pack(f"<{len(numbers)}I", *numbers)
+    return _join({"op": "step", "extras": extras}, payload) if extras else _HEADER.pack(0) + payload
+
+
+def _decode_step(extras: dict[str, dict[str, Any]], payload: bytes | memoryview) -> StepFrame:
+    load = Load(*_LOAD.unpack_from(payload))
+    numbers = struct.unpack(f"<{(len(payload) - _LOAD.size) // 4}I", memoryview(payload)[_LOAD.size :])
+    count, updates = numbers[0], []
+    start = 1 + 2 * count
+    if start + sum(numbers[1 + count : start]) != len(numbers):
+        raise ProtocolError("the payload of a step is cut short")
+    for seq, num_tokens in zip(numbers[1 : 1 + count], numbers[1 + count : start], strict=True):
+        updates.append(SequenceUpdate(seq, list(numbers[start : start + num_tokens])))
+        start += num_tokens
+    for index, fields_ in extras.items():
+        update = updates[int(index)]
+        for key in _LOGPROB_EXTRAS:
+            if (flat := fields_.pop(key, None)) is not None:
+                found = [TokenLogprobs(one[0], tuple(zip(one[1::2], one[2::2], strict=True))) for one in flat]
+                setattr(update, key, found)
+        for key, value in fields_.items():
+            setattr(update, key, value)
+    return StepFrame(updates, load)
