@@ -1,8 +1,8 @@
-"""The engine's process: one HTTP server for its gateways, one thread for its model, one publisher for the index.
+"""The engine's HTTP server, around the loop that runs its model.
 
 The event loop here never waits for the model: submits and aborts are handed to the loop's thread, and what a step did
 comes back through call_soon_threadsafe, in order. Knows nothing about scheduling or tensors. The other end of the
-stream is gateway/engines/bundled.py; the messages are those of engine/protocol/.
+stream is gateway/engines/bundled.py; the messages are those of engine/protocol/. serving.py starts and ends it.
 
     STREAM_PATH     WebSocket: hello, the blocks that can be hit, then one frame per step; closing aborts
     TOKENIZER_PATH  what a gateway needs to tokenise for the model
@@ -16,20 +16,12 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import os
-import signal
-import socket as sockets
-import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
 
 from aiohttp import WSMsgType, web
 
-from engine.config import ConfigError, EngineSettings
+from engine.config import EngineSettings
 from engine.gateways import Gateway, Gateways
 from engine.protocol import (
     DIGEST_BYTES,
@@ -50,25 +42,12 @@ from engine.protocol import (
 )
 from engine.publish import Publisher
 
-if TYPE_CHECKING:
-    from engine.compute.model import LoadedModel
-    from engine.compute.runner import ModelRunner
-    from engine.loop import EngineLoop
-
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 15.0
 """A gateway that has been silent for so long is asked whether it is there, and has half of it to answer."""
 
 CLOSE_TIMEOUT_S: Final = 2.0
-STOP_TIMEOUT_S: Final = 10.0
-ALIVE_CHECK_S: Final = 1.0
-RESTORED_LIMIT_S: Final = 5.0
-"""The start waits so long for what is on disk, so that the first request finds it; then it is found bit by bit."""
-
-REDIS_CONNECT_TIMEOUT_S: Final = 2.0
-
-_EVERYWHERE: Final = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 
 class Loop(Protocol):
@@ -210,191 +189,3 @@ class EngineServer:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(gateway.sent(), CLOSE_TIMEOUT_S)  # how its last sequences ended
                 await socket.close(code=1001, message=b"the engine ends")
-
-
-async def main(settings: EngineSettings, redis_url: str | None, ready: Callable[[str], None] | None = None) -> None:
-    """Loads the model, serves it, and returns after a drain when SIGTERM or SIGINT comes.
-
-    redis_url  where the index is published; None publishes nowhere
-    ready      called once with the URL, when gateways can connect
-    Raises ConfigError for a model or settings that cannot be used, OSError for an address that cannot be listened on,
-    RuntimeError when the model's thread ended by itself.
-    """
-    # 1. The model, loaded in a thread; a signal during it ends the process at once.
-    model, runner = await asyncio.to_thread(_load, settings)
-    hello = make_hello(settings, model, runner.num_blocks)
-
-    # 2. Its loop, and the server around it.
-    server = EngineServer(
-        hello, model.tokenizer, settings, partial(_make_loop, settings, hello, model.tokenizer, runner)
-    )
-    loop = cast("EngineLoop", server.loop)
-    stop = _stop_at_signals()
-    web_runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
-    await web_runner.setup()
-    loop.start()
-    try:
-        if not await asyncio.to_thread(loop.wait_restored, RESTORED_LIMIT_S):
-            log.info("the blocks on disk are still being looked through")
-        url = await _listen(web_runner, settings)
-        async with _publishing(server, redis_url, url, settings):
-            log.info("engine ready: %s on %s, %d blocks of %d tokens", *_summary(hello, url))
-            if ready is not None:
-                ready(url)
-            # 3. Serve until a signal comes, then let what runs end.
-            await _until(stop, lambda: loop.alive)
-            if not loop.alive:
-                raise RuntimeError("the model's thread ended by itself")
-            server.drain()
-            await _drain(loop, stop, settings.drain_s)
-    finally:
-        await asyncio.to_thread(loop.stop, STOP_TIMEOUT_S)
-        await web_runner.cleanup()
-
-
-def make_hello(settings: EngineSettings, model: LoadedModel, num_blocks: int) -> Hello:
-    """What this engine says of itself, as a new incarnation."""
-    return Hello(
-        incarnation=uuid.uuid4().hex,
-        model=model.name,
-        namespace=model.namespace(settings.block_size, settings.hash_name),
-        context_tokens=min(model.context_tokens, num_blocks * settings.block_size),  # one sequence needs all its blocks
-        vocab_size=model.vocab_size,
-        num_blocks=num_blocks,
-        max_sequences=settings.max_sequences,
-        eos_ids=model.eos_ids,
-        tokenizer=model.tokenizer.fingerprint(),
-        created=int(time.time()),
-    )
-
-
-def _load(settings: EngineSettings) -> tuple[LoadedModel, ModelRunner]:
-    from engine.compute.model import load_model
-    from engine.compute.runner import ModelRunner
-
-    model = load_model(settings)
-    for warning in model.warnings:
-        log.warning("%s", warning)
-    return model, ModelRunner(model, settings)
-
-
-def _make_loop(
-    settings: EngineSettings,
-    hello: Hello,
-    tokenizer: TokenizerFiles,
-    runner: ModelRunner,
-    on_frames: OnFrames,
-    on_blocks: OnBlocks,
-) -> EngineLoop:
-    from engine.loop import EngineLoop
-    from engine.pool.blocks import BlockPool
-    from engine.pool.hit_density import HitDensity
-    from engine.sampling.grammar import Grammars
-    from engine.sampling.grammar_queue import GrammarQueue
-    from engine.scheduler import Scheduler
-    from engine.tiers.storage import build_tiers
-
-    num_blocks, block_size = hello.num_blocks, hello.namespace.block_size
-    policy = HitDensity(num_blocks, block_size) if settings.eviction == "hit-density" else None
-    pool = BlockPool(num_blocks, block_size, policy)
-    scheduler = Scheduler(
-        pool,
-        hello.namespace,
-        settings,
-        context_tokens=hello.context_tokens,
-        vocab_size=hello.vocab_size,
-        eos_ids=hello.eos_ids,
-        tiers=build_tiers(settings, hello.namespace, pool, runner.cache),
-    )
-    load = partial(
-        Grammars, tokenizer.tokenizer_json, hello.vocab_size, hello.eos_ids, cache_entries=settings.grammar_cache
-    )
-    return EngineLoop(
-        scheduler,
-        runner,
-        on_frames=on_frames,
-        on_blocks=on_blocks,
-        grammars=GrammarQueue(load, max_waiting=settings.max_waiting),
-        max_pending=settings.max_waiting,
-    )
-
-
-async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:
-    """Listens where the settings say. Returns the URL under which gateways reach it."""
-    if settings.listen.startswith("unix:"):
-        path = _socket_file(settings.listen)
-        await web.UnixSite(runner, path).start()
-        os.chmod(path, 0o600)  # whoever may connect may read every tenant's text
-        return settings.advertise or f"unix:{path}"
-    host, _, port = settings.listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"engine.listen: {settings.listen!r}: should be host:port or unix:PATH")
-    await web.TCPSite(runner, host.strip("[]"), int(port)).start()
-    if settings.advertise:
-        return settings.advertise
-    bound = runner.addresses[0][1]
-    return f"http://{sockets.gethostname() if host.strip('[]') in _EVERYWHERE else host}:{bound}"
-
-
-def _socket_file(listen: str) -> str:
-    path = Path(listen.removeprefix("unix:").removeprefix("//")).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return str(path)
-
-
-@asynccontextmanager
-async def _publishing(
-    server: EngineServer, redis_url: str | None, url: str, settings: EngineSettings
-) -> AsyncIterator[None]:
-    if redis_url is None:
-        yield
-        return
-    from redis.asyncio import Redis
-
-    redis: Redis = Redis.from_url(redis_url, socket_connect_timeout=REDIS_CONNECT_TIMEOUT_S, max_connections=4)
-    publisher = server.publisher = Publisher(
-        redis,
-        server.gateways.table,
-        server.hello,
-        url,
-        heartbeat_s=settings.heartbeat_s,
-        lease_s=settings.lease_s,
-    )
-    publisher.start()
-    try:
-        yield
-    finally:
-        server.publisher = None
-        await publisher.close()
-        await redis.aclose()
-
-
-async def _until(stop: asyncio.Event, alive: Callable[[], bool]) -> None:
-    while alive():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), ALIVE_CHECK_S)
-            return
-
-
-async def _drain(loop: EngineLoop, stop: asyncio.Event, drain_s: float) -> None:
-    """Returns when nothing runs any more, after drain_s, or at the second signal."""
-    log.info("draining: what runs gets %.0f s to end", drain_s)
-    stop.clear()
-    idle = asyncio.ensure_future(asyncio.to_thread(loop.wait_idle, drain_s))
-    again = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({idle, again}, return_when=asyncio.FIRST_COMPLETED)
-    if again.done():
-        loop.stop(0)  # wakes whoever waits for it to be idle
-    again.cancel()
-    await asyncio.wait({idle, again})
-
-
-def _stop_at_signals() -> asyncio.Event:
-    stop, event_loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        event_loop.add_signal_handler(number, stop.set)
-    return stop
-
-
-def _summary(hello: Hello, url: str) -> tuple[str, str, int, int]:
-    return hello.model, url, hello.num_blocks, hello.namespace.block_size

@@ -98,7 +98,7 @@ async def _engine(settings: Settings, options: argparse.Namespace) -> None:
     # For libraries that look when they are imported. An engine does not tokenise, and its idle threads must not spin.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from engine.server import main as run_engine
+    from engine.serving import serve as run_engine
 
     if options.until_eof:
         threading.Thread(target=_terminate_at_eof, name="until-eof", daemon=True).start()

@@ -1,6 +1,7 @@
 """Builds the tiers that an engine's settings ask for: the model's own blocks, host memory, disk.
 
-The one place that knows which store stands behind which tier, and how large each is. Called once, by engine/server.py.
+The one place that knows which store stands behind which tier, and how large each is. Called once, by
+engine/building.py.
 """
 
 from __future__ import annotations

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket as sockets
-import stat
-import sys
 import threading
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -253,28 +250,6 @@ async def test_a_gateway_without_work_hears_of_the_load_of_others() -> None:
         await busy.send(Abort(1))
         await engine.step_until(lambda: loads[-1] == 0)
         listening.cancel()
-
-
-async def test_a_socket_file_is_for_its_owner_only(tmp_path: Path) -> None:
-    from aiohttp import web
-
-    from engine.config import EngineSettings
-    from engine.server import _listen
-
-    runner = web.AppRunner(web.Application())
-    await runner.setup()
-    path = tmp_path / "deep" / "e.sock"
-    assert await _listen(runner, EngineSettings(listen=f"unix:{path}")) == f"unix:{path}"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    await runner.cleanup()
-
-
-async def test_an_engine_without_a_torch_can_be_imported() -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "import sys, engine.server; assert 'torch' not in sys.modules"),
-        cwd=Path(__file__).parents[2],
-    )
-    assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_the_stream_is_sent_without_delay() -> None:

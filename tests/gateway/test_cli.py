@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import engine.server
+import engine.serving
 from gateway import cli
 
 
@@ -46,7 +46,7 @@ def test_an_engine_without_torch_says_what_to_install(
     async def lacking(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr(engine.server, "main", lacking)
+    monkeypatch.setattr(engine.serving, "serve", lacking)
     monkeypatch.setattr("os.environ", {**os.environ})  # what the command sets there is not for other tests
     assert cli.main(["engine"]) == 2
     shown = capsys.readouterr().err
@@ -62,7 +62,7 @@ def test_an_unknown_flag_is_refused() -> None:
 
 def test_the_command_line_needs_neither_torch_nor_transformers() -> None:
     script = (
-        "import sys, gateway.cli, gateway.serving, engine.server; "
+        "import sys, gateway.cli, gateway.serving, engine.serving; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from tokenizers import Tokenizer
 
+from engine.building import make_hello, make_loop
 from engine.compute.model import LoadedModel, load_model
 from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
@@ -21,7 +22,6 @@ from engine.protocol import BlockEvents, Grammar, Group, Sampling, SequenceUpdat
 from engine.sampling.grammar import GrammarError, Grammars
 from engine.sampling.grammar_queue import GrammarQueue
 from engine.sequence import NO_TOKEN, Step
-from engine.server import _make_loop, make_hello
 from tests.fakes.schemas import HARD, REFUSED, closed, schemas, validate
 
 LIMIT_S = 20.0
@@ -45,7 +45,7 @@ class Desk:
         self.prompt = self.tokenizer.encode(PROMPT, add_special_tokens=False).ids
         self.said = threading.Condition()
         self.updates: dict[int, list[SequenceUpdate]] = {}
-        self.loop: EngineLoop = _make_loop(
+        self.loop: EngineLoop = make_loop(
             options, self.hello, model.tokenizer, self.runner, self.on_frames, self.on_blocks
         )
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from aiohttp import web
 from redis.asyncio import Redis
 
-from engine import server
+from engine import serving
 from engine.compute.kv_cache import CacheShape, KVCache
 from engine.config import ConfigError, EngineSettings
-from engine.pool.eviction import LeastRecentlyUsed
-from engine.pool.hit_density import HitDensity
 from engine.protocol import HEALTH_PATH, STREAM_PATH, Hello, Namespace, StepFrame, decode
 from engine.sequence import Step
 from tests.fakes.fake_engine import TOKENIZER
@@ -62,12 +63,12 @@ class CountingRunner:
 async def process(
     monkeypatch: pytest.MonkeyPatch, folder: Path, redis_url: str | None = None, **changes: Any
 ) -> AsyncIterator[tuple[asyncio.Task[None], CountingRunner, str]]:
-    """engine.server.main as a task; it has to end by itself."""
+    """engine.serving.serve as a task; it has to end by itself."""
     runner = CountingRunner()
-    monkeypatch.setattr(server, "_load", lambda settings: (MODEL, runner))
+    monkeypatch.setattr(serving, "load", lambda settings: (MODEL, runner))
     settings = EngineSettings(**{"listen": f"unix:{folder / 'e.sock'}", "drain_s": 5.0, **changes})
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(server.main(settings, redis_url, ready.set_result))
+    task = asyncio.create_task(serving.serve(settings, redis_url, ready.set_result))
     await asyncio.wait({task, ready}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
@@ -164,7 +165,7 @@ async def test_a_second_signal_ends_the_drain(monkeypatch: pytest.MonkeyPatch, t
 async def test_an_engine_whose_thread_is_gone_ends_with_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(server, "ALIVE_CHECK_S", 0.05)
+    monkeypatch.setattr(serving, "ALIVE_CHECK_S", 0.05)
     async with process(monkeypatch, tmp_path) as (task, runner, url), stream(url) as (gateway, hello):
         runner.dies = True
         await gateway.send(make_submit(hello.namespace, 1, [1] * 40))
@@ -188,10 +189,18 @@ async def test_on_tcp_it_says_the_port_that_it_got(monkeypatch: pytest.MonkeyPat
         await asyncio.wait_for(task, 10)
 
 
-@pytest.mark.parametrize(("name", "policy"), [("lru", LeastRecentlyUsed), ("hit-density", HitDensity)])
-def test_the_setting_chooses_who_is_evicted(name: Any, policy: type) -> None:
-    settings = EngineSettings(eviction=name, host_bytes=0, disk_bytes=0)
-    runner: Any = CountingRunner()
-    hello = server.make_hello(settings, cast("Any", MODEL), runner.num_blocks)
-    loop = server._make_loop(settings, hello, TOKENIZER, runner, lambda frames: None, lambda events: None)
-    assert type(loop._scheduler.pool._policy) is policy
+async def test_a_socket_file_is_for_its_owner_only(tmp_path: Path) -> None:
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    path = tmp_path / "deep" / "e.sock"
+    assert await serving._listen(runner, EngineSettings(listen=f"unix:{path}")) == f"unix:{path}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    await runner.cleanup()
+
+
+async def test_an_engine_without_a_torch_can_be_imported() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "import sys, engine.serving; assert 'torch' not in sys.modules"),
+        cwd=Path(__file__).parents[2],
+    )
+    assert await asyncio.wait_for(process.wait(), 30) == 0

@@ -1,0 +1,161 @@
+"""The life of the engine's process: the model, its loop, the server; then until a signal; then a drain, and the end.
+
+`serve` is what `kvasir engine` runs. building.py makes the parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket as sockets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from aiohttp import web
+
+from engine.building import load, make_hello, make_loop
+from engine.config import ConfigError, EngineSettings
+from engine.protocol import Hello
+from engine.publish import Publisher
+from engine.server import CLOSE_TIMEOUT_S, EngineServer
+
+if TYPE_CHECKING:
+    from engine.loop import EngineLoop
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S: Final = 10.0
+ALIVE_CHECK_S: Final = 1.0
+RESTORED_LIMIT_S: Final = 5.0
+"""The start waits so long for what is on disk, so that the first request finds it; then it is found bit by bit."""
+
+REDIS_CONNECT_TIMEOUT_S: Final = 2.0
+
+_EVERYWHERE: Final = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+
+
+async def serve(settings: EngineSettings, redis_url: str | None, ready: Callable[[str], None] | None = None) -> None:
+    """Loads the model, serves it, and returns after a drain when SIGTERM or SIGINT comes.
+
+    redis_url  where the index is published; None publishes nowhere
+    ready      called once with the URL, when gateways can connect
+    Raises ConfigError for a model or settings that cannot be used, OSError for an address that cannot be listened on,
+    RuntimeError when the model's thread ended by itself.
+    """
+    # 1. The model, loaded in a thread; a signal during it ends the process at once.
+    model, runner = await asyncio.to_thread(load, settings)
+    hello = make_hello(settings, model, runner.num_blocks)
+
+    # 2. Its loop, and the server around it.
+    server = EngineServer(
+        hello, model.tokenizer, settings, partial(make_loop, settings, hello, model.tokenizer, runner)
+    )
+    loop = cast("EngineLoop", server.loop)
+    stop = _stop_at_signals()
+    web_runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
+    await web_runner.setup()
+    loop.start()
+    try:
+        if not await asyncio.to_thread(loop.wait_restored, RESTORED_LIMIT_S):
+            log.info("the blocks on disk are still being looked through")
+        url = await _listen(web_runner, settings)
+        async with _publishing(server, redis_url, url, settings):
+            log.info("engine ready: %s on %s, %d blocks of %d tokens", *_summary(hello, url))
+            if ready is not None:
+                ready(url)
+            # 3. Serve until a signal comes, then let what runs end.
+            await _until(stop, lambda: loop.alive)
+            if not loop.alive:
+                raise RuntimeError("the model's thread ended by itself")
+            server.drain()
+            await _drain(loop, stop, settings.drain_s)
+    finally:
+        await asyncio.to_thread(loop.stop, STOP_TIMEOUT_S)
+        await web_runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:
+    """Listens where the settings say. Returns the URL under which gateways reach it."""
+    if settings.listen.startswith("unix:"):
+        path = _socket_file(settings.listen)
+        await web.UnixSite(runner, path).start()
+        os.chmod(path, 0o600)  # whoever may connect may read every tenant's text
+        return settings.advertise or f"unix:{path}"
+    host, _, port = settings.listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"engine.listen: {settings.listen!r}: should be host:port or unix:PATH")
+    await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+    if settings.advertise:
+        return settings.advertise
+    bound = runner.addresses[0][1]
+    return f"http://{sockets.gethostname() if host.strip('[]') in _EVERYWHERE else host}:{bound}"
+
+
+def _socket_file(listen: str) -> str:
+    path = Path(listen.removeprefix("unix:").removeprefix("//")).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return str(path)
+
+
+@asynccontextmanager
+async def _publishing(
+    server: EngineServer, redis_url: str | None, url: str, settings: EngineSettings
+) -> AsyncIterator[None]:
+    if redis_url is None:
+        yield
+        return
+    from redis.asyncio import Redis
+
+    redis: Redis = Redis.from_url(redis_url, socket_connect_timeout=REDIS_CONNECT_TIMEOUT_S, max_connections=4)
+    publisher = server.publisher = Publisher(
+        redis,
+        server.gateways.table,
+        server.hello,
+        url,
+        heartbeat_s=settings.heartbeat_s,
+        lease_s=settings.lease_s,
+    )
+    publisher.start()
+    try:
+        yield
+    finally:
+        server.publisher = None
+        await publisher.close()
+        await redis.aclose()
+
+
+async def _until(stop: asyncio.Event, alive: Callable[[], bool]) -> None:
+    while alive():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), ALIVE_CHECK_S)
+            return
+
+
+async def _drain(loop: EngineLoop, stop: asyncio.Event, drain_s: float) -> None:
+    """Returns when nothing runs any more, after drain_s, or at the second signal."""
+    log.info("draining: what runs gets %.0f s to end", drain_s)
+    stop.clear()
+    idle = asyncio.ensure_future(asyncio.to_thread(loop.wait_idle, drain_s))
+    again = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({idle, again}, return_when=asyncio.FIRST_COMPLETED)
+    if again.done():
+        loop.stop(0)  # wakes whoever waits for it to be idle
+    again.cancel()
+    await asyncio.wait({idle, again})
+
+
+def _stop_at_signals() -> asyncio.Event:
+    stop, event_loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        event_loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _summary(hello: Hello, url: str) -> tuple[str, str, int, int]:
+    return hello.model, url, hello.num_blocks, hello.namespace.block_size
