@@ -12,43 +12,30 @@
     degraded  ordinary eviction may take it. The least valuable lease degrades when a budget is exceeded, or when a
               sequence has no other way to get its blocks: a lease never stops an engine
 
-Every later request that begins with a lease's tokens uses it, and renews it from its own arrival. Budgets count
-blocks, each once, in the pool where a lease is pinned: a share for all leases and a smaller one for each tenant.
+Every later request that begins with a lease's tokens uses it, and renews it from its own arrival.
 
 Pure bookkeeping: no clock (`now` comes in, on the clock of the arrivals), no sequences, no tensors.
-engine/leases/claims.py says what sequences ask for and got; engine/pool/blocks.py keeps what is pinned. Used by the
-engine's loop thread only, but for `stats`.
+engine/leases/claims.py says what sequences ask for and got, engine/leases/book.py which leases there are, and
+engine/leases/pins.py where each is pinned, within which budgets. Used by the engine's loop thread only, but for
+`stats`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 from engine.leases.book import LeaseBook, last_digest
-from engine.leases.tree import Lease, LeaseTree, take_fingerprint
+from engine.leases.counters import LeaseCounters
+from engine.leases.pins import Pins
+from engine.leases.tree import Lease, take_fingerprint
 from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES, Tier
 
 MAX_TENANTS_SHOWN = 32
 """Tenants in `stats`: those that keep the most blocks."""
-
-
-@dataclass(slots=True)
-class LeaseCounters:
-    """What happened since the start, in leases; the last one in tokens."""
-
-    granted: int = 0  # new ones; those that degraded at once are among them
-    renewed: int = 0  # uses by later requests
-    degraded: int = 0
-    kept_again: int = 0  # of those that had degraded
-    expired: int = 0
-    dropped: int = 0  # ended early because there were too many, or another prefix took their digest
-    lost: int = 0  # their blocks turned out to hold numbers that are not finite, or could not be read
-    restored: int = 0  # of an earlier run, and kept again at the start
-    read_tokens: int = 0  # of the longest lease that each prompt began with
 
 
 class Leases:
@@ -62,25 +49,18 @@ class Leases:
 
     def __init__(self, pool: BlockPool, *, share: float, tenant_share: float, max_leases: int) -> None:
         self.counters = LeaseCounters()
-        self._share = share
-        self._tenant_share = tenant_share
         self._book = LeaseBook(
             pool.block_size, max_leases=max_leases, tenant_most=max(1, int(max_leases * tenant_share))
         )
+        self._pins = Pins(self.counters, share=share, tenant_share=tenant_share)
         self.last_number = 0  # of a lease, counted from 1
-        self.revision = 0  # changes with what `kept_below` yields
-        self._names: list[Tier] = []
-        self._pools: list[BlockPool] = []
-        self._trees: list[LeaseTree] = []
-        self._tenant_trees: dict[str, list[LeaseTree]] = {}  # of tenants that have leases
+        self._revision = 0  # changes when one is renewed, granted or taken over; the pins have their own
         self.add_tier("gpu", pool)
 
     def add_tier(self, name: Tier, pool: BlockPool) -> None:
         """A slower tier below those that are there already. Before the first lease."""
         assert not self._book, "a tier comes before the first lease"
-        self._names.append(name)
-        self._pools.append(pool)
-        self._trees.append(LeaseTree(pool))
+        self._pins.add_tier(name, pool)
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -93,7 +73,12 @@ class Leases:
 
     def num_blocks(self, tier: int = 0) -> int:
         """Blocks of one pool that leases keep, each once."""
-        return len(self._trees[tier])
+        return self._pins.num_blocks(tier)
+
+    @property
+    def revision(self) -> int:
+        """Changes with what `kept_below` yields."""
+        return self._revision + self._pins.revision
 
     def any_of(self, salt: str) -> bool:
         """Whether a prompt under this salt may begin with a lease's tokens."""
@@ -102,7 +87,7 @@ class Leases:
     def kept_below(self) -> Iterator[Lease]:
         """The leases that are pinned in the slowest pool, and those too short for that: what there is to be said to an
         engine that finds the blocks of that pool. From any thread."""
-        bottom = len(self._pools) - 1
+        bottom = len(self._pins.pools) - 1
         return (lease for lease in self._book if lease.state == "kept" and (lease.tier == bottom or not lease.depth))
 
     # -- use ----------------------------------------------------------------------------------------------------------
@@ -119,18 +104,18 @@ class Leases:
                 lease.expires_s = max(lease.expires_s, arrived_s + lease.ttl_s)
                 lease.uses += 1
                 self.counters.renewed += 1
-                self.revision += 1
+                self._revision += 1
 
     def read(self, found: Sequence[Lease], salt: str, tokens: bytes, digests: Sequence[bytes]) -> int:
         """Tokens of the longest lease among `found` whose blocks are there and hold the very tokens of this prompt; 0
         when there is none."""
         if not found:
             return 0
-        digests, runs = digests[: found[0].depth], dict[int, list[int]]()
+        digests, runs, pools = digests[: found[0].depth], dict[int, list[int]](), self._pins.pools
 
         def find_run(tier: int) -> list[int]:
             if tier not in runs:
-                runs[tier] = self._pools[tier].find_prefix(salt, tokens, digests)
+                runs[tier] = pools[tier].find_prefix(salt, tokens, digests)
             return runs[tier]
 
         for lease in found:
@@ -138,7 +123,7 @@ class Leases:
                 there = find_run(lease.tier)[lease.depth - 1 : lease.depth] == [lease.block]
             elif lease.state == "degraded":
                 there = lease.fingerprint == take_fingerprint(tokens[: lease.tokens * TOKEN_BYTES])
-                there = there and any(len(find_run(tier)) >= lease.depth for tier in range(len(self._pools)))
+                there = there and any(len(find_run(tier)) >= lease.depth for tier in range(len(pools)))
             else:
                 there = True  # it keeps no block
             if there:
@@ -191,9 +176,9 @@ class Leases:
                 return lease
         lease.ttl_s = max(lease.ttl_s, ttl_s)
         lease.expires_s = max(lease.expires_s, arrived_s + lease.ttl_s)
-        self.revision += 1
+        self._revision += 1
         if lease.state != "kept":
-            kept = self._keep(lease, tokens, digests, now, displace=True)
+            kept = self._pins.keep(lease, tokens, digests, now, displace=True)
             self.counters.degraded += is_new and not kept
             self.counters.kept_again += kept and not is_new
         return lease
@@ -203,75 +188,22 @@ class Leases:
         other one has to make way. False when it does not fit."""
         if lease.state != "degraded" or lease.fingerprint != take_fingerprint(tokens):
             return False
-        if not self._keep(lease, tokens, digests, now, displace=False):
+        if not self._pins.keep(lease, tokens, digests, now, displace=False):
             return False
         self.counters.kept_again += 1
         return True
-
-    def _keep(self, lease: Lease, tokens: bytes, digests: Sequence[bytes], now: float, *, displace: bool) -> bool:
-        """Pins a lease in the lowest pool that holds its blocks and has room for it."""
-        if not lease.depth:
-            lease.state = "kept"  # fewer tokens than a block has: they are recomputed, and nothing is to be pinned
-            return True
-        for tier in reversed(range(len(self._pools))):
-            run = self._pools[tier].find_prefix(lease.salt, tokens, digests)
-            if len(run) == lease.depth and self._pin(lease, tier, run[-1], now, displace=displace):
-                return True
-        return False
-
-    def _pin(self, lease: Lease, tier: int, block: int, now: float, *, displace: bool) -> bool:
-        """Pins a lease, if need be at the cost of less valuable ones. One that fits no budget by itself costs none."""
-        mine, total = self._tenant_trees[lease.tenant][tier], self._trees[tier]
-        budgets = ((mine, self._budget(tier, self._tenant_share)), (total, self._budget(tier, self._share)))
-        if lease.depth > min(budget for _, budget in budgets):
-            return False
-        for tree, budget in budgets:
-            while True:
-                missing, above = tree.missing(block)
-                if len(tree) + missing <= budget:
-                    break
-                weakest = tree.find_weakest(now, beside=above) if displace else []
-                if not weakest or max(other.value(now) for other in weakest) >= lease.value(now):
-                    return False
-                for other in weakest:
-                    self._degrade(other)
-        self._pools[tier].lease(block)
-        mine.add(lease, block)
-        total.add(lease, block)
-        lease.state, lease.tier, lease.block = "kept", tier, block
-        self.revision += 1
-        return True
-
-    def _unpin(self, lease: Lease) -> None:
-        if lease.block is not None:
-            self._tenant_trees[lease.tenant][lease.tier].remove(lease, lease.block)
-            self._trees[lease.tier].remove(lease, lease.block)
-            self._pools[lease.tier].end_lease(lease.block)
-            lease.block = None
-            self.revision += 1
-
-    def _degrade(self, lease: Lease) -> None:
-        self._unpin(lease)
-        lease.state = "degraded"
-        self.counters.degraded += 1
-
-    def _budget(self, tier: int, share: float) -> int:
-        return int(share * self._pools[tier].num_blocks)
 
     # -- what makes leases move, degrade and end ----------------------------------------------------------------------
 
     def give_way(self, now: float) -> bool:
         """Degrades what is worth least in the first pool, so that blocks can be evicted there. False when no lease
         keeps any."""
-        weakest = self._trees[0].find_weakest(now)
-        for lease in weakest:
-            self._degrade(lease)
-        return bool(weakest)
+        return self._pins.give_way(now)
 
     def saved(self, tier: int, digests: Iterable[bytes], now: float) -> None:
         """These blocks are in that slower pool now as well: leases that end in them are kept there, where there is
         room, and no longer above. One that had no room above may have it there."""
-        pool = self._pools[tier]
+        pool = self._pins.pools[tier]
         for digest in digests:
             leases = self._book.find_ending_in(digest)
             block = pool.find_block(digest) if leases else None
@@ -284,25 +216,18 @@ class Leases:
 
     def _settle(self, lease: Lease, tier: int, block: int, now: float) -> None:
         if lease.block is not None and lease.tier < tier:
-            self._move(lease, tier, block, now)
+            self._pins.move(lease, tier, block, now)
         elif lease.state == "degraded" and lease.expires_s > now:
-            self.counters.kept_again += self._pin(lease, tier, block, now, displace=True)
-
-    def _move(self, lease: Lease, tier: int, block: int, now: float) -> None:
-        above, before = lease.tier, lease.block
-        assert before is not None, "a lease that keeps no block does not move"
-        self._unpin(lease)
-        fits = self._pin(lease, tier, block, now, displace=True) or self._pin(lease, above, before, now, displace=False)
-        assert fits, "a lease does not fit where it was"
+            self.counters.kept_again += self._pins.pin(lease, tier, block, now, displace=True)
 
     def restore(self, tier: int, leases: Iterable[Lease], now: float) -> None:
         """Enters leases of an earlier run, whose blocks that pool has taken over. None makes way for another, so the
         most valuable come first. What does not fit is degraded, what is not there any more is lost."""
         for lease in leases:
-            self.revision += 1
+            self._revision += 1
             if lease.expires_s <= now:
                 continue
-            there, block = self._find_leaf(lease, tier)
+            there, block = self._pins.find_leaf(lease, tier)
             same = self._book.find_same(lease)
             if not there:
                 self.counters.lost += 1
@@ -313,17 +238,6 @@ class Leases:
                 if block is not None:
                     self._settle(same, tier, block, now)
 
-    def _find_leaf(self, lease: Lease, tier: int) -> tuple[bool, int | None]:
-        """Whether the very tokens of a lease are in a pool, and the block that they end in."""
-        pool, tokens, block = self._pools[tier], b"", None
-        if lease.depth:
-            block = pool.find_block(lease.digest)
-            salt, tokens = (None, b"") if block is None else pool.prefix_up_to(block)
-            if salt != lease.salt or len(tokens) != lease.depth * pool.block_size * TOKEN_BYTES:
-                return False, None
-        whole = tokens + lease.tail
-        return take_fingerprint(whole) == lease.fingerprint and len(whole) == lease.tokens * TOKEN_BYTES, block
-
     def _enter(self, lease: Lease, tier: int, block: int | None, now: float) -> None:
         if self._book.find_surplus(lease.tenant, now) is not None:
             self.counters.dropped += 1
@@ -333,30 +247,16 @@ class Leases:
         self._add(lease)
         if block is None:
             lease.state = "kept"
-        fits = block is None or self._pin(lease, tier, block, now, displace=False)
+        fits = block is None or self._pins.pin(lease, tier, block, now, displace=False)
         self.counters.restored += fits
         self.counters.degraded += not fits
 
     def drop_lost(self, tier: int = 0) -> int:
         """Degrades the leases whose blocks one pool was made to forget. Call it right after BlockPool.forget. Returns
         how many there were."""
-        pool, kept = self._pools[tier], self._trees[tier].leases()
-        lost = [lease for lease in kept if lease.block is None or not pool.is_leased(lease.block)]
-        if not lost:
-            return 0
-        for lease in lost:
-            lease.state, lease.block = "degraded", None
-        self.revision += 1
-        # The way up from a lost block is gone with it, so the trees are made anew.
-        self._trees[tier] = LeaseTree(pool)
-        for trees in self._tenant_trees.values():
-            trees[tier] = LeaseTree(pool)
-        for lease in kept:
-            if lease.block is not None:
-                self._trees[tier].add(lease, lease.block)
-                self._tenant_trees[lease.tenant][tier].add(lease, lease.block)
-        self.counters.lost += len(lost)
-        return len(lost)
+        count = self._pins.drop_lost(tier)
+        self.counters.lost += count
+        return count
 
     def expire(self, now: float) -> int:
         """Ends the leases whose time is up. Returns how many there were. Requests that arrived before `now` come first:
@@ -390,8 +290,7 @@ class Leases:
 
     def _add(self, lease: Lease) -> None:
         self._book.add(lease)
-        if lease.tenant not in self._tenant_trees:
-            self._tenant_trees[lease.tenant] = [LeaseTree(pool) for pool in self._pools]
+        self._pins.add_tenant(lease.tenant)
 
     def _drop(self, lease: Lease) -> None:
         self.counters.dropped += 1
@@ -400,10 +299,10 @@ class Leases:
 
     def _end(self, lease: Lease, state: Literal["expired", "dropped"]) -> None:
         """Of a lease that is out of the book."""
-        self._unpin(lease)
+        self._pins.unpin(lease)
         lease.state = state
         if not self._book.has_tenant(lease.tenant):
-            del self._tenant_trees[lease.tenant]
+            self._pins.drop_tenant(lease.tenant)
 
     # -- what others want to know -------------------------------------------------------------------------------------
 
@@ -411,51 +310,16 @@ class Leases:
         """Values for JSON. May be called from any thread: what it looks at is copied first."""
         leases = list(self._book)
         kept = sum(lease.state == "kept" for lease in leases)
-        blocks = {name: sum(map(len, trees)) for name, trees in self._tenant_trees.copy().items()}
-        most = heapq.nlargest(MAX_TENANTS_SHOWN, blocks.items(), key=lambda item: item[1])
+        most = heapq.nlargest(MAX_TENANTS_SHOWN, self._pins.blocks_by_tenant().items(), key=lambda item: item[1])
         return {
             "kept": kept,
             "degraded_now": len(leases) - kept,
-            "blocks": {name: len(tree) for name, tree in zip(self._names, self._trees, strict=True)},
-            "budget_blocks": {name: self._budget(tier, self._share) for tier, name in enumerate(self._names)},
+            "blocks": self._pins.blocks_by_tier(),
+            "budget_blocks": self._pins.budgets(),
             "tenants": {name: {"blocks": count} for name, count in most},
             **asdict(self.counters),
         }
 
     def check_invariants(self) -> list[str]:
         """Counts everything anew. Returns what is wrong, in words; empty for a sound book."""
-        wrong = self._book.check_invariants()
-        for tier in range(len(self._pools)):
-            wrong += self._check_tier(tier)
-        wrong += [
-            f"a lease is {lease.state} and ends in block {lease.block}"
-            for lease in self._book
-            if (lease.block is not None) != (lease.state == "kept" and lease.depth > 0)
-        ]
-        return wrong
-
-    def _check_tier(self, tier: int) -> list[str]:
-        pool, wrong = self._pools[tier], list[str]()
-        kept: dict[str, set[int]] = {tenant: set() for tenant in self._tenant_trees}
-        ends = 0
-        for lease in self._book:
-            block = lease.block if lease.tier == tier else None
-            if block is not None and not pool.is_leased(block):
-                wrong.append(f"a lease ends in block {block} of tier {tier}, which is not leased")
-            if block is not None and pool.find_block(lease.digest) != block:
-                wrong.append(f"a lease ends in block {block} of tier {tier}, which holds something else")
-            ends += block is not None
-            depth = 0
-            while block is not None:
-                kept[lease.tenant].add(block)
-                block, depth = pool.parent_of(block), depth + 1
-            if depth not in (0, lease.depth):
-                wrong.append(f"a lease of {lease.depth} blocks keeps {depth} of them in tier {tier}")
-        counted = [(kept[tenant], trees[tier], self._tenant_share) for tenant, trees in self._tenant_trees.items()]
-        counted.append((set().union(*kept.values()), self._trees[tier], self._share))
-        for blocks, tree, share in counted:
-            if len(blocks) != len(tree) or len(blocks) > self._budget(tier, share):
-                wrong.append(f"leases keep {len(blocks)} blocks of tier {tier}, counted as {len(tree)}")
-        if pool.count_leases() != ends:
-            wrong.append(f"{ends} leases end in tier {tier}, and its blocks count {pool.count_leases()}")
-        return wrong
+        return self._book.check_invariants() + self._pins.check_invariants(self._book)

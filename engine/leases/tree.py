@@ -2,7 +2,7 @@
 
 A lease keeps the block it ends in and everything that hangs above it, so leases of one conversation nest and those of
 one system prompt meet: each block counts once, however many leases keep it. Knows nothing about budgets;
-engine/leases/leases.py has one tree for each pool, and one for each tenant in it.
+engine/leases/pins.py has one tree for each pool, and one for each tenant in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.pool.blocks import BlockPool
 class Lease:
     """The promise to keep the first `tokens` tokens of a prompt until `expires_s`.
 
-    digest       of the last full block among them; without one, see lease_book.last_digest
+    digest       of the last full block among them; without one, see book.last_digest
     tail         the tokens behind that block, TOKEN_BYTES each; they are recomputed by who reads the lease
     fingerprint  of all the tokens: a digest may be made to stand for others
     state        kept; degraded to ordinary eviction; expired; or dropped, because there were too many

@@ -121,7 +121,7 @@ def pinned_twice(bench: TierBench) -> None:
 
 
 def miscounted(bench: TierBench) -> None:
-    bench.scheduler.leases._trees[0]._counts[7] = 1
+    bench.scheduler.leases._pins._trees[0]._counts[7] = 1
 
 
 def strange(bench: TierBench) -> None:
@@ -130,7 +130,7 @@ def strange(bench: TierBench) -> None:
 
 
 def unknown_tenant(bench: TierBench) -> None:
-    bench.scheduler.leases._tenant_trees.clear()
+    bench.scheduler.leases._pins._tenant_trees.clear()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""Where each lease is pinned, and the budgets that this counts against.
+
+Budgets count blocks, each once, in the pool where a lease is pinned: a share for all leases and a smaller one for each
+tenant. One tree of each pool counts for all, one for each tenant in it. A lease that does not fit any more is degraded:
+it keeps no block, and ordinary eviction may take what it kept.
+
+Knows nothing about requests and times to live, but that a lease has a value. engine/leases/leases.py says what is to be
+kept and when it ends; engine/pool/blocks.py holds the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.leases.counters import LeaseCounters
+from engine.leases.tree import Lease, LeaseTree, take_fingerprint
+from engine.pool.blocks import BlockPool
+from engine.protocol import TOKEN_BYTES, Tier
+
+
+class Pins:
+    """The pins of all leases, over the pools of an engine from the fastest to the slowest.
+
+    share         of a pool's blocks that leases keep at most
+    tenant_share  of a pool's blocks that those of one tenant keep at most
+    """
+
+    def __init__(self, counters: LeaseCounters, *, share: float, tenant_share: float) -> None:
+        self.pools: list[BlockPool] = []
+        self.revision = 0  # changes whenever a lease is pinned somewhere else, or nowhere
+        self._counters = counters
+        self._share = share
+        self._tenant_share = tenant_share
+        self._names: list[Tier] = []
+        self._trees: list[LeaseTree] = []
+        self._tenant_trees: dict[str, list[LeaseTree]] = {}  # of tenants that have leases
+
+    def add_tier(self, name: Tier, pool: BlockPool) -> None:
+        """A slower tier below those that are there already. Before the first lease."""
+        self._names.append(name)
+        self.pools.append(pool)
+        self._trees.append(LeaseTree(pool))
+
+    def add_tenant(self, tenant: str) -> None:
+        """Before its first lease is pinned. Does nothing when it is there."""
+        if tenant not in self._tenant_trees:
+            self._tenant_trees[tenant] = [LeaseTree(pool) for pool in self.pools]
+
+    def drop_tenant(self, tenant: str) -> None:
+        """After its last lease has ended."""
+        del self._tenant_trees[tenant]
+
+    # -- pin and unpin ------------------------------------------------------------------------------------------------
+
+    def keep(self, lease: Lease, tokens: bytes, digests: Sequence[bytes], now: float, *, displace: bool) -> bool:
+        """Pins a lease in the lowest pool that holds its blocks and has room for it. False when there is none.
+
+        displace  whether less valuable ones may be degraded for it
+        """
+        if not lease.depth:
+            lease.state = "kept"  # fewer tokens than a block has: they are recomputed, and nothing is to be pinned
+            return True
+        for tier in reversed(range(len(self.pools))):
+            run = self.pools[tier].find_prefix(lease.salt, tokens, digests)
+            if len(run) == lease.depth and self.pin(lease, tier, run[-1], now, displace=displace):
+                return True
+        return False
+
+    def pin(self, lease: Lease, tier: int, block: int, now: float, *, displace: bool) -> bool:
+        """Pins a lease, if need be at the cost of less valuable ones. One that fits no budget by itself costs none."""
+        mine, total = self._tenant_trees[lease.tenant][tier], self._trees[tier]
+        budgets = ((mine, self._budget(tier, self._tenant_share)), (total, self._budget(tier, self._share)))
+        if lease.depth > min(budget for _, budget in budgets):
+            return False
+        for tree, budget in budgets:
+            while True:
+                missing, above = tree.missing(block)
+                if len(tree) + missing <= budget:
+                    break
+                weakest = tree.find_weakest(now, beside=above) if displace else []
+                if not weakest or max(other.value(now) for other in weakest) >= lease.value(now):
+                    return False
+                for other in weakest:
+                    self._degrade(other)
+        self.pools[tier].lease(block)
+        mine.add(lease, block)
+        total.add(lease, block)
+        lease.state, lease.tier, lease.block = "kept", tier, block
+        self.revision += 1
+        return True
+
+    def unpin(self, lease: Lease) -> None:
+        """Does nothing when it is not pinned."""
+        if lease.block is not None:
+            self._tenant_trees[lease.tenant][lease.tier].remove(lease, lease.block)
+            self._trees[lease.tier].remove(lease, lease.block)
+            self.pools[lease.tier].end_lease(lease.block)
+            lease.block = None
+            self.revision += 1
+
+    def move(self, lease: Lease, tier: int, block: int, now: float) -> None:
+        """To another pool, if it has room there; at the cost of less valuable ones."""
+        above, before = lease.tier, lease.block
+        assert before is not None, "a lease that keeps no block does not move"
+        self.unpin(lease)
+        fits = self.pin(lease, tier, block, now, displace=True) or self.pin(lease, above, before, now, displace=False)
+        assert fits, "a lease does not fit where it was"
+
+    def give_way(self, now: float) -> bool:
+        """Degrades what is worth least in the first pool, so that blocks can be evicted there. False when no lease
+        keeps any."""
+        weakest = self._trees[0].find_weakest(now)
+        for lease in weakest:
+            self._degrade(lease)
+        return bool(weakest)
+
+    def drop_lost(self, tier: int) -> int:
+        """Degrades the leases whose blocks one pool was made to forget. Call it right after BlockPool.forget. Returns
+        how many there were."""
+        pool, kept = self.pools[tier], self._trees[tier].leases()
+        lost = [lease for lease in kept if lease.block is None or not pool.is_leased(lease.block)]
+        if not lost:
+            return 0
+        for lease in lost:
+            lease.state, lease.block = "degraded", None
+        self.revision += 1
+        # The way up from a lost block is gone with it, so the trees are made anew.
+        self._trees[tier] = LeaseTree(pool)
+        for trees in self._tenant_trees.values():
+            trees[tier] = LeaseTree(pool)
+        for lease in kept:
+            if lease.block is not None:
+                self._trees[tier].add(lease, lease.block)
+                self._tenant_trees[lease.tenant][tier].add(lease, lease.block)
+        return len(lost)
+
+    def _degrade(self, lease: Lease) -> None:
+        self.unpin(lease)
+        lease.state = "degraded"
+        self._counters.degraded += 1
+
+    def _budget(self, tier: int, share: float) -> int:
+        return int(share * self.pools[tier].num_blocks)
+
+    # -- look up ------------------------------------------------------------------------------------------------------
+
+    def find_leaf(self, lease: Lease, tier: int) -> tuple[bool, int | None]:
+        """Whether the very tokens of a lease are in a pool, and the block that they end in."""
+        pool, tokens, block = self.pools[tier], b"", None
+        if lease.depth:
+            block = pool.find_block(lease.digest)
+            salt, tokens = (None, b"") if block is None else pool.prefix_up_to(block)
+            if salt != lease.salt or len(tokens) != lease.depth * pool.block_size * TOKEN_BYTES:
+                return False, None
+        whole = tokens + lease.tail
+        return take_fingerprint(whole) == lease.fingerprint and len(whole) == lease.tokens * TOKEN_BYTES, block
+
+    def num_blocks(self, tier: int) -> int:
+        """Blocks of one pool that leases keep, each once."""
+        return len(self._trees[tier])
+
+    def blocks_by_tenant(self) -> dict[str, int]:
+        """In all pools. May be called from any thread: what it looks at is copied first."""
+        return {name: sum(map(len, trees)) for name, trees in self._tenant_trees.copy().items()}
+
+    def blocks_by_tier(self) -> dict[Tier, int]:
+        return {name: len(tree) for name, tree in zip(self._names, self._trees, strict=True)}
+
+    def budgets(self) -> dict[Tier, int]:
+        """Blocks that leases keep at most, in each pool."""
+        return {name: self._budget(tier, self._share) for tier, name in enumerate(self._names)}
+
+    def check_invariants(self, leases: Iterable[Lease]) -> list[str]:
+        """Counts everything anew for all leases that there are. Returns what is wrong, in words; empty when nothing
+        is."""
+        leases, wrong = list(leases), list[str]()
+        for tier in range(len(self.pools)):
+            wrong += self._check_tier(tier, leases)
+        wrong += [
+            f"a lease is {lease.state} and ends in block {lease.block}"
+            for lease in leases
+            if (lease.block is not None) != (lease.state == "kept" and lease.depth > 0)
+        ]
+        return wrong
+
+    def _check_tier(self, tier: int, leases: Sequence[Lease]) -> list[str]:
+        pool, wrong = self.pools[tier], list[str]()
+        kept: dict[str, set[int]] = {tenant: set() for tenant in self._tenant_trees}
+        ends = 0
+        for lease in leases:
+            block = lease.block if lease.tier == tier else None
+            if block is not None and not pool.is_leased(block):
+                wrong.append(f"a lease ends in block {block} of tier {tier}, which is not leased")
+            if block is not None and pool.find_block(lease.digest) != block:
+                wrong.append(f"a lease ends in block {block} of tier {tier}, which holds something else")
+            ends += block is not None
+            depth = 0
+            while block is not None:
+                kept[lease.tenant].add(block)
+                block, depth = pool.parent_of(block), depth + 1
+            if depth not in (0, lease.depth):
+                wrong.append(f"a lease of {lease.depth} blocks keeps {depth} of them in tier {tier}")
+        counted = [(kept[tenant], trees[tier], self._tenant_share) for tenant, trees in self._tenant_trees.items()]
+        counted.append((set().union(*kept.values()), self._trees[tier], self._share))
+        for blocks, tree, share in counted:
+            if len(blocks) != len(tree) or len(blocks) > self._budget(tier, share):
+                wrong.append(f"leases keep {len(blocks)} blocks of tier {tier}, counted as {len(tree)}")
+        if pool.count_leases() != ends:
+            wrong.append(f"{ends} leases end in tier {tier}, and its blocks count {pool.count_leases()}")
+        return wrong
