@@ -2,7 +2,7 @@
 
 The library is kept in the user's cache folder under a name made of the source and the compiler's flags, so a new
 version of the source is a new file. Where anything is missing (the compiler, the processor's instructions, a folder to
-write to) there is no library and engine/compute/attention.py computes with torch. Never raises; says once in the log
+write to) there is no library and engine/compute/flash.py computes with torch. Never raises; says once in the log
 why not.
 """
 

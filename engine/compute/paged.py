@@ -2,7 +2,7 @@
 
 Rows of sequences that begin with the same blocks read those blocks together, then each sequence reads the rest alone
 and goes on from the sums so far (cascade: arXiv 2402.05099). Knows spans and blocks; engine/compute/attention.py asks
-it where engine/compute/native.py has something to call, and computes with torch elsewhere.
+it where engine/compute/native.py has something to call, and engine/compute/flash.py elsewhere.
 """
 
 from __future__ import annotations

@@ -1,0 +1,120 @@
+"""Which rows of a step attend together when torch's kernels do it, and where their keys lie. Made once for a step.
+
+Decodes of about the same short length form a herd, which is one call over a padded copy of their blocks; everybody else
+attends alone. Knows spans and blocks; engine/compute/flash.py makes the calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.compute.batch import Span, run_start
+from engine.compute.kv_cache import KVCache
+from engine.compute.masks import KEY_MULTIPLE, TILE_ROWS
+
+HERD_LEAST: Final = 3  # decodes that are worth a padded copy of their keys, which saves the calls of all but one
+HERD_BYTES: Final = 256 << 10  # of keys and values of one sequence and layer; longer ones are quicker read in place
+
+
+@dataclass(slots=True)
+class Lone:
+    """One sequence that attends by itself.
+
+    keys   to read, rounded up where bits count
+    first  slot, when they are consecutive
+    index  (keys,) slots to gather, when they are not
+    """
+
+    span: Span
+    keys: int
+    first: int
+    index: Tensor | None
+
+
+@dataclass(slots=True)
+class Herd:
+    """Decodes of about the same short length, which attend in one call over a padded copy of their blocks.
+
+    rows    (num_rows,)                rows of the batch
+    blocks  (num_rows * num_blocks,)   blocks to gather; padding is the block that belongs to nobody
+    ends    (num_rows, 1)              keys of each row
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    ends: Tensor
+    masks: dict[int | None, Tensor]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Each work of the step is in one of the two."""
+
+    herds: list[Herd]
+    lone: list[Lone]
+
+
+def make_plan(cache: KVCache, spans: list[Span], *, exact: bool) -> Plan:
+    """exact  bits count: see engine/compute/flash.py"""
+    herds: dict[int, list[Span]] = {}
+    alone: list[Span] = []
+    longest = HERD_BYTES // max(1, cache.shape.token_bytes // cache.shape.num_layers)
+    if exact:
+        longest = min(longest, TILE_ROWS)
+    for span in spans:
+        if span.count == 1 and span.end <= longest and cache.block_size % KEY_MULTIPLE == 0:
+            herds.setdefault((span.end - 1).bit_length(), []).append(span)
+        else:
+            alone.append(span)
+    for size, herd in list(herds.items()):
+        if len(herd) < HERD_LEAST:
+            alone += herds.pop(size)
+    return Plan([_herd(cache, herd) for herd in herds.values()], [_lone(cache, span, exact=exact) for span in alone])
+
+
+def rounded(keys: int, *, exact: bool) -> int:
+    """How many keys are read for so many: up to whole vectors where bits count."""
+    return keys + -keys % KEY_MULTIPLE if exact else keys
+
+
+def herd_mask(herd: Herd, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(num_rows, 1, 1, keys) additive."""
+    position = torch.arange(keys, device=herd.ends.device)
+    hidden = position >= herd.ends
+    if window is not None:
+        hidden |= position < herd.ends - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=herd.ends.device)
+    return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+
+
+def _herd(cache: KVCache, spans: list[Span]) -> Herd:
+    size, device = cache.block_size, cache.data.device
+    used = [-(-span.end // size) for span in spans]
+    width, nobody = max(used), cache.num_blocks
+    blocks = [span.table[:n] + [nobody] * (width - n) for span, n in zip(spans, used, strict=True)]
+    return Herd(
+        rows=torch.tensor([span.row for span in spans], device=device),
+        blocks=torch.tensor(blocks, device=device).view(-1),
+        ends=torch.tensor([[span.end] for span in spans], device=device),
+        masks={},
+    )
+
+
+def _lone(cache: KVCache, span: Span, *, exact: bool) -> Lone:
+    """A view where the blocks are consecutive, else the slots to gather. Rounding reads zeros, or slots of the
+    sequence's own last block, which were zeroed when the block was fresh."""
+    size = cache.block_size
+    keys = rounded(span.end, exact=exact)
+    used = -(-span.end // size)
+    first = run_start(span.table, used)
+    if first is not None and keys <= used * size:
+        return Lone(span, keys, first * size, None)
+    blocks = torch.tensor(span.table[:used]) * size
+    slots = (blocks[:, None] + torch.arange(size)).view(-1)[: span.end]
+    slots = functional.pad(slots, (0, keys - span.end), value=cache.zero_slot)
+    return Lone(span, keys, 0, slots.to(cache.data.device))
