@@ -2,13 +2,13 @@
 
 Everything that touches sequences, blocks or the model happens on this thread, so nothing of it needs a lock. Other
 threads post commands and are answered through two callbacks. A step that fails ends the sequences it served and nothing
-else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/compute/runner.py is the model.
+else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/intake.py takes in what it is sent,
+engine/compute/runner.py is the model.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -17,17 +17,15 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from engine.intake import Intake
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
-from engine.sampling.grammar import GrammarError, Matcher
+from engine.rate import Rate
 from engine.sampling.grammar_queue import GrammarQueue
 from engine.scheduler import Scheduler
 from engine.sequence import Runner, Step, StepGivenUp
 from engine.tiers.copy_thread import CopyThread
 
 log = logging.getLogger(__name__)
-
-RATE_MEMORY_S = 30.0
-"""Seconds of computing after which a measurement counts a third."""
 
 BLOCKED_CHECK_S = 1.0
 """While every sequence waits for a copy between tiers, and none is done, the loop looks again after so many seconds."""
@@ -42,24 +40,6 @@ STOPPED = "the engine was stopped"
 
 NOBODY = ""
 """Owner of a frame that has no updates: only the load changed."""
-
-
-class Rate:
-    """Tokens per second as a moving average; long steps weigh more than short ones."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        keep = math.exp(-seconds / RATE_MEMORY_S)
-        self._tokens = self._tokens * keep + tokens
-        self._seconds = self._seconds * keep + seconds
-
-    @property
-    def per_s(self) -> float:
-        """0 before anything was measured."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
 class EngineLoop:
@@ -91,7 +71,7 @@ class EngineLoop:
         self._runner = runner
         self._on_frames = on_frames
         self._on_blocks = on_blocks
-        self._grammars = grammars
+        self._intake = Intake(scheduler, grammars)
         self._max_pending = max_pending
         self._clock = clock
         self._idle_check_s = idle_check_s
@@ -122,8 +102,7 @@ class EngineLoop:
     def start(self) -> None:
         """Starts the thread, and those of the lower tiers. Once."""
         self._tiers.start(lambda name: CopyThread(name, self._post))
-        if self._grammars is not None:
-            self._grammars.start(self._post)
+        self._intake.start(self._post)
         self._thread.start()
 
     def submit(self, owner: str, message: Submit) -> None:
@@ -138,15 +117,15 @@ class EngineLoop:
             self._pending += 1
             # Together with its command: a step that began without the one would not hear of the other.
             self._online_came = self._online_came or (message.lane == "online" and refusal is None)
-            self._post(partial(self._take, owner, message, self._clock(), refusal))
+            self._post(partial(self._intake.take, owner, message, self._clock(), refusal))
 
     def abort(self, owner: str, seq: int) -> None:
         """Ends a sequence, if it is still there. Answered by nothing."""
-        self._post(partial(self._abort, owner, seq))
+        self._post(partial(self._intake.abort, owner, seq))
 
     def abort_owner(self, owner: str) -> None:
         """Ends every sequence of a gateway. Answered by nothing."""
-        self._post(partial(self._abort_owner, owner))
+        self._post(partial(self._intake.abort_owner, owner))
 
     def snapshot(self, deliver: Callable[[BlockEvents], None]) -> None:
         """Calls `deliver` on the loop's thread with everything that is findable now, once for each tier; later events
@@ -202,7 +181,7 @@ class EngineLoop:
             **asdict(self._scheduler.counters),
             "evictions": self._scheduler.pool.evictions,
             "failed_steps": self._failed_steps,
-            "errors": self._errors,
+            "errors": self._errors + self._intake.errors,
             "invariant_violations": self._invariant_violations,
             "num_blocks": self._scheduler.pool.num_blocks,
             "block_size": self._scheduler.pool.block_size,
@@ -231,13 +210,11 @@ class EngineLoop:
                     self._scheduler.fail_all("the engine had an internal error")
                     self._publish()
             self._scheduler.fail_all(STOPPED)
-            for owner, seq in self._grammars.drop_all() if self._grammars is not None else ():
-                self._scheduler.refuse(owner, seq, STOPPED)
+            self._intake.refuse_all(STOPPED)
             self._publish()
         finally:
             self._tiers.close()
-            if self._grammars is not None:
-                self._grammars.close()
+            self._intake.close()
             with self._changed:
                 self._draining, self._idle, self._restored = True, True, True
                 self._commands.clear()
@@ -270,7 +247,7 @@ class EngineLoop:
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""
         with self._changed:
-            self._idle = not self._scheduler.has_work and self._tiers.saved and not self._grammars
+            self._idle = not self._scheduler.has_work and self._tiers.saved and not self._intake.num_waiting
             self._restored = self._restored or self._tiers.ready
             self._changed.notify_all()
             woken = self._changed.wait_for(lambda: self._commands or self._stopping, timeout_s)
@@ -302,46 +279,6 @@ class EngineLoop:
         except Exception:
             self._errors += 1
             log.exception("%s failed", name)
-
-    def _take(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
-        """Queues a sequence at once, or when its grammar is compiled."""
-        try:
-            self._queue(owner, message, arrived_s, refusal)
-        except Exception:
-            self._errors += 1
-            log.exception("a sequence could not be taken")
-            self._scheduler.submit(owner, message, arrived_s, refusal="the engine had an internal error")
-
-    def _queue(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
-        scheduler, grammars, matcher = self._scheduler, self._grammars, None
-        if message.grammar is not None and refusal is None:
-            if grammars is None:
-                return scheduler.refuse(owner, message.seq, "this engine has no structured output", grammar_path="")
-            if (owner, message.seq) in grammars:
-                return scheduler.refuse(owner, message.seq, f"sequence number {message.seq} is in use")
-            matcher = grammars.find(message.grammar)
-            if matcher is None:
-                if not grammars.is_full:
-                    deliver = partial(self._compiled, owner, message, arrived_s)
-                    return grammars.put(owner, message.seq, message.grammar, deliver)
-                refusal = "the engine is full: too many sequences wait for their grammars"
-        scheduler.submit(owner, message, arrived_s, refusal=refusal, matcher=matcher)
-        return None
-
-    def _compiled(self, owner: str, message: Submit, arrived_s: float, result: Matcher | GrammarError) -> None:
-        if isinstance(result, GrammarError):
-            self._scheduler.refuse(owner, message.seq, result.reason, grammar_path=result.path)
-        else:
-            self._take(owner, message, arrived_s, None)  # the grammar is found now
-
-    def _abort(self, owner: str, seq: int) -> None:
-        if self._grammars is None or not self._grammars.drop(owner, seq):
-            self._scheduler.abort(owner, seq)
-
-    def _abort_owner(self, owner: str) -> None:
-        if self._grammars is not None:
-            self._grammars.drop_owner(owner)
-        self._scheduler.abort_owner(owner)
 
     def _compute(self, step: Step, began_s: float) -> None:
         can_give_up = self._scheduler.can_give_up(step)

@@ -1,8 +1,8 @@
 """Where new sequences wait while their grammars are compiled, so that nobody else waits for it.
 
 Compiling takes milliseconds, for the hardest schemas a second, on a thread of its own; a grammar that is compiled
-already is found at once. Used by the loop's thread alone, but for what the compiling thread does; engine/loop.py is the
-neighbour.
+already is found at once. Used by the loop's thread alone, but for what the compiling thread does; engine/intake.py is
+the neighbour.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.loop import NOBODY, EngineLoop, Rate
+from engine.loop import NOBODY, EngineLoop
 from engine.protocol import BlockEvents, Breakpoint, Load, Sampling, SequenceUpdate, StepFrame, Submit, split_digests
 from engine.sequence import Step
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
@@ -143,17 +143,6 @@ def test_frames_carry_load_and_measured_rates() -> None:
         assert load.decode_tokens_per_s > 0
         assert (load.running, load.waiting, load.live_blocks) == (0, 0, 0)
         assert load.free_blocks + load.cached_blocks == 64
-
-
-def test_a_rate_weighs_long_steps_more_and_forgets() -> None:
-    rate = Rate()
-    assert rate.per_s == 0
-    rate.add(1000, 0.1)
-    rate.add(1, 0.001)
-    assert rate.per_s == pytest.approx(9911, rel=0.01)
-    for _ in range(100):
-        rate.add(1000, 1.0)
-    assert rate.per_s == pytest.approx(1000, rel=0.02)
 
 
 def test_a_refused_sequence_is_answered_with_the_reason() -> None:

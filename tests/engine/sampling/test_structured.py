@@ -286,8 +286,8 @@ class HeldGrammars:
 
 
 def held(desk: Desk, max_waiting: int = 8) -> HeldGrammars:
-    hold = HeldGrammars(desk.loop._grammars._load)  # type: ignore[union-attr]
-    desk.loop._grammars = GrammarQueue(hold, max_waiting=max_waiting)
+    hold = HeldGrammars(desk.loop._intake._grammars._load)  # type: ignore[union-attr]
+    desk.loop._intake._grammars = GrammarQueue(hold, max_waiting=max_waiting)
     return hold
 
 
