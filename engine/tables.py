@@ -74,7 +74,7 @@ class BlockTables:
         there are too few blocks.
         """
         size, reusable = self.pool.block_size, self.count_reusable(sequence)
-        reused = self.pool.find_prefix(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:reusable])
+        reused = self.pool.prefixes.find(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:reusable])
         missing = self.blocks_for(sequence.num_tokens) - len(reused)
         if self.pool.available_beside(reused) < missing + headroom:
             return None
@@ -113,7 +113,7 @@ class BlockTables:
         them. Call it after the step that it forked in, before anybody ends in it."""
         full = sequence.num_tokens // self.pool.block_size
         chain, its = self._chains[sequence], self._chains.get(source)
-        found = self.pool.find_prefix(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:full])
+        found = self.pool.prefixes.find(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:full])
         self._introduce(sequence, found)
         sequence.num_registered = len(found)
         chain.broken = chain.broken or its is None or its.broken or len(found) < full

@@ -115,7 +115,7 @@ class Leases:
 
         def find_run(tier: int) -> list[int]:
             if tier not in runs:
-                runs[tier] = pools[tier].find_prefix(salt, tokens, digests)
+                runs[tier] = pools[tier].prefixes.find(salt, tokens, digests)
             return runs[tier]
 
         for lease in found:
@@ -206,10 +206,10 @@ class Leases:
         pool = self._pins.pools[tier]
         for digest in digests:
             leases = self._book.find_ending_in(digest)
-            block = pool.find_block(digest) if leases else None
+            block = pool.prefixes.find_block(digest) if leases else None
             if block is None:
                 continue
-            salt, tokens = pool.prefix_up_to(block)
+            salt, tokens = pool.prefixes.up_to(block)
             for lease in leases:
                 if salt == lease.salt and take_fingerprint(tokens + lease.tail) == lease.fingerprint:
                     self._settle(lease, tier, block, now)  # else the digest stands for something else there

@@ -61,7 +61,7 @@ class Pins:
             lease.state = "kept"  # fewer tokens than a block has: they are recomputed, and nothing is to be pinned
             return True
         for tier in reversed(range(len(self.pools))):
-            run = self.pools[tier].find_prefix(lease.salt, tokens, digests)
+            run = self.pools[tier].prefixes.find(lease.salt, tokens, digests)
             if len(run) == lease.depth and self.pin(lease, tier, run[-1], now, displace=displace):
                 return True
         return False
@@ -148,8 +148,8 @@ class Pins:
         """Whether the very tokens of a lease are in a pool, and the block that they end in."""
         pool, tokens, block = self.pools[tier], b"", None
         if lease.depth:
-            block = pool.find_block(lease.digest)
-            salt, tokens = (None, b"") if block is None else pool.prefix_up_to(block)
+            block = pool.prefixes.find_block(lease.digest)
+            salt, tokens = (None, b"") if block is None else pool.prefixes.up_to(block)
             if salt != lease.salt or len(tokens) != lease.depth * pool.block_size * TOKEN_BYTES:
                 return False, None
         whole = tokens + lease.tail
@@ -191,13 +191,13 @@ class Pins:
             block = lease.block if lease.tier == tier else None
             if block is not None and not pool.is_leased(block):
                 wrong.append(f"a lease ends in block {block} of tier {tier}, which is not leased")
-            if block is not None and pool.find_block(lease.digest) != block:
+            if block is not None and pool.prefixes.find_block(lease.digest) != block:
                 wrong.append(f"a lease ends in block {block} of tier {tier}, which holds something else")
             ends += block is not None
             depth = 0
             while block is not None:
                 kept[lease.tenant].add(block)
-                block, depth = pool.parent_of(block), depth + 1
+                block, depth = pool.prefixes.parent_of(block), depth + 1
             if depth not in (0, lease.depth):
                 wrong.append(f"a lease of {lease.depth} blocks keeps {depth} of them in tier {tier}")
         counted = [(kept[tenant], trees[tier], self._tenant_share) for tenant, trees in self._tenant_trees.items()]

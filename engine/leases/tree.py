@@ -113,7 +113,7 @@ class LeaseTree:
         here: int | None = block
         while here is not None and here not in self._counts:
             count += 1
-            here = self._pool.parent_of(here)
+            here = self._pool.prefixes.parent_of(here)
         return count, here
 
     def add(self, lease: Lease, block: int) -> None:
@@ -123,7 +123,7 @@ class LeaseTree:
             self._counts[here] = self._counts.get(here, 0) + 1
             if self._counts[here] > 1:
                 return
-            here = self._pool.parent_of(here)
+            here = self._pool.prefixes.parent_of(here)
 
     def remove(self, lease: Lease, block: int) -> None:
         group = self._leases[block]
@@ -136,7 +136,7 @@ class LeaseTree:
             if self._counts[here]:
                 return
             del self._counts[here]
-            here = self._pool.parent_of(here)
+            here = self._pool.prefixes.parent_of(here)
 
     def leases(self) -> list[Lease]:
         return [lease for group in self._leases.values() for lease in group]

@@ -13,27 +13,18 @@
     live    held by at least one sequence, registered or not;  free + cached + live == num_blocks
     leased  cached or live, and neither it nor what it hangs from is evicted before its leases end
 
-A registered block stores its token ids, its parent block and, at the root, its salt. `find_prefix` compares all of
-them, so a digest is only ever a hint. That a parent is named by its block id is safe because a registered block's
-parent stays registered for as long as the child is (eviction takes leaves only): an id in the parent's place cannot
-have been freed and filled with something else in between.
-
 Knows nothing about sequences, scheduling, time or tensors. engine/tables.py holds the references of sequences,
-engine/leases/leases.py decides what is leased and until when, and engine/pool/eviction.py the order in which cached
-blocks go. Written by the engine's loop thread only.
+engine/pool/prefixes.py what the registered blocks hold; engine/leases/leases.py decides what is leased and until when,
+and engine/pool/eviction.py the order in which cached blocks go. Written by the engine's loop thread only.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed, Origin
 from engine.pool.free_runs import FreeRuns
-from engine.protocol import TOKEN_BYTES, BlockEvents
-
-ROOT = -1
-"""In the parent's place: the block begins a prefix."""
+from engine.pool.prefixes import ROOT, Prefixes
 
 EVICT_AHEAD = 16
 """Blocks evicted at a time beyond what an allocation needs, so that it finds consecutive ones and can grow behind them,
@@ -44,31 +35,27 @@ SPARE_SHARE = 64
 
 class BlockPool:
     """Blocks 0 .. num_blocks - 1 of block_size tokens each. No call is worse than O(log n) for each block it names,
-    except snapshot, forget and check_invariants, which look at every registered block."""
+    except forget and check_invariants, which look at every registered block.
+
+    prefixes  what can be found; registered blocks enter it and leave it here alone
+    """
 
     def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.prefixes = Prefixes(num_blocks, block_size)
         self.evictions = 0  # blocks given up for others since the start
-        self._block_bytes = block_size * TOKEN_BYTES
         self._policy: EvictionPolicy = LeastRecentlyUsed(num_blocks) if policy is None else policy
 
         self._refs = [0] * num_blocks  # sequences that hold the block
         self._free = FreeRuns(num_blocks, self._refs)
         self._leases = [0] * num_blocks  # leases that end in this registered block
         self._pins = [0] * num_blocks  # 1 if refs, 1 if leases, plus pinned registered children; 0: may be evicted
-        self._children = [0] * num_blocks  # registered blocks whose parent this is
         self._num_live = 0  # blocks with refs
         self._num_evictable = 0  # registered blocks without pins; leaf by leaf, all of them can be evicted
 
-        self._by_digest: dict[bytes, int] = {}  # registered blocks, parents before children
-        self._digest: list[bytes | None] = [None] * num_blocks
-        self._parent = [ROOT] * num_blocks
-        self._tokens = [b""] * num_blocks
-        self._salt = [""] * num_blocks  # of blocks without a parent; the others inherit their parent's
-
-        self._stored: dict[bytes, None] = {}  # since the last take_events
-        self._removed: dict[bytes, None] = {}
+        # The very lists of the forest: pins walk along them.
+        self._digest, self._parent, self._children = self.prefixes.digest, self.prefixes.parent, self.prefixes.children
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -85,80 +72,23 @@ class BlockPool:
         return self.num_blocks - len(self._free) - self._num_live
 
     @property
-    def num_registered(self) -> int:
-        """Blocks that can be found, live or cached."""
-        return len(self._by_digest)
-
-    @property
     def available(self) -> int:
         """Blocks that `allocate` can give at this moment: free ones, and cached ones from which nothing hangs that is
         live or leased."""
         return len(self._free) + self._num_evictable
 
     def available_beside(self, blocks: Iterable[int]) -> int:
-        """What `available` will be after `acquire(blocks)`, for a run that find_prefix returned."""
+        """What `available` will be after `acquire(blocks)`, for a run that `prefixes.find` returned."""
         pins = self._pins
         return self.available - sum(not pins[block] for block in blocks)
 
     def is_registered(self, block: int) -> bool:
         return self._digest[block] is not None
 
-    def find_block(self, digest: bytes) -> int | None:
-        """The block that is registered under a digest, whatever it holds: `find_prefix` is the one that compares."""
-        return self._by_digest.get(digest)
-
-    def parent_of(self, block: int) -> int | None:
-        """The block that a registered block hangs from; None for one that begins a prefix."""
-        parent = self._parent[block]
-        return None if parent == ROOT else parent
-
-    def prefix_up_to(self, block: int) -> tuple[str, bytes]:
-        """The salt and the tokens of a registered block and of all that it hangs from."""
-        parts = [self._tokens[block]]
-        while (above := self.parent_of(block)) is not None:
-            block = above
-            parts.append(self._tokens[block])
-        return self._salt[block], b"".join(reversed(parts))
-
     # -- reuse --------------------------------------------------------------------------------------------------------
 
-    def find_prefix(
-        self, salt: str, tokens: bytes, digests: Sequence[bytes], *, start: int = 0, behind: int | None = None
-    ) -> list[int]:
-        """The blocks that hold the longest stored beginning of `tokens`. Changes nothing.
-
-        tokens   token ids, TOKEN_BYTES each, at least as many as the digests cover
-        digests  chain digests of the leading full blocks; where to look, never a proof
-        start    goes on there: `behind`, which the caller keeps from being evicted, is the block before that one
-        Empty when the first block is not there. Acquire the blocks before anything else is allocated.
-        """
-        found: list[int] = []
-        parent, width = ROOT if behind is None else behind, self._block_bytes
-        stored_parent, stored_tokens = self._parent, self._tokens
-        if start:
-            assert parent == ROOT or self._digest[parent] is not None, f"block {parent} is not registered"
-            digests, start = digests[start:], start * width
-        for digest in digests:
-            block = self._by_digest.get(digest)
-            if (
-                block is None
-                or stored_parent[block] != parent
-                or stored_tokens[block] != tokens[start : start + width]
-                or (parent == ROOT and self._salt[block] != salt)
-            ):
-                break
-            found.append(block)
-            parent = block
-            start += width
-        return found
-
-    def count_findable(self, digests: Sequence[bytes]) -> int:
-        """How many leading blocks of a prompt are registered, by their digests alone: a figure, not a find. O(log n),
-        because a registered block's parent is registered too."""
-        return bisect_left(range(len(digests)), True, key=lambda index: digests[index] not in self._by_digest)
-
     def begin(self, origin: Origin, reused: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Tells the eviction policy of a request that acquires what find_prefix returned for its prompt's digests."""
+        """Tells the eviction policy of a request that acquires the blocks that were found for its prompt's digests."""
         self._policy.begin(origin, reused, digests)
 
     def advance(self, now: float) -> None:
@@ -253,38 +183,20 @@ class BlockPool:
         assert self._digest[block] is None, f"block {block} is registered already"
         above = ROOT if parent is None else parent
         assert above == ROOT or self._digest[above] is not None, f"parent {above} of block {block} is not registered"
-        holder = self._by_digest.get(digest)
+        holder = self.prefixes.find_block(digest)
         if holder is not None:
-            same = self._parent[holder] == above and self._tokens[holder] == tokens
-            return holder if same and (above != ROOT or self._salt[holder] == salt) else None
-        assert len(tokens) == self._block_bytes, f"{len(tokens)} bytes in a block of {self._block_bytes}"
+            return holder if self.prefixes.holds(holder, above, salt, tokens) else None
         if above != ROOT:
             self._pin(above)
-            self._children[above] += 1
-        self._by_digest[digest] = block
-        self._digest[block] = digest
-        self._parent[block] = above
-        self._tokens[block] = tokens
-        self._salt[block] = salt if above == ROOT else ""
+        self.prefixes.add(block, above, salt, digest, tokens)
         self._policy.store(block, above, digest, origin)
-        if digest in self._removed:
-            del self._removed[digest]
-        else:
-            self._stored[digest] = None
         return block
 
     def forget(self, blocks: Iterable[int]) -> int:
         """Unregisters blocks and everything that hangs from them, because their contents are not to be trusted.
         Those that sequences hold stay with them, as private ones; their leases are at an end. Returns how many were
         unregistered."""
-        doomed = {block for block in blocks if self._digest[block] is not None}
-        if not doomed:
-            return 0
-        in_order: list[int] = []
-        for block in self._by_digest.values():  # parents before children
-            if block in doomed or self._parent[block] in doomed:
-                doomed.add(block)
-                in_order.append(block)
+        in_order = self.prefixes.below(blocks)
         for block in reversed(in_order):
             if self._leases[block]:
                 self._leases[block] = 0
@@ -297,38 +209,16 @@ class BlockPool:
                 self._free.add(block)
         return len(in_order)
 
-    def take_events(self) -> BlockEvents:
-        """What became findable and what ceased to be since the last call, net: a digest is in one run at most.
-
-        Whoever takes `removed` out and then puts `stored` in has the truth, and a prefix-closed table at every
-        moment in between: removed runs children first, stored parents first.
-        """
-        if not self._stored and not self._removed:
-            return _NOTHING
-        events = BlockEvents(stored=b"".join(self._stored), removed=b"".join(self._removed))
-        self._stored.clear()
-        self._removed.clear()
-        return events
-
-    def snapshot(self) -> BlockEvents:
-        """Everything that is findable now, parents first, to start a table from. Events that are taken later apply on
-        top of it, also those of changes that it has in it already."""
-        return BlockEvents(stored=b"".join(self._by_digest), reset=True)
-
     # -- invariants ---------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> list[str]:
         """Counts everything anew. Returns what is wrong, in words; empty for a sound pool. O(num_blocks)."""
-        wrong: list[str] = []
+        wrong = self.prefixes.check_invariants()
         live = cached = evictable = candidates = 0
-        pins, children = [0] * self.num_blocks, [0] * self.num_blocks
-        for block in self._by_digest.values():
-            parent = self._parent[block]
-            if parent != ROOT:
-                children[parent] += 1
+        pins = [0] * self.num_blocks
+        for block in self.prefixes:
+            if (parent := self._parent[block]) != ROOT:
                 pins[parent] += bool(self._pins[block])
-                if self._digest[parent] is None:
-                    wrong.append(f"block {block} is registered and its parent {parent} is not")
         for block in range(self.num_blocks):
             held, digest, is_free = self._refs[block] > 0, self._digest[block], block in self._free
             leased = self._leases[block] > 0
@@ -336,19 +226,13 @@ class BlockPool:
             cached += not held and digest is not None
             unpinned = digest is not None and not self._pins[block]
             evictable += unpinned
-            candidates += unpinned and not children[block]
+            candidates += unpinned and not self._children[block]
             if is_free == (held or digest is not None):
                 wrong.append(f"block {block}: free={is_free}, references={self._refs[block]}, digest={digest!r}")
-            if (
-                self._refs[block] < 0
-                or self._pins[block] != pins[block] + held + leased
-                or self._children[block] != children[block]
-            ):
-                wrong.append(f"block {block}: references, pins or children are miscounted")
+            if self._refs[block] < 0 or self._pins[block] != pins[block] + held + leased:
+                wrong.append(f"block {block}: references or pins are miscounted")
             if self._leases[block] < 0 or (leased and digest is None):
                 wrong.append(f"block {block}: {self._leases[block]} leases, and digest={digest!r}")
-            if digest is not None and self._by_digest.get(digest) != block:
-                wrong.append(f"block {block} is registered and cannot be found")
         if live + cached + self.num_free != self.num_blocks:
             wrong.append(f"{self.num_free} free + {cached} cached + {live} live blocks are not {self.num_blocks}")
         counted, kept = (live, evictable, candidates), (self._num_live, self._num_evictable, len(self._policy))
@@ -396,23 +280,9 @@ class BlockPool:
 
     def _unregister(self, block: int) -> None:
         """Takes a leaf out of the index. The caller says what becomes of the block."""
-        assert not self._children[block], f"block {block} still has children"
-        digest, parent = self._digest[block], self._parent[block]
-        assert digest is not None, f"block {block} is not registered"
-        del self._by_digest[digest]
-        self._digest[block] = None
-        self._parent[block] = ROOT
-        self._tokens[block] = b""
-        if digest in self._stored:
-            del self._stored[digest]
-        else:
-            self._removed[digest] = None
+        parent = self.prefixes.remove(block)
         if parent != ROOT:
-            self._children[parent] -= 1
             if self._pins[block]:
                 self._unpin(parent)
             elif not self._children[parent] and not self._pins[parent]:
                 self._policy.add(parent)
-
-
-_NOTHING = BlockEvents()

@@ -27,7 +27,7 @@ class Residency:
 
     def note(self, tier: int) -> list[bytes]:
         """Takes the events of one tier's pool. Returns the digests that it gave up since the last call."""
-        events = self._pools[tier].take_events()
+        events = self._pools[tier].prefixes.take_events()
         before, stored, removed = self._before[tier], self._stored[tier], self._removed[tier]
         gone = split_digests(events.removed)
         for digest in gone:
@@ -48,14 +48,14 @@ class Residency:
         then what is stored, the fastest tier first and parents before children within each.
         """
         if len(self._pools) == 1:
-            events = self._pools[0].take_events()
+            events = self._pools[0].prefixes.take_events()
             return [events] if events.stored or events.removed else []
         self.note(0)
         now: dict[bytes, int | None] = {}
         for changed in self._before:
             for digest in changed:
                 if digest not in now:
-                    held = [pool.find_block(digest) is not None for pool in self._pools]
+                    held = [pool.prefixes.find_block(digest) is not None for pool in self._pools]
                     was = [before.get(digest, is_held) for before, is_held in zip(self._before, held, strict=True)]
                     if _first(held) != _first(was):
                         now[digest] = _first(held)
@@ -81,7 +81,7 @@ class Residency:
         told: set[bytes] = set()
         runs: list[BlockEvents] = []
         for pool, name in zip(self._pools, self._names, strict=True):
-            run = [digest for digest in split_digests(pool.snapshot().stored) if digest not in told]
+            run = [digest for digest in split_digests(pool.prefixes.snapshot().stored) if digest not in told]
             told.update(run)
             runs.append(BlockEvents(b"".join(run), tier=name, reset=not runs))
         return runs

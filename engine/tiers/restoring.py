@@ -63,9 +63,9 @@ class Restoring:
     def begin(self, chain: Chain, room: int, now: float) -> list[int]:
         """See engine.tiers.tiers.Tiers.restore."""
         pool = self._gpu.pool
-        found = pool.find_prefix(chain.salt, chain.tokens, chain.digests)
+        found = pool.prefixes.find(chain.salt, chain.tokens, chain.digests)
         start = len(found)
-        if start == len(chain.digests) or pool.find_block(chain.digests[start]) is not None:
+        if start == len(chain.digests) or pool.prefixes.find_block(chain.digests[start]) is not None:
             return []
         if pool.available_beside(found) < room - start:
             return []
@@ -87,7 +87,7 @@ class Restoring:
         """Runs of slots that hold blocks from `start` on, each from the fastest tier that has it."""
         segments: deque[tuple[Tier, list[int]]] = deque()
         for tier in self._lower:
-            slots = tier.pool.find_prefix(chain.salt, chain.tokens, chain.digests)
+            slots = tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests)
             if len(slots) > start:
                 segments.append((tier, slots[start:]))
                 start = len(slots)

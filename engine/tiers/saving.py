@@ -134,7 +134,7 @@ class Saving:
 
     def _begin(self, tier: Tier, chain: Chain) -> None:
         """What is there already counts as used; the rest is saved part by part."""
-        have = tier.pool.find_prefix(chain.salt, chain.tokens, chain.digests)
+        have = tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests)
         tier.pool.acquire(have)
         tier.pool.release(have[:-1])
         job = _Save(chain, index=len(have), slot=have[-1] if have else None)
@@ -164,7 +164,7 @@ class Saving:
         chain, start = job.chain, job.index
         new: dict[bytes, None] = {}
         for digest in chain.digests[start : start + self._part_blocks]:
-            if digest in new or tier.pool.find_block(digest) is not None:
+            if digest in new or tier.pool.prefixes.find_block(digest) is not None:
                 break
             new[digest] = None
         if not new:
@@ -173,12 +173,12 @@ class Saving:
         # While the job had a rest, the block before may have ceased to be trusted.
         if job.source is not None and (job.block is None or job.source.pool.is_registered(job.block)):
             pool = job.source.pool
-            blocks = pool.find_prefix(chain.salt, chain.tokens, digests, start=start, behind=job.block)
+            blocks = pool.prefixes.find(chain.salt, chain.tokens, digests, start=start, behind=job.block)
             if blocks:
                 return blocks
         self._let_go(job)
         for source in reversed(self._tiers[: tier.number]):
-            blocks = source.pool.find_prefix(chain.salt, chain.tokens, digests)
+            blocks = source.pool.prefixes.find(chain.salt, chain.tokens, digests)
             if len(blocks) > start:
                 job.source, job.block = source, blocks[start - 1] if start else None
                 source.pool.acquire(blocks[start - 1 : start] if start else [])
@@ -207,7 +207,7 @@ class Saving:
             pool.release(job.slots)
         job.index += count
         self._account.note(tier)
-        left = [key.digest for key in job.keys[count:] if pool.find_block(key.digest) is None]
+        left = [key.digest for key in job.keys[count:] if pool.prefixes.find_block(key.digest) is None]
         if left:
             self._account.drop(tier, left)
         tier.counters.saved += count

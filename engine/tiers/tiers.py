@@ -139,7 +139,7 @@ class Tiers:
         """Blocks, bytes and counters of each tier; values for JSON."""
         found: dict[str, dict[str, Any]] = {}
         for tier in self.tiers:
-            blocks = tier.pool.num_registered
+            blocks = len(tier.pool.prefixes)
             found[tier.name] = {
                 "blocks": blocks,
                 "bytes": blocks * tier.block_bytes,
@@ -162,7 +162,7 @@ class Tiers:
 
     def count_findable(self, digests: Sequence[bytes]) -> int:
         """Leading blocks that some tier has a digest of. A guess: nothing is compared."""
-        return max(pool.count_findable(digests) for pool in self.pools)
+        return max(pool.prefixes.count_findable(digests) for pool in self.pools)
 
     def save(self, chain: Chain, *, urgent: bool = False) -> None:
         """Queues a prefix to be saved as far as it can be found then, or to count as used where it is saved already.
@@ -200,4 +200,4 @@ class Tiers:
     def forget(self, chain: Chain) -> None:
         """Makes a prefix unfindable in the lower tiers, with everything that hangs from it: it is not trusted."""
         for tier in self.lower:
-            self._account.forget(tier, tier.pool.find_prefix(chain.salt, chain.tokens, chain.digests))
+            self._account.forget(tier, tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests))

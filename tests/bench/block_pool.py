@@ -80,12 +80,12 @@ def measure_pool(num_blocks: int, prompt_blocks: int, eviction: str, clock: Cloc
         stored.append((tokens, digests))
         if turn % 4 == 3:
             tokens, digests = stored[-2]
-            hit = clock.time("find_prefix, hit", prompt_blocks, partial(pool.find_prefix, "", tokens, digests))
+            hit = clock.time("find_prefix, hit", prompt_blocks, partial(pool.prefixes.find, "", tokens, digests))
             assert isinstance(hit, list)
             clock.time("begin", len(hit) or 1, partial(pool.begin, Origin(prompt_tokens=1), hit, digests))
             clock.time("acquire", len(hit) or 1, partial(pool.acquire, hit))
             clock.time("release", len(hit) or 1, partial(pool.release, hit))
-        clock.time("take_events", prompt_blocks, pool.take_events)
+        clock.time("take_events", prompt_blocks, pool.prefixes.take_events)
     tables: list[list[int]] = [[] for _ in range(32)]
     for step in range(32 * 64):
         table = tables[step % 32]
@@ -97,7 +97,7 @@ def measure_pool(num_blocks: int, prompt_blocks: int, eviction: str, clock: Cloc
     for table in tables:
         pool.release(table)
     clock.time("check_invariants, per block", num_blocks, pool.check_invariants)
-    clock.time("snapshot, per block", num_blocks, pool.snapshot)
+    clock.time("snapshot, per block", num_blocks, pool.prefixes.snapshot)
     return pool
 
 

@@ -95,7 +95,7 @@ def replay(trace: Trace, num_blocks: int, make_policy: MakePolicy, seed: int = 0
 def serve(pool: BlockPool, request: Request, tokens: bytes, digests: list[bytes]) -> int:
     """One request from beginning to end. Returns the number of blocks that it found."""
     pool.advance(request.arrived_s)
-    reused = pool.find_prefix("", tokens, digests)
+    reused = pool.prefixes.find("", tokens, digests)
     origin = Origin(prompt_tokens=request.prompt_tokens)
     pool.begin(origin, reused, digests)
     pool.acquire(reused)

@@ -53,7 +53,7 @@ class Bench:
             content = tokens[index * width : (index + 1) * width]
             parent = self.pool.register(block, parent, "", digests[index], content)
         self.pool.release(table)
-        self.pool.take_events()
+        self.pool.prefixes.take_events()
         return tokens, digests
 
     def grant(self, prompt: tuple[bytes, list[bytes]], tenant: str = "t") -> Callable[[], Any]:

@@ -378,7 +378,7 @@ class Fuzz:
             return
         self.settle()
         disk = self.bench.tiers.tiers[-1].pool
-        self.seen["adopted"] += disk.num_registered
+        self.seen["adopted"] += len(disk.prefixes)
         self.seen["leases restored"] += self.bench.scheduler.leases.counters.restored
         mine = [key for path, (model, key) in self.folder.sound.items() if model == self.bench.runner.model]
         own = Path(self.bench.disk.store._own)
@@ -388,7 +388,7 @@ class Fuzz:
                 if key.parent is None or key.parent in whole:
                     whole.add(key.digest)
             self.seen["must survive"] += len(whole)
-            assert not self.exact or whole <= disk._by_digest.keys(), "a sound file was not found again"
+            assert not self.exact or whole <= disk.prefixes._by_digest.keys(), "a sound file was not found again"
         assert not list(self.folder.path.rglob("*.tmp")) or own not in next(self.folder.path.rglob("*.tmp")).parents
 
     def restart_cleanly(self) -> None:
@@ -431,8 +431,8 @@ class Fuzz:
             if self.rng.random() < 0.5:  # others wanted every block that they could get
                 bench.pool.release(bench.pool.allocate(bench.pool.available) or [])
             gpu, digests = bench.pool, split_digests(bench.digests(tokens, lease.salt))
-            there = len(gpu.find_prefix(lease.salt, pack(tokens), digests))
-            unknown = {digest for digest in digests[there:] if gpu.find_block(digest) is None}
+            there = len(gpu.prefixes.find(lease.salt, pack(tokens), digests))
+            unknown = {digest for digest in digests[there:] if gpu.prefixes.find_block(digest) is None}
             clear = len(unknown) == len(digests) - there  # else a digest stands for something else
             assert self.ask(tokens, lease.salt, plain=True, points=0)
             owner, seq = self.asked[self.last].owner, self.last
@@ -486,10 +486,10 @@ class Fuzz:
             while block is not None:
                 assert pool.is_registered(block)
                 path.append(block)
-                above = pool.parent_of(block)
-                assert above is not None or pool._salt[block] == lease.salt
+                above = pool.prefixes.parent_of(block)
+                assert above is not None or pool.prefixes._salt[block] == lease.salt
                 block = above
-            content = b"".join(pool._tokens[block] for block in reversed(path))
+            content = b"".join(pool.prefixes._tokens[block] for block in reversed(path))
             assert content == pack(wanted[: lease.depth * SIZE]), "a lease keeps the blocks of other tokens"
             for tenant in (lease.tenant, ""):
                 blocks.setdefault((lease.tier, tenant), set()).update(path)
@@ -569,7 +569,7 @@ class Fuzz:
         disk = bench.tiers.tiers[-1].pool
         own = Path(bench.disk.store._own)
         files = {bytes.fromhex(path.stem) for path in self.folder.files() if own in path.parents}
-        assert files <= disk._by_digest.keys(), "a file belongs to nobody"
+        assert files <= disk.prefixes._by_digest.keys(), "a file belongs to nobody"
         leases = bench.scheduler.leases
         leases.expire(bench.now + 1e4)
         assert len(leases) == 0

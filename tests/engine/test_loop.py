@@ -107,7 +107,7 @@ def running(**changes: Any) -> Iterator[Desk]:
         pool = desk.bench.pool
         assert pool.check_invariants() == []
         assert pool.num_live == 0
-        assert desk.resident == set(split_digests(pool.snapshot().stored))
+        assert desk.resident == set(split_digests(pool.prefixes.snapshot().stored))
 
 
 def test_a_sequence_is_answered_step_by_step() -> None:

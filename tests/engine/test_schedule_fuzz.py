@@ -193,13 +193,13 @@ class Fuzz:
         assert pool.num_free + pool.num_cached + pool.num_live == pool.num_blocks
         assert (pool.num_live > 0) == (scheduler.num_running > 0) == (len(scheduler.tables) > 0)
         self.check_leases()
-        events = pool.take_events()
+        events = pool.prefixes.take_events()
         removed, stored = set(split_digests(events.removed)), set(split_digests(events.stored))
         assert removed <= self.told
         assert not stored & self.told
         assert not removed & stored
         self.told = (self.told - removed) | stored
-        assert self.told == set(split_digests(pool.snapshot().stored))
+        assert self.told == set(split_digests(pool.prefixes.snapshot().stored))
 
     def check_leases(self) -> None:
         """A lease that was kept and still is keeps the same keys and values: those of the tokens it was granted for."""
@@ -211,7 +211,7 @@ class Fuzz:
             block, depth = lease.block, 0
             while block is not None:
                 assert pool.is_registered(block)
-                block, depth = pool.parent_of(block), depth + 1
+                block, depth = pool.prefixes.parent_of(block), depth + 1
             assert depth == lease.depth
         self.promised = dict(now)
 

@@ -110,7 +110,7 @@ async def test_a_snapshot_and_the_changes_after_it_are_the_table_at_every_moment
                 listener.cancel()
         for context in streams:
             await context.__aexit__(None, None, None)
-        assert set(engine.server.gateways.table) == set(split_digests(engine.pool.snapshot().stored))
+        assert set(engine.server.gateways.table) == set(split_digests(engine.pool.prefixes.snapshot().stored))
 
 
 async def test_an_abort_ends_one_sequence_and_the_rest_goes_on() -> None:

@@ -246,17 +246,17 @@ class LifeBench(TieredBench):
         """Every block that can be found anywhere holds exactly its own prefix, damaged files aside."""
         for tier in self.tiers.tiers:
             prefixes: dict[int, int | str] = {}
-            for digest, block in tier.pool._by_digest.items():  # parents first
+            for digest, block in tier.pool.prefixes._by_digest.items():  # parents first
                 row, prefixes[block] = self._expect(tier.pool, block, prefixes)
                 found = self._contents(tier, block, digest)
                 assert found is None or found == row, f"{tier.name} {block} holds something else"
 
     def _expect(self, pool: BlockPool, block: int, prefixes: dict[int, int | str]) -> tuple[Row, int | str]:
-        parent = pool.parent_of(block)
-        prefix = self.runner.model + pool._salt[block] if parent is None else prefixes[parent]
+        parent = pool.prefixes.parent_of(block)
+        prefix = self.runner.model + pool.prefixes._salt[block] if parent is None else prefixes[parent]
         row: list[int] = []
         for start in range(0, SIZE * TOKEN_BYTES, TOKEN_BYTES):
-            token = int.from_bytes(pool._tokens[block][start : start + TOKEN_BYTES], "little")
+            token = int.from_bytes(pool.prefixes._tokens[block][start : start + TOKEN_BYTES], "little")
             prefix = self.runner.prefixes.next(prefix, token)
             row.append(prefix)
         return tuple(row), prefix

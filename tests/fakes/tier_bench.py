@@ -191,7 +191,7 @@ class TieredBench(Bench):
                 self.told[digest] = events.tier
         held: dict[bytes, str] = {}
         for tier in reversed(self.tiers.tiers):
-            held |= dict.fromkeys(split_digests(tier.pool.snapshot().stored), tier.name)
+            held |= dict.fromkeys(split_digests(tier.pool.prefixes.snapshot().stored), tier.name)
         wrong = {digest.hex()[:8]: (self.told.get(digest), held.get(digest)) for digest in self.told | held}
         wrong = {digest: pair for digest, pair in wrong.items() if pair[0] != pair[1]}
         assert not wrong, f"told and held: {wrong}"
@@ -226,14 +226,14 @@ class TierBench(TieredBench):
         for tier in self.tiers.tiers:
             pool = tier.pool
             prefixes: dict[int, int | str] = {}
-            for digest in split_digests(pool.snapshot().stored):  # parents first
-                block = pool.find_block(digest)
+            for digest in split_digests(pool.prefixes.snapshot().stored):  # parents first
+                block = pool.prefixes.find_block(digest)
                 assert block is not None
-                parent = pool.parent_of(block)
-                prefix: int | str = pool._salt[block] if parent is None else prefixes[parent]
+                parent = pool.prefixes.parent_of(block)
+                prefix: int | str = pool.prefixes._salt[block] if parent is None else prefixes[parent]
                 expected = []
                 for offset in range(SIZE):
-                    token = int.from_bytes(pool._tokens[block][4 * offset : 4 * offset + 4], "little")
+                    token = int.from_bytes(pool.prefixes._tokens[block][4 * offset : 4 * offset + 4], "little")
                     prefix = self.runner.prefixes.next(prefix, token)
                     expected.append(prefix)
                 prefixes[block] = prefix

@@ -46,7 +46,7 @@ class Shelf:
         """Makes the full blocks of a prompt findable; nobody holds them."""
         pool = pool or self.pool
         digests = digests or chain(tokens, salt)
-        table = pool.find_prefix(salt, pack(tokens), digests)
+        table = pool.prefixes.find(salt, pack(tokens), digests)
         pool.acquire(table)
         fresh = pool.allocate(len(digests) - len(table))
         assert fresh is not None
@@ -78,7 +78,7 @@ class Shelf:
 
     def found(self, tokens: list[int], salt: str = "") -> int:
         """Blocks of a prompt that are there."""
-        return len(self.pool.find_prefix(salt, pack(tokens), chain(tokens, salt)))
+        return len(self.pool.prefixes.find(salt, pack(tokens), chain(tokens, salt)))
 
     def flood(self) -> None:
         """Others want every block they can get."""
@@ -481,7 +481,7 @@ def test_whatever_happens_budgets_hold_and_a_kept_prefix_is_there(rng: random.Ra
         now += rng.choice([0.0, 0.5, 5.0])
         shelf.leases.expire(now)
         tokens, salt, tenant, roll = rng.choice(prompts), rng.choice("xy"), rng.choice("abc"), rng.random()
-        there = shelf.pool.find_prefix(salt, pack(tokens), chain(tokens, salt))
+        there = shelf.pool.prefixes.find(salt, pack(tokens), chain(tokens, salt))
         if roll < 0.5 and shelf.pool.available_beside(there) >= len(tokens) // SIZE - len(there):
             lease = shelf.grant(tokens, rng.choice([3.0, 10.0, 60.0]), at=now, tenant=tenant, salt=salt)
             promised[lease] = (tokens, salt, lease.expires_s)
@@ -503,7 +503,7 @@ def test_whatever_happens_budgets_hold_and_a_kept_prefix_is_there(rng: random.Ra
         for lease, (content, under, until) in promised.items():
             if lease.state == "kept":
                 pool, digests = pools[lease.tier], chain(content, under)
-                assert len(pool.find_prefix(under, pack(content), digests)) == len(digests)
+                assert len(pool.prefixes.find(under, pack(content), digests)) == len(digests)
             assert lease.state != "expired" or lease.expires_s <= now
             assert lease.expires_s >= until
     shelf.leases.expire(now + 1000)

@@ -1,9 +1,8 @@
-"""The block pool: what can be reused, what is evicted, what is told to the index."""
+"""The block pool: who holds a block, what is evicted, and what leases keep."""
 
 from __future__ import annotations
 
 import random
-from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -11,38 +10,8 @@ from hypothesis import strategies as st
 
 from engine.pool.blocks import BlockPool
 from engine.pool.eviction import LeastRecentlyUsed
-from engine.pool.free_runs import FreeRuns
-from engine.protocol import DIGEST_BYTES, BlockEvents, Namespace, chain_digests, split_digests
-
-SIZE = 4
-ROOT = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE).root()
-
-
-def pack(tokens: list[int]) -> bytes:
-    return array("I", tokens).tobytes()
-
-
-def chain(tokens: list[int]) -> list[bytes]:
-    return split_digests(chain_digests(ROOT, pack(tokens), SIZE))
-
-
-def store(pool: BlockPool, tokens: list[int], salt: str = "", digests: list[bytes] | None = None) -> list[int]:
-    """Computes and registers a prefix, whose tokens fill whole blocks; returns its blocks, which stay live."""
-    digests = digests or chain(tokens)
-    reused = pool.find_prefix(salt, pack(tokens), digests)
-    pool.acquire(reused)
-    fresh = pool.allocate(len(digests) - len(reused))
-    assert fresh is not None
-    table = reused + fresh
-    for index in range(len(reused), len(table)):
-        content = pack(tokens[index * SIZE : (index + 1) * SIZE])
-        parent = table[index - 1] if index else None
-        assert pool.register(table[index], parent, salt, digests[index], content) == table[index]
-    return table
-
-
-def find(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
-    return pool.find_prefix(salt, pack(tokens), chain(tokens))
+from engine.protocol import DIGEST_BYTES, BlockEvents, split_digests
+from tests.fakes.block_pools import SIZE, chain, find, pack, store
 
 
 def counts(pool: BlockPool) -> tuple[int, int, int]:
@@ -59,15 +28,6 @@ def apply(table: dict[bytes, None], events: BlockEvents) -> None:
     for digest in split_digests(events.stored):
         assert digest not in table
         table[digest] = None
-
-
-def test_a_stored_prefix_is_found_as_far_as_it_agrees() -> None:
-    pool = BlockPool(8, SIZE)
-    table = store(pool, [*range(12)])
-    assert find(pool, [*range(12)]) == table
-    assert find(pool, [*range(14)]) == table
-    assert find(pool, [*range(8), 99, 9, 10, 11]) == table[:2]
-    assert find(pool, [99, *range(1, 12)]) == []
 
 
 def test_released_blocks_stay_findable_until_their_place_is_needed() -> None:
@@ -157,54 +117,6 @@ def test_private_blocks_are_free_after_release() -> None:
     assert counts(pool) == (4, 0, 0)
 
 
-def test_another_salt_never_finds_a_block_even_with_its_digest() -> None:
-    pool = BlockPool(4, SIZE)
-    tokens = [*range(8)]
-    store(pool, tokens, salt="tenant:a")
-    assert pool.find_prefix("tenant:b", pack(tokens), chain(tokens)) == []
-    assert len(pool.find_prefix("tenant:a", pack(tokens), chain(tokens))) == 2
-
-
-def test_a_forged_digest_finds_nothing_with_other_tokens() -> None:
-    pool = BlockPool(4, SIZE)
-    store(pool, [*range(8)])
-    stolen = chain([*range(8)])
-    assert pool.find_prefix("", pack([9] * 8), stolen) == []
-    assert pool.find_prefix("", pack([0, 1, 2, 3, 9, 9, 9, 9]), stolen) == find(pool, [*range(4)])
-
-
-def test_equal_tokens_behind_another_parent_are_another_prefix() -> None:
-    pool = BlockPool(8, SIZE)
-    store(pool, [1, 1, 1, 1, 5, 5, 5, 5])
-    other = store(pool, [2, 2, 2, 2])
-    second = chain([1, 1, 1, 1, 5, 5, 5, 5])[1]
-    forged = [*chain([2, 2, 2, 2]), second]
-    assert pool.find_prefix("", pack([2, 2, 2, 2, 5, 5, 5, 5]), forged) == other
-
-
-def test_a_root_block_is_not_taken_for_an_inner_one() -> None:
-    pool = BlockPool(8, SIZE)
-    store(pool, [5, 5, 5, 5], digests=[b"x" * 16])
-    other = store(pool, [1, 1, 1, 1])
-    assert pool.find_prefix("", pack([1, 1, 1, 1, 5, 5, 5, 5]), [chain([1] * 4)[0], b"x" * 16]) == other
-
-
-def test_an_inner_block_is_not_taken_for_a_root() -> None:
-    pool = BlockPool(8, SIZE)
-    store(pool, [1, 1, 1, 1, 5, 5, 5, 5])
-    inner = chain([1, 1, 1, 1, 5, 5, 5, 5])[1]
-    assert pool.find_prefix("", pack([5, 5, 5, 5]), [inner]) == []
-
-
-def test_a_colliding_newcomer_is_not_registered() -> None:
-    pool = BlockPool(8, SIZE)
-    table = store(pool, [*range(4)])
-    (newcomer,) = pool.allocate(1) or []
-    assert pool.register(newcomer, None, "", chain([*range(4)])[0], pack([9] * 4)) is None
-    assert pool.register(newcomer, None, "other", chain([*range(4)])[0], pack([*range(4)])) is None
-    assert find(pool, [*range(4)]) == table
-
-
 def test_a_second_copy_stays_private_and_names_the_first() -> None:
     pool = BlockPool(8, SIZE)
     (first,) = store(pool, [*range(4)])
@@ -212,15 +124,6 @@ def test_a_second_copy_stays_private_and_names_the_first() -> None:
     assert pool.register(second, None, "", chain([*range(4)])[0], pack([*range(4)])) == first
     pool.release([second])
     assert counts(pool) == (7, 0, 1)
-
-
-def test_an_evicted_id_that_is_filled_anew_is_no_parent_of_the_old_child() -> None:
-    pool = BlockPool(2, SIZE)
-    old = [*range(8)]
-    pool.release(store(pool, old))
-    pool.release(store(pool, [9, 9, 9, 9, 8, 8, 8, 8]))
-    assert find(pool, old) == []
-    assert pool.find_prefix("", pack(old), [chain([9] * 4)[0], chain(old)[1]]) == []
 
 
 def test_forgotten_blocks_take_their_descendants_with_them() -> None:
@@ -247,39 +150,6 @@ def test_a_forgotten_parent_without_readers_is_freed_under_a_live_child() -> Non
     assert counts(pool) == (4, 0, 0)
 
 
-def test_events_name_parents_first_when_stored_and_children_first_when_removed() -> None:
-    pool = BlockPool(4, SIZE)
-    tokens = [*range(16)]
-    pool.release(store(pool, tokens))
-    assert split_digests(pool.take_events().stored) == chain(tokens)
-    pool.allocate(4)
-    assert split_digests(pool.take_events().removed) == chain(tokens)[::-1]
-    assert pool.take_events() == BlockEvents()
-
-
-def test_what_came_and_went_between_two_takes_is_not_told() -> None:
-    pool = BlockPool(4, SIZE)
-    tokens = [*range(16)]
-    pool.release(store(pool, tokens))
-    pool.release(pool.allocate(4) or [])
-    assert pool.take_events() == BlockEvents()
-    pool.release(store(pool, tokens))
-    pool.take_events()
-    pool.release(pool.allocate(4) or [])
-    pool.release(store(pool, tokens[:8]))
-    assert split_digests(pool.take_events().removed) == chain(tokens)[:1:-1]
-
-
-def test_a_snapshot_holds_what_can_be_found_parents_first() -> None:
-    pool = BlockPool(8, SIZE)
-    pool.release(store(pool, [*range(16)]))
-    pool.release(store(pool, [*range(100, 116)]))
-    pool.allocate(2)
-    snapshot = pool.snapshot()
-    assert snapshot.reset
-    assert split_digests(snapshot.stored) == [*chain([*range(16)])[:2], *chain([*range(100, 116)])]
-
-
 def test_a_growing_sequence_gets_the_next_id() -> None:
     pool = BlockPool(64, SIZE)
     first, second = pool.allocate(3) or [], pool.allocate(3) or []
@@ -300,32 +170,6 @@ def test_an_evicting_allocation_is_consecutive_when_an_old_prefix_was() -> None:
         consecutive += table == [*range(table[0], table[0] + 48)]
         pool.release(table)
     assert consecutive >= 15
-
-
-@given(st.lists(st.integers(0, 2**16), max_size=200), st.integers(1, 40))
-@settings(deadline=None, max_examples=60)
-def test_free_runs_hand_out_every_id_once(choices: list[int], num_blocks: int) -> None:
-    references = [0] * num_blocks
-    runs, taken = FreeRuns(num_blocks, references), set[int]()
-    for choice in choices:
-        if choice % 2 and taken:
-            block = sorted(taken)[choice % len(taken)]
-            taken.remove(block)
-            references[block] = 0
-            runs.add(block)
-        elif len(runs):
-            count = 1 + choice % len(runs)
-            after = sorted(taken)[choice % len(taken)] if taken and choice % 3 else None
-            fits = runs.fits(count, after)
-            got = runs.take(count, after)
-            assert len(set(got)) == count
-            assert not taken & set(got)
-            assert not fits or got == [*range(got[0], got[0] + count)]
-            taken |= set(got)
-            for block in got:
-                references[block] = choice % 2
-        assert len(runs) == num_blocks - len(taken)
-        assert all((block in runs) == (block not in taken) for block in range(num_blocks))
 
 
 @given(st.lists(st.tuples(st.sampled_from("tadp"), st.integers(0, 9)), max_size=300))
@@ -453,8 +297,8 @@ def test_a_busy_pool_stays_sound_and_its_events_add_up(rng: random.Random) -> No
         for block, tokens in leased:
             assert find(pool, tokens)[-1] == block
         if rng.random() < 0.3:
-            apply(told, pool.take_events())
-            assert set(told) == set(split_digests(pool.snapshot().stored))
+            apply(told, pool.prefixes.take_events())
+            assert set(told) == set(split_digests(pool.prefixes.snapshot().stored))
         free, cached, live = counts(pool)
         assert free + cached + live == pool.num_blocks
     for table in tables:
@@ -462,6 +306,6 @@ def test_a_busy_pool_stays_sound_and_its_events_add_up(rng: random.Random) -> No
     for block, _ in leased:
         pool.end_lease(block)
     assert pool.available == pool.num_blocks
-    apply(told, pool.take_events())
-    assert len(told) * DIGEST_BYTES == len(pool.snapshot().stored)
+    apply(told, pool.prefixes.take_events())
+    assert len(told) * DIGEST_BYTES == len(pool.prefixes.snapshot().stored)
     assert pool.num_live == 0

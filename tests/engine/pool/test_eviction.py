@@ -91,7 +91,7 @@ def serve(pool: BlockPool, path: list[int], now: float, **known: Any) -> int:
     digests = [digest_of(*path[: end + 1]) for end in range(len(path))]
     tokens = b"".join(number.to_bytes(TOKEN_BYTES, "little") for number in path)
     pool.advance(now)
-    reused = pool.find_prefix("", tokens, digests)
+    reused = pool.prefixes.find("", tokens, digests)
     origin = Origin(prompt_tokens=len(path), **known)
     pool.begin(origin, reused, digests)
     pool.acquire(reused)

@@ -21,7 +21,7 @@ def held(bench: TierBench, tier: str, tokens: list[int], salt: str = "") -> int:
     pool = next(level.pool for level in bench.tiers.tiers if level.name == tier)
     digests = split_digests(digests_of(tokens, salt))
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-    return len(pool.find_prefix(salt, packed, digests))
+    return len(pool.prefixes.find(salt, packed, digests))
 
 
 def counters(bench: TierBench, tier: str = "disk") -> dict[str, int]:

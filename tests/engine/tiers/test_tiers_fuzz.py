@@ -177,7 +177,7 @@ class Fuzz:
         self.bench = self.build(self.bench)
         if self.rng.random() < 0.5:
             self.bench.settle()
-            self.seen["adopted"] += self.bench.tiers.lower[-1].pool.num_registered
+            self.seen["adopted"] += len(self.bench.tiers.lower[-1].pool.prefixes)
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Fuzz:
         self.bench.finish()
         self.bench.listen()
         self.bench.check_contents()
-        assert self.bench.disk.files.keys() <= set(split_digests(self.bench.tiers.pools[-1].snapshot().stored))
+        assert self.bench.disk.files.keys() <= set(split_digests(self.bench.tiers.pools[-1].prefixes.snapshot().stored))
         finished = self.finished()
         assert self.asked.keys() - self.aborted <= finished.keys()
         self.check_promises()
@@ -210,8 +210,8 @@ class Fuzz:
             if lease.state != "kept" or not honest or len(tokens) + SIZE > room:
                 continue
             counters = self.bench.scheduler.leases.counters
-            squatted = self.bench.pool.count_findable(digests) > len(
-                self.bench.pool.find_prefix(lease.salt, pack(tokens), digests)
+            squatted = self.bench.pool.prefixes.count_findable(digests) > len(
+                self.bench.pool.prefixes.find(lease.salt, pack(tokens), digests)
             )
             broken = counters.degraded + counters.lost
             self.last += 1

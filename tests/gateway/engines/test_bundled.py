@@ -451,7 +451,7 @@ async def test_hundreds_of_sequences_over_the_real_server_with_readers_that_leav
         await asyncio.wait_for(asyncio.gather(*(one(client, small.hello, number) for number in range(300))), 60)
         assert client.engine.in_flight == 0
         await until(lambda: small.pool.num_live == 0)
-        held = set(split_digests(small.pool.snapshot().stored))
+        held = set(split_digests(small.pool.prefixes.snapshot().stored))
         await until(lambda: client.memory._held[small.hello.incarnation] == held)
         await until(lambda: client.engine.load.live_blocks == 0)
 
