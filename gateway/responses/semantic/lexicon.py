@@ -7,52 +7,20 @@ from __future__ import annotations
 
 from typing import Final
 
-NEGATIONS: Final = frozenset(
-    [
-        "no",
-        "not",
-        "never",
-        "none",
-        "nobody",
-        "nothing",
-        "nowhere",
-        "neither",
-        "nor",
-        "without",
-        "cannot",
-        "cant",
-        "dont",
-        "doesnt",
-        "didnt",
-        "isnt",
-        "arent",
-        "wasnt",
-        "werent",
-        "wont",
-        "wouldnt",
-        "shouldnt",
-        "couldnt",
-        "hasnt",
-        "havent",
-        "hadnt",
-        "aint",
-        "mustnt",
-        "neednt",
-        "except",
-        "excluding",
-        "exclude",
-        "excludes",
-        "excluded",
-        "besides",
-        "unless",
-        "non",
-        "lacking",
-        "lack",
-        "lacks",
-        "hardly",
-        "barely",
-    ]
-)
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NEGATIONS: Final = _set("""
+no not never none nobody nothing nowhere neither nor without cannot cant dont doesnt didnt isnt arent wasnt werent
+wont wouldnt shouldnt couldnt hasnt havent hadnt aint mustnt neednt except excluding exclude excludes excluded besides
+unless non lacking lack lacks hardly barely
+""")
 
 _OPPOSITES: Final = """
 increase decrease|increase reduce|gain lose|raise lower|rise fall|grow shrink|expand contract|improve worsen
@@ -111,51 +79,15 @@ enter exit|entrance exit|theist atheist|religious atheist|carnivore herbivore|ve
 PREFIXES: Final = ("un", "in", "im", "il", "ir", "dis", "non", "anti", "de", "mis")
 """A word and the same word behind one of these are opposites."""
 
-_NUMBER_WORDS: Final = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
+_NUMBER_WORDS: Final = _words("""
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+eighteen nineteen
+""")
 _TENS: Final = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_ORDINALS: Final = [
-    "zeroth",
-    "first",
-    "second",
-    "third",
-    "fourth",
-    "fifth",
-    "sixth",
-    "seventh",
-    "eighth",
-    "ninth",
-    "tenth",
-    "eleventh",
-    "twelfth",
-    "thirteenth",
-    "fourteenth",
-    "fifteenth",
-    "sixteenth",
-    "seventeenth",
-    "eighteenth",
-    "nineteenth",
-]
+_ORDINALS: Final = _words("""
+zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth
+fifteenth sixteenth seventeenth eighteenth nineteenth
+""")
 
 NUMBERS: Final = (
     {word: str(number) for number, word in enumerate(_NUMBER_WORDS) if word != "one"}  # "the one that" is no number
@@ -226,22 +158,9 @@ TIMES: Final = {
 }
 """Weekdays, months, seasons and parts of the day. May is left out: it is a verb more often."""
 
-MOMENTS: Final = frozenset(
-    [
-        "today",
-        "now",
-        "tonight",
-        "tomorrow",
-        "yesterday",
-        "currently",
-        "latest",
-        "newest",
-        "recent",
-        "recently",
-        "nowadays",
-        "presently",
-    ]
-)
+MOMENTS: Final = _set("""
+today now tonight tomorrow yesterday currently latest newest recent recently nowadays presently
+""")
 """Words that make an answer a matter of when it was asked."""
 
 ROLES: Final = {
@@ -275,184 +194,20 @@ OPPOSED_ROLES: Final = frozenset(
 SWAPPED_ROLES: Final = ("source", "goal", "before", "after", "than", "agent", "over", "under")
 """Roles whose objects make another question when they change places."""
 
-SYMMETRIC: Final = frozenset(
-    [
-        "marri",
-        "relat",
-        "close",
-        "engag",
-        "link",
-        "connect",
-        "similar",
-        "identical",
-        "equal",
-        "adjacent",
-        "next",
-        "compar",
-        "relativ",
-        "attach",
-        "opposit",
-        "due",
-        "equivalent",
-        "oppos",
-    ]
-)
+SYMMETRIC: Final = _set("""
+marri relat close engag link connect similar identical equal adjacent next compar relativ attach opposit due
+equivalent oppos
+""")
 """Stems before a "to" whose two sides may change places."""
 
-STOP_WORDS: Final = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "this",
-        "that",
-        "these",
-        "those",
-        "there",
-        "here",
-        "it",
-        "its",
-        "itself",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "been",
-        "being",
-        "am",
-        "do",
-        "does",
-        "did",
-        "doing",
-        "done",
-        "have",
-        "has",
-        "had",
-        "having",
-        "will",
-        "would",
-        "shall",
-        "should",
-        "can",
-        "could",
-        "may",
-        "might",
-        "must",
-        "of",
-        "in",
-        "on",
-        "at",
-        "to",
-        "from",
-        "by",
-        "with",
-        "for",
-        "about",
-        "into",
-        "onto",
-        "as",
-        "than",
-        "then",
-        "so",
-        "such",
-        "and",
-        "or",
-        "but",
-        "if",
-        "while",
-        "because",
-        "what",
-        "which",
-        "who",
-        "whom",
-        "whose",
-        "when",
-        "where",
-        "why",
-        "how",
-        "i",
-        "me",
-        "my",
-        "mine",
-        "we",
-        "us",
-        "our",
-        "you",
-        "your",
-        "yours",
-        "he",
-        "him",
-        "his",
-        "she",
-        "her",
-        "hers",
-        "they",
-        "them",
-        "their",
-        "theirs",
-        "one",
-        "ones",
-        "some",
-        "any",
-        "each",
-        "every",
-        "all",
-        "both",
-        "please",
-        "tell",
-        "show",
-        "give",
-        "list",
-        "find",
-        "get",
-        "me",
-        "hello",
-        "hi",
-        "hey",
-        "thanks",
-        "thank",
-        "kindly",
-        "just",
-        "also",
-        "too",
-        "very",
-        "really",
-        "much",
-        "many",
-        "more",
-        "most",
-        "get",
-        "got",
-        "s",
-        "t",
-        "re",
-        "ve",
-        "ll",
-        "d",
-        "m",
-        "im",
-        "ive",
-        "id",
-        "dont",
-        "cant",
-        "not",
-        "no",
-        "ask",
-        "know",
-        "want",
-        "would",
-        "like",
-        "need",
-        "let",
-        "want",
-        "best",
-        "way",
-        "ways",
-        "good",
-        "able",
-    ]
-)
+STOP_WORDS: Final = _set("""
+a an the this that these those there here it its itself is are was were be been being am do does did doing done have
+has had having will would shall should can could may might must of in on at to from by with for about into onto as
+than then so such and or but if while because what which who whom whose when where why how i me my mine we us our you
+your yours he him his she her hers they them their theirs one ones some any each every all both please tell show give
+list find get hello hi hey thanks thank kindly just also too very really much many more most got s t re ve ll d m im
+ive id dont cant not no ask know want like need let best way ways good able
+""")
 """Words that say little of what a question is about."""
 
 EXCLUSIVE: Final = (
