@@ -113,6 +113,8 @@ def _close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
 
 def _start(gateway: Gateway) -> None:
     """What the stages do by themselves, beside requests."""
+    if gateway.semantic_cache is not None:
+        gateway.semantic_cache.start()
     gateway.files.start()
     gateway.upstreams.start()
     gateway.ledger.start()

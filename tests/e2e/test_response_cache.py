@@ -43,6 +43,7 @@ def test_answers_come_again_as_an_engine_would_give_them_also_after_a_restart(tm
             assert ask(server, temperature=1, seed=7, cache={"no-cache": True})[1] == seeded[0][1]
             stats = server.get("/admin/stats")
             assert stats["response_cache"]["outcomes"] == {"miss": 4, "exact": 2}
-        with Server(tmp_path / "two", *flags) as server:
+        with Server(tmp_path / "two", *flags, "--semantic-cache-mode", "ask") as server:
+            server.wait_until(lambda: server.get("/admin/stats")["embeddings"]["loaded"], "the encoder is loaded")
             assert ask(server) == ("exact", text)
             assert server.get("/admin/stats")["response_cache"]["events"]["redis_hits"] == 1

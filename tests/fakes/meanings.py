@@ -35,8 +35,15 @@ class Meanings:
     max_tokens: int = 256
     embedded: list[str] = field(default_factory=list)
     gate: asyncio.Event | None = None
+    loading: asyncio.Event | None = None
+    loads: int = 0
 
     async def model(self) -> Meanings:
+        self.loads += 1
+        if self.loading is not None:
+            await self.loading.wait()
+        if self.error is not None:
+            raise self.error
         return self
 
     async def tokens(self, texts: Sequence[str]) -> list[list[int]]:

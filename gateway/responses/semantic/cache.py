@@ -101,6 +101,16 @@ class SemanticCache:
         self.outcomes: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
 
+    def start(self) -> None:
+        """Begins to load the encoder, which the first question would else be too late for."""
+        self._background.start(self._load(), "load the encoder")
+
+    async def _load(self) -> None:
+        try:
+            await self._embedder.model()
+        except KvasirError as error:
+            self._warn(error)
+
     async def close(self) -> None:
         """Ends what runs off the path of requests."""
         await self._background.close()
@@ -245,12 +255,16 @@ class SemanticCache:
                 )
         except (KvasirError, TimeoutError) as error:
             self.events["embedder_failures"] += 1
-            if not self._embedder_failed:
-                self._embedder_failed = True
-                log.warning("the semantic cache has no vectors, exact answers are found: %s", error or "too slow")
+            self._warn(error)
             return None
         self._embedder_failed = False
         return found[0]
+
+    def _warn(self, error: KvasirError | TimeoutError) -> None:
+        """Once for each time that it begins to fail."""
+        if not self._embedder_failed:
+            self._embedder_failed = True
+            log.warning("the semantic cache has no vectors, exact answers are found: %s", error or "too slow")
 
     def _space(self, asked: Asked) -> Space:
         from gateway.responses.semantic.space import Space

@@ -215,6 +215,26 @@ async def test_an_embedder_that_fails_leaves_the_exact_cache(caplog: pytest.LogC
     assert (await one.ask("how might i reset my password"))[1] == "semantic"
 
 
+async def test_the_encoder_is_loaded_before_the_first_question_and_nobody_waits_for_it() -> None:
+    one = kitchen()
+    one.meanings.loading = asyncio.Event()
+    one.semantic.start()
+    await until(lambda: one.meanings.loads == 1)
+    one.meanings.loading.set()
+    assert (await one.ask(FIRST))[1] == "miss"
+    assert (await one.ask(SECOND))[1] == "semantic"
+
+
+async def test_an_encoder_that_cannot_be_loaded_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = kitchen()
+    one.meanings.error = BROKEN
+    with caplog.at_level(logging.WARNING):
+        one.semantic.start()
+        await until(lambda: one.meanings.loads == 1)
+        assert (await one.ask(FIRST))[1] == "miss"
+    assert len(caplog.records) == 1
+
+
 async def test_an_embedder_that_is_too_slow_is_not_waited_for() -> None:
     one = kitchen(settings=SemanticCacheSettings(mode="on", lookup_timeout_s=0.01))
     one.meanings.gate = asyncio.Event()
