@@ -18,6 +18,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from engine.config import ConfigError
+from gateway.admin.accounting import audit_entry
 from gateway.admin.sources import EngineState, EngineStatus, Sources
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.replays import REPLAYS
@@ -46,6 +47,7 @@ from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.places import PlaceQueue
 from gateway.redis_calls import connect
+from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers
@@ -62,6 +64,7 @@ from gateway.stores.base import Backend
 from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore
 from gateway.street import Street
+from gateway.types import Trace
 from gateway.upstreams.stage import Upstreams
 from gateway.version import installed_version
 
@@ -114,7 +117,9 @@ class Gateway:
         self.semantic_cache = _semantic_cache(settings, self.redis, self.embedder)
         self.removals = _removals(settings, self.redis, remembered, shared, self.semantic_cache)
         self.answers = KeptAnswers(remembered, shared, self.removals)
-        self.response_cache = _response_cache(settings, remembered, shared, self.removals, self.semantic_cache)
+        self.response_cache = _response_cache(
+            settings, remembered, shared, self.removals, self.semantic_cache, self._audited
+        )
         self.remembered = self.response_cache.before(self.upstreams, REPLAYS)
         self.street = Street(
             prompts=self.prompts,
@@ -204,6 +209,10 @@ class Gateway:
             prefix=self.memory.prefix,
         )
 
+    def _audited(self, tenant: str, model: str, trace: Trace, total_ms: float) -> None:
+        if (entry := audit_entry(tenant, model, trace, total_ms)) is not None:
+            self.ledger.add(entry)
+
     def _lost(self, incarnation: str) -> None:
         self.memory.drop(incarnation)
         self.queue.forget(incarnation)
@@ -245,12 +254,13 @@ def _response_cache(
     shared: RedisEntries | None,
     removals: Removals,
     semantic: SemanticCache | None,
+    audited: Audited,
 ) -> ResponseCache:
     """Steps 1 and 7 of the street."""
     own, retry_s = settings.response_cache, settings.redis.retry_s
     exact = ExactCache(memory, shared, memory_s=own.memory_s, retry_s=retry_s, clock=time.monotonic, removals=removals)
     modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
-    return ResponseCache(own, modes, exact, semantic, time.time)
+    return ResponseCache(own, modes, exact, semantic, time.time, audited)
 
 
 def _semantic_cache(settings: Settings, redis: Redis | None, embedder: Embedder) -> SemanticCache | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from gateway.admin.prefill import PrefillTimes
 from gateway.api.record import Record
-from gateway.ledger.base import Entry
+from gateway.ledger.base import AUDIT, Entry
 from gateway.types import Hit, Trace
 
 
@@ -32,7 +32,8 @@ class Accounting:
         if record.tenant is None or record.model is None:
             return
         model, traces = record.model, record.traces
-        if len(traces) == 1 and (hit := traces[0].hit) is not None and not record.embedded_tokens:
+        paid_tokens = sum([trace.paid_tokens for trace in traces])
+        if len(traces) == 1 and (hit := traces[0].hit) is not None and not (paid_tokens or record.embedded_tokens):
             (trace,) = traces
             self._add(
                 Entry(
@@ -47,7 +48,7 @@ class Accounting:
             return
         computed = [trace for trace in traces if trace.hit is None and trace.first_token_ms is not None]
         hits = tuple(_once(trace.hit, trace) for trace in traces if trace.hit is not None)
-        if not (computed or hits or record.embedded_tokens):
+        if not (computed or hits or paid_tokens or record.embedded_tokens):
             return
         prompts = [trace for trace in computed if not trace.fork]
         self._add(
@@ -58,7 +59,7 @@ class Accounting:
                 prompt_tokens=sum(trace.prompt_tokens for trace in prompts),
                 cached_tokens=sum(trace.told_cached_tokens for trace in prompts),
                 writes=_writes(prompts) if record.dialect.tells_writes else (),
-                completion_tokens=sum(trace.completion_tokens for trace in computed),
+                completion_tokens=sum(trace.completion_tokens for trace in computed) + paid_tokens,
                 embedded_tokens=record.embedded_tokens,
                 total_ms=record.total_ms,
                 reused_tokens=sum(trace.cached_tokens for trace in prompts),
@@ -81,6 +82,24 @@ class Accounting:
         if trace.first_token_ms is not None:
             waited_ms = trace.first_token_ms - trace.queue_ms - trace.overhead_ms
             self._times.note(model, max(0, trace.prompt_tokens - trace.cached_tokens), max(0.0, waited_ms))
+
+
+def audit_entry(tenant: str, model: str, trace: Trace, total_ms: float) -> Entry | None:
+    """What it took to generate an answer that was only compared, under the tenant who had the hit; None for one that
+    never began."""
+    if trace.first_token_ms is None:
+        return None
+    return Entry(
+        tenant=tenant,
+        model=model,
+        lane=AUDIT,
+        prompt_tokens=trace.prompt_tokens,
+        cached_tokens=trace.told_cached_tokens,
+        writes=_writes([trace]) if trace.by_upstream else (),
+        completion_tokens=trace.completion_tokens,
+        total_ms=total_ms,
+        by_upstream=trace.by_upstream,
+    )
 
 
 def _once(hit: Hit, trace: Trace) -> Hit:

@@ -118,6 +118,7 @@ class Metrics:
         for trace in record.traces:
             if trace.hit is not None:
                 totals.response_hits += 1
+                totals.completion_tokens += trace.paid_tokens
                 continue
             totals.prompt_tokens += trace.prompt_tokens
             totals.cached_tokens += trace.cached_tokens
@@ -133,6 +134,7 @@ class Metrics:
             if trace.lookup is not None:
                 self._lookups.of(model, tenant, trace.lookup.outcome).value += 1
             if trace.hit is not None:  # no engine worked, and its figures would look as if one had
+                children.completion.value += trace.paid_tokens
                 continue
             children.prompt.value += trace.prompt_tokens
             children.cached.value += trace.cached_tokens

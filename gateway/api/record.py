@@ -99,7 +99,7 @@ class Record:
         begun = [trace for trace in self.traces if trace.engine is not None and trace.hit is None]
         return Usage(
             sum(trace.prompt_tokens for trace in begun) + self.embedded_tokens,
-            sum(trace.completion_tokens for trace in begun),
+            sum(trace.completion_tokens for trace in begun) + sum(trace.paid_tokens for trace in self.traces),
             sum(trace.cached_tokens for trace in begun),
         )
 

@@ -19,6 +19,10 @@ NANO: Final = 1_000_000_000
 OTHER: Final = "other"
 """The model of rows that are one too many to be told apart."""
 
+AUDIT: Final = "audit"
+RowLane = Lane | Literal["audit"]
+"""The lane of a request; or what was generated to find out whether a semantic hit was right, which is no request."""
+
 Saver = Literal["prefix", "upstream", "exact", "semantic", "batch"]
 SAVERS: Final[tuple[Saver, ...]] = ("prefix", "upstream", "exact", "semantic", "batch")
 """What saved it: blocks of our engines, the cache of a hosted API, an answer that was remembered (to this request or to
@@ -53,7 +57,7 @@ class Row(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What one finished request used and saved.
+    """What one finished request used and saved, or one audit of the semantic cache.
 
     prompt_tokens   of its prompts, with `cached_tokens` and `writes` among them: each token is of one kind
     cached_tokens   as the client was told, which is what is paid
@@ -67,7 +71,7 @@ class Entry(NamedTuple):
 
     tenant: str
     model: str
-    lane: Lane = "online"
+    lane: RowLane = "online"
     prompt_tokens: int = 0
     cached_tokens: int = 0
     writes: tuple[tuple[float, int], ...] = ()
@@ -82,7 +86,8 @@ class Entry(NamedTuple):
 
     @property
     def at_batch_price(self) -> bool:
-        return self.lane == "batch" and not self.by_upstream
+        """Audits of our own engines are computed in the batch lane, too."""
+        return self.lane != "online" and not self.by_upstream
 
 
 class BookDownError(Exception):

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final
 
 from gateway.config import PriceSettings, duration_s
-from gateway.ledger.base import SAVED, Entry, Figures, add_up
+from gateway.ledger.base import AUDIT, SAVED, Entry, Figures, add_up
 from gateway.types import Hit
 
 MEMO: Final = 1024
@@ -90,6 +90,8 @@ def count(entry: Entry, tariff: Tariff | None, total: Figures) -> None:
 
 
 def _figures(entry: Entry, tariff: Tariff | None) -> Figures:
+    if entry.lane == AUDIT:
+        return _of_audit(entry, tariff)
     used = {
         "requests": 1,
         "prompt_tokens": entry.prompt_tokens,
@@ -111,6 +113,20 @@ def _figures(entry: Entry, tariff: Tariff | None) -> Figures:
         _add_hit(used, entry, hit, tariff)
     if tariff is not None:
         _add_money(used, entry, tariff)
+    return {column: value for column, value in used.items() if value}
+
+
+def _of_audit(entry: Entry, tariff: Tariff | None) -> Figures:
+    """No client asked for it: it is no request, and saved nothing."""
+    used = {
+        "prompt_tokens": entry.prompt_tokens,
+        "cached_tokens": entry.cached_tokens,
+        "cache_write_tokens": sum(tokens for _, tokens in entry.writes),
+        "completion_tokens": entry.completion_tokens,
+        "micros": round(entry.total_ms * 1e3),
+    }
+    if tariff is not None:
+        used["cost_nano"] = _nano(tariff.full(entry) * (tariff.batch if entry.at_batch_price else _WHOLE))
     return {column: value for column, value in used.items() if value}
 
 

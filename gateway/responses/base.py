@@ -13,10 +13,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from gateway.types import Event, Request, Reuse
+from gateway.types import Event, Request, Reuse, Trace
 
 Generate = Callable[[Request], AsyncGenerator[Event, None]]
 """Steps 2 to 6 of the street."""
+
+Audited = Callable[[str, str, Trace, float], None]
+"""Told what it took to generate an answer that was only compared: the tenant who had the hit, the model as figures name
+it, the trace, and milliseconds. Never raises."""
 
 Said = Callable[[], str | None]
 """The text of an answer; None for one that is more than a text, or is not complete."""

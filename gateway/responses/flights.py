@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from gateway import tasks
 from gateway.errors import KvasirError, OverloadedError
+from gateway.responses.bill import Bill
 from gateway.types import Hit, Lookup, Trace
 
 _T = TypeVar("_T")
@@ -24,6 +25,7 @@ _T = TypeVar("_T")
 class Flight(Generic[_T]):
     """One generation.
 
+    bill         who pays for what an own engine computes
     unpaid       of a request that launched it and left before its end: what it takes is another reader's to account for
     lookup, hit  what the cache had for it, said by its work before the first item; None: it had nothing
     begun_s      monotonic clock
@@ -36,6 +38,7 @@ class Flight(Generic[_T]):
     def __init__(self, max_bytes: int, size: Callable[[_T], int], close: Callable[[], None]) -> None:
         """`close` is called once, when nobody may join any more."""
         self.begun_s = time.monotonic()
+        self.bill = Bill()
         self._max_bytes = max_bytes
         self._size = size
         self._close = close

@@ -7,12 +7,13 @@ raises.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from gateway.config import ResponseCacheSettings
-from gateway.responses.base import Anew, Asked, Figures, Semantic
+from gateway.responses.base import Anew, Asked, Audited, Figures, Semantic
 from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import entry_id
@@ -31,13 +32,21 @@ class Lookups:
         exact: ExactCache,
         semantic: Semantic | None,
         now: Callable[[], float],
+        audited: Audited | None = None,
     ) -> None:
         """`now` is the clock of entries, since 1970."""
         self._settings = settings
         self._exact = exact
         self._semantic = semantic
         self._now = now
+        self._audited = audited
         self.figures = Figures()
+
+    def audited(self, asked: Asked, model: str, trace: Trace, began_s: float) -> None:
+        """What was generated for nobody, to compare it with what was given; it has no record that would account for
+        it. `began_s` is on the monotonic clock."""
+        if self._audited is not None:
+            self._audited(asked.tenant, model, trace, (time.monotonic() - began_s) * 1e3)
 
     def peek(self, asked: Asked) -> Entry | None:
         """Its answer, from this gateway's memory."""

@@ -18,7 +18,7 @@ from engine.protocol import Hello
 from gateway.config import ResponseCacheSettings
 from gateway.errors import BadRequestError, KvasirError, NotCachedError
 from gateway.responses.asked import EngineAsked
-from gateway.responses.base import Generate, Semantic
+from gateway.responses.base import Audited, Generate, Semantic
 from gateway.responses.eligibility import Mode, find_bypass, may_keep
 from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
@@ -41,12 +41,13 @@ class ResponseCache:
         exact: ExactCache,
         semantic: Semantic | None,
         now: Callable[[], float],
+        audited: Audited | None = None,
     ) -> None:
         """`modes` are those of tenants that have one of their own. `now` is the clock of entries, since 1970."""
         self._settings = settings
         self._modes = modes
         self._exact = exact
-        self._lookups = Lookups(settings, exact, semantic, now)
+        self._lookups = Lookups(settings, exact, semantic, now, audited)
         self._flights: Flights[Event] = Flights(settings.max_flight_bytes, _size)
         self._before: list[RememberedUpstreams] = []
         self.figures = self._lookups.figures
@@ -132,19 +133,23 @@ class ResponseCache:
         while True:
             key = (asked.key, request.lane, request.tier, request.reuse) if request.reuse.read else None
             flight = self._flights.find(key)
-            leads = flight is None
+            launched = flight is None
             if flight is None:
                 flight = self._flights.launch(key)
                 flight.start(lambda flight: self._work(asked, generate, flight), "response flight")
+            flight.bill.join(request.trace)
             try:
                 async with aclosing(flight.read()) as events:
                     async for event in events:
-                        yield self._told(event, asked, flight, leads=leads)
+                        yield self._told(event, asked, flight)
                 return
             except KvasirError as error:
                 # What was wrong with the first request is wrong with this one; what failed it may not fail this one.
-                if leads or flight.begun or isinstance(error, BadRequestError):
+                if launched or flight.begun or isinstance(error, BadRequestError):
                     raise
+            finally:
+                if flight.lookup is None:
+                    flight.bill.leave(request.trace)
 
     async def _work(self, asked: EngineAsked, generate: Generate, flight: Flight[Event]) -> AsyncGenerator[Event, None]:
         """An answer from the cache, or a new one, which is remembered before anybody sees its end."""
@@ -157,7 +162,7 @@ class ResponseCache:
                 yield event
             return
         kept: Entry | None = None
-        async with aclosing(generate(asked.request)) as events:
+        async with aclosing(generate(replace(asked.request, trace=flight.bill.work))) as events:
             async for event in events:
                 if type(event) is Finished:
                     kept = self._keep(asked, flight.full, event)
@@ -173,8 +178,12 @@ class ResponseCache:
             return entry, self._lookups.given(asked, entry)[0]
 
         async def anew() -> str | None:
-            async with aclosing(generate(_off_the_path(asked.request))) as events:
-                return text_of([event async for event in events])
+            request = _off_the_path(asked.request)
+            try:
+                async with aclosing(generate(request)) as events:
+                    return text_of([event async for event in events])
+            finally:
+                self._lookups.audited(asked, request.model, request.trace, request.received_s)
 
         return await self._lookups.find_alike(asked, lambda entry: entry, _text_in, anew)
 
@@ -200,25 +209,31 @@ class ResponseCache:
         trace.hit = _hit(lookup, recording)
         return list(recording.events())
 
-    def _told(self, event: Event, asked: EngineAsked, flight: Flight[Event], *, leads: bool) -> Event:
-        """As the request of this reader is to have it. What was generated is accounted for with the one that led."""
-        trace, lookup = asked.request.trace, flight.lookup
+    def _told(self, event: Event, asked: EngineAsked, flight: Flight[Event]) -> Event:
+        """As the request of this reader is to have it. What was generated is accounted for with the one that leads."""
+        trace, lookup, bill = asked.request.trace, flight.lookup, flight.bill
         if type(event) is Started:
-            entry = entry_id(asked.key)
-            self._lookups.note(asked.request.trace, lookup or Lookup("miss" if leads else "shared", entry=entry))
-        if leads and lookup is None:
-            return event
-        if type(event) is Started:
+            leads = lookup is None and bill.leads(trace)
+            outcome: Literal["miss", "shared"] = "miss" if leads else "shared"
+            self._lookups.note(trace, lookup or Lookup(outcome, entry=entry_id(asked.key)))
+            if leads:
+                bill.show(trace)
+                return event
             tokens = event.usage.prompt_tokens
             trace.first_token_ms = trace.overhead_ms = _since_ms(asked.request)
             trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = tokens
             trace.hit = flight.hit or Hit("exact", tokens, 0, 0.0)
             return replace(event, usage=Usage(tokens, 0, cached_tokens=tokens))
         if type(event) is Finished:
+            leads = lookup is None and bill.leads(trace)
+            if lookup is None:
+                bill.leave(trace)
+            if leads:
+                return event
             usage = event.usage
             trace.completion_tokens, trace.finish = usage.completion_tokens, event.reason
-            took_ms = (time.monotonic() - flight.begun_s) * 1e3
-            trace.hit = flight.hit or Hit("exact", usage.prompt_tokens, usage.completion_tokens, took_ms)
+            saved, took_ms = usage.completion_tokens - trace.paid_tokens, (time.monotonic() - flight.begun_s) * 1e3
+            trace.hit = flight.hit or Hit("exact", usage.prompt_tokens, saved, took_ms)
             reused = Usage(usage.prompt_tokens, usage.completion_tokens, cached_tokens=usage.prompt_tokens)
             return replace(event, usage=reused)
         return event

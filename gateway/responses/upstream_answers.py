@@ -255,15 +255,20 @@ class RememberedUpstreams:
 
     async def _say_anew(self, asked: UpstreamAsked) -> str | None:
         """The text of an answer that nobody waits for."""
-        async with self._upstreams.answer(_off_the_path(asked.request)) as answer:
-            if answer.status != 200 or _is_odd(answer, asked):
-                return None
-            pieces, size = [], 0
-            async for piece in answer.pieces:
-                pieces.append(piece)
-                size += len(piece)
-                if size > self._settings.max_entry_bytes:
+        request, model = _off_the_path(asked.request), asked.model
+        try:
+            async with self._upstreams.answer(request) as answer:
+                model = answer.label
+                if answer.status != 200 or _is_odd(answer, asked):
                     return None
+                pieces, size = [], 0
+                async for piece in answer.pieces:
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > self._settings.max_entry_bytes:
+                        return None
+        finally:
+            self._lookups.audited(asked, model, request.trace, request.received_s)
         return _said(pieces, asked)
 
     def _keep(self, asked: UpstreamAsked, answer: UpstreamAnswer, pieces: Sequence[bytes]) -> Entry | None:

@@ -125,7 +125,7 @@ class Trace:
     """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
 
     engine: str | None = None
-    hit: Hit | None = None  # then nothing was computed for it
+    hit: Hit | None = None  # then nothing was computed for it, but for `paid_tokens`
     fork: bool = False  # its prompt is accounted for with another answer's
     prompt_tokens: int = 0
     cached_tokens: int = 0  # whose blocks were physically reused
@@ -140,6 +140,7 @@ class Trace:
     lease: Lease | None = None
     by_upstream: bool = False  # it was an upstream that answered, and its cache that was read; or is to, for a line
     completion_tokens: int = 0
+    paid_tokens: int = 0  # of an answer that was begun for another request: computed after that one had left
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
     retries: int = 0
     overhead_ms: float = 0.0  # the gateway's own time before the engine had the request, waiting in a queue excluded

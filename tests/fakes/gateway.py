@@ -53,7 +53,7 @@ from gateway.queues.batch.base import Batches
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.batch.worker import Worker
 from gateway.queues.places import PlaceQueue
-from gateway.responses.base import Semantic
+from gateway.responses.base import Audited, Semantic
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Entries
 from gateway.responses.exact import ExactCache
@@ -134,13 +134,14 @@ def response_cache(
     now: Callable[[], float] = time.time,
     memory: MemoryEntries | None = None,
     semantic: Semantic | None = None,
+    audited: Audited | None = None,
     **settings: Any,
 ) -> ResponseCache:
     """Steps 1 and 7, to stand before the fake street (FakeStreet.responses)."""
     own = ResponseCacheSettings(**settings)
     memory = memory or MemoryEntries(own.max_memory_bytes, now)
     exact = ExactCache(memory, redis, retry_s=1.0, clock=time.monotonic)
-    return ResponseCache(own, {}, exact, semantic, now)
+    return ResponseCache(own, {}, exact, semantic, now, audited)
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from gateway.app import Gateway, upstream_keys
 from gateway.config import LeaseSettings, LimitSettings, Settings
 from gateway.errors import RateLimitError
 from gateway.redis_calls import connect
-from gateway.types import ANONYMOUS, Need
+from gateway.types import ANONYMOUS, Event, Finished, Need, Request, Started, TextDelta, Usage
 from tests.fakes import tokenisers
+from tests.fakes.meanings import MODEL, chat
 from tests.fakes.waiting import until
 from tests.fakes.whole import whole
 
@@ -231,6 +234,37 @@ def test_the_semantic_cache_is_there_where_somebody_may_use_it(config: str, ther
     finally:
         gateway.embedder.close()
         gateway.prompts.close()
+
+
+async def test_what_an_audit_of_the_semantic_cache_used_is_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("random.random", lambda: 0.0)  # every hit is audited
+    settings = Settings.model_validate({"semantic_cache": {"mode": "on", "lookup_timeout_s": 60}})
+    gateway = Gateway(settings, None, None)
+    assert gateway.semantic_cache is not None
+    gateway.semantic_cache.start()
+
+    async def generate(request: Request) -> AsyncGenerator[Event, None]:
+        trace = request.trace
+        trace.first_token_ms, trace.prompt_tokens, trace.completion_tokens = 1.0, 10, 3
+        yield Started("engine-1", Usage(10, 0))
+        yield TextDelta("Click on it.")
+        yield Finished("stop", Usage(10, 3))
+
+    outcomes = []
+    for text in ("How do I reset my password?", "how can i reset my password"):
+        request = chat(text)
+        async with aclosing(gateway.response_cache.answer(request, MODEL, generate)) as events:
+            assert [event async for event in events]
+        assert request.trace.lookup is not None
+        outcomes.append(request.trace.lookup.outcome)
+    assert outcomes == ["miss", "semantic"]
+    await until(lambda: bool(gateway.ledger.totals))
+    ((row, figures),) = gateway.ledger.totals.items()
+    assert (row.tenant, row.model, row.lane) == ("a", "demo", "audit")
+    assert (figures["prompt_tokens"], figures["completion_tokens"], "requests" in figures) == (10, 3, False)
+    await gateway.semantic_cache.close()
+    gateway.embedder.close()
+    gateway.prompts.close()
 
 
 def test_without_the_extra_the_semantic_cache_says_so_and_exact_answers_are_left(

@@ -22,7 +22,7 @@ from gateway.ledger.base import BookDownError, Figures, Row
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
-from gateway.types import Hit, Lease, Request, Tenant
+from gateway.types import Hit, Lease, Request, Tenant, TextDelta
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.street import FakeStreet
 from tests.fakes.upstream import said, upstream
@@ -266,6 +266,40 @@ async def test_what_several_asked_at_once_is_paid_once_and_saved_for_all_others(
     assert row["used"]["cost"] == {"USD": "0.0003"}
     exact = row["saved"]["exact"]
     assert (exact["requests"], exact["tokens"], exact["money"]) == (10, 420, {"USD": "0.0015"})
+
+
+class Halting(FakeStreet):
+    """Stops after the first token of its first answer until it may go on."""
+
+    half = asyncio.Event()
+
+    async def _events(self, request: Request) -> Any:
+        async for event in super()._events(request):
+            yield event
+            if isinstance(event, TextDelta) and not self.half.is_set():
+                await self._hold(self.half)
+
+
+async def test_tokens_after_the_first_of_several_left_are_paid_by_the_next() -> None:
+    """Of a prompt of 40 tokens and an answer of 2 the first pays the prompt and a token, the second saves as much."""
+    street = Halting(responses=response_cache(), cached_tokens=0)
+    street.half = asyncio.Event()
+    body = {**ASK, "temperature": 0, "stream": True}
+    async with running(street, prices=(PRICE,), response_cache=street.responses) as gateway:
+        first = await gateway.session.post(gateway.url + CHAT, json=body)
+        await first.content.readany()
+        second = asyncio.create_task(gateway.transcript(CHAT, body))
+        await until(lambda: street.responses.stats()["waiting"] == 2)
+        first.close()
+        await until(lambda: street.responses.stats()["waiting"] == 1)
+        street.half.set()
+        assert "[DONE]" in await second
+        (row,) = (await ledger_of(gateway))["rows"]
+    assert row["requests"] == 2
+    assert (row["used"]["prompt_tokens"], row["used"]["completion_tokens"]) == (40, 2)
+    assert row["used"]["cost"] == {"USD": "0.00015"}
+    exact = row["saved"]["exact"]
+    assert (exact["requests"], exact["tokens"]) == (1, 41)
 
 
 async def test_several_remembered_answers_to_a_prompt_save_it_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway.admin.accounting import audit_entry
 from gateway.config import TenantSettings
 from gateway.errors import EmbedderError
 from gateway.responses.semantic.cache import SemanticCache
@@ -79,6 +80,7 @@ class Front:
     stub: StubUpstream
     semantic: SemanticCache
     meanings: Meanings
+    audits: list[Any]  # what each took
 
     async def ask(self, body: Any, path: str = CHAT, **headers: str) -> tuple[str, bytes, Any]:
         """What the cache had, the answer, and its headers."""
@@ -96,11 +98,14 @@ async def front(
 ) -> AsyncIterator[Front]:
     meanings = Meanings({"password?": 0.0, "reset": 5.0})
     semantic = semantic_cache(meanings, mode=mode, chance=chance, **options.pop("settings", {}))
-    cache = response_cache(options.pop("redis", None), semantic=semantic)
+    audits: list[Any] = []
+    cache = response_cache(
+        options.pop("redis", None), semantic=semantic, audited=lambda *told: audits.append(audit_entry(*told))
+    )
     async with upstream(*answers) as stub:
         upstreams = [stub.settings("up-1", "up-2", dialect=dialect, retries=0, **options.pop("upstream", {}))]
         async with running(upstreams=upstreams, response_cache=cache, **options) as gateway:
-            yield Front(gateway, stub, semantic, meanings)
+            yield Front(gateway, stub, semantic, meanings, audits)
             await semantic.close()
 
 
@@ -310,6 +315,9 @@ async def test_an_audit_asks_the_upstream_once_more_off_the_path_and_not_in_the_
         assert (audit.path, audit.json) == (CHAT, chat(SECOND))
         assert "idempotency-key" not in audit.headers
         assert audit.headers["x-stainless-lang"] == "python"
+        (entry,) = one.audits
+        assert (entry.tenant, entry.model, entry.lane, entry.by_upstream) == ("anonymous", "up-1", "audit", True)
+        assert (entry.prompt_tokens, entry.completion_tokens) == (100, 7)
         assert await one.outcome(chat(THIRD)) == "semantic"
 
 

@@ -83,6 +83,16 @@ def test_a_hosted_api_bills_a_line_of_a_batch_as_any_request() -> None:
     assert counted(hits=hits, by_upstream=True, lane="batch") == counted(hits=hits)
 
 
+def test_an_audit_costs_what_the_batch_lane_costs_and_is_no_request() -> None:
+    used: dict[str, Any] = {"prompt_tokens": 1000, "cached_tokens": 600, "completion_tokens": 100, "total_ms": 5.0}
+    batch, audit = counted(**used, lane="batch"), counted(**used, lane="audit")
+    assert audit == {
+        column: batch[column]
+        for column in ("prompt_tokens", "cached_tokens", "completion_tokens", "micros", "cost_nano")
+    }
+    assert counted(**used, lane="audit", by_upstream=True)["cost_nano"] == 2 * audit["cost_nano"]
+
+
 def test_a_remembered_answer_costs_nothing_and_saves_the_whole_price() -> None:
     hits = (Hit("exact", prompt_tokens=1000, completion_tokens=200, generation_ms=900.0),)
     row = counted(hits=hits, total_ms=4.0)

@@ -33,6 +33,7 @@ from gateway.types import (
     TextDelta,
     Tool,
     ToolUse,
+    Trace,
     Usage,
 )
 from tests.fakes.shelf import Shelf
@@ -82,9 +83,10 @@ class Engine:
                 await self.gate.wait()
             if self.errors and (error := self.errors.pop(0)) is not None:
                 raise error
-            request.trace.engine = "engine-1"
+            request.trace.engine, request.trace.prompt_tokens, request.trace.first_token_ms = "engine-1", 10, 1.0
             yield Started("engine-1", Usage(10, 0, cached_tokens=4))
             for index, piece in enumerate((*self.pieces, TextDelta(str(number)))):
+                request.trace.completion_tokens += 1
                 yield piece
                 if index == 0 and self.middle is not None:
                     await self.middle.wait()
@@ -118,11 +120,17 @@ class Bench:
     semantic: Any = None
     now: float = 1000.0
     engine: Engine = field(default_factory=Engine)
+    audits: list[tuple[str, str, int, int]] = field(default_factory=list)  # whose, and tokens
 
     def __post_init__(self) -> None:
         self.memory = MemoryEntries(self.settings.max_memory_bytes, lambda: self.now)
         self.exact = ExactCache(self.memory, self.shelf, retry_s=1.0, clock=lambda: self.now)
-        self.cache = ResponseCache(self.settings, self.modes, self.exact, self.semantic, lambda: self.now)
+        self.cache = ResponseCache(
+            self.settings, self.modes, self.exact, self.semantic, lambda: self.now, self._audited
+        )
+
+    def _audited(self, tenant: str, model: str, trace: Trace, total_ms: float) -> None:
+        self.audits.append((tenant, model, trace.prompt_tokens, trace.completion_tokens))
 
     def events(self, request: Request) -> AsyncGenerator[Event, None]:
         return self.cache.answer(request, MODEL, self.engine.generate)
@@ -396,6 +404,44 @@ async def test_when_the_first_one_hangs_up_the_others_are_served(when: str) -> N
     assert (len(engine.runs), engine.aborted) == (1, 0)
 
 
+async def test_what_was_computed_after_the_first_one_hung_up_is_on_the_account_of_the_next() -> None:
+    bench = Bench(engine=Engine(middle=asyncio.Event()))
+    first, second, third = ask(), ask(), ask()
+    readers = [bench.events(request) for request in (first, second, third)]
+    for events in readers:
+        assert [type(await anext(events)) for _ in range(2)] == [Started, TextDelta]
+    await readers[0].aclose()
+    assert bench.engine.middle is not None
+    bench.engine.middle.set()
+    for events in readers[1:]:
+        rest = [event async for event in events]
+        assert rest[-1] == Finished("stop", Usage(10, 3, cached_tokens=10), None)
+    assert (first.trace.engine, first.trace.completion_tokens, first.trace.hit) == ("engine-1", 1, None)
+    for request, paid, saved in ((second, 2, 1), (third, 0, 3)):
+        hit = request.trace.hit
+        assert hit is not None
+        assert (request.trace.paid_tokens, hit.prompt_tokens, hit.completion_tokens) == (paid, 10, saved)
+        assert request.trace.completion_tokens == 3
+
+
+async def test_when_the_first_one_hangs_up_before_the_first_token_the_next_is_as_if_it_were_alone() -> None:
+    bench = Bench(engine=Engine(gate=asyncio.Event()))
+    first, second = ask(), ask()
+    waiting = [asyncio.create_task(bench.all(request)) for request in (first, second)]
+    await until(bench.engine.reached.is_set)
+    await until(lambda: bench.cache.stats()["waiting"] == 2)
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    assert bench.engine.gate is not None
+    bench.engine.gate.set()
+    events = await waiting[1]
+    assert events[-1] == Finished("stop", Usage(10, 3, cached_tokens=4), None)
+    assert first.trace.engine is None
+    assert (second.trace.engine, second.trace.prompt_tokens, second.trace.hit) == ("engine-1", 10, None)
+    assert second.trace.lookup is not None
+    assert second.trace.lookup.outcome == "miss"
+
+
 async def test_when_all_hang_up_the_generation_ends() -> None:
     bench = Bench(engine=Engine(gate=asyncio.Event()))
     waiting = [asyncio.create_task(bench.text(ask())) for _ in range(3)]
@@ -578,6 +624,7 @@ async def test_what_means_the_same_is_asked_for_after_an_exact_miss_and_told_of_
     assert meaning.anew is not None
     assert await meaning.anew() == "Hello 2"
     assert bench.engine.runs[-1].lane == "batch"
+    assert bench.audits == [("a", "demo", 10, 3)]
     assert request.trace.engine is None
     same = ask("How are you?")
     assert await bench.outcome(same) == "exact"
@@ -585,6 +632,20 @@ async def test_what_means_the_same_is_asked_for_after_an_exact_miss_and_told_of_
     assert same.trace.repeat is not None
     same.trace.repeat.again()
     assert meaning.calls[4:] == ["repeated", "repeated"]
+
+
+async def test_an_audit_that_is_given_up_is_told_of_with_what_it_took() -> None:
+    meaning = Meaning()
+    bench = Bench(semantic=meaning)
+    await bench.all(ask("How are you?"))
+    await bench.all(ask("How are you doing?"))
+    assert meaning.anew is not None
+    bench.engine.middle = asyncio.Event()
+    audit = asyncio.ensure_future(meaning.anew())
+    await until(lambda: len(bench.engine.runs) == 2)
+    audit.cancel()
+    await asyncio.wait([audit])
+    assert bench.audits == [("a", "demo", 10, 1)]
 
 
 async def test_a_match_whose_answer_is_gone_is_a_miss() -> None:
