@@ -31,7 +31,9 @@ class ResponseCacheSettings(Section):
         1 << 20, description="Bytes of one answer; a larger one is not kept."
     )
     max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
-        128 << 20, description="Bytes of answers in the memory of one gateway, those used last; 0 keeps none there."
+        128 << 20,
+        description="Bytes of answers in the memory of one gateway; 0 keeps none there. What does not fit goes from "
+        "the tenant or namespace that has most, what was used longest ago first.",
     )
     memory_s: Annotated[float, Field(ge=0)] = Field(
         60.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.responses.entries import About, Entry
@@ -28,14 +28,23 @@ class _Held(NamedTuple):
     set_s: float
 
 
+@dataclass(slots=True)
+class _Owned:
+    """held  by id, used last at the end"""
+
+    held: OrderedDict[str, _Held] = field(default_factory=OrderedDict)
+    bytes: int = 0
+
+
 class MemoryEntries:
-    """LRU by bytes. A time to live counts from when the answer was made, and no use makes it longer."""
+    """LRU by bytes within each owner; room is made by the owner who has most, as in Redis, so that a burst pushes out
+    nothing of those who have less. A time to live counts from when the answer was made, and no use makes it longer."""
 
     def __init__(self, max_bytes: int, now: Callable[[], float]) -> None:
         """`now` is the clock of entries, in seconds since 1970."""
         self._max_bytes = max_bytes
         self._now = now
-        self._held: OrderedDict[tuple[str, str], _Held] = OrderedDict()  # used last at the end
+        self._owners: dict[str, _Owned] = {}  # none of them is empty
         self.figures = MemoryFigures()
 
     @property
@@ -45,15 +54,16 @@ class MemoryEntries:
 
     def get(self, owner: str, name: str, *, within_s: float = math.inf) -> Entry | None:
         """Counts as a use. None for what is over its time, too, and for what was set longer ago than `within_s`."""
-        held = self._held.get((owner, name))
-        if held is None:
+        owned = self._owners.get(owner)
+        held = None if owned is None else owned.held.get(name)
+        if owned is None or held is None:
             return None
         now = self._now()
         if held.entry.expires_s <= now:
             self._drop(held.entry)
             self.figures.expired += 1
             return None
-        self._held.move_to_end((owner, name))
+        owned.held.move_to_end(name)
         return held.entry if now - held.set_s <= within_s else None
 
     def set(self, entry: Entry) -> bool:
@@ -62,16 +72,19 @@ class MemoryEntries:
         if entry.num_bytes > self._max_bytes:
             return False
         while self.figures.bytes + entry.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._held.values())).entry)
+            self._drop(next(iter(self._largest(entry).held.values())).entry)
             self.figures.evicted += 1
-        self._held[entry.owner, entry.id] = _Held(entry, self._now())
+        owned = self._owners.setdefault(entry.owner, _Owned())
+        owned.held[entry.id] = _Held(entry, self._now())
+        owned.bytes += entry.num_bytes
         self.figures.entries += 1
         self.figures.bytes += entry.num_bytes
         return True
 
     def delete(self, owner: str, name: str) -> bool:
         """Whether it was there, in its time."""
-        held = self._held.get((owner, name))
+        owned = self._owners.get(owner)
+        held = None if owned is None else owned.held.get(name)
         if held is None:
             return False
         self._drop(held.entry)
@@ -79,12 +92,12 @@ class MemoryEntries:
 
     def clear(self) -> None:
         """Gives up everything."""
-        self._held.clear()
+        self._owners.clear()
         self.figures.entries = self.figures.bytes = 0
 
     def __iter__(self) -> Iterator[Entry]:
-        """What is held, in the order of use; what is over its time may be among it."""
-        return iter([held.entry for held in self._held.values()])
+        """What is held; what is over its time may be among it."""
+        return iter([held.entry for owned in self._owners.values() for held in owned.held.values()])
 
     async def find(self, owner: str, name: str) -> Entry | None:
         """See Entries."""
@@ -100,17 +113,28 @@ class MemoryEntries:
 
     async def owners(self) -> list[str]:
         """See Entries."""
-        return sorted({entry.owner for entry in self})
+        return sorted(self._owners)
 
     async def all_of(self, owner: str) -> list[About]:
         """See Entries."""
+        owned, now = self._owners.get(owner, _Owned()), self._now()
         return [
             About(owner, entry.id, entry.model, entry.created_s, entry.expires_s, entry.num_bytes)
-            for entry in self
-            if entry.owner == owner and entry.expires_s > self._now()
+            for entry, _ in owned.held.values()
+            if entry.expires_s > now
         ]
 
+    def _largest(self, entry: Entry) -> _Owned:
+        """Who has most, with an entry that is to come."""
+        coming = {entry.owner: entry.num_bytes}
+        owner = max(self._owners, key=lambda name: self._owners[name].bytes + coming.get(name, 0))
+        return self._owners[owner]
+
     def _drop(self, entry: Entry) -> None:
-        del self._held[entry.owner, entry.id]
+        owned = self._owners[entry.owner]
+        del owned.held[entry.id]
+        owned.bytes -= entry.num_bytes
+        if not owned.held:
+            del self._owners[entry.owner]
         self.figures.entries -= 1
         self.figures.bytes -= entry.num_bytes

@@ -156,19 +156,35 @@ async def gone(redis: Redis) -> bool:
     return not await redis.exists("kvasir:{answers:tenant:a}:short")
 
 
+async def _fill(entries: Entries) -> None:
+    """With room for six: a burst of one owner pushes out nothing of the other's, and half is everybody's."""
+    for name in "1234":
+        await entries.put(entry(name))
+    for name in "56":
+        await entries.put(entry(name, owner="tenant:b"))
+    assert len(await held(entries)) == 4
+    await entries.put(entry("7", owner="tenant:b"))
+    assert len(await held(entries)) == 3
+    assert len(await held(entries, "tenant:b")) == 3
+
+
+async def test_in_memory_the_owner_with_most_gives_way() -> None:
+    memory = MemoryEntries(6 * UNIT, lambda: 0.0)
+    await _fill(memory)
+    for number in range(20):
+        await memory.put(entry(f"burst {number}"))
+    assert await held(memory, "tenant:b") == {"5", "6", "7"}
+    assert await held(memory) == {"burst 17", "burst 18", "burst 19"}
+    assert await memory.put(entry("wide", bytes(5 * UNIT), owner="tenant:c"))
+    assert [memory.figures.bytes, await memory.owners()] == [6 * UNIT, ["tenant:c"]]
+
+
 async def test_over_all_owners_the_largest_gives_way(redis_url: str) -> None:
     redis: Redis = Redis.from_url(redis_url)
     limits = ResponseCacheSettings(max_redis_bytes=6 * UNIT, max_redis_bytes_per_tenant=4 * UNIT)
     entries = RedisEntries(redis, limits, timeout_s=LIMIT_S, now=lambda: 0.0)
     try:
-        for name in "1234":
-            await entries.put(entry(name))
-        for name in "56":
-            await entries.put(entry(name, owner="tenant:b"))
-        assert len(await held(entries)) == 4
-        await entries.put(entry("7", owner="tenant:b"))
-        assert len(await held(entries)) == 3
-        assert len(await held(entries, "tenant:b")) == 3
+        await _fill(entries)
         totals = await redis.hgetall(TOTALS)  # type: ignore[misc]
         assert sum(int(total) for total in totals.values()) == 6 * UNIT
     finally:
