@@ -269,6 +269,7 @@ class Street:
             avoid=frozenset(lost),
             lane=request.lane,
             tier=request.tier,
+            priority=request.priority,
             weight=request.tenant.weight,
             digests=prompt.digests if looked_up or (request.use_cache and request.lane == "batch") else b"",
             block_size=block_size,

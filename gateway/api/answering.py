@@ -315,6 +315,7 @@ class Answering:
                 deadline_s=self.deadline_s(record),
                 lane=record.lane,
                 tier=record.tier,
+                priority=call.priority,
                 stop=call.stop,
                 prompt_param=call.prompt_param,
                 scope=scope,

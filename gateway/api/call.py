@@ -39,6 +39,7 @@ class Call:
     cache_key: str = ""
     cache_salt: str = ""
     tier: Tier = "default"  # that is asked for; Answering.tier says which it is
+    priority: int = 0  # as in Request
     reuse: Reuse = PLAIN_REUSE  # what the body says of the response cache
 
 

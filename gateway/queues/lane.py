@@ -1,7 +1,8 @@
 """Who waits, and who is sent where when a place is free. Pure: no I/O, no clock, no futures.
 
     tenants    take turns by the seconds of an engine that their requests took (start-time fair queueing), over weight
-    a tenant's requests go shortest prefill first; every second of waiting counts like `queue.aging` seconds less
+    a tenant's requests go in the order of their `priority`, then shortest prefill first; every second of waiting
+               counts like `queue.aging` seconds less
     tiers      `flex` counts as `queue.tier_s` seconds more in both, `priority` as so much less, and as no prefill
     a tenant's batch requests go in the order in which they came, which is that of their prefixes
     an engine  is chosen when a place is free, for requests in that order: each goes where its first token comes
@@ -78,7 +79,7 @@ class Waiter:
 
     ask: Ask
     arrived_s: float
-    order: tuple[float, int] = (0.0, 0)
+    order: tuple[int, float, int] = (0, 0.0, 0)
     cost_s: float = 0.0
     since_s: float = 0.0  # where turns were when it arrived
     known_tokens: int = 0  # of its prompt, that were computed for it or another one not long before it arrived
@@ -95,7 +96,7 @@ class Lane(Generic[E, W]):
         self.name = name
         self._settings = settings
         self._router = router
-        self._tenants: dict[str, list[tuple[tuple[float, int], W]]] = {}  # in order; only those with requests
+        self._tenants: dict[str, list[tuple[tuple[int, float, int], W]]] = {}  # in order; only those with requests
         self._turns = Turns()
         self._trails = Trails(TRAIL_S if name == "batch" else SESSION_S)
         self._numbers = 0
@@ -116,7 +117,8 @@ class Lane(Generic[E, W]):
         self.pass_time(waiter.arrived_s)
         self._find(waiter)
         waiter.cost_s = picture.cost_s(waiter.ask)
-        waiter.order = (self._order_s(waiter), self._numbers)
+        priority = 0 if self.name == "batch" else waiter.ask.priority
+        waiter.order = (priority, self._order_s(waiter), self._numbers)
         waiter.since_s = self._turns.now_s
         if not self._tenants and (seat := self._seat_now(waiter, picture)) is not None:
             self._turns.took(waiter)
@@ -261,7 +263,7 @@ _Turn = tuple[float, str, W, float, Iterator[tuple[Any, W]]]
 """When it is whose, in which order they are taken; one who waits, where the tenant stands, and who waits behind."""
 
 
-def _order(entry: tuple[tuple[float, int], Any]) -> tuple[float, int]:
+def _order(entry: tuple[tuple[int, float, int], Any]) -> tuple[int, float, int]:
     return entry[0]
 
 

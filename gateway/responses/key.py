@@ -32,6 +32,7 @@ IGNORED: Final[Mapping[type, frozenset[str]]] = {
             "prompt_param",  # for error messages
             "lane",
             "tier",
+            "priority",
             "use_cache",  # who asks for no reuse gets none here, either: eligibility.py
             "only_leased",
             "fit",  # who asks for more tokens than fit gets the answer that needed fewer

@@ -131,7 +131,9 @@ class ResponseCache:
         """With all others who ask the same, as long as one of them is there."""
         request = asked.request
         while True:
-            key = (asked.key, request.lane, request.tier, request.reuse) if request.reuse.read else None
+            key = (
+                (asked.key, request.lane, request.tier, request.priority, request.reuse) if request.reuse.read else None
+            )
             flight = self._flights.find(key)
             launched = flight is None
             if flight is None:

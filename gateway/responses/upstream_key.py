@@ -18,7 +18,7 @@ from gateway.responses.key import VERSION
 from gateway.types import UpstreamRequest
 
 IGNORED: Final = frozenset(
-    ("stream", "stream_options", "user", "metadata", "safety_identifier", "service_tier", "labels", "cache")
+    ("stream", "stream_options", "user", "metadata", "safety_identifier", "service_tier", "priority", "labels", "cache")
 )
 """Of a body's own names. What separates clients (prompt_cache_key, cache_salt) is not among them."""
 

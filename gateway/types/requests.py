@@ -180,6 +180,7 @@ class Request:
     prompt_param: PromptParam = "messages"  # the name of the prompt in error messages
     lane: Lane = "online"
     tier: Tier = "default"  # says nothing in the batch lane
+    priority: int = 0  # among its tenant's own, the least first; says nothing in the batch lane
     scope: Scope | None = None  # None is the tenant's own
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
     only_leased: bool = False  # what was reused without a lease is not told as cached
@@ -209,6 +210,7 @@ class Ask:
     avoid          incarnations that failed it, and get it only where there is no other
     lane           online, or batch: then it has a place only where nobody of the online lane wants one
     tier           who goes first, in the online lane
+    priority       the same among requests of one tenant, before anything else: the least goes first
     weight         of the tenant's share
     digests        of the prompt's full blocks, where it is known who holds them; the lane looks for what begins like it
     block_size     tokens of each
@@ -222,6 +224,7 @@ class Ask:
     avoid: frozenset[str] = frozenset()
     lane: Lane = "online"
     tier: Tier = "default"
+    priority: int = 0
     weight: float = 1.0
     digests: bytes = b""
     block_size: int = 0

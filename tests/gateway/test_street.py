@@ -285,6 +285,12 @@ async def test_the_stages_are_asked_in_the_order_of_the_street() -> None:
     assert stages.calls == ["encode", "find d,e", "place e {'e': 8}"]
 
 
+async def test_the_queue_is_told_whose_turn_a_request_says_that_it_is() -> None:
+    stages = Stages([ScriptedEngine("e", [[SequenceUpdate(1, [0], finish="stop")]])])
+    await walk(stages, replace(request(), tier="flex", priority=-3))
+    assert [(ask.tier, ask.priority) for ask in stages.asks] == [("flex", -3)]
+
+
 async def test_a_request_that_prewarms_generates_nothing_and_may_fill_the_context() -> None:
     engine = ScriptedEngine("e", [[SequenceUpdate(1, [], cached_tokens=0, finish="length")]])
     stages = Stages([engine], num_tokens=32)

@@ -32,6 +32,7 @@ from gateway.api.openai.tools import function_call, functions, tool_choice, tool
 from gateway.errors import BadRequestError
 
 MAX_TOKENS = 2**31 - 1
+PRIORITY_MAX = 2**31 - 1
 MAX_N = 128
 MAX_STOPS = 4
 MAX_STOP_IDS = 64
@@ -222,6 +223,13 @@ _SHARED = (
         cache_salt,
         "string of 1 to 128 characters",
         "Extension, as in vLLM: separates in the same way, beside `prompt_cache_key`.",
+    ),
+    _used(
+        "priority",
+        integer(-PRIORITY_MAX, PRIORITY_MAX),
+        "integer -2147483647 to 2147483647, default 0",
+        "Extension, as in vLLM and SGLang: among the tenant's own requests that wait, the lowest goes first; see "
+        "Service tiers.",
     ),
     _used(
         "cache",

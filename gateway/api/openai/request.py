@@ -88,6 +88,7 @@ def _call(
         cache_key=values.get("prompt_cache_key", ""),
         cache_salt=values.get("cache_salt", ""),
         tier=OPENAI_TIERS[values.get("service_tier", "auto")],
+        priority=values.get("priority", 0),
         reuse=from_body(values.get("cache", {})),
     )
 

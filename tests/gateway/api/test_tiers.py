@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.config import TenantSettings
-from tests.fakes.gateway import Gateway, running
+from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.street import FakeStreet
 
 TENANTS = [
@@ -78,3 +78,34 @@ async def test_a_tenants_weight_goes_with_its_requests() -> None:
         for key in (FIRST, OTHER):
             await tell(gateway, CHAT, key)
     assert [request.tenant.weight for request in street.requests] == [2.5, 1.0]
+
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("priority", [None, 0, -3, 2**31 - 1, -(2**31) + 1])
+async def test_priority_reaches_the_queue(path: str, priority: int | None) -> None:
+    body = {"model": "demo", "max_tokens": 5, **({"messages": HI} if path == CHAT else {"prompt": "hi"})}
+    async with running(FakeStreet()) as gateway:
+        status, answer, _ = await gateway.post(path, {**body, "priority": priority, "n": 2})
+        assert status == 200, answer
+        assert [request.priority for request in gateway.street.requests] == [priority or 0] * 2
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("priority", [2**31, -(2**31), 1.5, "1", True, [1]])
+async def test_a_priority_that_is_none_is_refused_by_its_name(path: str, priority: Any) -> None:
+    body = {"model": "demo", **({"messages": HI} if path == CHAT else {"prompt": "hi"})}
+    async with running(FakeStreet()) as gateway:
+        status, answer, _ = await gateway.post(path, {**body, "priority": priority})
+        assert (status, answer["error"]["param"]) == (400, "priority")
+        assert gateway.street.requests == []
+
+
+async def test_requests_that_differ_in_priority_get_one_answer_when_it_is_there() -> None:
+    street = FakeStreet(responses=response_cache())
+    body = {"model": "demo", "messages": HI, "temperature": 0}
+    async with running(street, response_cache=street.responses) as gateway:
+        told = [(await gateway.post(CHAT, {**body, "priority": number}))[2] for number in (0, 5)]
+    assert [headers["x-kvasir-cache"].partition(";")[0] for headers in told] == ["miss", "exact"]

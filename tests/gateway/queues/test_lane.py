@@ -154,6 +154,46 @@ def test_a_priority_request_goes_before_shorter_ones() -> None:
     assert rig.drain() == [long, short]
 
 
+def test_the_lowest_priority_of_a_tenant_goes_first_whatever_else_there_is() -> None:
+    rig = Rig()
+    rig.block()
+    high, _ = rig.enter(10, at_s=0.0, priority=7)
+    usual = [rig.enter(tokens, at_s=1000.0)[0] for tokens in (500, 100)]
+    first, _ = rig.enter(100, at_s=0.0, tier="priority")
+    low, _ = rig.enter(9000, at_s=2000.0, tier="flex", priority=-2)
+    equal, _ = rig.enter(10, at_s=2000.0, priority=7)
+    assert rig.drain() == [low, first, usual[1], usual[0], high, equal]
+
+
+def test_low_priorities_take_no_turn_from_other_tenants() -> None:
+    """Each of the two has the same turns as without them."""
+    rig = Rig()
+    rig.block()
+    greedy = [rig.enter(100, "a", priority=-1000)[0] for _ in range(3)]
+    modest = [rig.enter(100, "b", priority=number)[0] for number in (3, 2, 1)]
+    order = rig.drain()
+    assert [waiter.ask.tenant for waiter in order] == ["a", "b"] * 3
+    assert [waiter for waiter in order if waiter in greedy] == greedy
+    assert [waiter for waiter in order if waiter in modest] == modest[::-1]
+
+
+def test_in_the_batch_lane_priority_says_nothing() -> None:
+    rig = Rig()
+    rig.lane.name = "batch"
+    rig.block()
+    waiting = [rig.enter(100, priority=number)[0] for number in (3, 1, 2)]
+    assert rig.drain() == waiting
+
+
+def test_who_leaves_is_found_whatever_its_priority() -> None:
+    rig = Rig()
+    rig.block()
+    waiting = [rig.enter(100, priority=number)[0] for number in (3, -1, 2, 2)]
+    assert rig.lane.remove(waiting[3])
+    assert not rig.lane.remove(waiting[3])
+    assert rig.drain() == [waiting[1], waiting[2], waiting[0]]
+
+
 def test_tiers_hold_between_tenants_as_well() -> None:
     rig = Rig()
     rig.block()

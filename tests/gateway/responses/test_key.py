@@ -57,6 +57,7 @@ OTHER: dict[type, dict[str, Any]] = {
         "prompt_param": "input",
         "lane": "batch",
         "tier": "flex",
+        "priority": -5,
         "scope": Scope(tenant="b"),
         "use_cache": False,
         "only_leased": True,

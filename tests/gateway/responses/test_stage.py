@@ -480,6 +480,7 @@ async def test_a_failure_after_the_first_piece_is_everybodys() -> None:
         {"tenant": "b"},
         {"lane": "batch"},
         {"tier": "flex"},
+        {"priority": 1},
         {"reuse": Reuse(read=False)},
         {"reuse": Reuse(write=False)},
         {"reuse": Reuse(asked=False)},
