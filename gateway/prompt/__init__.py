@@ -1,11 +1,22 @@
 """Step 2 of the street: a request's prompt becomes token ids and chain digests, and only what is new costs anything.
 
-masking.py     special strings in users' text: hidden while the template runs, shown again after the cut
-template.py    the model's chat template, as Hugging Face renders it
-byte_level.py  a byte-level BPE tokenizer.json, proven equal and handed to tiktoken
-tokenizer.py   special tokens, cuts, ids: one model's tokeniser, with the proofs it was loaded under
-segments.py    the two memos: segments -> ids, chains of segments -> block digests
-decode.py      ids -> text, piece by piece, with stop strings
-signs.py       where a piece of text may end: not within an emoji
-stage.py       the stage itself: street.Prompts
+The way down:
+stage.py         the stage itself: street.Prompts
+loaded.py        what is loaded for one tokeniser, and rendering with it
+template.py      the model's chat template, as Hugging Face renders it
+masking.py       special strings in users' text: hidden while the template runs, shown again after the cut
+markers.py       where a client's breakpoints lie in the rendered text
+walk.py          down the memos, then on with what is new
+segments.py      the memos: segments -> ids, chains of segments -> block digests, prompts -> all of it
+tokenizer.py     special tokens, cuts, ids: one model's tokeniser, with the proofs it was loaded under
+byte_level.py    a byte-level BPE tokenizer.json, proven equal and handed to tiktoken
+guard.py         the reference that segments are compared with; samples.py  the texts for that
+
+The way back:
+reader.py        one answer: tokens in, pieces of text and of tool calls out
+decode.py        ids -> text, piece by piece, with stop strings
+signs.py         where a piece of text may end: not within an emoji
+scores.py        log probabilities, released with their text
+tool_styles.py   how a model writes tool calls; tool_grammar.py  what an answer has to be that makes them
+tool_calls.py    calls out of an answer while it is written; json_scan.py  their arguments
 """

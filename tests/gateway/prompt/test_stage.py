@@ -307,13 +307,13 @@ async def test_a_tokeniser_is_loaded_once_for_all_engines(monkeypatch: pytest.Mo
     from gateway.prompt import stage as module
 
     loads: list[str] = []
-    original = module._load
+    original = module.load_model
 
     def load(files: TokenizerFiles, settings: PromptSettings) -> Any:
         loads.append(threading.current_thread().name)
         return original(files, settings)
 
-    monkeypatch.setattr(module, "_load", load)
+    monkeypatch.setattr(module, "load_model", load)
     files = tokenisers.qwen()
     stage = PromptStage(PromptSettings())
     await asyncio.gather(*[stage.load(tokenisers.hello(files, model=name), files) for name in ("a", "b", "a")])
