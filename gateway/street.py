@@ -1,4 +1,4 @@
-"""The way of a request, in numbered steps. Each stage is a small Protocol here; app.py brings the real ones.
+"""The way of a request, in numbered steps. Each stage is a small Protocol in stages.py; app.py brings the real ones.
 
     1. responses   was it answered before, or is it being answered?
     2. prompts     render, split, tokenise what is new, chain the block hashes
@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any, Protocol
 
-from engine.protocol import Breakpoint, Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
+from engine.protocol import Breakpoint, Hello, Sampling, SequenceUpdate, TokenLogprobs
 from gateway.errors import (
     BadRequestError,
     ContextLengthError,
@@ -29,141 +28,11 @@ from gateway.errors import (
     KvasirError,
     OverloadedError,
 )
-from gateway.types import (
-    Ask,
-    CallDelta,
-    ChatPrompt,
-    Constraint,
-    EncodedPrompt,
-    Event,
-    Finished,
-    FinishReason,
-    Group,
-    Lease,
-    Request,
-    ScoredToken,
-    Started,
-    TextDelta,
-    Trace,
-    Usage,
-)
+from gateway.metering import meter_start, usage_of
+from gateway.stages import Engine, Index, Prompts, Queue, Reader, Registry, Responses
+from gateway.types import Ask, EncodedPrompt, Event, Finished, FinishReason, Group, Request, Started
 
 log = logging.getLogger(__name__)
-
-
-class Responses(Protocol):
-    """Steps 1 and 7, around all others."""
-
-    def answer(
-        self, request: Request, model: Hello, generate: Callable[[Request], AsyncGenerator[Event, None]]
-    ) -> AsyncGenerator[Event, None]:
-        """The events of an answer that was there, of one that is being generated, or of `generate`, which is then
-        remembered. Raises NotCachedError where nothing may be generated, and what `generate` raises; it has no errors
-        of its own: a cache that is down is a cache that is cold."""
-        ...
-
-
-class Reader(Protocol):
-    """Tokens of one answer into its events. Holds back unfinished characters, and what may become a stop string or a
-    tool call."""
-
-    @property
-    def met(self) -> str | None:
-        """The stop string that was met; what follows is not part of the answer."""
-        ...
-
-    @property
-    def ended(self) -> bool:
-        """Whether the answer ends here: by a stop string, or with the only call that it may have."""
-        ...
-
-    @property
-    def called(self) -> bool:
-        """Whether there is a tool call in it, so far."""
-        ...
-
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Sequence[TextDelta | CallDelta]:
-        """What became certain with these tokens. `logprobs` has one for each, when they are asked for."""
-        ...
-
-    def flush(self) -> Sequence[TextDelta | CallDelta]:
-        """What was held back, at the end of an answer that did not end before. It may end here."""
-        ...
-
-
-class Prompts(Protocol):
-    """Step 2. One tokeniser and template per model, loaded when its first engine joined."""
-
-    async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
-        """Raises BadRequestError for what the template refuses, and for tools that this model cannot call."""
-        ...
-
-    def constraint(self, request: Request, model: Hello) -> Constraint | None:
-        """What the answer has to be, behind the prompt that `encode` returned: the request's own, with the calls in it
-        that it may or must make. Raises BadRequestError for schemas that are too long, and for what leaves no place
-        for a call."""
-        ...
-
-    def reader(self, request: Request, model: Hello) -> Reader:
-        """For an answer to an encoded request."""
-        ...
-
-    def score(self, prompt: EncodedPrompt, logprobs: Sequence[TokenLogprobs], model: Hello) -> tuple[ScoredToken, ...]:
-        """A prompt with the log probabilities of its tokens; the first has none, which is told as 0."""
-        ...
-
-
-class Index(Protocol):
-    """Step 3. Never raises: an index that is down has found nothing."""
-
-    async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
-        """Leading blocks of `digests` that each engine holds; engines without any may be missing."""
-        ...
-
-
-class Engine(Protocol):
-    """Step 6. One engine that has said hello."""
-
-    @property
-    def name(self) -> str:
-        """Short, stable while the engine is configured; what headers, logs and metrics show."""
-        ...
-
-    @property
-    def hello(self) -> Hello: ...
-
-    @property
-    def load(self) -> Load: ...
-
-    def generate(
-        self, prompt: EncodedPrompt, sampling: Sampling, request: Request
-    ) -> AsyncGenerator[SequenceUpdate, None]:
-        """Closing it aborts the sequence. Raises EngineLostError, and EngineFailedError for this sequence alone."""
-        ...
-
-
-class Registry(Protocol):
-    """Which engines there are. Joined, reachable and not draining."""
-
-    def serving(self, model: str) -> Sequence[Engine]:
-        """Never empty. Raises ModelNotFoundError, and NoEngineError when the model's engines are away."""
-        ...
-
-
-class Queue(Protocol):
-    """Steps 4 and 5. A bounded number of sequences per engine; who waits is sent to an engine when one has a place."""
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a place."""
-        ...
-
-    def place(self, engines: Sequence[Any], ask: Ask) -> AbstractAsyncContextManager[Engine]:
-        """Entering returns the engine, which is one of `engines` or has joined them since; there is at least one.
-
-        Raises QueueFullError at once, DeadlineError after waiting, EngineLostError when the engines went away.
-        """
-        ...
 
 
 class Street:
@@ -304,10 +173,10 @@ class Street:
                 if update.finish == "error":
                     raise _failure(request, update)
                 if trace.first_token_ms is None:
-                    _meter_start(request, prompt, engine, update)
+                    meter_start(request, prompt, engine.hello.namespace.block_size, update)
                     told = update.prompt_logprobs
                     scored = () if told is None else self._prompts.score(prompt, told, engine.hello)
-                    yield Started(engine.name, _usage(trace), scored)
+                    yield Started(engine.name, usage_of(trace), scored)
                 for tokens, logprobs in _pieces(request, update):
                     trace.completion_tokens += len(tokens)
                     for event in reader.feed(tokens, logprobs):
@@ -321,7 +190,7 @@ class Street:
                 if reader.ended or update.finish in ("stop", "length"):
                     reason = _reason(reader, update)
                     trace.finish = reason
-                    yield Finished(reason, _usage(trace), reader.met)
+                    yield Finished(reason, usage_of(trace), reader.met)
                     return
                 if time.monotonic() > request.deadline_s:
                     raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
@@ -368,55 +237,3 @@ def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:
     if request.prewarm or asked == request.sampling.max_tokens != 0:
         return request.sampling
     return replace(request.sampling, max_tokens=asked or room)
-
-
-def _meter_start(request: Request, prompt: EncodedPrompt, engine: Engine, update: SequenceUpdate) -> None:
-    trace, block_size = request.trace, engine.hello.namespace.block_size
-    trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
-    trace.queue_ms += update.queue_ms or 0.0
-    trace.cached_tokens = update.cached_tokens or 0
-    trace.lease_read_tokens = update.lease_read_tokens or 0
-    trace.lease_write_tokens = update.lease_write_tokens or 0
-    trace.told_cached_tokens = _told_cached(trace, only_leased=request.only_leased)
-    if isinstance(request.prompt, ChatPrompt) and request.prompt.markers:
-        points = prompt.breakpoints
-        degraded = len(points) if update.leases_degraded is None else update.leases_degraded
-        if points or not request.prompt.min_breakpoint_tokens:
-            trace.lease = Lease(degraded, points[-1] if points and not degraded else None)
-        trace.breakpoints, trace.lease_reads = points, tuple(update.lease_reads or ())
-        if points and not degraded:
-            trace.kept_tokens = points[-1].tokens
-        elif trace.lease_write_tokens:
-            trace.kept_tokens = trace.lease_read_tokens + trace.lease_write_tokens
-        end = min(trace.lease_read_tokens + trace.lease_write_tokens, trace.prompt_tokens)
-        trace.lease_writes = tuple(_lease_writes(points, trace.told_cached_tokens, end))
-    else:
-        end = prompt.num_tokens // block_size * block_size if request.use_cache else 0
-    trace.cache_write_tokens = max(0, end - trace.told_cached_tokens)
-
-
-def _lease_writes(points: Sequence[Breakpoint], read: int, end: int) -> Iterator[tuple[float, int]]:
-    """Time to live and tokens of what each breakpoint adds to the one before it, between what is told as cached and the
-    last that is kept."""
-    for point in points:
-        if read < point.tokens <= end:
-            yield point.ttl_s, point.tokens - read
-            read = point.tokens
-
-
-def _told_cached(trace: Trace, *, only_leased: bool) -> int:
-    """Nobody is told of less than a lease promised, however much of it was computed again."""
-    reused = 0 if only_leased else trace.cached_tokens
-    return min(max(reused, trace.lease_read_tokens), trace.prompt_tokens)
-
-
-def _usage(trace: Trace) -> Usage:
-    return Usage(
-        prompt_tokens=trace.prompt_tokens,
-        completion_tokens=trace.completion_tokens,
-        cached_tokens=trace.told_cached_tokens,
-        cache_write_tokens=trace.cache_write_tokens,
-        lease=trace.lease.state if trace.lease else None,
-        lease_read_tokens=min(trace.lease_read_tokens, trace.prompt_tokens),
-        lease_writes=trace.lease_writes,
-    )

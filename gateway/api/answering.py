@@ -26,7 +26,7 @@ from gateway.api.stamps import Stamp
 from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream, stream_headers
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
-from gateway.street import Engine
+from gateway.stages import Engine
 from gateway.types import (
     Allowance,
     EncodedPrompt,

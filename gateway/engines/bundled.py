@@ -56,7 +56,7 @@ Prefix = Callable[[str, bytes], int]
 
 
 class BundledEngine:
-    """street.Engine over the stream. `hello` and `load` are those of the last connection."""
+    """stages.Engine over the stream. `hello` and `load` are those of the last connection."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Step 2 of the street: a request's prompt becomes token ids and chain digests, and only what is new costs anything.
 
 The way down:
-stage.py         the stage itself: street.Prompts
+stage.py         the stage itself: stages.Prompts
 loaded.py        what is loaded for one tokeniser, and rendering with it
 template.py      the model's chat template, as Hugging Face renders it
 masking.py       special strings in users' text: hidden while the template runs, shown again after the cut

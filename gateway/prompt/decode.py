@@ -4,7 +4,7 @@ The text is what the tokens add behind a prompt: the space in front of a first w
 into pieces, the pieces of text joined are the same. Two ways: where every token stands for certain bytes (byte-level
 BPE, SentencePiece), a table and an incremental UTF-8 decoder; else the tokenizers library decodes a short window again
 for each token. Stop strings are looked for in the characters as they come; what is left goes out in whole signs
-(signs.py). Implements street.TextDecoder.
+(signs.py). Implements reader.TextDecoder.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Decoding:
 
 
 class Decoder:
-    """One answer. See street.TextDecoder."""
+    """One answer. See reader.TextDecoder."""
 
     def __init__(self, text: Characters, stop: Sequence[str]) -> None:
         self.met: str | None = None

@@ -1,6 +1,6 @@
 """Reads one answer: tokens and their log probabilities in, pieces of text and of tool calls out.
 
-Puts together what decode.py, scores.py and tool_calls.py do. Implements street.Reader.
+Puts together what decode.py, scores.py and tool_calls.py do. Implements stages.Reader.
 """
 
 from __future__ import annotations

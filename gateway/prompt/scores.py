@@ -2,7 +2,7 @@
 
 A client is told of a token when the last of its characters was sent, so that neither half a character nor a part of a
 stop string shows up here before it does in the text, or instead of it: a token that reaches into the stop string is
-left out. Implements street.TokenScores; gateway/prompt/decode.py knows what a token's bytes are.
+left out. Implements reader.TokenScores; gateway/prompt/decode.py knows what a token's bytes are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.types import ScoredToken
 
 
 class Scores:
-    """One answer. See street.TokenScores."""
+    """One answer. See reader.TokenScores."""
 
     def __init__(self, decoding: Decoding, keep: frozenset[str] = frozenset()) -> None:
         """`keep` as for the decoder of the answer's text."""

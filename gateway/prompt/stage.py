@@ -1,4 +1,4 @@
-"""Step 2 of the street: render, cut, tokenise what is new, chain the block digests. Implements street.Prompts.
+"""Step 2 of the street: render, cut, tokenise what is new, chain the block digests. Implements stages.Prompts.
 
 One loaded model per tokeniser fingerprint, shared by all engines that have it. What is warm is answered on the event
 loop without leaving it; a large amount of new text is tokenised in a thread.
@@ -47,7 +47,7 @@ _RENDERED: Final = 100
 
 
 class PromptStage:
-    """street.Prompts. Belongs to one event loop; call `close` when that ends."""
+    """stages.Prompts. Belongs to one event loop; call `close` when that ends."""
 
     def __init__(self, settings: PromptSettings) -> None:
         self._settings = settings

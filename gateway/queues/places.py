@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class PlaceQueue(Generic[E]):
-    """street.Queue with the limits of [queue]."""
+    """stages.Queue with the limits of [queue]."""
 
     def __init__(self, settings: QueueSettings, router: Router, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings

@@ -59,7 +59,7 @@ C = TypeVar("C", bound=Client)
 
 
 class Registry(Generic[C]):
-    """street.Registry. Single event loop; `serving` takes microseconds and awaits nothing."""
+    """stages.Registry. Single event loop; `serving` takes microseconds and awaits nothing."""
 
     def __init__(
         self,

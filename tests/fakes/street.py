@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.protocol import Breakpoint, Hello, Load, Namespace, Sampling
 from gateway.errors import KvasirError, ModelNotFoundError
-from gateway.street import Responses
+from gateway.stages import Responses
 from gateway.types import (
     CallDelta,
     ChatPrompt,

@@ -1,0 +1,66 @@
+"""What a request used and reused: the first words of an engine become its trace, and the trace what its client is told.
+
+Pure but for the clock. The street calls it; admin/accounting.py reads the trace when the answer has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from engine.protocol import Breakpoint, SequenceUpdate
+from gateway.types import ChatPrompt, EncodedPrompt, Lease, Request, Trace, Usage
+
+
+def meter_start(request: Request, prompt: EncodedPrompt, block_size: int, update: SequenceUpdate) -> None:
+    """With the first update of a sequence: what was reused and leased, and when the first token came."""
+    trace = request.trace
+    trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
+    trace.queue_ms += update.queue_ms or 0.0
+    trace.cached_tokens = update.cached_tokens or 0
+    trace.lease_read_tokens = update.lease_read_tokens or 0
+    trace.lease_write_tokens = update.lease_write_tokens or 0
+    trace.told_cached_tokens = _told_cached(trace, only_leased=request.only_leased)
+    if isinstance(request.prompt, ChatPrompt) and request.prompt.markers:
+        points = prompt.breakpoints
+        degraded = len(points) if update.leases_degraded is None else update.leases_degraded
+        if points or not request.prompt.min_breakpoint_tokens:
+            trace.lease = Lease(degraded, points[-1] if points and not degraded else None)
+        trace.breakpoints, trace.lease_reads = points, tuple(update.lease_reads or ())
+        if points and not degraded:
+            trace.kept_tokens = points[-1].tokens
+        elif trace.lease_write_tokens:
+            trace.kept_tokens = trace.lease_read_tokens + trace.lease_write_tokens
+        end = min(trace.lease_read_tokens + trace.lease_write_tokens, trace.prompt_tokens)
+        trace.lease_writes = tuple(_lease_writes(points, trace.told_cached_tokens, end))
+    else:
+        end = prompt.num_tokens // block_size * block_size if request.use_cache else 0
+    trace.cache_write_tokens = max(0, end - trace.told_cached_tokens)
+
+
+def _lease_writes(points: Sequence[Breakpoint], read: int, end: int) -> Iterator[tuple[float, int]]:
+    """Time to live and tokens of what each breakpoint adds to the one before it, between what is told as cached and the
+    last that is kept."""
+    for point in points:
+        if read < point.tokens <= end:
+            yield point.ttl_s, point.tokens - read
+            read = point.tokens
+
+
+def _told_cached(trace: Trace, *, only_leased: bool) -> int:
+    """Nobody is told of less than a lease promised, however much of it was computed again."""
+    reused = 0 if only_leased else trace.cached_tokens
+    return min(max(reused, trace.lease_read_tokens), trace.prompt_tokens)
+
+
+def usage_of(trace: Trace) -> Usage:
+    """As it is now: completion tokens grow."""
+    return Usage(
+        prompt_tokens=trace.prompt_tokens,
+        completion_tokens=trace.completion_tokens,
+        cached_tokens=trace.told_cached_tokens,
+        cache_write_tokens=trace.cache_write_tokens,
+        lease=trace.lease.state if trace.lease else None,
+        lease_read_tokens=min(trace.lease_read_tokens, trace.prompt_tokens),
+        lease_writes=trace.lease_writes,
+    )

@@ -1,0 +1,125 @@
+"""What the street needs of each stage: a small Protocol for each. app.py brings the real ones, tests bring fakes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from engine.protocol import Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
+from gateway.types import Ask, CallDelta, Constraint, EncodedPrompt, Event, Request, ScoredToken, TextDelta
+
+
+class Responses(Protocol):
+    """Steps 1 and 7, around all others."""
+
+    def answer(
+        self, request: Request, model: Hello, generate: Callable[[Request], AsyncGenerator[Event, None]]
+    ) -> AsyncGenerator[Event, None]:
+        """The events of an answer that was there, of one that is being generated, or of `generate`, which is then
+        remembered. Raises NotCachedError where nothing may be generated, and what `generate` raises; it has no errors
+        of its own: a cache that is down is a cache that is cold."""
+        ...
+
+
+class Reader(Protocol):
+    """Tokens of one answer into its events. Holds back unfinished characters, and what may become a stop string or a
+    tool call."""
+
+    @property
+    def met(self) -> str | None:
+        """The stop string that was met; what follows is not part of the answer."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer ends here: by a stop string, or with the only call that it may have."""
+        ...
+
+    @property
+    def called(self) -> bool:
+        """Whether there is a tool call in it, so far."""
+        ...
+
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Sequence[TextDelta | CallDelta]:
+        """What became certain with these tokens. `logprobs` has one for each, when they are asked for."""
+        ...
+
+    def flush(self) -> Sequence[TextDelta | CallDelta]:
+        """What was held back, at the end of an answer that did not end before. It may end here."""
+        ...
+
+
+class Prompts(Protocol):
+    """Step 2. One tokeniser and template per model, loaded when its first engine joined."""
+
+    async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
+        """Raises BadRequestError for what the template refuses, and for tools that this model cannot call."""
+        ...
+
+    def constraint(self, request: Request, model: Hello) -> Constraint | None:
+        """What the answer has to be, behind the prompt that `encode` returned: the request's own, with the calls in it
+        that it may or must make. Raises BadRequestError for schemas that are too long, and for what leaves no place
+        for a call."""
+        ...
+
+    def reader(self, request: Request, model: Hello) -> Reader:
+        """For an answer to an encoded request."""
+        ...
+
+    def score(self, prompt: EncodedPrompt, logprobs: Sequence[TokenLogprobs], model: Hello) -> tuple[ScoredToken, ...]:
+        """A prompt with the log probabilities of its tokens; the first has none, which is told as 0."""
+        ...
+
+
+class Index(Protocol):
+    """Step 3. Never raises: an index that is down has found nothing."""
+
+    async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
+        """Leading blocks of `digests` that each engine holds; engines without any may be missing."""
+        ...
+
+
+class Engine(Protocol):
+    """Step 6. One engine that has said hello."""
+
+    @property
+    def name(self) -> str:
+        """Short, stable while the engine is configured; what headers, logs and metrics show."""
+        ...
+
+    @property
+    def hello(self) -> Hello: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    def generate(
+        self, prompt: EncodedPrompt, sampling: Sampling, request: Request
+    ) -> AsyncGenerator[SequenceUpdate, None]:
+        """Closing it aborts the sequence. Raises EngineLostError, and EngineFailedError for this sequence alone."""
+        ...
+
+
+class Registry(Protocol):
+    """Which engines there are. Joined, reachable and not draining."""
+
+    def serving(self, model: str) -> Sequence[Engine]:
+        """Never empty. Raises ModelNotFoundError, and NoEngineError when the model's engines are away."""
+        ...
+
+
+class Queue(Protocol):
+    """Steps 4 and 5. A bounded number of sequences per engine; who waits is sent to an engine when one has a place."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        ...
+
+    def place(self, engines: Sequence[Any], ask: Ask) -> AbstractAsyncContextManager[Engine]:
+        """Entering returns the engine, which is one of `engines` or has joined them since; there is at least one.
+
+        Raises QueueFullError at once, DeadlineError after waiting, EngineLostError when the engines went away.
+        """
+        ...
