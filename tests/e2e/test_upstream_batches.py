@@ -6,14 +6,12 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.fakes.batch_sdk import CHAT, ENDS, row, rows
 from tests.fakes.redis_process import RedisProcess
-from tests.fakes.server import Server
+from tests.fakes.server import Server, inside
 from tests.fakes.upstream import CHAT as TOLD
 from tests.fakes.upstream import StubUpstream, Told, error, upstream
 from tests.fakes.waiting import until
@@ -53,16 +51,6 @@ async def test_each_line_has_one_result_whatever_the_upstream_does_and_whoever_i
         assert "sk-upstream" not in "\n".join(one.lines + other.lines)
         sent = Counter(got.json["seed"] for got in stub.got)
         assert (len(sent), sent.total()) == (20, 20 + PLACES + len(busy))
-
-
-@asynccontextmanager
-async def inside(server: Server) -> AsyncIterator[None]:
-    """While it starts and stops, this process answers as its upstream."""
-    await asyncio.to_thread(server.__enter__)
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(server.__exit__, None, None, None)
 
 
 async def check(server: Server, batch_id: str) -> None:

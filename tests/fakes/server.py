@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +155,13 @@ class Server:
         with self._changed:
             self._said_all = True
             self._changed.notify_all()
+
+
+@asynccontextmanager
+async def inside(server: Server) -> AsyncIterator[None]:
+    """While it starts and stops, this process answers as its upstream."""
+    await asyncio.to_thread(server.__enter__)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(server.__exit__, None, None, None)

@@ -92,6 +92,15 @@ CHAT = said(
         "x_unknown": {"kept": True},
     }
 )
+
+
+def whole_chat(text: str = "Hello", finish: str = "stop", **more: Any) -> Told:
+    """An answer of one choice, with more in its message."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **more}, "finish_reason": finish}
+    base = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "up-1"}
+    return said({**base, "choices": [choice], "usage": USAGE, "x_unknown": {"kept": True}})
+
+
 CHAT_STREAM = Told(
     [*events(chunk("Hel"), chunk("lo ✓"), {**CHUNK, "choices": [], "usage": USAGE}), b"data: [DONE]\n\n"], media=SSE
 )

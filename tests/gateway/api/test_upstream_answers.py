@@ -26,9 +26,9 @@ from tests.fakes.upstream import (
     chunk,
     error,
     events,
-    said,
     upstream,
 )
+from tests.fakes.upstream import whole_chat as whole
 from tests.fakes.waiting import until
 
 PATH = "/v1/chat/completions"
@@ -40,12 +40,6 @@ STREAM = Told(
     media=SSE,
 )
 WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-
-
-def whole(text: str = "Hello", finish: str = "stop") -> Told:
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
-    base = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "up-1"}
-    return said({**base, "choices": [choice], "usage": USAGE, "x_unknown": {"kept": True}})
 
 
 async def ask(gateway: Gateway, body: Any = ASK, path: str = PATH, **headers: str) -> tuple[str, bytes, Any]:

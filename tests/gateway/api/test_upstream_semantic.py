@@ -37,6 +37,7 @@ from tests.fakes.upstream import (
     said,
     upstream,
 )
+from tests.fakes.upstream import whole_chat as whole
 from tests.fakes.waiting import until
 
 FIRST, SECOND, THIRD = "How do I reset my password?", "how can i reset my password", "how should i reset my password"
@@ -47,12 +48,6 @@ STREAM = Told(
     [*events(chunk("Hel"), chunk("lo"), END, {**CHUNK, "choices": [], "usage": USAGE}), b"data: [DONE]\n\n"], media=SSE
 )
 BARE = Told([*STREAM.pieces[:3], STREAM.pieces[4]], media=SSE)
-
-
-def whole(text: str = "Hello", **more: Any) -> Told:
-    message = {"role": "assistant", "content": text, **more}
-    base = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "up-1"}
-    return said({**base, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": USAGE})
 
 
 def chat(text: str, *before: Any, **more: Any) -> dict[str, Any]:

@@ -145,6 +145,46 @@ def test_whose_it_is_and_who_answers_it_are_a_part_of_the_situation(changes: dic
     assert found.digest != own.digest
 
 
+def said(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": role, "content": content} for role, content in turns], **more}
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+APART = [
+    said(("user", "c")),
+    said(("system", "ab"), ("user", "c")),
+    said(("system", "a"), ("user", "bc")),
+    said(("user", "ab"), ("user", "c")),
+    said(("user", "a"), ("assistant", "b"), ("user", "c")),
+    said(("assistant", "ab"), ("user", "c")),
+    said(("user", 'ab"},{"role":"user","content":"c')) | {"system": "ab"},
+    said(("user", "c"), system="a"),
+    said(("user", "c"), system=parts("ab")),
+    said(("user", "c"), system=parts("a", "b")),
+    said(("user", "c"), instructions="ab"),
+    said(("user", parts("c"))),
+    said(("user", parts("ab", "c"))),
+    said(("user", parts("a", "b", "c"))),
+    said(("user", "ab"), ("user", parts("c"))),
+    said(("user", "c"), messages_before=[{"role": "system", "content": "ab"}]),
+    said(("user", "c"), model="n"),
+    said(("user", "c"), tool_choice="none"),
+    said(("user", "c"), stop=["a", "b"]),
+    said(("user", "c"), stop=["ab"]),
+    said(("user", None), ("user", "c")),
+]
+
+
+def test_nothing_can_be_moved_from_one_place_to_another_within_one_situation() -> None:
+    found = [asked(CHAT, values).find_situation() for values in APART]
+    assert [one is None for one in found] == [False] * (len(APART) - 1) + [True]
+    digests = [one.digest for one in found if one is not None]
+    assert len(set(digests)) == len(digests)
+
+
 def test_whether_it_streams_and_who_says_so_is_no_part_of_it() -> None:
     path, values, _ = BODIES["chat"]
     streamed = {
