@@ -182,7 +182,7 @@ class Upstream:
             else:
                 self.breaker.abandoned()
             raise
-        self._told(opened)
+        self._told(opened, request.lane)
         return opened
 
     def left(self, lane: Lane) -> None:
@@ -324,12 +324,17 @@ class Upstream:
         error.for_good = True
         return error
 
-    def _told(self, opened: Opened) -> None:
+    def _told(self, opened: Opened, lane: Lane) -> None:
+        """A failure that a line of a batch is answered with opens nothing: it may fail each time, it is tried again and
+        again, and the online lane would be left without its upstream."""
         status = opened.status
         if status in _NO_ROOM:
             self.places.hold_off(NO_ROOM_S if opened.retry_after_s is None else opened.retry_after_s)
-        if status in _FAILED:
+        if status in _FAILED and (lane == "online" or self.breaker.state != "closed"):
             self.failed(str(status))
+            return
+        if status in _FAILED:
+            self.errors[str(status)] += 1
             return
         self.breaker.succeeded()
         if status >= 400:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -47,8 +47,10 @@ def asking(lane: Lane = "batch", model: str = "up-1") -> UpstreamRequest:
 
 
 @asynccontextmanager
-async def asked_of(*settings: UpstreamSettings) -> AsyncIterator[Upstreams]:
-    upstreams = Upstreams(settings, {}, backoff_s=0.0)
+async def asked_of(
+    *settings: UpstreamSettings, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Upstreams]:
+    upstreams = Upstreams(settings, {}, clock=clock, backoff_s=0.0)
     yield upstreams
     await upstreams.close()
 
@@ -113,6 +115,26 @@ async def test_a_line_goes_to_the_next_upstream_as_online_requests_do_and_holds_
                 taken = {name: figures["batch_in_flight"] for name, figures in upstreams.figures().items()}
                 assert (answer.upstream, taken) == ("second", {"first": 0, "second": 1})
             assert (len(first.got), len(second.got)) == (2, 1)
+
+
+async def test_lines_that_fail_each_time_do_not_take_the_upstream_from_the_online_lane() -> None:
+    settings = {"retries": 0, "breaker_failures": 2}
+    async with upstream(error(500)) as stub, asked_of(stub.settings(**settings)) as upstreams:
+        assert [await whole(upstreams, asking()) for _ in range(4)] == [500] * 4
+        assert (upstreams.figures()["up"]["breaker"], upstreams.figures()["up"]["errors"]) == ("closed", {"500": 4})
+        assert [await whole(upstreams, asking("online")) for _ in range(2)] == [500] * 2
+        assert upstreams.figures()["up"]["breaker"] == "open"
+
+
+async def test_a_line_that_tries_whether_an_upstream_is_back_says_that_it_is_not() -> None:
+    now = [100.0]
+    settings = {"retries": 0, "breaker_failures": 1, "breaker_open_s": 10.0}
+    async with upstream(error(500)) as stub, asked_of(stub.settings(**settings), clock=lambda: now[0]) as upstreams:
+        assert await whole(upstreams, asking("online")) == 500
+        now[0] += 10.0
+        assert upstreams.figures()["up"]["breaker"] == "half-open"
+        assert await whole(upstreams, asking()) == 500
+        assert upstreams.figures()["up"]["breaker"] == "open"
 
 
 async def test_a_line_waits_for_no_place_at_an_upstream_that_is_left_alone() -> None:
