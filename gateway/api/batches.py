@@ -11,7 +11,7 @@ import orjson
 
 from engine.protocol import TOKEN_BYTES
 from gateway.api.lines import OK, Answered, Line, Lines
-from gateway.api.upstream_lines import Beginning
+from gateway.api.upstream_lines import Beginning, Headers
 from gateway.errors import OverloadedError
 from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
 from gateway.types import Tenant
@@ -29,12 +29,14 @@ class RowFormat(NamedTuple):
     request   name of the endpoint that a row asks (Lines), and the body
     answered  row, request id and what became of it -> the result
     unrun     row, and why it never ran -> the result
+    headers   that upstreams get with the requests of a job
     """
 
     check: Callable[[Job, BinaryIO], Checked]
     request: Callable[[Job, Row], tuple[str, dict[str, Any]]]
     answered: Callable[[Row, str, Answered], bytes]
     unrun: Callable[[Row, Unrun], bytes]
+    headers: Callable[[Job], Headers] = lambda job: ()
 
 
 class BatchRunner:
@@ -77,8 +79,9 @@ class BatchRunner:
         return self._formats[job.dialect].unrun(orjson.loads(row) if row else {}, why)
 
     def _line(self, job: Job, row: Row, request_id: str) -> Line:
-        endpoint, body = self._formats[job.dialect].request(job, row)
-        return Line(endpoint, Tenant(job.tenant), body, job.namespace or "", request_id)
+        rows = self._formats[job.dialect]
+        endpoint, body = rows.request(job, row)
+        return Line(endpoint, Tenant(job.tenant), body, job.namespace or "", request_id, rows.headers(job))
 
 
 def _expected_tokens(body: Mapping[str, Any], beginning: Beginning | None, num_bytes: int) -> int:

@@ -19,7 +19,7 @@ from gateway.api.answering import Answering, Asked
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
 from gateway.api.record import CLIENT_LEFT, Observer, Record
-from gateway.api.upstream_lines import Beginning, Came, Target, beginning_of
+from gateway.api.upstream_lines import Beginning, Came, Headers, Target, beginning_of
 from gateway.errors import (
     BadRequestError,
     DeadlineError,
@@ -98,13 +98,14 @@ def check_body(body: Body) -> None:
 
 
 class Line(NamedTuple):
-    """A line. `endpoint` is the name of one that there is."""
+    """A line. `endpoint` is the name of one that there is; `headers` are for upstreams, besides those of its target."""
 
     endpoint: str
     tenant: Tenant
     body: Body
     namespace: str = ""
     request_id: str = ""
+    headers: Headers = ()
 
 
 class Answered(NamedTuple):
@@ -193,7 +194,8 @@ class Lines:
             record.status = OK
             return Answered(OK, told, _usage(record))
         check_body(line.body)
-        came = await self._elsewhere.answer(record, line.tenant, line.body, endpoint.target)
+        target = Target(endpoint.target.path, (*endpoint.target.headers, *line.headers))
+        came = await self._elsewhere.answer(record, line.tenant, line.body, target)
         record.status = came.status
         retry = _retry_of(came.status)
         after_s = None if retry == "no" else came.retry_after_s or PAUSE_S

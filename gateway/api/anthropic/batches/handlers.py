@@ -104,7 +104,7 @@ class MessageBatches:
                 dialect=ANTHROPIC.name,
                 endpoint=ENDPOINT,
                 namespace=http[RECORD].namespace or None,
-                metadata={"version": version},
+                metadata={"version": version, "betas": _betas(http)},
                 num_lines=reader.num_requests,
             )
             return _reply(job_json(await self._batches.create(order, rows)))
@@ -164,6 +164,12 @@ class MessageBatches:
 
     async def _get(self, tenant: Tenant, batch_id: str) -> Job:
         return _found(await self._batches.find(tenant.name, ANTHROPIC.name, _job_id(batch_id)), batch_id)
+
+
+def _betas(http: web.Request) -> str:
+    """What the client wants with each request, for upstreams; not the name that batches themselves had as a beta."""
+    named = [name.strip() for value in http.headers.getall("anthropic-beta", ()) for name in value.split(",")]
+    return ",".join(name for name in named if name and not name.startswith("message-batches-"))
 
 
 def job_json(job: Job) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from gateway.api.anthropic.handlers import endpoint_name
 from gateway.api.anthropic.wire import error_json
 from gateway.api.batches import Row, RowFormat
 from gateway.api.lines import OK, Answered
+from gateway.api.upstream_lines import Headers
 from gateway.errors import KvasirError
 from gateway.queues.batch.base import Checked, Job, Line, Unrun
 
@@ -47,4 +48,10 @@ def unrun(row: Row, why: Unrun) -> bytes:
     return orjson.dumps({"custom_id": row.get("custom_id", ""), "result": _UNRUN[why]})
 
 
-ROWS: Final = RowFormat(check, request, answered, unrun)
+def headers(job: Job) -> Headers:
+    """That a client would send with each of them."""
+    betas: str = job.metadata.get("betas", "")
+    return (("anthropic-beta", betas),) if betas else ()
+
+
+ROWS: Final = RowFormat(check, request, answered, unrun, headers)

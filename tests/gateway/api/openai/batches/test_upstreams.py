@@ -185,6 +185,20 @@ async def test_messages_of_an_upstream_come_in_a_batch_beside_those_of_an_engine
             assert failed.error.error.message == "no"
 
 
+async def test_betas_that_a_message_batch_asks_for_reach_the_upstream_with_each_message() -> None:
+    async with (
+        upstream(MESSAGE) as stub,
+        running(**settings(), upstreams=[stub.settings(dialect="anthropic")]) as gateway,
+    ):
+        gateway.worker.start()
+        client = gateway.anthropic()
+        requests = [message("a", model="up-1")]
+        batch = await client.beta.messages.batches.create(requests=requests, betas=["long-2026-01-01", "x-1"])
+        await ended(client, batch.id)
+        (got,) = stub.got
+        assert got.headers["anthropic-beta"] == "long-2026-01-01,x-1"
+
+
 async def test_a_model_that_nobody_has_is_an_error_of_its_line_as_before() -> None:
     async with running(**settings(), upstreams=[nowhere("gpt-*")]) as gateway:
         gateway.worker.start()
