@@ -6,8 +6,9 @@ Requests are counted as they finish; figures of engines, queue, memos and Redis 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,6 +28,10 @@ OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 
 REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+COUNTED_AT_ONCE: Final = 64
+"""Records. In a row they cost a fifth of what each does alone, between requests, when the processor has to fetch all
+that counting needs."""
 
 
 @dataclass(slots=True)
@@ -51,7 +56,8 @@ class Metrics:
 
     def __init__(self, sources: Sources) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.totals: dict[str, Totals] = {}  # by tenant
+        self._totals: dict[str, Totals] = {}  # by tenant
+        self._finished: list[Record] = []  # that are in no sum yet
         self.in_flight = 0
         self._children: dict[tuple[str, str], _Children] = {}
         self._requests = self._counts(
@@ -96,21 +102,39 @@ class Metrics:
 
     def finished(self, record: Record) -> None:
         self.in_flight -= 1
+        self._finished.append(record)
+        if len(self._finished) >= COUNTED_AT_ONCE:
+            self._count_all()
+
+    @property
+    def totals(self) -> Mapping[str, Totals]:
+        """By tenant."""
+        self._count_all()
+        return self._totals
+
+    def exposition(self) -> bytes:
+        """In the text format of Prometheus."""
+        self._count_all()
+        return generate_latest(self.registry)
+
+    def _count_all(self) -> None:
+        for record in self._finished:
+            self._count(record)
+        self._finished.clear()
+
+    def _count(self, record: Record) -> None:
         model, tenant = record.model or "unknown", record.tenant or "unknown"
         self._requests.of(record.endpoint, model, tenant, str(record.status)).value += 1
         if record.endpoint.startswith("/v1"):
-            self._count(record, tenant)
+            self._add_up(record, tenant)
         if record.traces:
             self._meter(record, model, tenant)
         if record.embedded_tokens:
             self._embedded.of(model, tenant).value += record.embedded_tokens
             self._duration.of(model).add(record.total_ms / 1e3)
 
-    def exposition(self) -> bytes:
-        return generate_latest(self.registry)
-
-    def _count(self, record: Record, tenant: str) -> None:
-        totals = self.totals.setdefault(tenant, Totals())
+    def _add_up(self, record: Record, tenant: str) -> None:
+        totals = self._totals.setdefault(tenant, Totals())
         totals.requests += 1
         totals.clients_left += record.status == CLIENT_LEFT
         totals.errors += record.status >= 400 and record.status != CLIENT_LEFT

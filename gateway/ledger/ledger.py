@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 DAY_S: Final = 86_400
 ROWS_AT_ONCE: Final = 500
 """That are written by one command."""
+COUNTED_AT_ONCE: Final = 64
+"""Entries. In a row they cost a fifth of what each does alone, between requests, when the processor has to fetch all
+that counting needs."""
 
 
 class _Batch(NamedTuple):
@@ -34,7 +37,7 @@ class _Batch(NamedTuple):
 
 
 class Ledger:
-    """`add` never waits and never raises. `dropped` are requests that no row was left for."""
+    """`add` never waits and never raises."""
 
     def __init__(self, settings: LedgerSettings, prices: Prices, book: Book, now: Callable[[], float]) -> None:
         """`now` is in seconds since 1970."""
@@ -42,7 +45,8 @@ class Ledger:
         self._prices = prices
         self._book = book
         self._now = now
-        self._day = ""
+        self._added: list[Entry] = []  # today, and in no row yet
+        self._day_number, self._day = -1.0, ""
         self._known: set[Row] = set()  # rows of today that are told apart
         self._rows: dict[Row, Figures] = {}
         self._open: dict[tuple[str, str, str], tuple[Tariff | None, Figures]] = {}  # those of whom asks now
@@ -52,16 +56,24 @@ class Ledger:
         self._writer: asyncio.Task[None] | None = None
         self._forgotten = ""  # the day on which old ones were dropped last
         self._down = False
-        self.dropped = 0
+        self._dropped = 0
+
+    @property
+    def dropped(self) -> int:
+        """Requests that no row was left for."""
+        self._count()
+        return self._dropped
 
     @property
     def pending(self) -> int:
         """Rows that the book does not have yet."""
-        return len(self._rows) + sum(len(batch.rows) for batch in self._sending)
+        self._count()
+        return self._waiting
 
     @property
     def totals(self) -> Mapping[Row, Figures]:
         """Of this gateway since its start; the day is empty. Made when it is asked for."""
+        self._count()
         totals = {row: dict(counted) for row, counted in self._totals.items()}
         for row, counted in self._rows.items():
             self._total(totals, row, counted)
@@ -69,18 +81,14 @@ class Ledger:
 
     def add(self, entry: Entry) -> None:
         """Counts it, today."""
-        if (today := self._today()) != self._day:
-            self._day = today
+        if (number := self._now() // DAY_S) != self._day_number:
+            self._count()
+            self._day_number, self._day = number, _day(int(number))
             self._known.clear()
             self._open.clear()
-        whose = entry.tenant, entry.model, entry.lane
-        if (row := self._open.get(whose)) is None:
-            tariff = self._prices.of(entry.model)
-            if (total := self._begin(entry, tariff)) is None:
-                self.dropped += 1
-                return
-            row = self._open[whose] = tariff, total
-        count(entry, *row)
+        self._added.append(entry)
+        if len(self._added) >= COUNTED_AT_ONCE:
+            self._count()
 
     def start(self) -> None:
         """Begins to write every `flush_s`."""
@@ -126,6 +134,7 @@ class Ledger:
 
     def _cut(self) -> None:
         """Makes batches of the rows, which keep their numbers from now on."""
+        self._count()
         rows = list(self._rows.items())
         self._rows = {}
         self._open.clear()
@@ -145,11 +154,30 @@ class Ledger:
     def _today(self) -> str:
         return _day(int(self._now() // DAY_S))
 
+    @property
+    def _waiting(self) -> int:
+        return len(self._rows) + sum(len(batch.rows) for batch in self._sending)
+
+    def _count(self) -> None:
+        """Puts what was added into its rows."""
+        for entry in self._added:
+            whose = entry.tenant, entry.model, entry.lane
+            if (row := self._open.get(whose)) is None:
+                tariff = self._prices.of(entry.model)
+                if (total := self._begin(entry, tariff)) is None:
+                    self._dropped += 1
+                    continue
+                if len(self._open) >= self._settings.max_rows:
+                    self._open.clear()
+                row = self._open[whose] = tariff, total
+            count(entry, *row)
+        self._added.clear()
+
     def _begin(self, entry: Entry, tariff: Tariff | None) -> Figures | None:
         """The row that an entry belongs to; None when none is left."""
         row = Row(self._day, entry.tenant, entry.model, entry.lane, tariff.currency if tariff else "")
         row = self._told_apart(row)
-        if row not in self._rows and self.pending >= 2 * self._settings.max_rows:
+        if row not in self._rows and self._waiting >= 2 * self._settings.max_rows:
             return None
         return self._rows.setdefault(row, {})
 

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.config import LedgerSettings, PriceSettings
 from gateway.ledger.base import BookDownError, Entry, Figures, Row
-from gateway.ledger.ledger import ROWS_AT_ONCE, Ledger
+from gateway.ledger.ledger import COUNTED_AT_ONCE, ROWS_AT_ONCE, Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 
@@ -77,6 +77,20 @@ async def test_a_day_ends_at_midnight_utc_and_old_ones_are_dropped() -> None:
     clock[0] += DAY_S
     await ledger.flush()
     assert await prompt_tokens(ledger) == {("2024-10-05", "paid"): 2}
+
+
+@pytest.mark.parametrize("number", [1, COUNTED_AT_ONCE - 1, COUNTED_AT_ONCE, 3 * COUNTED_AT_ONCE + 1])
+async def test_what_was_added_is_told_at_once_and_on_its_own_day(number: int) -> None:
+    """However many are counted together."""
+    clock = [NOON_S]
+    ledger = made(MemoryBook(), clock)
+    for day in range(2):
+        clock[0] = NOON_S + day * 86400
+        for _ in range(number):
+            ledger.add(entry(tokens=2))
+    assert [figures["requests"] for figures in ledger.totals.values()] == [2 * number]
+    assert ledger.pending == 2
+    assert await prompt_tokens(ledger) == {("2024-10-04", "paid"): 2 * number, ("2024-10-05", "paid"): 2 * number}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
