@@ -7,8 +7,8 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, Final, Protocol
 
 from gateway.config import ResponseCacheSettings
 from gateway.errors import KvasirError, NotCachedError
@@ -17,10 +17,12 @@ from gateway.responses.entries import Entry
 from gateway.responses.flights import Flight, Flights
 from gateway.responses.key import entry_id
 from gateway.responses.lookups import Lookups
+from gateway.responses.upstream_again import Again, Head, content_type, find_again, find_text, is_odd
 from gateway.responses.upstream_asked import UpstreamAsked
-from gateway.responses.upstream_forms import MEDIA, Replay, media_type, read, streams_for, told
+from gateway.responses.upstream_forms import MEDIA, Replay, read, streams_for, told
 from gateway.responses.upstream_key import find_upstream_bypass, route_of
-from gateway.responses.upstream_recording import Form, Kept, find_kept, write
+from gateway.responses.upstream_recording import Form, Kept, write
+from gateway.responses.upstream_traces import account_hit, account_shared, took_ms
 from gateway.types import Hit, Lookup, Trace, UpstreamAnswer, UpstreamRequest
 
 ONCE: Final = frozenset(("idempotency-key", "x-client-request-id"))
@@ -41,29 +43,7 @@ class Upstreams(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """What comes before the pieces of an answer."""
-
-    upstream: str
-    status: int
-    headers: tuple[tuple[str, str], ...]
-    label: str
-    retry_after_s: float | None = None
-
-
-_Item = _Head | bytes
-
-
-class _Again(NamedTuple):
-    """An answer that was kept, in the form that is wanted."""
-
-    kept: Kept
-    pieces: Sequence[bytes]
-    head: _Head
-
-    def hit(self, lookup: Lookup) -> Hit:
-        return Hit("semantic" if lookup.outcome == "semantic" else "exact", *self.kept.tokens, self.kept.ms)
+_Item = Head | bytes
 
 
 class RememberedUpstreams:
@@ -125,7 +105,7 @@ class RememberedUpstreams:
         """One answer, and then the end."""
         request, reuse = asked.request, asked.request.reuse
         entry = await self._lookups.find(asked)
-        again = None if entry is None else _again(entry, asked)
+        again = None if entry is None else find_again(entry, asked)
         if entry is not None and again is not None:
             lookup, request.trace.repeat = self._lookups.given(asked, entry)
             yield self._given(request, again, lookup)
@@ -163,7 +143,7 @@ class RememberedUpstreams:
             try:
                 async with aclosing(flight.read()) as items:
                     head = await anext(items)
-                    assert isinstance(head, _Head)
+                    assert isinstance(head, Head)
                     shares = not leads and head.status < 400  # an error saves nothing
                     self._begin(asked, flight, leads=leads, shares=shares)
                     pieces = _pieces(items)
@@ -172,7 +152,7 @@ class RememberedUpstreams:
                             head.upstream, head.status, head.headers, pieces, head.label, head.retry_after_s
                         )
                 if shares and flight.lookup is None and flight.hit is not None:  # known once it was read to its end
-                    _share(request, flight, flight.hit)
+                    account_shared(request, flight, flight.hit)
                 return
             except KvasirError:
                 if leads or flight.begun:
@@ -196,7 +176,7 @@ class RememberedUpstreams:
                 head, *rest = [item async for item in items]
         except KvasirError:  # nobody has been told anything, and it may be asked for again
             return None
-        assert isinstance(head, _Head)
+        assert isinstance(head, Head)
         pieces, headers, good = [item for item in rest if isinstance(item, bytes)], head.headers, head.status < 400
         if good:
             whole = told(pieces, form, asked.form, asked.replay)
@@ -205,7 +185,7 @@ class RememberedUpstreams:
             pieces, headers = [*whole], (("Content-Type", MEDIA[asked.form.stream]),)
         self._begin(asked, flight, leads=False, shares=good)
         if good and flight.lookup is None and flight.hit is not None:
-            _share(asked.request, flight, flight.hit)
+            account_shared(asked.request, flight, flight.hit)
         return UpstreamAnswer(head.upstream, head.status, headers, _each(pieces), head.label, head.retry_after_s)
 
     def _begin(self, asked: UpstreamAsked, flight: Flight[_Item], *, leads: bool, shares: bool) -> None:
@@ -213,11 +193,11 @@ class RememberedUpstreams:
         request, lookup, hit = asked.request, flight.lookup, flight.hit
         if lookup is not None and hit is not None:
             self._note(request, lookup)
-            _account(request, hit)
+            account_hit(request, hit)
             return
         self._note(request, Lookup("shared" if shares else "miss", entry=entry_id(asked.key)))
         if shares:
-            _account(request, Hit("exact", 0, 0, 0.0))
+            account_hit(request, Hit("exact", 0, 0, 0.0))
 
     async def _work(self, asked: UpstreamAsked, flight: Flight[_Item]) -> AsyncGenerator[_Item, None]:
         """What means the same, or an answer of the upstreams."""
@@ -231,26 +211,26 @@ class RememberedUpstreams:
             return
         request, entry = asked.request, None
         async with self._upstreams.answer(request) as answer:
-            yield _Head(answer.upstream, answer.status, answer.headers, answer.label, answer.retry_after_s)
+            yield Head(answer.upstream, answer.status, answer.headers, answer.label, answer.retry_after_s)
             async with aclosing(answer.pieces) as pieces:
                 async for piece in pieces:
                     yield piece
             trace = request.trace
-            flight.hit = Hit("exact", trace.prompt_tokens, trace.completion_tokens, _ms(request))
+            flight.hit = Hit("exact", trace.prompt_tokens, trace.completion_tokens, took_ms(request))
             if answer.status == 200 and (full := flight.full) is not None:
                 entry = self._keep(asked, answer, [item for item in full if isinstance(item, bytes)])
         flight.land()
         if entry is not None:
             await self._lookups.share(entry)
 
-    async def _find_alike(self, asked: UpstreamAsked) -> tuple[_Again, Lookup] | None:
+    async def _find_alike(self, asked: UpstreamAsked) -> tuple[Again, Lookup] | None:
         """The answer to another request that means the same."""
 
         async def anew() -> str | None:
             return await self._say_anew(asked)
 
         return await self._lookups.find_alike(
-            asked, lambda entry: _again(entry, asked), lambda again: _said(again.pieces, asked), anew
+            asked, lambda entry: find_again(entry, asked), lambda again: find_text(again.pieces, asked), anew
         )
 
     async def _say_anew(self, asked: UpstreamAsked) -> str | None:
@@ -259,7 +239,7 @@ class RememberedUpstreams:
         try:
             async with self._upstreams.answer(request) as answer:
                 model = answer.label
-                if answer.status != 200 or _is_odd(answer, asked):
+                if answer.status != 200 or is_odd(answer, asked):
                     return None
                 pieces, size = [], 0
                 async for piece in answer.pieces:
@@ -269,10 +249,10 @@ class RememberedUpstreams:
                         return None
         finally:
             self._lookups.audited(asked, model, request.trace, request.received_s)
-        return _said(pieces, asked)
+        return find_text(pieces, asked)
 
     def _keep(self, asked: UpstreamAsked, answer: UpstreamAnswer, pieces: Sequence[bytes]) -> Entry | None:
-        if _is_odd(answer, asked):
+        if is_odd(answer, asked):
             return None
         said = read(b"".join(pieces), asked.form, asked.replay)
         tools = self._settings.tool_calls or bool(asked.reuse.asked)  # an upstream may have some of its own
@@ -282,12 +262,12 @@ class RememberedUpstreams:
             return None
         trace = asked.request.trace
         tokens = trace.prompt_tokens, trace.completion_tokens
-        body = write(Kept(asked.form, _type(answer), answer.label, tokens, _ms(asked.request), pieces))
+        body = write(Kept(asked.form, content_type(answer), answer.label, tokens, took_ms(asked.request), pieces))
         return self._lookups.keep(asked, answer.label, body, said.text)
 
-    def _given(self, request: UpstreamRequest, again: _Again, lookup: Lookup) -> UpstreamAnswer:
+    def _given(self, request: UpstreamRequest, again: Again, lookup: Lookup) -> UpstreamAnswer:
         self._note(request, lookup)
-        _account(request, again.hit(lookup))
+        account_hit(request, again.hit(lookup))
         head = again.head
         return UpstreamAnswer(head.upstream, head.status, head.headers, _each(again.pieces), head.label)
 
@@ -301,68 +281,12 @@ def _shared(asked: UpstreamAsked, form: Form) -> Hashable | None:
     return (asked.key, form, asked.reuse, asked.request.lane) if asked.reuse.read else None
 
 
-def _again(entry: Entry, asked: UpstreamAsked) -> _Again | None:
-    """None for what cannot be read, or be told in the form that is wanted."""
-    kept = find_kept(entry.body)
-    pieces = None if kept is None else told(kept.pieces, kept.form, asked.form, asked.replay)
-    if kept is None or pieces is None:
-        return None
-    head = _Head("", 200, (("Content-Type", media_type(kept, asked.form)),), kept.label)
-    return _Again(kept, pieces, head)
-
-
-def _said(pieces: Sequence[bytes], asked: UpstreamAsked) -> str | None:
-    """The text of a complete answer, in the form that was asked for."""
-    said = read(b"".join(pieces), asked.form, asked.replay)
-    return None if said is None else said.text
-
-
 def _off_the_path(request: UpstreamRequest) -> UpstreamRequest:
     """The same for nobody who waits: in what the online lane leaves."""
     now = time.monotonic()
     deadline_s = now + request.deadline_s - request.received_s
     headers = tuple(item for item in request.headers if item[0] not in ONCE)
     return replace(request, received_s=now, deadline_s=deadline_s, headers=headers, lane="batch", trace=Trace())
-
-
-def _type(answer: UpstreamAnswer) -> str:
-    return next((value for name, value in answer.headers if name.lower() == "content-type"), "")
-
-
-def _is_odd(answer: UpstreamAnswer, asked: UpstreamAsked) -> bool:
-    """Whether it comes in another form than the one that was asked for, or is encoded."""
-    encoded = any(name.lower() == "content-encoding" for name, _ in answer.headers)
-    return encoded or ("text/event-stream" in _type(answer)) != asked.form.stream
-
-
-def _account(request: UpstreamRequest, hit: Hit) -> None:
-    """Nothing was asked of an upstream for it."""
-    request.trace.first_token_ms = request.trace.overhead_ms = _ms(request)
-    _count(request, hit)
-
-
-def _count(request: UpstreamRequest, hit: Hit) -> None:
-    trace = request.trace
-    trace.hit = hit
-    trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = hit.prompt_tokens
-    trace.completion_tokens = hit.completion_tokens
-
-
-def _share(request: UpstreamRequest, flight: Flight[_Item], hit: Hit) -> None:
-    """The first to read to the end accounts for what was used, where the request that it was asked for has left."""
-    paid, flight.unpaid = flight.unpaid, None
-    if paid is None:
-        _count(request, hit)
-        return
-    trace = request.trace
-    trace.hit, trace.engine, trace.by_upstream = None, paid.engine, paid.by_upstream
-    trace.prompt_tokens, trace.completion_tokens = paid.prompt_tokens, paid.completion_tokens
-    trace.cached_tokens, trace.told_cached_tokens = paid.cached_tokens, paid.told_cached_tokens
-    trace.cache_write_tokens, trace.lease_writes = paid.cache_write_tokens, paid.lease_writes
-
-
-def _ms(request: UpstreamRequest) -> float:
-    return (time.monotonic() - request.received_s) * 1e3
 
 
 def _size(item: _Item) -> int:
