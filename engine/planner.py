@@ -127,7 +127,6 @@ class Planner:
         plan.drop(sequence)
         self._tables.release(sequence)
         self._lanes.put_back(sequence)
-        sequence.preemptions += 1
         self._counters.preemptions += 1
 
     # -- prefills -----------------------------------------------------------------------------------------------------

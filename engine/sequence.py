@@ -61,7 +61,6 @@ class Sequence:
     shares_tail: bool = False  # a fork that has written nothing: the last block of its prompt is its source's
     cached_tokens: int | None = None  # prompt tokens reused at the first admission; later admissions do not change it
     findable_tokens: int = 0  # leading tokens that could be reused when it arrived
-    preemptions: int = 0
     restored: bool = False  # lower tiers were asked for its prefix since it ran last
     num_queued: int = 0  # leading blocks that were handed over to be saved in lower tiers
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # found with the last tokens, and not told yet

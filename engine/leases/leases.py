@@ -102,7 +102,6 @@ class Leases:
         for lease in leases:
             if lease.number > after:
                 lease.expires_s = max(lease.expires_s, arrived_s + lease.ttl_s)
-                lease.uses += 1
                 self.counters.renewed += 1
                 self._revision += 1
 

@@ -36,7 +36,6 @@ class Lease:
     ttl_s: float
     expires_s: float
     number: int  # of leases granted before it
-    uses: int = 0
     state: Literal["kept", "degraded", "expired", "dropped"] = "degraded"
     tier: int = 0
     block: int | None = None

@@ -173,10 +173,6 @@ class Tiers:
         if self.lower and chain.digests:
             self._saving.add(chain, urgent=urgent)
 
-    @property
-    def num_restoring(self) -> int:
-        return len(self._restoring.jobs)
-
     def count_restoring(self, now: float) -> int:
         """Restores that somebody waits for: not those that take longer than anybody does."""
         return sum(now < job.deadline_s for job in self._restoring.jobs)

@@ -185,7 +185,7 @@ def test_a_restore_that_would_leave_too_little_room_is_not_begun() -> None:
     bench.submit(3, prompt(40))
     for _ in range(5):
         assert bench.step()
-    assert (bench.tiers.num_restoring, bench.scheduler.num_waiting) == (0, 1)
+    assert (bench.tiers.count_restoring(bench.now), bench.scheduler.num_waiting) == (0, 1)
     bench.finish()
     assert bench.of(3)[0].cached_tokens == 36
     assert bench.answer(2) == expected(prompt(16, 1), 20)
@@ -210,7 +210,7 @@ def test_an_abort_while_blocks_are_on_their_way_leaves_them_cached() -> None:
     bench.forget_gpu()
     bench.submit(2, prompt(40))
     bench.step()
-    assert bench.tiers.num_restoring == 1
+    assert bench.tiers.count_restoring(bench.now) == 1
     assert bench.scheduler.abort("g", 2)
     bench.settle()
     assert held(bench, "gpu", prompt(40)) == 9
