@@ -235,7 +235,8 @@ def _readable() -> Iterator[None]:
     try:
         yield
     except _MALFORMED as error:
-        raise BadRequestError(f"The form cannot be read: {type(error).__name__}.") from None
+        why = shown(str(error)) if error.args else type(error).__name__
+        raise BadRequestError(f"The form cannot be read: {why}.") from None
 
 
 def disposition(header: str) -> tuple[str, str | None]:

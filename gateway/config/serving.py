@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.config import SHORT_FLAGS, Section
 from gateway.config.units import split
@@ -77,6 +78,16 @@ class RedisSettings(Section):
     max_memory_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
         256 << 20, description="Bytes that the embedded Redis may use."
     )
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        """The message never has the URL, in which there may be a password."""
+        if url is not None and urlsplit(url).scheme not in ("redis", "rediss", "unix"):
+            raise ValueError("a Redis URL begins with redis://, rediss:// or unix://")
+        if url is not None:
+            _ = urlsplit(url).port  # raises ValueError for what is no number
+        return url
 
 
 class EnginesSettings(Section):

@@ -72,6 +72,8 @@ def test_settings_cannot_be_changed(tmp_path: Path) -> None:
         ("", {"KVASIR_NOTHING": "1"}, {}, ["KVASIR_NOTHING", "no such setting"]),
         ("", {}, {"queue.max_wait_s": "nan"}, ["queue.max_wait_s", "--queue-max-wait-s"]),
         ("", {}, {"server.port": "-1"}, ["server.port", "--port", "greater than or equal to 0"]),
+        ("", {"KVASIR_REDIS_URL": "http://cache:6379"}, {}, ["redis.url", "KVASIR_REDIS_URL", "redis://"]),
+        ("", {}, {"redis.url": "redis://cache:x"}, ["redis.url", "--redis-url"]),
         ("[[tenants]]\nname = 'a'\nkeys = []", {}, {}, ["tenants.0.keys"]),
         ("[[tenants]]\nname = 'a b'\nkeys = ['long-enough']", {}, {}, ["tenants.0.name"]),
     ],

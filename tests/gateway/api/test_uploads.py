@@ -162,12 +162,12 @@ async def test_a_file_without_a_name_has_one_and_keeps_its_type() -> None:
         (part("file", b"x") + part("a", b"x") + part("a", b"y") + END, "twice"),
         (part("a", b"x" * 2000) + END, "1024"),
         (b"".join(part(f"a{number}", b"") for number in range(17)) + END, "16 parts"),
-        (part("a", b"\xff") + END, "UnicodeDecodeError"),
+        (part("a", b"\xff") + END, "codec can.t decode"),
         (part("file", b"x", extra="Content-Transfer-Encoding: base64\r\n") + END, "Content-Transfer-Encoding"),
         (part("file", b"x", extra="Content-Type: multipart/mixed; boundary=y\r\n") + END, "a form itself"),
-        (part("file", b"x"), "cannot be read"),
+        (part("file", b"x"), "cannot be read: "),
         (part("file", b"x")[:-3], "cannot be read"),
-        (b"", "cannot be read"),
+        (b"", "starting boundary"),
     ],
 )
 async def test_a_form_that_cannot_be_is_refused_and_says_why(body: bytes, words: str) -> None:
@@ -179,7 +179,7 @@ async def test_a_form_that_cannot_be_is_refused_and_says_why(body: bytes, words:
     ("headers", "words"),
     [
         ({"Content-Type": "application/json"}, "multipart/form-data"),
-        ({"Content-Type": "multipart/form-data"}, "cannot be read"),
+        ({"Content-Type": "multipart/form-data"}, "boundary missed"),
         ({"Content-Type": f"multipart/form-data; boundary={'x' * 71}"}, "cannot be read"),
         ({"Content-Encoding": "gzip"}, "Content-Encoding"),
     ],
