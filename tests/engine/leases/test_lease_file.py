@@ -75,7 +75,6 @@ def lease(number: int = 1, *, ttl_s: float = 100.0, expires_s: float = 1050.0, s
         ttl_s=ttl_s,
         expires_s=expires_s,
         number=number,
-        uses=3,
         state="kept",
         tier=1,
         block=7,
