@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from tests.fakes.redis_process import RedisProcess
@@ -38,6 +41,20 @@ def cached_tokens(server: Server) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens or 0
 
 
+def remembered(server: Server) -> str:
+    """What the response cache had for a question, whose answer ends by itself."""
+    answer = server.client().chat.completions.with_raw_response.create(
+        model="demo", messages=[MESSAGE], temperature=0, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    return str(answer.headers["x-kvasir-cache"])
+
+
+def post(server: Server, path: str, body: object) -> Any:
+    request = urllib.request.Request(server.url + path, data=orjson.dumps(body))
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return orjson.loads(answer.read())
+
+
 def ready(server: Server, count: int) -> bool:
     return len([engine for engine in server.get("/admin/stats")["engines"] if engine["state"] == "ready"]) == count
 
@@ -45,10 +62,11 @@ def ready(server: Server, count: int) -> bool:
 def test_two_gateways_find_an_engine_in_redis_and_share_its_blocks(tmp_path: Path, own_redis: RedisProcess) -> None:
     secret = ("--engine-secret", "between-us")
     redis = ("--redis-url", own_redis.url)
+    ours = (*redis, *secret, "--response-cache-mode", "on")
     listen = f"127.0.0.1:{free_port()}"
     with (
-        Server(tmp_path / "one", *redis, *secret, command="gateway") as one,
-        Server(tmp_path / "two", *redis, *secret, command="gateway") as two,
+        Server(tmp_path / "one", *ours, command="gateway") as one,
+        Server(tmp_path / "two", *ours, command="gateway") as two,
     ):
         with pytest.raises(openai.NotFoundError):
             cached_tokens(one)
@@ -59,6 +77,12 @@ def test_two_gateways_find_an_engine_in_redis_and_share_its_blocks(tmp_path: Pat
                 gateway.wait_until(lambda gateway=gateway: ready(gateway, 1), "the engine was found")  # type: ignore[misc]
             assert cached_tokens(one) == 0
             assert cached_tokens(two) > 0
+            # What is removed at one gateway is in no other one's memory any more.
+            assert [remembered(gateway) for gateway in (one, two, two)] == ["miss", "exact", "exact"]
+            chosen = {"everything": True}
+            confirm = post(one, "/admin/cache/invalidate", chosen)["confirm"]
+            assert post(one, "/admin/cache/invalidate", {**chosen, "confirm": confirm})["removed"] > 0
+            two.wait_until(lambda: remembered(two) == "miss", "the removal was heard of")
             # A gateway that is killed takes nothing with it.
             os.kill(one.process.pid, signal.SIGKILL)
             assert cached_tokens(two) > 0

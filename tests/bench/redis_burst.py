@@ -1,0 +1,107 @@
+"""Which stores take a Redis that answers for one that is away, when many requests come at once and keep the loop busy.
+
+    python -m tests.bench.redis_burst --requests 500 --work-ms 2
+
+Each request works for so long in turns with others, as reading and rendering it does, then asks a store, with the time
+limit that it has by default. Tells, for each store, calls that were given up, and how long the burst took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from gateway.config import (
+    BatchSettings,
+    GeminiSettings,
+    RedisSettings,
+    ResponseCacheSettings,
+    SemanticCacheSettings,
+    StoredResponseSettings,
+)
+from gateway.contents.redis_contents import RedisContents
+from gateway.index.redis_index import RedisIndex
+from gateway.ledger.redis_book import RedisBook
+from gateway.limits.base import Take
+from gateway.limits.redis_counters import RedisCounters
+from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.queues.batch.redis_scripts import RedisScripts
+from gateway.redis_calls import connect
+from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.semantic.redis_questions import RedisQuestions
+from gateway.stores.redis_store import RedisStore
+from tests.fakes.redis_process import RedisProcess
+
+TIMEOUT_S = RedisSettings().timeout_s
+
+
+def stores(redis: Redis) -> dict[str, Callable[[], Awaitable[object]]]:
+    """A call of each."""
+    counters = RedisCounters(redis, lease_s=60, timeout_s=TIMEOUT_S)
+    store = RedisStore(redis, StoredResponseSettings(), timeout_s=TIMEOUT_S)
+    entries = RedisEntries(redis, ResponseCacheSettings(), timeout_s=TIMEOUT_S, now=time.time)
+    questions = RedisQuestions(redis, SemanticCacheSettings(), timeout_s=TIMEOUT_S)
+    contents = RedisContents(redis, GeminiSettings(), time.time, timeout_s=TIMEOUT_S)
+    book = RedisBook(redis, timeout_s=TIMEOUT_S)
+    index = RedisIndex(redis, timeout_s=TIMEOUT_S)
+    scripts = RedisScripts(redis, timeout_s=BatchSettings().redis_timeout_s)
+    return {
+        "limits": lambda: counters.take("a", Take({"requests": 1})),
+        "answers": lambda: entries.find("tenant:a", "1"),
+        "stored responses": lambda: store.put("a", "1", b"x" * 1000),
+        "cached contents": lambda: contents.find("a", "1"),
+        "questions": lambda: questions.changes("tenant:a/m", 0),
+        "ledger": lambda: book.read("0", "9"),
+        "batches": RedisJobs(scripts, BatchSettings()).open,
+        "index": lambda: index.find("m", bytes(1600), ["one"]),
+    }
+
+
+async def request(call: Callable[[], Awaitable[object]], work_s: float) -> bool:
+    """Whether it was answered."""
+    for _ in range(2):
+        until = time.perf_counter() + work_s / 2
+        while time.perf_counter() < until:
+            pass
+        await asyncio.sleep(0)
+    try:
+        await call()
+    except Exception as error:
+        if type(error).__name__.endswith(("DownError", "OverloadedError")):
+            return False
+        raise
+    return True
+
+
+async def run(requests: int, work_s: float, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, RedisProcess(Path(folder)) as process:
+        print(f"{'store':>18} {'given up':>9} {'of':>6} {'burst':>8}")
+        for name in stores(connect(process.url, TIMEOUT_S)):
+            lost, took_s = 0, 0.0
+            for _ in range(rounds):
+                redis = connect(process.url, TIMEOUT_S)
+                call, begun = stores(redis)[name], time.perf_counter()
+                answered = await asyncio.gather(*(request(call, work_s) for _ in range(requests)))
+                took_s += time.perf_counter() - begun
+                lost += answered.count(False)
+                await redis.aclose()
+            print(f"{name:>18} {lost:9} {requests * rounds:6} {took_s / rounds:7.2f}s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--work-ms", type=float, default=2.0, help="of each request, on the event loop")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    asyncio.run(run(options.requests, options.work_ms / 1e3, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
