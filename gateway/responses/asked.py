@@ -10,7 +10,7 @@ from gateway.responses.key import find_situation, request_key
 from gateway.types import ChatPrompt, Request, Reuse, Scope
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class EngineAsked:
     """See Asked. `hello` is the model's."""
 

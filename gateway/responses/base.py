@@ -41,7 +41,8 @@ class Situation(NamedTuple):
 
 
 class Asked(Protocol):
-    """A request that may be answered from the cache, whoever would generate its answer."""
+    """A request that may be answered from the cache, whoever would generate its answer. Itself and no other, however
+    alike: what was found for it is forgotten with it."""
 
     @property
     def key(self) -> bytes:

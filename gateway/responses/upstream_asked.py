@@ -94,7 +94,7 @@ _SECTIONS: Final = ("generationConfig", "generation_config", "output_config", "t
 """Of a body, that have such names, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class UpstreamAsked:
     """See Asked.
 

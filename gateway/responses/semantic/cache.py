@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Mode = Literal["on", "ask", "off"]
-
-MAX_SIGHTS: Final = 1024
-"""Requests that were looked up and have no answer yet, of which it is known what was found for them."""
 
 
 class TextVectors(Protocol):
@@ -62,9 +60,15 @@ class Embeds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """What was found for a request, until it has its answer."""
+    """What was found for a request, until it has its answer.
 
-    asked: Asked
+    name  of the space, for Redis
+    key   under which the answer will be kept
+    """
+
+    name: str
+    tenant: str
+    key: bytes
     space: Space
     sight: Sight
 
@@ -95,7 +99,7 @@ class SemanticCache:
         self._background = Background()
         self._sync = Sync(redis, self._background, sync_s=settings.sync_s, retry_s=retry_s, clock=time.monotonic)
         self._spaces: OrderedDict[tuple[str, str], Space] = OrderedDict()  # asked last at the end
-        self._looked: OrderedDict[int, _Looked] = OrderedDict()  # by id() of what was asked, which each holds on to
+        self._looked: WeakKeyDictionary[Asked, _Looked] = WeakKeyDictionary()
         self._judging = self._auditing = 0
         self._embedder_failed = False
         self.outcomes: Counter[str] = Counter()
@@ -140,7 +144,7 @@ class SemanticCache:
         question = space.question(situation.digest, text, vector)
         sight = space.look(question, least=asked.reuse.similarity or 0.0, counts=counts)
         if counts:
-            self._note(_Looked(asked, space, sight))
+            self._looked[asked] = _Looked(_name(asked), asked.tenant, asked.key, space, sight)
         hit = sight.hit
         if hit is None:
             return "veto" if sight.vetoes and not sight.neighbours else "miss", None
@@ -155,7 +159,7 @@ class SemanticCache:
 
     def hit(self, asked: Asked, match: Match, given: Said, anew: Anew) -> None:
         """See Semantic."""
-        looked = self._pop(asked)
+        looked = self._looked.pop(asked, None)
         if looked is None:
             return
         looked.space.given(looked.sight)
@@ -166,13 +170,13 @@ class SemanticCache:
     def gone(self, asked: Asked, match: Match) -> None:
         """See Semantic."""
         self.events["gone"] += 1
-        looked = self._looked.get(id(asked))
+        looked = self._looked.get(asked)
         if looked is not None:
             looked.space.remove(match.key)
 
     def remember(self, asked: Asked, answer: str | None) -> None:
         """See Semantic."""
-        looked = self._pop(asked)
+        looked = self._looked.pop(asked, None)
         if looked is None or not answer:
             return
         question, now = looked.sight.question, self._now()
@@ -186,10 +190,10 @@ class SemanticCache:
             return
         self.events["kept"] += 1
         if not looked.sight.neighbours or not self._settings.judged:
-            self._sync.put(_name(asked), entry)
+            self._sync.put(looked.name, entry)
         elif self._judging >= self._settings.max_judging:
             self.events["not_judged"] += 1
-            self._sync.put(_name(asked), entry)
+            self._sync.put(looked.name, entry)
         else:
             self._judging += 1
             self._background.start(self._judge(looked, answer), "judge an answer")
@@ -285,25 +289,17 @@ class SemanticCache:
             del self._spaces[owner, own[0]]
             self._sync.forget(f"{owner}/{own[0]}")
 
-    def _note(self, looked: _Looked) -> None:
-        self._looked[id(looked.asked)] = looked
-        if len(self._looked) > MAX_SIGHTS:
-            self._looked.popitem(last=False)
-
-    def _pop(self, asked: Asked) -> _Looked | None:
-        return self._looked.pop(id(asked), None)
-
     async def _judge(self, looked: _Looked, answer: str) -> None:
         """Labels a miss: whether its nearest neighbour would have given the same answer."""
         try:
-            sight, tenant = looked.sight, looked.asked.tenant
+            sight, tenant = looked.sight, looked.tenant
             first, *others = sight.neighbours
             agrees = [await self._same(answer, first.entry, tenant)]
             agrees += [digest_of(answer) == other.entry.digest for other in others]
-            looked.space.judge_miss(sight, looked.asked.key, agrees)
-            entry = looked.space.find(looked.asked.key)
+            looked.space.judge_miss(sight, looked.key, agrees)
+            entry = looked.space.find(looked.key)
             if entry is not None:
-                self._sync.put(_name(looked.asked), entry)
+                self._sync.put(looked.name, entry)
         except (KvasirError, TimeoutError):
             self.events["not_judged"] += 1
         finally:
@@ -317,11 +313,11 @@ class SemanticCache:
                 self.events["audits_lost"] += 1
                 return
             entry = looked.sight.neighbours[0].entry
-            same = digest_of(fresh) == digest_of(given) or await self._same(fresh, entry, looked.asked.tenant)
+            same = digest_of(fresh) == digest_of(given) or await self._same(fresh, entry, looked.tenant)
             looked.space.judge_hit(looked.sight, same)
             self.events["audited"] += 1
             if not same:
-                self._sync.drop(_name(looked.asked), match.key)
+                self._sync.drop(looked.name, match.key)
         except (KvasirError, TimeoutError):
             self.events["audits_lost"] += 1
         finally:
