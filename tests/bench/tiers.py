@@ -77,10 +77,8 @@ class Engine:
         self._ended: set[int] = set()
         self._last = 0
         self.loop = EngineLoop(self.scheduler, runner, on_frames=self._on_frames, on_blocks=lambda events: None)
-        began = time.perf_counter()
         self.loop.start()
         assert self.loop.wait_restored(LIMIT_S)
-        self.ready_s = time.perf_counter() - began
 
     def _spy(self, step: Step) -> list[int | None]:
         self.starts.append(time.perf_counter())

@@ -131,10 +131,6 @@ class Figures:
         """The busiest engine's time at work, as a multiple of the mean."""
         return max(self.busy_s) * len(self.busy_s) / sum(self.busy_s)
 
-    @property
-    def utilisation(self) -> float:
-        return sum(self.busy_s) / len(self.busy_s) / self.span_s
-
 
 class Clients(Protocol):
     """Where requests come from."""
