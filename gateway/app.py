@@ -18,31 +18,21 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from engine.config import ConfigError
+from gateway import redis_or_memory
 from gateway.admin.accounting import audit_entry
 from gateway.admin.sources import EngineState, EngineStatus, Sources
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.replays import REPLAYS
 from gateway.api.routes import build_app
 from gateway.config import Settings
-from gateway.contents.memory_contents import MemoryContents
-from gateway.contents.redis_contents import RedisContents
-from gateway.contents.shared_contents import SharedContents
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.figures import EngineFigures
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
-from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex
-from gateway.ledger.base import Book
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
-from gateway.ledger.redis_book import RedisBook
 from gateway.limits.limits import TenantLimits
-from gateway.limits.memory_counters import MemoryCounters
-from gateway.limits.redis_counters import RedisCounters
-from gateway.limits.shared_counters import SharedCounters
 from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.places import PlaceQueue
@@ -53,16 +43,11 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
-from gateway.responses.redis_removals import RedisRemovals
 from gateway.responses.removals import Removals
 from gateway.responses.semantic.cache import SemanticCache
-from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
-from gateway.stores.base import Backend
-from gateway.stores.memory_store import MemoryStore
-from gateway.stores.redis_store import RedisStore
 from gateway.street import Street
 from gateway.types import Trace
 from gateway.upstreams.stage import Upstreams
@@ -90,9 +75,8 @@ class Gateway:
         self.prompts = PromptStage(settings.prompt)
         self.queue: PlaceQueue[BundledEngine] = PlaceQueue(settings.queue, Router(settings.routing))
         self.embedder = Embedder(settings.embeddings)
-        redis_index = RedisIndex(self.redis, timeout_s=settings.redis.timeout_s) if self.redis is not None else None
-        self.index = FallbackIndex(redis_index, self.memory, retry_s=settings.redis.retry_s)
-        self.contents = _contents(settings, self.redis)
+        self.index = redis_or_memory.index(settings, self.redis, self.memory)
+        self.contents = redis_or_memory.contents(settings, self.redis)
         folder = settings.files.folder or settings.server.data_dir / "files"
         self.files = FileStore(Folder(folder, settings.files, time.time), settings.files)
         jobs_folder = settings.batches.folder or settings.server.data_dir / "batches"
@@ -107,13 +91,16 @@ class Gateway:
             on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
         )
-        self.responses = ResponseStore(self._response_backend(), retry_s=settings.redis.retry_s)
-        self.ledger = Ledger(settings.ledger, Prices(settings.prices, settings.batches.price), self._book(), time.time)
-        self.limits = TenantLimits(settings.limits, settings.tenants, _counters(settings, self.redis))
+        self.responses = ResponseStore(
+            redis_or_memory.stored_responses(settings, self.redis), retry_s=settings.redis.retry_s
+        )
+        prices, book = Prices(settings.prices, settings.batches.price), redis_or_memory.book(settings, self.redis)
+        self.ledger = Ledger(settings.ledger, prices, book, time.time)
+        self.limits = TenantLimits(settings.limits, settings.tenants, redis_or_memory.counters(settings, self.redis))
         self.upstreams = Upstreams(settings.upstreams, self.upstream_keys)
         self.figures = EngineFigures(lambda: self.registry.engines)
         remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
-        shared = _shared_answers(settings, self.redis)
+        shared = redis_or_memory.shared_answers(settings, self.redis)
         self.semantic_cache = _semantic_cache(settings, self.redis, self.embedder)
         self.removals = _removals(settings, self.redis, remembered, shared, self.semantic_cache)
         self.answers = KeptAnswers(remembered, shared, self.removals)
@@ -147,7 +134,7 @@ class Gateway:
             upstreams=self.remembered,
             embedder=self.embedder,
             responses=self.responses,
-            fingerprints=self._fingerprint_backend(),
+            fingerprints=redis_or_memory.fingerprints(settings, self.redis),
             stored_responses=settings.stored_responses,
             contents=self.contents,
             files=self.files,
@@ -178,24 +165,6 @@ class Gateway:
             ),
         )
 
-    def _response_backend(self) -> Backend:
-        settings = self.settings
-        if self.redis is None:
-            return MemoryStore(settings.stored_responses)
-        return RedisStore(self.redis, settings.stored_responses, timeout_s=settings.redis.timeout_s)
-
-    def _fingerprint_backend(self) -> Backend:
-        settings = self.settings
-        if self.redis is None:
-            return MemoryStore(settings.anthropic.fingerprints)
-        limits, timeout_s = settings.anthropic.fingerprints, settings.redis.timeout_s
-        return RedisStore(self.redis, limits, timeout_s=timeout_s, name="fingerprints")
-
-    def _book(self) -> Book:
-        if self.redis is None:
-            return MemoryBook()
-        return RedisBook(self.redis, timeout_s=self.settings.redis.timeout_s)
-
     def _connect(self, name: str, url: str) -> BundledEngine:
         return BundledEngine(
             name,
@@ -221,21 +190,6 @@ class Gateway:
         return [_status(engine, self.figures.of(engine.url)) for engine in self.registry.engines]
 
 
-def _counters(settings: Settings, redis: Redis | None) -> SharedCounters:
-    """What counts tenants' requests and tokens."""
-    lease_s, retry_s = settings.limits.lease_s, settings.redis.retry_s
-    memory = MemoryCounters(lease_s=lease_s)
-    shared = None if redis is None else RedisCounters(redis, lease_s=lease_s, timeout_s=settings.redis.timeout_s)
-    return SharedCounters(shared, memory, retry_s=retry_s)
-
-
-def _shared_answers(settings: Settings, redis: Redis | None) -> RedisEntries | None:
-    own = settings.response_cache
-    if redis is None or not own.max_redis_bytes:
-        return None
-    return RedisEntries(redis, own, timeout_s=settings.redis.timeout_s, now=time.time)
-
-
 def _removals(
     settings: Settings,
     redis: Redis | None,
@@ -244,7 +198,7 @@ def _removals(
     semantic: SemanticCache | None,
 ) -> Removals:
     """What operators removed, here and at other gateways."""
-    told = None if redis is None else RedisRemovals(redis, timeout_s=settings.redis.timeout_s)
+    told = redis_or_memory.shared_removals(settings, redis)
     return Removals(memory, shared, told, semantic, every_s=settings.response_cache.removals_s)
 
 
@@ -272,21 +226,10 @@ def _semantic_cache(settings: Settings, redis: Redis | None, embedder: Embedder)
     if not embedder.models() or find_spec("usearch") is None:
         log.warning("the semantic cache needs the extra `semantic`, which is missing: only exact answers are found")
         return None
-    shared = None
-    if redis is not None and own.max_redis_bytes:
-        shared = RedisQuestions(redis, own, timeout_s=settings.redis.timeout_s)
+    shared = redis_or_memory.shared_questions(settings, redis)
     return SemanticCache(
         own, modes, embedder, shared, random=random.random, now=time.time, retry_s=settings.redis.retry_s
     )
-
-
-def _contents(settings: Settings, redis: Redis | None) -> MemoryContents | SharedContents:
-    """The store of cached contents."""
-    memory = MemoryContents(settings.gemini, time.time)
-    if redis is None:
-        return memory
-    shared = RedisContents(redis, settings.gemini, time.time, timeout_s=settings.redis.timeout_s)
-    return SharedContents(shared, memory, retry_s=settings.redis.retry_s, clock=time.monotonic)
 
 
 def _status(engine: BundledEngine, stats: Mapping[str, Any]) -> EngineStatus:

@@ -99,7 +99,7 @@ def test_imports_follow_the_street(path: Path) -> None:
     elif room == "batch_cli":
         outside = {name for name in used if not name.startswith("gateway.batch_cli")}
         assert outside <= {"gateway.api.openai.batches.rows"}, "it is a client, which knows how a file has to be"
-    elif module not in ("gateway.app", "gateway.serving", "gateway.cli"):
+    elif module not in ("gateway.app", "gateway.redis_or_memory", "gateway.serving", "gateway.cli"):
         assert used <= FOUNDATION | {"engine.protocol", "engine.config"}, f"{module}: a room of its own"
 
 
