@@ -3,7 +3,8 @@
 A Redis is not away because a burst of requests keeps the loop busy, or makes calls wait for each other. So the time
 limit of a call starts when its turn has come, and the loop has to come round several times before it is over
 (tasks.patience). Who waits when a call is not answered waits no longer: a Redis that hangs costs everybody one time
-limit. A Redis that answers, but not quickly enough for all who ask, is taken for away by those who wait TURNS of them.
+limit. From then on one call at a time finds out whether it is back, and all others go on without it at once. A Redis
+that answers, but not quickly enough for all who ask, is taken for away by those who wait TURNS time limits.
 
 The index alone has one timer for both (index/redis_index.py): what it does not find costs little.
 """
@@ -11,7 +12,8 @@ The index alone has one timer for both (index/redis_index.py): what it does not 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 from redis.asyncio import Redis
@@ -52,36 +54,59 @@ def connect(url: str, timeout_s: float) -> Redis:
 class RedisCalls:
     """Those of one stage."""
 
-    def __init__(self, timeout_s: float, down: Callable[[str], Exception]) -> None:
-        """`timeout_s` bounds every call, from its turn on. `down` makes the stage's own error of what went wrong."""
+    def __init__(self, timeout_s: float, down: Callable[[str], Exception], *, all_ask: bool = False) -> None:
+        """timeout_s  bounds every call, from its turn on
+        down       makes the stage's own error of what went wrong
+        all_ask    while Redis is silent, too: of callers who go on asking until it is back
+        """
         self._timeout_s = timeout_s
         self._down = down
+        self._all_ask = all_ask
         self._turns = asyncio.Semaphore(MAX_CALLS)
         self._unanswered = 0
+        self._silent = False  # the last call was not answered
+        self._probing = False  # a call is finding out whether that is still so
 
     async def ask(self, call: Awaitable[_T]) -> _T:
         """What the call returns. Raises what `down` makes; what was asked for may have been done all the same."""
         begun, unanswered = False, self._unanswered
         try:
-            await self._take_turn()
-            try:
-                if unanswered != self._unanswered:
+            async with self._turn():
+                if unanswered != self._unanswered or (self._silent and self._probing):
                     raise TimeoutError("a call before this one was not answered")
                 begun = True
-                async with tasks.patience(self._timeout_s):
-                    return await call
-            finally:
-                self._turns.release()
+                return await self._ask(call)
         except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            self._unanswered += begun and not isinstance(error, ResponseError)
             raise self._down(str(error) or type(error).__name__) from error
         finally:
             if not begun and asyncio.iscoroutine(call):
                 call.close()
 
-    async def _take_turn(self) -> None:
-        if not self._turns.locked():
+    async def _ask(self, call: Awaitable[_T]) -> _T:
+        probes = self._probing = self._silent and not self._all_ask
+        try:
+            async with tasks.patience(self._timeout_s):
+                answer = await call
+        except ResponseError:
+            self._silent = False
+            raise
+        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError):
+            self._unanswered += 1
+            self._silent = True
+            raise
+        finally:
+            self._probing = self._probing and not probes
+        self._silent = False
+        return answer
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if self._turns.locked():
+            async with tasks.patience(TURNS * self._timeout_s, looks=TURNS * tasks.LOOKS):
+                await self._turns.acquire()
+        else:
             await self._turns.acquire()
-            return
-        async with tasks.patience(TURNS * self._timeout_s, looks=TURNS * tasks.LOOKS):
-            await self._turns.acquire()
+        try:
+            yield
+        finally:
+            self._turns.release()

@@ -108,6 +108,64 @@ async def test_a_redis_that_hangs_costs_everybody_one_time_limit(calls: RedisCal
     assert asked == MAX_CALLS + 1  # the next one asks again
 
 
+async def test_while_redis_is_silent_one_call_at_a_time_finds_out_whether_it_is_back(
+    calls: RedisCalls, turns: Turns
+) -> None:
+    asked, back = 0, asyncio.Event()
+
+    async def wait() -> str:
+        nonlocal asked
+        asked += 1
+        await back.wait()
+        return "here"
+
+    turns.take(TIMEOUT_S / 50)
+    with pytest.raises(AwayError):
+        await calls.ask(wait())
+    for number in (2, 3):
+        begun_s = turns.spent_s
+        probe = asyncio.create_task(calls.ask(wait()))
+        await asyncio.sleep(0)
+        others = await asyncio.gather(*(calls.ask(wait()) for _ in range(BURST)), return_exceptions=True)
+        assert {str(one) for one in others} == {"a call before this one was not answered"}
+        assert turns.spent_s < begun_s + TIMEOUT_S
+        with pytest.raises(AwayError):
+            await probe
+        assert asked == number
+    back.set()
+    assert await calls.ask(wait()) == "here"
+    assert await asyncio.gather(*(calls.ask(wait()) for _ in range(BURST))) == ["here"] * BURST
+
+
+async def test_those_who_wait_for_redis_anyway_all_ask() -> None:
+    calls, asked = RedisCalls(TIMEOUT_S, AwayError, all_ask=True), 0
+
+    async def refuse() -> str:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+        raise RedisConnectionError("refused")
+
+    for number in range(1, 4):
+        await asyncio.gather(*(calls.ask(refuse()) for _ in range(MAX_CALLS)), return_exceptions=True)
+        assert asked == number * MAX_CALLS
+
+
+async def test_who_leaves_while_finding_out_leaves_it_to_the_next(calls: RedisCalls) -> None:
+    async def refuse() -> str:
+        raise RedisConnectionError("refused")
+
+    with pytest.raises(AwayError):
+        await calls.ask(refuse())
+    probe = asyncio.create_task(calls.ask(after(1e6)))
+    await asyncio.sleep(0)
+    with pytest.raises(AwayError):
+        await calls.ask(after(0.0))
+    probe.cancel()
+    await asyncio.wait([probe])
+    assert await calls.ask(after(0.0)) == "here"
+
+
 async def test_where_redis_refuses_nobody_waits(calls: RedisCalls) -> None:
     asked = 0
 

@@ -30,7 +30,7 @@ class RedisScripts:
 
     def __init__(self, redis: Redis, *, timeout_s: float) -> None:
         self.redis = redis
-        self._calls = RedisCalls(timeout_s, _down)
+        self._calls = RedisCalls(timeout_s, _down, all_ask=True)
         self._scripts = {name: redis.register_script(_source(name)) for name in SCRIPTS}
 
     async def run(self, script: str, *args: bytes | str | int) -> Any:
