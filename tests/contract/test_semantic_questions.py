@@ -207,6 +207,15 @@ async def test_a_gateway_that_starts_again_has_learned_already(redis: Redis, gat
     await until(learned)
 
 
+async def test_models_that_nobody_answers_leave_nothing_in_redis(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
+    one = gateway()
+    for number in range(8):
+        for _ in range(2):
+            await one.ask("Anything?", model=f"made-up-{number}", reuse=Reuse(write=False))
+    await until(lambda: not one.semantic._background._tasks)
+    assert await redis.keys("*made-up*") == []
+
+
 async def test_what_is_no_question_is_passed_over(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
     one, store = gateway(), questions(redis, max_entries=100)
     name = "tenant:a/demo"

@@ -156,8 +156,10 @@ class Sync:
             known.next_s = self._clock() + self._sync_s
 
     async def _save(self, redis: RedisQuestions, name: str, known: _Known, space: Space) -> None:
-        requests = space.budget.figures().requests
-        if self._clock() < known.next_save_s or requests == known.saved:
+        figures = space.budget.figures()
+        requests = figures.requests
+        # Without a label there is nothing to go on with, and models that clients made up would fill Redis.
+        if not figures.labels or self._clock() < known.next_save_s or requests == known.saved:
             return
         known.next_save_s, known.saved = self._clock() + SAVE_S, requests
         await redis.save_budget(name, orjson.dumps(space.budget.to_state()))
