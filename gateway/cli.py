@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.batch_cli.arguments import add_parser as add_batch_parser
 from gateway.config import Settings
 from gateway.engine_processes import BAD_SETTING_EXIT, EngineStartError
+from gateway.logs import set_up
 from gateway.version import installed_version
 
 CONFIG_VARIABLE = "KVASIR_CONFIG"
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = {path: getattr(options, path, None) for path in _paths()}
     try:
         settings = load(Settings, file=Path(config) if config else None, environ=environ, flags=flags)
-        _set_up_logging(settings, options.command)
+        set_up((settings.engine if options.command == "engine" else settings.server).log_level)
         return _run(_COMMANDS[options.command](settings, options))
     except (ConfigError, EngineStartError) as error:
         print(f"kvasir {options.command}: {error}", file=sys.stderr)  # noqa: T201
@@ -127,11 +127,6 @@ def _terminate_at_eof() -> None:
 
 def _say(text: str) -> None:
     print(text, flush=True)  # noqa: T201
-
-
-def _set_up_logging(settings: Settings, command: str) -> None:
-    level = settings.engine.log_level if command == "engine" else settings.server.log_level
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
 
 
 def _paths() -> list[str]:

@@ -21,6 +21,7 @@ from gateway.api.dialects import dialect_of
 from gateway.api.record import CLIENT_LEFT, RECORD, Observer, Record, cache_headers, common_headers, elapsed_ms
 from gateway.api.stamps import new_id
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
+from gateway.types import Trace
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvasir.access")
@@ -119,31 +120,21 @@ def _log(record: Record) -> None:
     level = logging.INFO if record.endpoint.startswith("/v1") or record.status >= 500 else logging.DEBUG
     if not access_log.isEnabledFor(level):
         return
-    first = record.first_token_ms
-    access_log.log(
-        level,
-        "request_id=%s tenant=%s endpoint=%s model=%s engine=%s lane=%s stream=%d prompt_tokens=%d cached_tokens=%d "
-        "lease=%s lease_read_tokens=%d lease_write_tokens=%d completion_tokens=%d queue_ms=%.1f overhead_ms=%.2f "
-        "hit=%s embedded_tokens=%d first_token_ms=%s total_ms=%.1f retries=%d status=%d",
-        record.request_id,
-        record.tenant or "-",
-        record.endpoint,
-        record.model or "-",
-        record.engine or "-",
-        record.lane if record.traces else "-",
-        record.stream,
-        record.prompt_tokens,
-        record.cached_tokens,
-        record.lease.state if record.lease else "-",
-        record.lease_read_tokens,
-        record.lease_write_tokens,
-        record.completion_tokens,
-        record.queue_ms,
-        record.overhead_ms,
-        record.lookup.outcome if record.lookup else "-",
-        record.embedded_tokens,
-        "-" if first is None else f"{first:.1f}",
-        record.total_ms,
-        sum(trace.retries for trace in record.traces),
-        record.status,
+    access_log.log(level, "%s", _line(record))
+
+
+def _line(record: Record) -> str:
+    # What one trace says is what the record would say of it, in a third of the time.
+    told: Record | Trace = record.traces[0] if len(record.traces) == 1 else record
+    first, lease, lookup = told.first_token_ms, told.lease, told.lookup
+    return (
+        f"request_id={record.request_id} tenant={record.tenant or '-'} endpoint={record.endpoint} "
+        f"model={record.model or '-'} engine={told.engine or '-'} lane={record.lane if record.traces else '-'} "
+        f"stream={record.stream:d} prompt_tokens={told.prompt_tokens} cached_tokens={told.cached_tokens} "
+        f"lease={lease.state if lease else '-'} lease_read_tokens={told.lease_read_tokens} "
+        f"lease_write_tokens={told.lease_write_tokens} completion_tokens={told.completion_tokens} "
+        f"queue_ms={told.queue_ms:.1f} overhead_ms={told.overhead_ms:.2f} hit={lookup.outcome if lookup else '-'} "
+        f"embedded_tokens={record.embedded_tokens} first_token_ms={'-' if first is None else f'{first:.1f}'} "
+        f"total_ms={record.total_ms:.1f} retries={sum(trace.retries for trace in record.traces)} "
+        f"status={record.status}"
     )
