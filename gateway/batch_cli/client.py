@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +11,7 @@ from urllib.parse import quote
 
 import aiohttp
 import orjson
+from aiohttp.payload import BufferedReaderPayload
 
 from gateway.batch_cli.errors import BatchCommandError, PassingError, opened
 
@@ -37,9 +39,11 @@ class Client:
     async def upload(self, path: Path) -> str:
         """The id of the file."""
         with opened(path, "rb") as file:
-            form = aiohttp.FormData(default_to_multipart=True)
+            form = aiohttp.FormData(default_to_multipart=True, quote_fields=False)
             form.add_field("purpose", "batch")
-            form.add_field("file", file, filename=path.name, content_type="application/octet-stream")
+            name = os.fsencode(path.name).decode(errors="replace")
+            rows = BufferedReaderPayload(file, filename=name)  # else it takes the path, which may be no text
+            form.add_field("file", rows, filename=name, content_type="application/octet-stream")
             return str((await self._json("POST", "/v1/files", data=form))["id"])
 
     async def create(self, file_id: str, endpoint: str) -> dict[str, Any]:

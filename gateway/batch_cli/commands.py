@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TextIO
 
 from gateway.batch_cli.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 from gateway.batch_cli.client import Client
@@ -33,8 +33,13 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             )
         return asyncio.run(_run(options, url, key))
     except BatchCommandError as error:
-        print(f"kvasir batch {options.batch_command}: {error}", file=sys.stderr)  # noqa: T201
+        _warn(f"kvasir batch {options.batch_command}: {error}")
         return error.status
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of standard output
+        _warn(f"kvasir batch {options.batch_command}: {error.strerror or error}")
+        return FAILED
 
 
 async def _run(options: argparse.Namespace, url: str, key: str) -> int:
@@ -97,8 +102,11 @@ async def _results(client: Client, batch_id: str, output: Path | None, *, errors
 @contextlib.contextmanager
 def _out(path: Path | None) -> Iterator[BinaryIO]:
     if path is None:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        out: TextIO | None = sys.stdout
+        if out is None:
+            raise BatchCommandError("standard output is closed; name a file with -o", BAD_INPUT)
+        yield out.buffer
+        out.buffer.flush()
         return
     with writing(path) as file:
         yield file

@@ -25,6 +25,8 @@ _NO_LIMITS: Final = RowLimits(lines=_MANY, inputs=_MANY, row_bytes=_MANY, depth=
 def check_file(path: Path) -> str:
     """The endpoint that all its lines ask. Raises BatchCommandError for lines that the gateway would refuse it for."""
     with opened(path, "rb") as file:
+        if not file.seekable():
+            raise BatchCommandError(f"nothing was sent: {path} is no file, and it is read twice", BAD_INPUT)
         skip_mark(file)
         first = next((row for row in file if row.strip()), b"")
         endpoint = _endpoint(first)

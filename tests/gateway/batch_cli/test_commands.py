@@ -6,9 +6,10 @@ import asyncio
 import io
 import json
 import os
+import sys
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,52 @@ async def test_results_that_cannot_be_written_to_their_end_leave_what_was_there(
         assert await kvasir("results", batch_id, "-o", str(out)) == 0
         assert json.loads(out.read_text())["custom_id"] == "a"
         assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize(("out", "status", "why"), [("/dev/full", 1, "No space left"), (None, 2, "closed")])
+async def test_results_that_nobody_can_be_told_are_an_error(
+    out: str | None,
+    status: int,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with served(monkeypatch) as gateway:
+        gateway.worker.start()
+        assert await kvasir("submit", written(tmp_path, row("a")), "--wait", *QUICK) == 0
+        batch_id = capsys.readouterr().out.strip()
+        with ExitStack() as closing:
+            unbuffered = None if out is None else io.TextIOWrapper(closing.enter_context(io.FileIO(out, "w")))  # type: ignore[type-var]
+            monkeypatch.setattr(sys, "stdout", unbuffered)
+            assert await kvasir("results", batch_id) == status
+        assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [(b"na\xffme.jsonl", "na\N{REPLACEMENT CHARACTER}me.jsonl"), ('ä "b".jsonl'.encode(), 'ä "b".jsonl')],
+)
+async def test_names_of_files_are_sent_as_they_are_or_as_near_as_can_be(
+    name: bytes, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(monkeypatch) as gateway:
+        file = os.path.join(tmp_path, os.fsdecode(name))
+        os.rename(written(tmp_path, row("a")), file)
+        assert await kvasir("submit", file) == 0
+        (kept,) = (await gateway.sdk().files.list()).data
+        assert kept.filename == told
+
+
+async def test_what_can_be_read_once_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    async with served(monkeypatch):
+        assert await kvasir("submit", f"/dev/fd/{reading}") == 2
+    os.close(reading)
+    assert "nothing was sent" in capsys.readouterr().err
 
 
 async def test_requests_that_fail_are_told_apart(
