@@ -5,7 +5,7 @@ A part in each turn of the loop, so that a full disk holds up nobody who asks me
 are in, and given back in the order of last use, because that is the order in which a pool evicts.
 
 Pure bookkeeping on the loop's thread, but for the look through the disk, which the tier's thread does.
-engine/tiers/tiers.py begins it; engine/tiers/disk_store.py and engine/leases/file.py say what is there.
+engine/tiers/tiers.py begins it; engine/tiers/disk_scan.py and engine/leases/file.py say what is there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 from engine.leases.leases import Leases
 from engine.leases.tree import Lease
-from engine.tiers.disk_store import Scan
+from engine.tiers.disk_scan import Scan
 from engine.tiers.stores import BlockKey
 from engine.tiers.tier import Account, Tier, worker_of
 

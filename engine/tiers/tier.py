@@ -17,7 +17,7 @@ from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES
 from engine.protocol import Tier as TierName
 from engine.tiers.copy_thread import Worker
-from engine.tiers.disk_store import Scan
+from engine.tiers.disk_scan import Scan
 from engine.tiers.residency import Residency
 from engine.tiers.stores import BlockKey, Store
 

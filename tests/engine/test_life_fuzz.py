@@ -24,7 +24,7 @@ from engine.plan import MIN_TAIL_TOKENS
 from engine.pool.eviction import LeastRecentlyUsed
 from engine.pool.hit_density import HitDensity
 from engine.protocol import DIGEST_BYTES, HASHES, Lane, SequenceUpdate, split_digests
-from engine.tiers.disk_store import TEMPORARY_AGE_S
+from engine.tiers.disk_scan import TEMPORARY_AGE_S
 from engine.tiers.tier import PAUSE_S
 from tests.fakes.life_bench import Folder, Killed, LifeBench, Whim, start
 from tests.fakes.oracle_runner import Prefixes, choose_answer

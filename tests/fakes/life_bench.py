@@ -22,7 +22,8 @@ from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed
 from engine.protocol import TOKEN_BYTES, Namespace, chain_digests
 from engine.scheduler import Scheduler
 from engine.sequence import StepGivenUp
-from engine.tiers.disk_store import DiskStore, Scan
+from engine.tiers.disk_scan import Scan
+from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.stores import BlockKey, Payload, Store
 from engine.tiers.tiers import Tier, Tiers

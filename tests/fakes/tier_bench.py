@@ -18,7 +18,7 @@ from engine.pool.blocks import BlockPool
 from engine.protocol import split_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Step
-from engine.tiers.disk_store import Scan
+from engine.tiers.disk_scan import Scan
 from engine.tiers.stores import BlockKey
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import OracleRunner, Prefixes

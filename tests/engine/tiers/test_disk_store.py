@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from engine.leases.tree import Lease
 from engine.protocol import Namespace, chain_digests, split_digests
-from engine.tiers.disk_store import PAGE_BYTES, DiskStore, Scan
+from engine.tiers.block_file import PAGE_BYTES
+from engine.tiers.disk_scan import Scan
+from engine.tiers.disk_store import DiskStore
 from engine.tiers.stores import BlockKey, Payload
 
 SIZE = 4
