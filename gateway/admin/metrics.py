@@ -103,7 +103,8 @@ class Metrics:
     def finished(self, record: Record) -> None:
         self.in_flight -= 1
         self._finished.append(record)
-        if len(self._finished) >= COUNTED_AT_ONCE:
+        # What a trace says may be given again is held by it, and may be large.
+        if len(self._finished) >= COUNTED_AT_ONCE or any(trace.repeat is not None for trace in record.traces):
             self._count_all()
 
     @property

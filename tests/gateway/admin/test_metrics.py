@@ -1,15 +1,29 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from typing import cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.protocol import Load
-from gateway.admin.sources import EngineStatus
+from gateway.admin.metrics import Metrics
+from gateway.admin.sources import EngineStatus, Sources
+from gateway.api.openai.wire import OPENAI
+from gateway.api.record import Record
 from gateway.config import TenantSettings
 from gateway.errors import QueueFullError
+from gateway.types import Lookup, Trace
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeStreet
+
+
+class FakeRepeat:
+    num_bytes = 1 << 20
+
+    def again(self) -> Lookup | None:
+        return None
+
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -45,6 +59,19 @@ async def test_requests_and_tokens_are_counted_by_model_and_tenant() -> None:
     assert samples["kvasir_first_token_seconds_count{model=demo}"] == 2
     assert samples["kvasir_overhead_seconds_sum{model=demo}"] == 0.001
     assert samples["kvasir_request_seconds_count{model=demo}"] == 2
+
+
+def test_what_a_finished_request_found_in_the_cache_is_let_go() -> None:
+    """However few were finished since somebody looked."""
+    metrics = Metrics(cast("Sources", None))
+    found, record = FakeRepeat(), Record("req_1", CHAT, 0.0, OPENAI, tenant="north", model="demo", status=200)
+    record.traces = [Trace(repeat=found)]
+    metrics.started(record)
+    metrics.finished(record)
+    gone = weakref.ref(found)
+    del found, record
+    assert gone() is None
+    assert metrics.totals["north"].requests == 1
 
 
 async def test_what_clients_invent_makes_no_new_series() -> None:
