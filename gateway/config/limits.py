@@ -30,6 +30,11 @@ class LimitSettings(Section):
     max_in_flight: Annotated[int, Field(ge=0)] = Field(
         0, description="Requests of one tenant that wait or are answered at a time, streamed or not; 0 is no limit."
     )
+    burst_s: Annotated[float, Field(gt=0, le=60)] = Field(
+        60.0,
+        description="Seconds' worth of a limit per minute that may be used at once, after a pause: no minute has more "
+        "than 1 + burst_s / 60 of it. What alone is more than that may come when nothing is missing.",
+    )
     count_cached_tokens: bool = Field(
         False, description="Whether tokens of prompts that were reused count against the limits of tokens."
     )

@@ -36,10 +36,11 @@ Amounts = Mapping[LimitKind, int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one tenant: those per minute that it has, and requests in flight, 0 without a limit."""
+    """Of one tenant: those per minute that it has, requests in flight, 0 without a limit, and what may come at once."""
 
     per_minute: Amounts
     max_in_flight: int
+    burst_us: int = WINDOW_US
 
     def __bool__(self) -> bool:
         return bool(self.per_minute or self.max_in_flight)
@@ -51,7 +52,7 @@ def limits_of(settings: LimitSettings, tenants: Sequence[TenantSettings]) -> Ite
     for name, theirs in own.items():
         told = settings.model_dump() | theirs
         per_minute = {kind: told[f"{kind}_per_minute"] for kind in KINDS if told[f"{kind}_per_minute"]}
-        if limits := Limits(per_minute, told["max_in_flight"]):
+        if limits := Limits(per_minute, told["max_in_flight"], round(settings.burst_s * 1e6)):
             yield name, limits
 
 
@@ -89,7 +90,9 @@ def costs(amounts: Amounts, limits: Limits) -> dict[LimitKind, int]:
 def refusal(limits: Limits, amounts: Amounts, taken: Taken, tenant: str) -> RateLimitError:
     """Why it was not taken: the limit that will be in its way the longest."""
     waits = {
-        kind: wait_us(taken.full_us[kind], taken.now_us, cost) for kind, cost in costs(amounts, limits).items() if cost
+        kind: wait_us(taken.full_us[kind], taken.now_us, cost, limits.burst_us)
+        for kind, cost in costs(amounts, limits).items()
+        if cost
     }
     kind = max(waits, key=waits.__getitem__, default=None)
     if kind is None or not waits[kind]:

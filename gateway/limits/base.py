@@ -1,15 +1,16 @@
 """What counts tenants' requests and tokens, and the arithmetic that all who count share.
 
-Each limit per minute is a bucket that holds a minute's worth and fills evenly. A bucket is one number: the microsecond
-at which it will be full again (a virtual clock, as in GCRA). What is taken moves that time on by as long as it takes
-to flow back, so that a bucket needs no limit to be kept, and no timer to fill it:
+Each limit per minute is a bucket that holds a minute's worth, or less, and fills evenly. A bucket is one number: the
+microsecond at which it will be full again (a virtual clock, as in GCRA). What is taken moves that time on by as long as
+it takes to flow back, so that a bucket needs no limit to be kept, and no timer to fill it:
 
-    |------------- WINDOW_US -------------|
-    now          full_us                  now + WINDOW_US
+    |-------------- burst_us -------------|
+    now          full_us                  now + burst_us
     |<- is missing ->|<---- is there ---->|
 
-Whoever takes no more than is there leaves `full_us` at or before `now + WINDOW_US`. So within any time t from the
-start on no more is taken than limit * (1 + t / 60 s). What was set aside and not used flows back when it is known
+Whoever takes no more than is there leaves `full_us` at or before `now + burst_us`. So within any time t from the
+start on no more is taken than limit * (burst_us + t) / 60 s, but for a request that is larger than what a bucket
+holds, which has it when nothing is missing. What was set aside and not used flows back when it is known
 (`give_back`); what was used beyond that is owed, and full_us may then be later.
 
 Requests in flight are leases: each has an id and an end, which its gateway moves on while it lives.
@@ -24,7 +25,7 @@ from typing import Final, Protocol
 from gateway.types import LimitKind, Room
 
 WINDOW_US: Final = 60_000_000
-"""A minute: what a bucket holds is what flows into it in this time."""
+"""A minute, in which a limit flows into its bucket. A bucket holds no more than that."""
 
 
 class CountersDownError(Exception):
@@ -38,11 +39,13 @@ class Take:
     costs          microseconds in which what is taken flows back; 0 is always there
     flight         id of its lease, where requests in flight are limited, else None
     max_in_flight  leases at a time, with this one
+    burst_us       what each bucket holds: as much as flows into it in this time
     """
 
     costs: Mapping[LimitKind, int]
     flight: str | None = None
     max_in_flight: int = 0
+    burst_us: int = WINDOW_US
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +86,12 @@ def cost_us(amount: int, limit: int) -> int:
     return -(-amount * WINDOW_US // limit)
 
 
-def room(limit: int, full_us: int, now_us: int) -> Room:
+def room(limit: int, full_us: int, now_us: int, burst_us: int = WINDOW_US) -> Room:
     """What a bucket has at a moment. Never more than could be taken then."""
     missing_us = max(0, full_us - now_us)
-    return Room(limit, max(0, (WINDOW_US - missing_us) * limit // WINDOW_US), missing_us / 1e6)
+    return Room(limit, max(0, (burst_us - missing_us) * limit // WINDOW_US), missing_us / 1e6)
 
 
-def wait_us(full_us: int, now_us: int, cost: int) -> int:
-    """Until so much is there, if nothing else is taken meanwhile; 0 when it is there."""
-    return max(0, max(full_us, now_us) + cost - now_us - WINDOW_US) if cost else 0
+def wait_us(full_us: int, now_us: int, cost: int, burst_us: int = WINDOW_US) -> int:
+    """Until so much is there, or the bucket is full, if nothing else is taken meanwhile; 0 when it is."""
+    return max(0, max(full_us, now_us) + min(cost, burst_us) - now_us - burst_us) if cost else 0

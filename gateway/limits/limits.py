@@ -87,8 +87,11 @@ class TenantLimits:
             return {}
         taken = account.taken
         now_us = taken.now_us + round((self._clock() - account.heard_s) * 1e6)
-        per_minute = account.limits.per_minute
-        return {kind: room(limit, taken.full_us.get(kind, 0), now_us) for kind, limit in per_minute.items()}
+        limits, full_us = account.limits, taken.full_us
+        return {
+            kind: room(limit, full_us.get(kind, 0), now_us, limits.burst_us)
+            for kind, limit in limits.per_minute.items()
+        }
 
     async def set_aside(self, tenant: str, need: Need) -> Hold | None:
         """Until the hold is settled. None for a tenant without limits. Raises RateLimitError, and nothing else: who
@@ -105,7 +108,7 @@ class TenantLimits:
         limits = account.limits
         amounts = to_set_aside(need, limits, self._settings)
         flight = f"{self._gateway}-{next(self._numbers)}" if need.generates and limits.max_in_flight else None
-        take = Take(costs(amounts, limits), flight, limits.max_in_flight)
+        take = Take(costs(amounts, limits), flight, limits.max_in_flight, limits.burst_us)
         taken, counters = await self._counters.take(tenant, take)
         account.taken, account.heard_s = taken, self._clock()
         if not taken.admitted:

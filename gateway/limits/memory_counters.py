@@ -34,7 +34,7 @@ class MemoryCounters:
         now, counted = self._now_us(), self._counted(tenant)
         ends = counted.ends_us = {flight: end for flight, end in counted.ends_us.items() if end > now}
         full = {kind: max(counted.full_us.get(kind, 0), now) for kind in take.costs}
-        admitted = not any(wait_us(full[kind], now, cost) for kind, cost in take.costs.items())
+        admitted = not any(wait_us(full[kind], now, cost, take.burst_us) for kind, cost in take.costs.items())
         if take.flight is not None and len(ends) >= take.max_in_flight:
             admitted = False
         if admitted:

@@ -15,7 +15,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from gateway.limits.base import WINDOW_US, CountersDownError, Take, Taken
+from gateway.limits.base import CountersDownError, Take, Taken
 from gateway.redis_calls import RedisCalls
 from gateway.types import LimitKind
 
@@ -36,7 +36,7 @@ class RedisCounters:
         self._renew = redis.register_script(_source("renew.lua"))
 
     async def take(self, tenant: str, take: Take) -> Taken:
-        args = [self._now(), WINDOW_US, self._lease_us, take.flight or "", take.max_in_flight, *_flat(take.costs)]
+        args = [self._now(), take.burst_us, self._lease_us, take.flight or "", take.max_in_flight, *_flat(take.costs)]
         admitted, now_us, in_flight, *full_us = await self._ask(self._take, _keys(tenant), args)
         return Taken(bool(admitted), now_us, dict(zip(take.costs, full_us, strict=True)), in_flight)
 

@@ -1,10 +1,10 @@
 -- Takes what a request needs from its tenant's buckets, and a lease, if all of it is there.
 -- KEYS     buckets (hash: kind, microsecond at which it is full again), flights (sorted set: id, end in microseconds)
--- ARGV     now in microseconds or empty for Redis's own clock, microseconds of a window, microseconds of a lease,
+-- ARGV     now in microseconds or empty for Redis's own clock, microseconds of a burst, microseconds of a lease,
 --          id of a flight or empty, flights at most; then kind and cost in microseconds of each bucket
 -- returns  1 if it was taken else 0, now, flights, and when each bucket is full again
 local buckets, flights = KEYS[1], KEYS[2]
-local window, lease, flight, most = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local burst, lease, flight, most = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local now = tonumber(ARGV[1])
 if not now then
   local time = redis.call('TIME')
@@ -19,7 +19,7 @@ end
 local found = #kinds > 0 and redis.call('HMGET', buckets, unpack(kinds))
 for i = 1, #kinds do
   full[i] = math.max(tonumber(found[i] or 0), now)
-  if costs[i] > 0 and full[i] + costs[i] > now + window then
+  if costs[i] > 0 and full[i] + math.min(costs[i], burst) > now + burst then
     admitted = 0
   end
 end

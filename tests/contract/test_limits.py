@@ -60,8 +60,30 @@ async def test_a_minutes_worth_is_there_at_once_and_flows_back_evenly(counters: 
     assert (await counters.take("north", requests(1))).admitted
     assert not (await counters.take("north", requests(1))).admitted
     clock.pass_s(3600)
-    assert not (await counters.take("north", requests(61))).admitted, "nothing is saved up beyond a minute's worth"
     assert (await counters.take("north", requests(60))).admitted
+    assert not (await counters.take("north", requests(1))).admitted, "nothing is saved up beyond a minute's worth"
+
+
+async def test_what_may_come_at_once_is_less_where_that_was_said(counters: Counters, clock: Clock) -> None:
+    def some(amount: int) -> Take:
+        return Take({"requests": cost_us(amount, 60)}, burst_us=5_000_000)
+
+    clock.pass_s(3600)
+    for _ in range(5):
+        taken = await counters.take("north", some(1))
+        assert taken.admitted
+    assert room(60, taken.full_us["requests"], taken.now_us, 5_000_000).remaining == 0
+    refused = await counters.take("north", some(1))
+    assert not refused.admitted
+    assert wait_us(refused.full_us["requests"], refused.now_us, cost_us(1, 60), 5_000_000) == 1_000_000
+    clock.pass_s(4)
+    assert not (await counters.take("north", some(30))).admitted
+    clock.pass_s(1)
+    assert (await counters.take("north", some(30))).admitted, "what is more than that has it when nothing is missing"
+    clock.pass_s(25)
+    assert not (await counters.take("north", some(1))).admitted
+    clock.pass_s(1)
+    assert (await counters.take("north", some(1))).admitted
 
 
 async def test_what_is_not_all_there_is_not_taken_at_all(counters: Counters) -> None:
@@ -92,8 +114,8 @@ async def test_what_comes_back_late_makes_a_bucket_no_larger(counters: Counters,
     assert (await counters.take("north", requests(60))).admitted
     clock.pass_s(50)
     await counters.give_back("north", {"requests": cost_us(60, 60)}, [])
-    assert not (await counters.take("north", requests(61))).admitted
     assert (await counters.take("north", requests(60))).admitted
+    assert not (await counters.take("north", requests(1))).admitted
 
 
 async def test_what_was_used_beyond_is_owed(counters: Counters, clock: Clock) -> None:
@@ -172,7 +194,8 @@ async def test_redis_and_its_twin_say_the_same(redis: Redis, clock: Clock) -> No
                 for twin in twins:
                     await twin.renew("north", names)
             case _:
-                take = Take(asked, str(number) if chance.random() < 0.7 else None, chance.randrange(1, 6))
+                lease = str(number) if chance.random() < 0.7 else None
+                take = Take(asked, lease, chance.randrange(1, 6), chance.choice((WINDOW_US, 10**6, 1)))
                 one, other = [await twin.take("north", take) for twin in twins]
                 assert one == other, number
 

@@ -15,7 +15,7 @@ from gateway.errors import RateLimitError
 from gateway.limits.base import Take
 from gateway.limits.limits import Hold, TenantLimits
 from gateway.limits.memory_counters import MemoryCounters
-from gateway.types import ANONYMOUS, LimitKind, Need, Usage
+from gateway.types import ANONYMOUS, LimitKind, Need, Room, Usage
 from tests.fakes.limits import Clock, tenant_limits
 
 LIMIT = 1000
@@ -86,6 +86,16 @@ async def test_rooms_fill_as_time_passes_without_anybody_being_asked() -> None:
     rooms = limits.rooms(ANONYMOUS)
     assert (rooms["tokens"].limit, rooms["tokens"].remaining, rooms["tokens"].reset_s) == (LIMIT, 250, 45.0)
     assert (rooms["requests"].limit, rooms["requests"].remaining, rooms["requests"].reset_s) == (6, 6, 0.0)
+
+
+async def test_no_minute_has_twice_the_limit_where_less_may_come_at_once() -> None:
+    clock = Clock()
+    limits, let_in = tenant_limits(clock, requests_per_minute=60, burst_s=6), 0
+    assert limits.rooms(ANONYMOUS)["requests"] == Room(60, 6, 0.0)
+    for _ in range(600):
+        let_in += await waited(limits, tokens(1)) is None
+        clock.pass_s(0.1)
+    assert let_in == 6 + 59, "66 and not 120 when the minute is full"
 
 
 async def test_places_in_flight_are_given_back_and_kept_while_they_are_renewed() -> None:
@@ -188,15 +198,15 @@ _steps = st.lists(
 )
 
 
-@given(_steps)
-def test_in_no_stretch_of_time_more_is_let_in_than_a_minutes_worth_and_what_flows_in(
-    steps: list[tuple[int, int, int]],
+@given(_steps, st.sampled_from([60, 20, 1, 0.001]))
+def test_in_no_stretch_of_time_more_is_let_in_than_a_bursts_worth_and_what_flows_in(
+    steps: list[tuple[int, int, int]], burst_s: float
 ) -> None:
-    """Of requests that use what was set aside for them."""
+    """Of requests that use what was set aside for them. One that is larger than a burst is one alone."""
 
     async def run() -> None:
         clock = Clock(0)
-        limits, ledger = tenant_limits(clock, tokens_per_minute=LIMIT), Ledger(clock)
+        limits, ledger = tenant_limits(clock, tokens_per_minute=LIMIT, burst_s=burst_s), Ledger(clock)
         for pause_us, amount, _ in steps:
             clock.now_us += pause_us
             try:
@@ -206,7 +216,8 @@ def test_in_no_stretch_of_time_more_is_let_in_than_a_minutes_worth_and_what_flow
             ledger.note(amount)
             await end(limits, hold, Usage(amount, 0))
         if ledger.used:
-            assert ledger.most_above(LIMIT / 60) <= LIMIT + 1e-6
+            largest = max(amount for _, amount in ledger.used)
+            assert ledger.most_above(LIMIT / 60) <= max(LIMIT * burst_s / 60, largest) + 1e-6
 
     asyncio.run(run())
 
@@ -236,13 +247,13 @@ def test_however_much_is_set_aside_no_more_is_used_from_the_start_on_than_may_be
     asyncio.run(run())
 
 
-@given(_steps)
-def test_who_waits_as_long_as_it_is_told_is_let_in(steps: list[tuple[int, int, int]]) -> None:
+@given(_steps, st.sampled_from([60, 7]))
+def test_who_waits_as_long_as_it_is_told_is_let_in(steps: list[tuple[int, int, int]], burst_s: float) -> None:
     """And not before: a millisecond is the least that is told."""
 
     async def run() -> None:
         clock = Clock()
-        limits = tenant_limits(clock, tokens_per_minute=LIMIT, requests_per_minute=7)
+        limits = tenant_limits(clock, tokens_per_minute=LIMIT, requests_per_minute=7, burst_s=burst_s)
         for pause_us, amount, more in steps:
             clock.now_us += pause_us
             if (wait_s := await waited(limits, tokens(amount))) is None:
