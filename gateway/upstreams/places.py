@@ -1,8 +1,9 @@
 """Places for the batch lane at one upstream: what the online lane leaves of a bound that the operator sets. Requests of
 the online lane never wait here; they are counted, and lines wait for them.
 
-An upstream that says it has no room, to whomever, gets no lines for a while. Knows no HTTP; its neighbour is
-upstream.py.
+An upstream that says it has no room, to whomever, gets no lines for a while, and then half as many at a time; each
+round of answers brings one back, so that lines come about as fast as it takes them (AIMD, RFC 5681, section 3.1). Knows
+no HTTP; its neighbour is upstream.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Places:
         self._most = most
         self._clock = clock
         self._online = 0
+        self._lines = float(most)  # that it takes at a time, as far as is known; 1 at least
         self._until_s = float("-inf")  # held off
         self._waiting: deque[asyncio.Future[bool]] = deque()  # first come, first served
 
@@ -71,14 +73,21 @@ class Places:
         self.taken -= 1
         self._hand_out()
 
+    def answered(self) -> None:
+        """A line was, and well."""
+        self._lines = min(self._lines + 1 / self._lines, float(self._most))
+        self._hand_out()
+
     def hold_off(self, for_s: float) -> None:
-        """No line for so long, LONGEST_S at most; those that wait are told."""
+        """No line for so long, LONGEST_S at most; those that wait are told. What was sent together counts once."""
+        if not self.wait_s():
+            self._lines = max(self._lines / 2, 1.0)
         self._until_s = max(self._until_s, self._clock() + min(for_s, LONGEST_S))
         while self._waiting:
             _tell(self._waiting.popleft(), False)
 
     def _has_room(self) -> bool:
-        return self._online + self.taken < self._most
+        return self.taken < int(self._lines) and self._online + self.taken < self._most
 
     def _hand_out(self) -> None:
         while self._waiting and self._has_room():

@@ -339,6 +339,8 @@ class Upstream:
         self.breaker.succeeded()
         if status >= 400:
             self.errors[str(status)] += 1
+        elif lane == "batch":
+            self.places.answered()
 
     def _deadline_s(self, request: UpstreamRequest) -> float:
         return min(request.deadline_s, request.received_s + self.settings.timeout_s)

@@ -43,7 +43,7 @@ async def submit(client: openai.AsyncOpenAI, *values: Any, url: str = CHAT, **mo
     return await client.batches.create(**asked)
 
 
-async def reached(client: openai.AsyncOpenAI, batch_id: str, *states: str) -> Batch:
+async def reached(client: openai.AsyncOpenAI, batch_id: str, *states: str, limit_s: float = 10.0) -> Batch:
     """The batch, once it is in one of these states."""
     found: list[Batch] = []
 
@@ -51,7 +51,7 @@ async def reached(client: openai.AsyncOpenAI, batch_id: str, *states: str) -> Ba
         found[:] = [await client.batches.retrieve(batch_id)]
         return found[0].status in states
 
-    await until(look)
+    await until(look, limit_s)
     return found[0]
 
 

@@ -110,6 +110,44 @@ async def test_while_lines_are_held_off_none_gets_a_place_and_none_waits() -> No
     assert await places.take(LIMIT_S)
 
 
+async def room(places: Places) -> int:
+    """Lines that it takes now; all are given back."""
+    count = 0
+    while await places.take(0.0):
+        count += 1
+    for _ in range(count):
+        places.release()
+    return count
+
+
+async def test_an_upstream_that_had_no_room_gets_half_as_many_lines_and_more_as_it_answers() -> None:
+    clock = Clock()
+    places = Places(8, clock)
+    for lines in (4, 2, 1, 1):
+        places.hold_off(1.0)
+        places.hold_off(1.0)  # said to another line of the same time
+        clock.now += 1.0
+        assert await room(places) == lines
+    for lines in (2, 3, 4):
+        for _ in range(lines):
+            places.answered()
+        assert await room(places) == lines
+    for _ in range(100):
+        places.answered()
+    assert await room(places) == 8
+
+
+async def test_online_requests_do_not_keep_an_upstream_that_had_no_room_from_every_line() -> None:
+    clock = Clock()
+    places = Places(8, clock)
+    for _ in range(6):
+        places.entered()
+    for _ in range(5):
+        places.hold_off(1.0)
+        clock.now += 1.0
+    assert await room(places) == 1
+
+
 def test_lines_are_not_held_off_for_ever() -> None:
     places = Places(1, Clock())
     places.hold_off(1e9)
