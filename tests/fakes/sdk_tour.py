@@ -11,8 +11,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
+
+LIMIT_S = 60.0
+POLL_S = 0.1
 
 QUESTION: Any = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Where is Alice?"}]
 TOOL: Any = {
@@ -27,8 +31,17 @@ TOOL: Any = {
 }
 
 
+def until(ask: Callable[[], Any], ended: Callable[[Any], bool]) -> Any:
+    """What is answered once it has ended, within LIMIT_S."""
+    give_up_s = time.monotonic() + LIMIT_S
+    while not ended(told := ask()):
+        assert time.monotonic() < give_up_s, told
+        time.sleep(POLL_S)
+    return told
+
+
 def tour_openai(url: str, model: str) -> dict[str, Any]:
-    """Chats, completions, models, embeddings and errors of the OpenAI API."""
+    """Chats, completions, models, embeddings, files, batches and errors of the OpenAI API."""
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
@@ -70,6 +83,33 @@ def tour_openai(url: str, model: str) -> dict[str, Any]:
         found = client.embeddings.create(model=EMBEDDER, input=["a rabbit", "a queen"], dimensions=8)
         return [[round(value, 3) for value in one.embedding] for one in found.data]
 
+    def batched() -> Any:
+        lines = [
+            {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {**chat, **more}}
+            for name, more in (("good", {}), ("bad", {"temperature": 7}))
+        ]
+        data = b"\n".join(json.dumps(line).encode() for line in lines)
+        file = client.files.create(file=("lines.jsonl", data), purpose="batch")
+        made = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"from": "a tour"}
+        )
+        ended = until(lambda: client.batches.retrieve(made.id), lambda one: one.completed_at is not None)
+        listed = [one.id for one in client.batches.list(limit=1)]
+        told = [
+            [json.loads(line) for line in client.files.content(name or "").text.splitlines()]
+            for name in (ended.output_file_id, ended.error_file_id)
+        ]
+        (good,), (bad,) = told
+        deleted = client.files.delete(file.id).deleted
+        late = error(lambda: client.batches.cancel(made.id))
+        counts = ended.request_counts.model_dump() if ended.request_counts else None
+        kept = sorted({one.purpose for one in client.files.list(purpose="batch_output")})
+        answer = good["response"]["body"]["choices"][0]["message"]["content"]
+        return (
+            (ended.status, counts, ended.metadata, made.id in listed, deleted, file.bytes == len(data), kept),
+            (good["custom_id"], answer, bad["custom_id"], bad["response"]["status_code"], late),
+        )
+
     def unknown_model() -> Any:
         return error(lambda: client.chat.completions.create(**{**chat, "model": "nobody"}))
 
@@ -89,7 +129,7 @@ def tour_openai(url: str, model: str) -> dict[str, Any]:
             stream = await session.chat.completions.create(**chat, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    steps = (plain, streamed, several, scored, forced, continued, models, embedded, unknown_model, wrong_value)
+    steps = (plain, streamed, several, scored, forced, continued, models, embedded, batched, unknown_model, wrong_value)
     seen = {step.__name__: step() for step in steps}
     seen["asynchronous"] = asyncio.run(asynchronous())
     client.close()
@@ -97,7 +137,7 @@ def tour_openai(url: str, model: str) -> dict[str, Any]:
 
 
 def tour_anthropic(url: str, model: str) -> dict[str, Any]:
-    """Messages, their counts, models and errors of the Anthropic API, in the version that every SDK can ask for."""
+    """Messages, counts, batches, models and errors of the Anthropic API, in the version that every SDK can ask for."""
     import anthropic
 
     # Newer SDKs ask for a newer version of the API, and the answers are compared with those of older ones.
@@ -128,6 +168,21 @@ def tour_anthropic(url: str, model: str) -> dict[str, Any]:
     def models() -> Any:
         return [one.id for one in client.models.list()], client.models.retrieve(model).id
 
+    def batched() -> Any:
+        batches: Any = client.messages.batches
+        asked = [
+            {"custom_id": name, "params": {**message, "max_tokens": 12, "temperature": heat}}
+            for name, heat in (("good", 0), ("bad", 7))
+        ]
+        made = batches.create(requests=asked)
+        ended = until(lambda: batches.retrieve(made.id), lambda one: one.processing_status == "ended")
+        results = {one.custom_id: one.result for one in batches.results(made.id)}
+        listed = [one.id for one in batches.list(limit=1)]
+        text = results["good"].message.content[0].text
+        wrong = results["bad"].error.error.message
+        deleted = batches.delete(made.id).type
+        return ended.request_counts.model_dump(), text, wrong, made.id in listed, deleted
+
     def unknown_model() -> Any:
         try:
             client.messages.create(**{**message, "model": "nobody"}, max_tokens=5)
@@ -143,7 +198,7 @@ def tour_anthropic(url: str, model: str) -> dict[str, Any]:
             answer = await session.messages.create(**message, max_tokens=12, **extra)
             return [block.model_dump()["text"] for block in answer.content]
 
-    seen = {step.__name__: step() for step in (plain, streamed, forced, counted, models, unknown_model)}
+    seen = {step.__name__: step() for step in (plain, streamed, forced, counted, models, batched, unknown_model)}
     seen["asynchronous"] = asyncio.run(asynchronous())
     client.close()
     return seen
