@@ -132,10 +132,9 @@ def pairs(data: Path, count: int) -> dict[tuple[str, bool], list[tuple[str, str]
 def similarity(model: TextModel, one: str, other: str) -> float:
     """Cosine where vectors decide; 2 for what is the same without them, -2 for what is not."""
     one, other = one[:KEPT_ANSWER_CHARS], other[:KEPT_ANSWER_CHARS]
-    if judge.same_words(one, other):
-        return 2.0
-    if not judge.may_agree(one, other):
-        return -2.0
+    same = judge.compare(one, other)
+    if same is not None:
+        return 2.0 if same else -2.0
     inputs = [EmbeddingInput(model.tokens(text)[: model.max_tokens], model.dimensions) for text in (one, other)]
     here, there = (np.frombuffer(vector, dtype="<f4") for vector in model.vectors(inputs))
     return float(here @ there)

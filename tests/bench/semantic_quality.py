@@ -147,7 +147,7 @@ class Player:
         digest, vector = digest_of(row.group), question.vector.tobytes()
         entry = Entry(key, question.scope, key, row.text, vector, row.group, digest, 0.0, FOREVER_S)
         self._exact[row.scope, row.text] = self._groups[key] = row.group
-        self.space.remember(entry)
+        self.space.remember(entry, question.features)
         self.space.judge_miss(sight, key, agrees)
 
 

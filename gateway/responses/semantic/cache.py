@@ -186,7 +186,7 @@ class SemanticCache:
         entry = Entry(
             asked.key, question.scope, asked.key, question.text, vector, kept, digest_of(answer), now, now + ttl_s
         )
-        if not looked.space.remember(entry):
+        if not looked.space.remember(entry, question.features):
             return
         self.events["kept"] += 1
         if not looked.sight.neighbours or not self._settings.judged:
@@ -330,10 +330,9 @@ class SemanticCache:
         if digest_of(answer) == entry.digest:
             return True
         answer = answer[:KEPT_ANSWER_CHARS]
-        if judge.same_words(answer, entry.answer):
-            return True
-        if not judge.may_agree(answer, entry.answer):
-            return False
+        same = judge.compare(answer, entry.answer)
+        if same is not None:
+            return same
         model = await self._embedder.model()
         tokens = await self._embedder.tokens([answer, entry.answer])
         inputs = [EmbeddingInput(one[: model.max_tokens], model.dimensions) for one in tokens]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 from gateway.responses.semantic.lexicon import NEGATIONS, NUMBERS, ROLES, STOP_WORDS, TIMES, UNITS
@@ -76,7 +75,6 @@ class Features:
     roles: Mapping[str, frozenset[str]]
 
 
-@lru_cache(maxsize=65536)
 def stem(word: str) -> str:
     """Without the commonest endings: enough to see that two words are one."""
     for ending in _ENDINGS:
@@ -90,9 +88,9 @@ def stem(word: str) -> str:
     return word[:-1] if word.endswith("e") and len(word) > 3 else word
 
 
-@lru_cache(maxsize=4096)
 def features(text: str) -> Features:
-    """The same text is read when it is asked and when its answer is kept. Never raises, whatever the text is."""
+    """Never raises, whatever the text is. Remembers nothing: a memo for all tenants would tell by its time what others
+    have asked."""
     reading = _Reading()
     text = text[:MAX_CHARS]
     for found in _TOKEN.finditer(text):

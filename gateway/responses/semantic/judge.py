@@ -36,18 +36,16 @@ NEAR: Final = 0.85
 """Cosine from which on two answers may say the same."""
 
 
-def same_words(one: str, other: str) -> bool:
-    return features(one).squashed == features(other).squashed != ""
-
-
-def may_agree(one: str, other: str) -> bool:
-    """Whether it takes their vectors to tell; else they are different."""
+def compare(one: str, other: str) -> bool | None:
+    """Whether they are the same; None where it takes their vectors to tell."""
+    here, there = features(one), features(other)
+    if here.squashed == there.squashed != "":
+        return True
     words = min(len(one.split()), len(other.split()))
     if words <= SHORT_WORDS:
         return False
-    here, there = features(one), features(other)
     agree = _facts_agree(here, there) if words > LONG_WORDS else find_veto(here, there) is None
-    return agree and _sentences_agree(_sentences(one), _sentences(other))
+    return None if agree and _sentences_agree(_sentences(one), _sentences(other)) else False
 
 
 def near(one: bytes, other: bytes) -> bool:

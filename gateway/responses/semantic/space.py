@@ -133,8 +133,11 @@ class Space:
             self._held.move_to_end(entry.key)
             self._scopes[entry.scope].held.move_to_end(entry.key)
 
-    def remember(self, entry: Entry) -> bool:
-        """In place of what has its key. False for what is over its time, too large, or of another encoder."""
+    def remember(self, entry: Entry, read: Features | None = None) -> bool:
+        """In place of what has its key. False for what is over its time, too large, or of another encoder.
+
+        read  the features of its text, where they are known
+        """
         self.remove(entry.key)
         settings = self._settings
         scope = self._scopes.get(entry.scope)
@@ -147,7 +150,7 @@ class Space:
             self._evict(next(iter(scope.held.values())))
         while len(self._held) >= settings.max_entries or self.bytes + entry.num_bytes > settings.max_bytes:
             self._evict(next(iter(self._held.values())))
-        held = _Held(self._next, entry, features(entry.text))
+        held = _Held(self._next, entry, read or features(entry.text))
         self._next += 1
         scope = self._scopes.get(entry.scope) or self._scopes.setdefault(entry.scope, _Scope(Nearest(len(vector))))
         scope.nearest.add(held.number, vector)
