@@ -126,7 +126,7 @@ async def test_lines_that_an_upstream_never_had_room_for_expire_with_their_job()
 
 async def test_a_batch_that_is_cancelled_sends_no_more_and_ends_what_runs() -> None:
     async with upstream(Told(then="stall")) as stub:
-        up = stub.settings(batch_places=2, idle_timeout_s=0.5, first_byte_timeout_s=0.5, retries=0)
+        up = stub.settings(batch_places=2, idle_timeout_s=2.0, first_byte_timeout_s=2.0, retries=0)
         async with running(**settings(max_attempts=1, max_in_flight=2), upstreams=[up]) as gateway:
             gateway.worker.start()
             client = gateway.sdk()
