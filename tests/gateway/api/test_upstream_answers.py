@@ -68,6 +68,19 @@ async def test_the_same_request_gets_the_same_bytes_and_nobody_is_asked() -> Non
         assert stats["tenants"]["anonymous"]["prompt_tokens"] == 100
 
 
+async def test_a_priority_goes_on_as_it_was_sent_and_makes_no_other_request() -> None:
+    async with (
+        upstream(whole()) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        assert await outcomes(gateway, {**ASK, "priority": -(2**40)}, {**ASK, "priority": 7}, ASK) == [
+            "miss",
+            "exact",
+            "exact",
+        ]
+        assert [orjson.loads(got.body)["priority"] for got in stub.got] == [-(2**40)]
+
+
 async def test_a_stream_comes_again_in_its_own_pieces_with_or_without_its_usage() -> None:
     async with (
         upstream(STREAM) as stub,
