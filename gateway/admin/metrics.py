@@ -30,8 +30,8 @@ REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 COUNTED_AT_ONCE: Final = 64
-"""Records. In a row they cost a fifth of what each does alone, between requests, when the processor has to fetch all
-that counting needs."""
+"""Records of hits. In a row they cost a fifth of what each does alone, between requests, when the processor has to
+fetch all that counting needs."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Metrics:
     def __init__(self, sources: Sources) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._totals: dict[str, Totals] = {}  # by tenant
-        self._finished: list[Record] = []  # that are in no sum yet
+        self._finished: list[Record] = []  # hits that are in no sum yet
         self.in_flight = 0
         self._children: dict[tuple[str, str], _Children] = {}
         self._requests = self._counts(
@@ -102,10 +102,12 @@ class Metrics:
 
     def finished(self, record: Record) -> None:
         self.in_flight -= 1
-        self._finished.append(record)
-        # What a trace says may be given again is held by it, and may be large.
-        if len(self._finished) >= COUNTED_AT_ONCE or any(trace.repeat is not None for trace in record.traces):
-            self._count_all()
+        if _is_final(record):
+            self._finished.append(record)
+            if len(self._finished) >= COUNTED_AT_ONCE:
+                self._count_all()
+        else:
+            self._count(record)
 
     @property
     def totals(self) -> Mapping[str, Totals]:
@@ -196,6 +198,15 @@ class Metrics:
         durations = Durations(f"kvasir_{name}_seconds", f"Seconds. {text}", ("model",), buckets)
         self.registry.register(durations)
         return durations
+
+
+def _is_final(record: Record) -> bool:
+    """Whether it may be counted later: nothing of it changes any more, and it holds nothing large. What is generated
+    for one that has left goes on in its trace, and what may be given again is held by the first who got it."""
+    if len(record.traces) != 1:
+        return False
+    (trace,) = record.traces
+    return trace.hit is not None and trace.repeat is None
 
 
 @dataclass(frozen=True, slots=True)

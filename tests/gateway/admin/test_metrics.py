@@ -4,6 +4,7 @@ import asyncio
 import weakref
 from typing import cast
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.protocol import Load
@@ -13,7 +14,7 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.record import Record
 from gateway.config import TenantSettings
 from gateway.errors import QueueFullError
-from gateway.types import Lookup, Trace
+from gateway.types import Hit, Lookup, Trace
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeStreet
 
@@ -59,6 +60,20 @@ async def test_requests_and_tokens_are_counted_by_model_and_tenant() -> None:
     assert samples["kvasir_first_token_seconds_count{model=demo}"] == 2
     assert samples["kvasir_overhead_seconds_sum{model=demo}"] == 0.001
     assert samples["kvasir_request_seconds_count{model=demo}"] == 2
+
+
+@pytest.mark.parametrize("hit", [None, Hit("exact", 10, 2, 3.0)])
+def test_a_request_is_counted_as_it_was_when_it_ended(hit: Hit | None) -> None:
+    """What it asked for may be generated for others after it has left."""
+    metrics = Metrics(cast("Sources", None))
+    record = Record("req_1", CHAT, 0.0, OPENAI, tenant="north", model="demo", status=499)
+    record.traces = [Trace(prompt_tokens=10, completion_tokens=2, hit=hit)]
+    metrics.started(record)
+    metrics.finished(record)
+    if hit is None:
+        record.traces[0].completion_tokens = 99
+    assert metrics.totals["north"].completion_tokens == (2 if hit is None else 0)
+    assert metrics.totals["north"].response_hits == (hit is not None)
 
 
 def test_what_a_finished_request_found_in_the_cache_is_let_go() -> None:
