@@ -117,7 +117,7 @@ def test_what_a_preempted_batch_sequence_leased_is_kept_and_read_by_it_again() -
         bench.step()
     bench.submit(2, prompt(50, 1), max_tokens=4)  # does not fit beside it
     bench.step()
-    assert (batch.preemptions, batch.block_table) == (1, [])
+    assert (bench.scheduler.counters.preemptions, batch.block_table) == (1, [])
     while not bench.of(2)[-1].finish:
         bench.step()
     bench.runner.steps.clear()
