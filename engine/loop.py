@@ -2,8 +2,8 @@
 
 Everything that touches sequences, blocks or the model happens on this thread, so nothing of it needs a lock. Other
 threads post commands and are answered through two callbacks. A step that fails ends the sequences it served and nothing
-else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/intake.py takes in what it is sent,
-engine/compute/runner.py is the model.
+else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/mailbox.py is where other threads meet it,
+engine/intake.py takes in what it is sent, engine/compute/runner.py is the model.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from engine.intake import Intake
+from engine.mailbox import Mailbox
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
 from engine.rate import Rate
 from engine.sampling.grammar_queue import GrammarQueue
@@ -72,18 +72,10 @@ class EngineLoop:
         self._on_frames = on_frames
         self._on_blocks = on_blocks
         self._intake = Intake(scheduler, grammars)
-        self._max_pending = max_pending
         self._clock = clock
         self._idle_check_s = idle_check_s
 
-        self._changed = threading.Condition()  # guards the seven below
-        self._commands: deque[Callable[[], object]] = deque()
-        self._pending = 0  # submits among the commands
-        self._online_came = False  # among them, somebody of the online lane
-        self._draining = False
-        self._stopping = False
-        self._idle = True
-        self._restored = not self._tiers.lower  # what the last run left can be found
+        self._mailbox = Mailbox(max_pending=max_pending, restored=not self._tiers.lower)
         self._blocked = False  # sequences are left, and none can run before a copy is done
 
         self._prefill_rate = Rate()
@@ -101,31 +93,27 @@ class EngineLoop:
 
     def start(self) -> None:
         """Starts the thread, and those of the lower tiers. Once."""
-        self._tiers.start(lambda name: CopyThread(name, self._post))
-        self._intake.start(self._post)
+        self._tiers.start(lambda name: CopyThread(name, self._mailbox.post))
+        self._intake.start(self._mailbox.post)
         self._thread.start()
 
     def submit(self, owner: str, message: Submit) -> None:
         """Hands over a new sequence. One that cannot be taken is answered with an update that finishes it with an
         error, like every other failure."""
-        with self._changed:
-            refusal = "the engine is draining and takes nothing new" if self._draining else None
-            if self._pending >= self._max_pending:
-                refusal = refusal or f"the engine is full: {self._max_pending} sequences have just arrived"
-            if refusal is not None:
-                message = replace(message, tokens=b"", digests=b"")
-            self._pending += 1
-            # Together with its command: a step that began without the one would not hear of the other.
-            self._online_came = self._online_came or (message.lane == "online" and refusal is None)
-            self._post(partial(self._intake.take, owner, message, self._clock(), refusal))
+
+        def make(refusal: str | None) -> Callable[[], object]:
+            taken = message if refusal is None else replace(message, tokens=b"", digests=b"")
+            return partial(self._intake.take, owner, taken, self._clock(), refusal)
+
+        self._mailbox.post_submit(make, online=message.lane == "online")
 
     def abort(self, owner: str, seq: int) -> None:
         """Ends a sequence, if it is still there. Answered by nothing."""
-        self._post(partial(self._intake.abort, owner, seq))
+        self._mailbox.post(partial(self._intake.abort, owner, seq))
 
     def abort_owner(self, owner: str) -> None:
         """Ends every sequence of a gateway. Answered by nothing."""
-        self._post(partial(self._intake.abort_owner, owner))
+        self._mailbox.post(partial(self._intake.abort_owner, owner))
 
     def snapshot(self, deliver: Callable[[BlockEvents], None]) -> None:
         """Calls `deliver` on the loop's thread with everything that is findable now, once for each tier; later events
@@ -135,31 +123,26 @@ class EngineLoop:
             for events in self._tiers.snapshot():
                 deliver(events)
 
-        self._post(tell)
+        self._mailbox.post(tell)
 
     def drain(self) -> None:
         """From now on new sequences are refused; those that are here run to their end. See `wait_idle`."""
-        with self._changed:
-            self._draining = True
-        self._post(lambda: None)  # so that gateways hear of it
+        self._mailbox.drain()
+        self._mailbox.post(lambda: None)  # so that gateways hear of it
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until no sequence is left, nothing is to be saved and no command waits. False when it took too
         long."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._idle and not self._commands, timeout_s)
+        return self._mailbox.wait_idle(timeout_s)
 
     def wait_restored(self, timeout_s: float) -> bool:
         """Blocks until what the last run left on disk can be found. False when that takes longer."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._restored or self._stopping, timeout_s)
+        return self._mailbox.wait_restored(timeout_s)
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after its current step; sequences that are left end with an error. False when the step
         takes longer than `timeout_s`. A loop that was never started is stopped at once."""
-        with self._changed:
-            self._draining = self._stopping = True
-            self._changed.notify_all()
+        self._mailbox.stop()
         if self._thread.ident is None:
             return True
         self._thread.join(timeout_s)
@@ -192,11 +175,6 @@ class EngineLoop:
             "tiers": self._tiers.stats(),
         }
 
-    def _post(self, command: Callable[[], object]) -> None:
-        with self._changed:
-            self._commands.append(command)
-            self._changed.notify_all()
-
     # -- the loop's own thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -215,15 +193,12 @@ class EngineLoop:
         finally:
             self._tiers.close()
             self._intake.close()
-            with self._changed:
-                self._draining, self._idle, self._restored = True, True, True
-                self._commands.clear()
-                self._changed.notify_all()
+            self._mailbox.close()
 
     def _wait(self) -> bool:
         """Returns as soon as there is something to do; False when that is to stop."""
         if self._tiers.pump_wanted:
-            return not self._stopping
+            return not self._mailbox.stopping
         if self._scheduler.has_work:
             if self._blocked:
                 self._sleep(BLOCKED_CHECK_S)
@@ -232,7 +207,7 @@ class EngineLoop:
                 self._obey(self._check_invariants, "the check of an idle engine")
             while not self._sleep(self._until_leases_change()):
                 self._obey(self._tend_leases, "the end of a lease")
-        return not self._stopping
+        return not self._mailbox.stopping
 
     def _tend_leases(self) -> None:
         self._scheduler.leases.expire(self._clock())
@@ -246,21 +221,12 @@ class EngineLoop:
 
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""
-        with self._changed:
-            self._idle = not self._scheduler.has_work and self._tiers.saved and not self._intake.num_waiting
-            self._restored = self._restored or self._tiers.ready
-            self._changed.notify_all()
-            woken = self._changed.wait_for(lambda: self._commands or self._stopping, timeout_s)
-            self._idle = False
-            return bool(woken)
+        idle = not self._scheduler.has_work and self._tiers.saved and not self._intake.num_waiting
+        return self._mailbox.sleep(timeout_s, idle=idle, restored=self._tiers.ready)
 
     def _turn(self) -> None:
         # 1. Commands, in the order in which they came.
-        with self._changed:
-            commands, self._commands = self._commands, deque()
-            self._pending = 0
-            self._online_came = False
-        for command in commands:
+        for command in self._mailbox.take():
             self._obey(command)
         # 2. What to compute, 3. compute it, 4. what it means for each sequence.
         began_s = self._clock()
@@ -283,7 +249,7 @@ class EngineLoop:
     def _compute(self, step: Step, began_s: float) -> None:
         can_give_up = self._scheduler.can_give_up(step)
         if can_give_up and self._given_up < MAX_GIVEN_UP:
-            step = replace(step, unwanted=lambda: self._online_came)
+            step = replace(step, unwanted=lambda: self._mailbox.online_came)
         try:
             results = self._runner.run(step)
             if len(results) != step.num_results:
@@ -326,7 +292,7 @@ class EngineLoop:
             self._scheduler.load(),
             prefill_tokens_per_s=self._prefill_rate.per_s,
             decode_tokens_per_s=self._decode_rate.per_s,
-            draining=self._draining,
+            draining=self._mailbox.draining,
         )
 
     def _check_invariants(self) -> None:

@@ -73,7 +73,7 @@ class Desk:
     def do(self, change: Callable[[], object]) -> None:
         """On the loop's thread, when everything is copied; then waits until that was checked."""
         assert self.loop.wait_idle(LIMIT_S)
-        self.loop._post(change)
+        self.loop._mailbox.post(change)
         checks = self.checks
         self.wait_for(lambda: self.checks > checks)
 
@@ -188,7 +188,7 @@ def test_a_lease_that_cannot_end_does_not_end_an_idle_engine(monkeypatch: pytest
 
         monkeypatch.setattr(leases, "_end", fail)
         assert desk.loop.wait_idle(LIMIT_S)
-        desk.loop._post(end_soon)
+        desk.loop._mailbox.post(end_soon)
         assert failed.wait(LIMIT_S)
         desk.ask(2, prompt(40, 1))
         assert desk.loop.stats()["errors"] == 1
@@ -217,8 +217,8 @@ def test_a_loop_whose_last_save_has_just_ended_goes_on_at_once(monkeypatch: pyte
             """The third step begins when both sequences are there, and the copy was made that the first one began."""
             assert both.wait(LIMIT_S)
             if next(steps) == 3 and not desk.bench.tiers.tiers[1].counters.saved:
-                with loop._changed:
-                    assert loop._changed.wait_for(lambda: bool(loop._commands), LIMIT_S)
+                with loop._mailbox._changed:
+                    assert loop._mailbox._changed.wait_for(lambda: bool(loop._mailbox._commands), LIMIT_S)
 
         desk.between = wait
         desk.submit(1, prompt(20), max_tokens=4)
