@@ -157,6 +157,7 @@ class Upstream:
         self.unmetered = 0
         self.errors: Counter[str] = Counter()
         self.in_flight = 0
+        self._key_refused = False  # in its last answer
         self._session: aiohttp.ClientSession | None = None
         self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
         self.secrets = tuple(value for value in (key, *self._headers.values()) if value)
@@ -243,11 +244,11 @@ class Upstream:
             raise UpstreamLostError(f"Upstream {self.name} ended in the middle of its answer.") from None
 
     def failed(self, kind: str) -> None:
-        """Counts a failure; says in the log when the upstream is left alone from now on."""
+        """Counts a failure; says in the log when the upstream is left alone from now on, once until it answers."""
         self.errors[kind] += 1
         was = self.breaker.state
         self.breaker.failed()
-        if was != "open" and self.breaker.state == "open":
+        if was == "closed" and self.breaker.state == "open":
             log.warning(
                 "upstream %s is left alone for %.0f s: it failed again and again, the last time with %s",
                 self.name,
@@ -303,8 +304,10 @@ class Upstream:
 
     def _check(self, response: aiohttp.ClientResponse) -> None:
         """An answer that is about the gateway and not for the client. Its body might quote our key."""
-        if response.status == 401:
-            log.warning("upstream %s refuses the key of the gateway (upstreams.key)", self.name)
+        refused, self._key_refused = self._key_refused, response.status == 401
+        if self._key_refused:
+            if not refused:  # once, until it takes the key
+                log.warning("upstream %s refuses the key of the gateway (upstreams.key)", self.name)
             raise AttemptFailed("key", f"{self.name} refuses the gateway's key", again=False)
         if 300 <= response.status < 400:
             raise AttemptFailed("redirect", f"{self.name} sends the gateway elsewhere", again=False)

@@ -476,6 +476,13 @@ async def test_keys_go_nowhere(caplog: pytest.LogCaptureFixture) -> None:
         assert secret not in seen
 
 
+async def test_a_key_that_is_refused_is_told_once_until_it_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    no = error(401, "no")
+    async with upstream(no, no, said({}), no) as stub, running(upstreams=[stub.settings()]) as gateway:
+        assert [(await ask(gateway))[0] for _ in range(4)] == [502, 502, 200, 502]
+    assert caplog.text.count("refuses the key of the gateway") == 2
+
+
 async def test_headers_of_one_connection_and_of_the_operators_account_are_not_passed_on() -> None:
     told = said(
         {},

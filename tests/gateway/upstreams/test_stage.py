@@ -16,7 +16,7 @@ from gateway.config import UpstreamSettings
 from gateway.errors import UpstreamLostError, UpstreamsAwayError
 from gateway.types import Tenant, UpstreamRequest
 from gateway.upstreams.stage import Upstreams
-from gateway.upstreams.upstream import NO_ROOM_S
+from gateway.upstreams.upstream import NO_ROOM_S, Upstream
 from tests.fakes.upstream import CHAT, error, nowhere, upstream
 from tests.fakes.waiting import until
 
@@ -34,6 +34,24 @@ async def test_an_answer_that_nobody_begins_to_read_gives_its_connection_back() 
             assert upstreams.figures()["up"]["in_flight"] == 1
         assert upstreams.figures()["up"]["in_flight"] == 0
         await upstreams.close()
+
+
+async def test_an_upstream_that_stays_away_is_in_the_log_once_until_it_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    settings = nowhere(breaker_failures=2, breaker_open_s=10.0)
+    one = Upstream(settings, None, clock=lambda: now[0])
+    for _ in range(5):
+        one.failed("connect")
+        one.failed("connect")
+        now[0] += 11.0
+        assert one.breaker.admit()
+    assert caplog.text.count("is left alone") == 1
+    one.breaker.succeeded()
+    one.failed("connect")
+    one.failed("connect")
+    assert caplog.text.count("is left alone") == 2
 
 
 # -- the batch lane ---------------------------------------------------------------------------------------------------
