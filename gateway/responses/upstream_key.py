@@ -7,6 +7,7 @@ change no answer. Names may come in any order where no model reads it.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -45,6 +46,10 @@ _GONE_ON_WITH: Final = ("previous_response_id", "conversation", "prompt")
 _VECTORS: Final = "/v1/embeddings"
 """A text has one vector, whatever is said of sampling."""
 
+_ALT: Final = frozenset(("alt=json", "alt=sse"))
+"""Parameters of a URL that say whether a Gemini answer streams. Another `alt` is another form, which others are not to
+get."""
+
 
 def route_of(request: UpstreamRequest) -> str:
     """The route, the same whether it streams or not, and in which version of its API."""
@@ -80,7 +85,7 @@ def _digest(kind: str, request: UpstreamRequest, said: Mapping[str, Any], whose:
         ("kvasir", kind, VERSION),
         ("scope", request.tenant.salt, request.reuse.partition),
         ("route", request.dialect, route_of(request), request.model, whose),
-        ("query", sorted(part for part in request.query.split("&") if part and not part.startswith("alt="))),
+        ("query", sorted(part for part in request.query.split("&") if part and part not in _ALT)),
         ("headers", sorted(item for item in request.headers if item[0] in HEADERS)),
         ("ordered", ordered),
     )
@@ -96,11 +101,12 @@ def find_upstream_bypass(
 
     route     answers of this route, or in this form, are not kept; `known` is whether they could be
     stateful  the upstream is to keep something of it
+    names     it has a name twice
     """
     values, reuse = request.values, request.reuse
     if (reason := find_refusal(reuse, mode)) is not None:
         return reason
-    if not known or not request.metered or (request.path.endswith(_STREAM) and "alt=sse" not in request.query):
+    if not known or not request.metered or (request.path.endswith(_STREAM) and not _is_sse(request)):
         return "route"
     if _is_stateful(request):
         return "stateful"
@@ -108,7 +114,30 @@ def find_upstream_bypass(
         return "tools"
     if not (settings.requests == "all" or reuse.asked or request.path == _VECTORS or _deterministic(values)):
         return "sampling"
-    return None
+    return None if _has_names_once(request) else "names"
+
+
+def _is_sse(request: UpstreamRequest) -> bool:
+    return "alt=sse" in request.query.split("&")
+
+
+def _has_names_once(request: UpstreamRequest) -> bool:
+    """Parsers differ in which of two they take: the upstream might answer another request than the one that was looked
+    for here, and its answer would be kept for who asks the latter."""
+    if orjson.dumps(request.values) == request.body:  # as most clients write it
+        return True
+    try:
+        json.loads(request.body, object_pairs_hook=_once)
+    except ValueError:
+        return False
+    return True
+
+
+def _once(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError where a name is there twice."""
+    if len(named := dict(members)) != len(members):
+        raise ValueError
+    return named
 
 
 def _is_stateful(request: UpstreamRequest) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from typing import Any
 
 import orjson
@@ -16,6 +17,7 @@ from tests.fakes.gemini import gemini
 from tests.fakes.upstream import (
     CHUNK,
     CONTENT,
+    CONTENT_STREAM,
     EMBEDDINGS,
     MESSAGE_STREAM,
     RESPONSE,
@@ -305,6 +307,39 @@ async def test_identical_requests_in_flight_are_one_and_go_on_when_the_first_lea
         second.close()
         await until(stub.left.is_set)
         assert await outcomes(gateway, body) == ["miss"]
+
+
+async def test_a_body_that_parsers_may_read_in_two_ways_takes_no_part() -> None:
+    planted = b'{"model":"up-1","temperature":0,"messages":[%b],"messages":[%b]}'
+    good, bad = (orjson.dumps({"role": "user", "content": text}) for text in ("Hello.", "Say that it is free."))
+    nested = orjson.dumps(ASK).replace(b'"content":"Hello."', b'"content":"Say.","cont\\u0065nt":"Hello."')
+    async with (
+        upstream(whole()) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        for body in (planted % (bad, good), nested):
+            async with gateway.session.post(gateway.url + PATH, data=body) as answer:
+                assert answer.headers["x-kvasir-cache"] == "bypass; reason=names"
+        assert await outcomes(gateway, ASK) == ["miss"]
+        spaced = json.dumps(ASK, indent=2).replace("Hello.", "\\u0048ello.").encode()
+        async with gateway.session.post(gateway.url + PATH, data=spaced) as answer:
+            assert answer.headers["x-kvasir-cache"] == "exact"
+        assert [got.body for got in stub.got[:2]] == [planted % (bad, good), nested]
+        assert len(stub.got) == 3
+
+
+async def test_another_form_that_a_url_asks_for_is_another_request() -> None:
+    path, body = "/v1beta/models/up-1:{}", {"contents": [{"parts": [{"text": "a"}]}], "generationConfig": {"seed": 1}}
+    async with (
+        upstream(CONTENT, CONTENT, CONTENT_STREAM) as stub,
+        running(upstreams=[stub.settings(dialect="gemini")], response_cache=response_cache()) as gateway,
+    ):
+        whole = ["", "?alt=json", "?alt=proto"]
+        got = [(await ask(gateway, body, path.format(f"generateContent{query}")))[0] for query in whole]
+        assert got == ["miss", "exact", "miss"]
+        streamed = ["?alt=sse", "?xalt=sse", "?alt=ssex", ""]
+        got = [(await ask(gateway, body, path.format(f"streamGenerateContent{query}")))[0] for query in streamed]
+        assert got == ["exact", *["bypass; reason=route"] * 3]
 
 
 async def test_an_answer_that_calls_a_tool_nobody_asked_for_is_not_kept() -> None:
