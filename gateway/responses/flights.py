@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from gateway import tasks
 from gateway.errors import KvasirError, OverloadedError
@@ -20,6 +20,9 @@ from gateway.responses.bill import Bill
 from gateway.types import Hit, Lookup, Trace
 
 _T = TypeVar("_T")
+
+END_S: Final = 1.0
+"""That work which was told to end is waited for."""
 
 
 class Flight(Generic[_T]):
@@ -50,6 +53,7 @@ class Flight(Generic[_T]):
         self._was_read = asyncio.Event()
         self._open = True
         self._landed = False
+        self._given_up = False
         self._ended = False
         self._error: BaseException | None = None
         self._task: asyncio.Task[None] | None = None
@@ -77,6 +81,13 @@ class Flight(Generic[_T]):
         self._end_joining()
         self._landed = True
 
+    async def given_up(self) -> bool:
+        """Whether all left before its end. Then its work has ended when this returns, within reason, and what it used
+        is known."""
+        if self._given_up and self._task is not None:
+            await asyncio.wait([self._task], timeout=END_S)
+        return self._given_up
+
     async def read(self) -> AsyncGenerator[_T, None]:
         """Everything, as it comes. Raises what ended the flight, and OverloadedError for who is too slow."""
         reader = object()
@@ -99,7 +110,7 @@ class Flight(Generic[_T]):
             self._was_read.set()  # who waits for it to read waits for nobody any more
             if not self._places and not self._landed and self._task is not None:
                 self._end_joining()
-                self._task.cancel()
+                self._given_up = self._task.cancel()
 
     async def _run(self, work: Callable[[Flight[_T]], AsyncGenerator[_T, None]]) -> None:
         try:

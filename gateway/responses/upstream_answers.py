@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from gateway.config import ResponseCacheSettings
-from gateway.errors import KvasirError, NotCachedError
+from gateway.errors import KvasirError, NotCachedError, OverloadedError
 from gateway.responses.eligibility import Mode
 from gateway.responses.entries import Entry
 from gateway.responses.flights import Flight, Flights
@@ -22,7 +22,7 @@ from gateway.responses.upstream_asked import UpstreamAsked
 from gateway.responses.upstream_forms import MEDIA, Replay, read, streams_for, told
 from gateway.responses.upstream_key import find_upstream_bypass, route_of
 from gateway.responses.upstream_recording import Form, Kept, write
-from gateway.responses.upstream_traces import account_hit, account_shared, took_ms
+from gateway.responses.upstream_traces import account_given_up, account_hit, account_shared, took_ms
 from gateway.types import Hit, Lookup, Trace, UpstreamAnswer, UpstreamRequest
 
 ONCE: Final = frozenset(("idempotency-key", "x-client-request-id"))
@@ -137,6 +137,7 @@ class RememberedUpstreams:
             shared = _shared(asked, asked.form)
             flight = self._flights.find(shared)
             leads = flight is None
+            shares = False
             if flight is None:
                 flight = self._flights.launch(shared)
                 flight.start(lambda flight: self._work(asked, flight), "upstream flight")
@@ -160,6 +161,8 @@ class RememberedUpstreams:
             finally:
                 if leads and flight.hit is None:
                     flight.unpaid = request.trace
+                if await flight.given_up() and shares:
+                    account_given_up(request, flight)
 
     async def _from_stream(self, asked: UpstreamAsked) -> UpstreamAnswer | None:
         """The whole answer, made of a stream of the same when that is complete. None where nobody has asked for one, or
@@ -173,9 +176,12 @@ class RememberedUpstreams:
         """What the flight brings in this form, at its end, in the form that was asked for."""
         try:
             async with aclosing(flight.read()) as items:
-                head, *rest = [item async for item in items]
+                head, *rest = await _all(items, self._settings.max_flight_bytes)
         except KvasirError:  # nobody has been told anything, and it may be asked for again
             return None
+        finally:
+            if await flight.given_up():
+                account_given_up(asked.request, flight)
         assert isinstance(head, Head)
         pieces, headers, good = [item for item in rest if isinstance(item, bytes)], head.headers, head.status < 400
         if good:
@@ -291,6 +297,16 @@ def _off_the_path(request: UpstreamRequest) -> UpstreamRequest:
 
 def _size(item: _Item) -> int:
     return 64 + len(item) if isinstance(item, bytes) else 1024
+
+
+async def _all(items: AsyncGenerator[_Item, None], max_bytes: int) -> list[_Item]:
+    """Raises OverloadedError for more than can be held for one request."""
+    every, num_bytes = list[_Item](), 0
+    async for item in items:
+        every.append(item)
+        if (num_bytes := num_bytes + _size(item)) > max_bytes:
+            raise OverloadedError("The answer is too long to be made of a stream.")
+    return every
 
 
 async def _pieces(items: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from gateway.responses.flights import Flight
-from gateway.types import Hit, UpstreamRequest
+from gateway.types import Hit, Trace, UpstreamRequest
 
 
 def account_hit(request: UpstreamRequest, hit: Hit) -> None:
@@ -23,6 +23,17 @@ def account_shared(request: UpstreamRequest, flight: Flight[Any], hit: Hit) -> N
     if paid is None:
         _count(request, hit)
         return
+    _pay(request, paid)
+
+
+def account_given_up(request: UpstreamRequest, flight: Flight[Any]) -> None:
+    """The last to leave accounts for what was used, where the request that it was asked for has left before."""
+    paid, flight.unpaid = flight.unpaid, None
+    if paid is not None and paid is not request.trace:
+        _pay(request, paid)
+
+
+def _pay(request: UpstreamRequest, paid: Trace) -> None:
     trace = request.trace
     trace.hit, trace.engine, trace.by_upstream = None, paid.engine, paid.by_upstream
     trace.prompt_tokens, trace.completion_tokens = paid.prompt_tokens, paid.completion_tokens

@@ -309,6 +309,36 @@ async def test_identical_requests_in_flight_are_one_and_go_on_when_the_first_lea
         assert await outcomes(gateway, body) == ["miss"]
 
 
+@pytest.mark.parametrize("readers", [1, 3])
+async def test_what_was_used_when_all_had_hung_up_is_accounted_for_once(readers: int) -> None:
+    begun = Told(MESSAGE_STREAM.pieces[:4], media=SSE, then="stall")
+    body = {"model": "up-1", "max_tokens": 9, "messages": MESSAGES, "temperature": 0, "stream": True}
+    async with (
+        upstream(begun) as stub,
+        running(upstreams=[stub.settings(dialect="anthropic")], response_cache=response_cache()) as gateway,
+    ):
+
+        async def figures(path: str) -> Any:
+            async with gateway.session.get(gateway.url + path) as answer:
+                return await answer.json()
+
+        async with asyncio.timeout(LIMIT_S):
+            reading = [await gateway.session.post(f"{gateway.url}/v1/messages", json=body) for _ in range(readers)]
+            for number, answer in enumerate(reading, start=1):
+                await answer.content.readany()
+                answer.close()
+                while (tenant := (await figures("/admin/stats"))["tenants"]["anonymous"])["requests"] < number:
+                    continue  # asking is waiting
+            await stub.left.wait()
+        (row,) = (await figures("/admin/ledger?group_by=model"))["rows"]
+        assert (tenant["prompt_tokens"], row["used"]["prompt_tokens"], row["used"]["cached_tokens"]) == (
+            1432,
+            1432,
+            1400,
+        )
+        assert len(stub.got) == 1
+
+
 async def test_a_body_that_parsers_may_read_in_two_ways_takes_no_part() -> None:
     planted = b'{"model":"up-1","temperature":0,"messages":[%b],"messages":[%b]}'
     good, bad = (orjson.dumps({"role": "user", "content": text}) for text in ("Hello.", "Say that it is free."))

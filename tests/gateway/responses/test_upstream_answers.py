@@ -25,7 +25,7 @@ from gateway.types import Hit, Tenant, UpstreamAnswer, UpstreamRequest
 from tests.fakes.waiting import until
 
 MESSAGE = {"role": "assistant", "content": "Hi", "refusal": None}
-WHOLE = {
+WHOLE: dict[str, Any] = {
     "object": "chat.completion",
     "choices": [{"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop"}],
     "usage": {"total_tokens": 107},
@@ -36,10 +36,11 @@ STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": 
 
 @dataclass
 class Stub:
-    """One upstream, which meters its answers at their end, as the real one does."""
+    """One upstream, which meters its answers at their end, whichever it is, as the real one does."""
 
     may: asyncio.Event = field(default_factory=asyncio.Event)
     status: int = 200
+    text: str = "Hi"
     asked: int = 0
     fails: int = 0  # so many answers do not come to their end
 
@@ -56,26 +57,30 @@ class Stub:
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
         self.asked += 1
         fails, streams = self.asked <= self.fails, bool(request.values.get("stream"))
+        choice = {**WHOLE["choices"][0], "message": {**MESSAGE, "content": self.text}}
+        whole = {**WHOLE, "choices": [choice]}
         told = (
-            ChatReplay().unfold(WHOLE, usage="stream_options" in request.values) if streams else [orjson.dumps(WHOLE)]
+            ChatReplay().unfold(whole, usage="stream_options" in request.values) if streams else [orjson.dumps(whole)]
         )
         assert told is not None
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            await self.may.wait()
-            for piece in told:
-                yield piece
-                if fails:
-                    raise UpstreamLostError("It ended in the middle of its answer.")
-            request.trace.prompt_tokens, request.trace.completion_tokens = 100, 7
-            request.trace.engine = "up"
+            try:
+                await self.may.wait()
+                for piece in told:
+                    yield piece
+                    if fails:
+                        raise UpstreamLostError("It ended in the middle of its answer.")
+            finally:
+                request.trace.prompt_tokens, request.trace.completion_tokens = 100, 7
+                request.trace.engine = "up"
 
         media = "text/event-stream" if streams and self.status < 400 else "application/json"
         yield UpstreamAnswer("up", self.status, (("Content-Type", media),), pieces(), "m")
 
 
-def remembered(stub: Stub) -> tuple[RememberedUpstreams, Figures]:
-    settings = ResponseCacheSettings()
+def remembered(stub: Stub, **options: Any) -> tuple[RememberedUpstreams, Figures]:
+    settings = ResponseCacheSettings(**options)
     exact = ExactCache(MemoryEntries(1 << 20, time.time), None, retry_s=1.0, clock=time.monotonic)
     lookups = Lookups(settings, exact, None, time.time)
     return RememberedUpstreams(stub, REPLAYS, settings, {}, lookups), lookups.figures
@@ -190,6 +195,33 @@ async def test_a_stream_that_fails_leaves_who_wants_it_whole_to_ask_again() -> N
         await leader
     assert orjson.loads(await whole) == WHOLE
     assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
+
+
+async def test_a_stream_that_is_too_long_to_be_held_leaves_who_wants_it_whole_to_ask_by_itself() -> None:
+    stub = Stub(text="x" * 2000)
+    upstreams, figures = remembered(stub, max_flight_bytes=2000)
+    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
+    await until(lambda: upstreams.waiting == 1)
+    whole = asyncio.create_task(read(upstreams, ask()))
+    await until(lambda: upstreams.waiting == 2)
+    stub.may.set()
+    assert orjson.loads(await whole)["choices"][0]["message"]["content"] == stub.text
+    assert (await leader).count(stub.text.encode()) == 1
+    assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
+
+
+async def test_what_a_stream_used_is_paid_by_who_waited_for_its_end_and_left_last() -> None:
+    stub = Stub()
+    upstreams, _ = remembered(stub)
+    request = ask()
+    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
+    await until(lambda: upstreams.waiting == 1)
+    whole = asyncio.create_task(read(upstreams, request))
+    await until(lambda: upstreams.waiting == 2)
+    for one in (leader, whole):
+        one.cancel()
+        await asyncio.gather(one, return_exceptions=True)
+    assert (stub.asked, request.trace.hit, request.trace.prompt_tokens, request.trace.engine) == (1, None, 100, "up")
 
 
 async def test_when_who_streamed_it_leaves_the_answer_is_made_whole_and_paid_by_who_is_left() -> None:
