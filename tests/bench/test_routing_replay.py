@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.bench.routing_replay import Gateway, busy_stretch, fleet
+from tests.bench.routing_replay import Gateway, busy_stretch, fleet, hit_rate, size_for
 from tests.bench.routing_rules import RULES, Lines, Pool
 from tests.bench.traces import Request, Trace
 from tests.bench.virtual_engines import Arrivals, Cache, ClosedLoop, prefill_s, replay
@@ -70,3 +70,10 @@ def test_the_load_is_what_keeps_round_robin_busy() -> None:
     stretch = busy_stretch(trace, 2, 1.0)
     cost_s = prefill_s(100, 0) + 0.1
     assert stretch * 3.9 == pytest.approx(40 * cost_s / 2 / 0.9)
+
+
+def test_the_size_is_the_least_at_which_one_cache_finds_so_much() -> None:
+    trace = trace_of(*((float(number), [number % 10], 1, "") for number in range(40)))  # needs 10 of 40 blocks
+    assert hit_rate(trace, 0.249) < 1.0 < 74.0 < hit_rate(trace, 0.25)
+    assert size_for(trace, 70.0) == 0.25
+    assert size_for(trace, 80.0) is None
