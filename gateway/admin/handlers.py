@@ -118,7 +118,7 @@ class Admin:
                     "waiting_by_tenant": queue.waiting_by_tenant,
                     **{outcome: getattr(queue, outcome) for outcome in outcomes},
                     "overload": {
-                        model: {"holds": one.holds, "share": round(one.share, 3)}
+                        model: {"holds": one.holds, "share": round(one.share, 3), "held_back": one.held_back}
                         for model, one in queue.overload.items()
                     },
                 }

@@ -272,10 +272,16 @@ class _Scraped(Collector):
             "Of the engines' time, what goes into computing again what was evicted.",
             labels=("model",),
         )
+        held_back = GaugeMetricFamily(
+            "kvasir_queue_held_back",
+            "Requests that wait for room in a cache though an engine is free.",
+            labels=("model",),
+        )
         for model, overload in self._sources.queue("online").overload.items():
+            held_back.add_metric([model], overload.held_back)
             holds.add_metric([model], float(overload.holds))
             share.add_metric([model], overload.share)
-        yield from (waiting, in_flight, outcomes, holds, share)
+        yield from (waiting, in_flight, outcomes, holds, share, held_back)
 
     def _batches(self) -> Iterator[Metric]:
         figures = dict(self._sources.batches())

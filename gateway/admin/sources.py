@@ -37,6 +37,9 @@ class Overload(Protocol):
     @property
     def share(self) -> float: ...
 
+    @property
+    def held_back(self) -> int: ...
+
 
 class QueueStatus(Protocol):
     """See queues/places.py."""

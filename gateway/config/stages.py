@@ -69,3 +69,6 @@ class QueueSettings(Section):
     overload_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.4, description="Share of the engines' time, spent on computing again what was evicted, that is an overload."
     )
+    overload_aging: Annotated[float, Field(gt=0, le=10)] = Field(
+        0.015, description="The same as `aging` while sessions push one another out of the caches."
+    )

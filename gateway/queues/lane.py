@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
+from gateway.queues.doors import Doors, choose_open
 from gateway.queues.overload import Overload
-from gateway.queues.trails import SESSION_S, TRAIL_S, Trails
+from gateway.queues.sessions import Session, Sessions
+from gateway.queues.trails import Trails
+from gateway.queues.turns import Turns
 from gateway.types import Ask, Tier
 
 PLAN_DEPTH: Final = 128
@@ -32,14 +35,11 @@ they wait for it alone, and however many they are, others may go elsewhere."""
 
 TIER_SIGNS: Final[dict[Tier, float]] = {"priority": -1.0, "default": 0.0, "flex": 1.0}
 
-MAX_IDLE_TENANTS: Final = 1024
-"""Tenants without requests whose turns are remembered, until the next look at who need not be."""
-
 
 class Picture(Protocol):
     """See routing/router.py."""
 
-    def choose(self, ask: Ask) -> Any | None: ...
+    def choose(self, ask: Ask, closed: Collection[str] = ()) -> Any | None: ...
 
     def is_ready(self, incarnation: str) -> bool: ...
 
@@ -83,6 +83,7 @@ class Waiter:
     cost_s: float = 0.0
     since_s: float = 0.0  # where turns were when it arrived
     known_tokens: int = 0  # of its prompt, that were computed for it or another one not long before it arrived
+    session: Session | None = None  # whose next turn it is
 
 
 W = TypeVar("W", bound=Waiter)
@@ -98,10 +99,14 @@ class Lane(Generic[E, W]):
         self._router = router
         self._tenants: dict[str, list[tuple[tuple[int, float, int], W]]] = {}  # in order; only those with requests
         self._turns = Turns()
-        self._trails = Trails(TRAIL_S if name == "batch" else SESSION_S)
+        self._trails = Trails()
         self._numbers = 0
         self._now_s = 0.0
+        self._aged_s = 0.0  # seconds of prefill that waiting since the beginning makes up for
+        self.sessions = Sessions()
         self.overload = Overload(settings.overload_share)
+        self.held_back = 0  # requests that had no place at an engine that is free, when somebody looked last
+        self._open_to_all: set[str] = set()  # engines, in an overload
 
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
@@ -120,11 +125,13 @@ class Lane(Generic[E, W]):
         priority = 0 if self.name == "batch" else waiter.ask.priority
         waiter.order = (priority, self._order_s(waiter), self._numbers)
         waiter.since_s = self._turns.now_s
-        if not self._tenants and (seat := self._seat_now(waiter, picture)) is not None:
+        if not self._tenants and not self.overload.holds and (seat := self._seat_now(waiter, picture)) is not None:
             self._turns.took(waiter)
             self._turns.forget_all_but(())
             return [(waiter, seat)]
         insort(self._tenants.setdefault(waiter.ask.tenant, []), (waiter.order, waiter))
+        if waiter.session is not None:
+            waiter.session.waiting += 1
         return self._assign(picture)
 
     def remove(self, waiter: W) -> bool:
@@ -134,8 +141,11 @@ class Lane(Generic[E, W]):
         if index == len(line) or line[index][1] is not waiter:
             return False
         del line[index]
+        if waiter.session is not None:
+            waiter.session.waiting -= 1
         if not line:
             del self._tenants[waiter.ask.tenant]
+            self.held_back *= bool(self._tenants)
         return True
 
     def assign(self, now_s: float) -> list[tuple[W, Seat[E]]]:
@@ -145,8 +155,12 @@ class Lane(Generic[E, W]):
 
     def pass_time(self, now_s: float) -> None:
         """It is so late now; whether there is an overload is looked at."""
-        self._now_s = max(self._now_s, now_s)
-        self.overload.look(self._now_s, 0 if self._tenants else len(self.seats))
+        passed_s = max(0.0, now_s - self._now_s)
+        self._now_s += passed_s
+        self._aged_s += passed_s * (self._settings.overload_aging if self.overload.holds else self._settings.aging)
+        idle_engines = 0 if self._tenants else len(self.seats)
+        if not self.overload.look(self._now_s, idle_engines, goes_on=self.held_back > 0):
+            self._open_to_all.clear()
 
     def _assign(self, picture: Picture) -> list[tuple[W, Seat[E]]]:
         seats = self.seats
@@ -154,18 +168,23 @@ class Lane(Generic[E, W]):
         if not open_seats and not any(seat.held_back for seat in seats.values()):
             return []
         sent: list[tuple[W, Seat[E]]] = []
-        looked_at = 0
+        looked_at = held_back = 0
+        doors = self._doors() if self.overload.holds else None
         for waiter in self._in_order():
             if waiter.ask.only is None and (looked_at := looked_at + 1) > PLAN_DEPTH:
                 break
             if self.name == "batch":
                 self._follow(waiter)
-            if (engine := picture.choose(waiter.ask)) is None:
+            closed = () if doors is None else doors.closed(waiter.ask)
+            if (engine := picture.choose(waiter.ask, closed)) is None:
                 continue
             seat = seats[engine.hello.incarnation]
             has_place = seat.incarnation in open_seats or (waiter.ask.only is not None and seat.free > 0)
             picture.add(seat.incarnation, waiter.ask)
+            held_back += not has_place and bool(closed)
             if has_place:
+                if doors is not None:
+                    doors.add(seat.incarnation, waiter.ask)
                 self._take(waiter, seat, picture)
                 sent.append((waiter, seat))
                 if not self._is_open(seat, picture):
@@ -176,16 +195,22 @@ class Lane(Generic[E, W]):
             self.remove(waiter)
             self._turns.took(waiter)
         self._turns.forget_all_but(self._tenants)
+        self.held_back = held_back
         return sent
 
     def _order_s(self, waiter: W) -> float:
         if self.name == "batch":
             return 0.0
         cost_s = 0.0 if waiter.ask.tier == "priority" else waiter.cost_s
-        return cost_s + self._settings.aging * waiter.arrived_s + self._tier_s(waiter)
+        return cost_s + self._aged_s + self._tier_s(waiter)
 
     def _tier_s(self, waiter: W) -> float:
         return TIER_SIGNS[waiter.ask.tier] * self._settings.tier_s
+
+    def _doors(self) -> Doors:
+        seats, now_s = self.seats.values(), self._now_s
+        self._open_to_all = choose_open(seats, self._open_to_all, self.sessions, now_s)
+        return Doors(seats, self.sessions, self._open_to_all, now_s)
 
     def _picture(self) -> Picture:
         return self._router.picture(self.seats.values(), self.name)
@@ -212,8 +237,10 @@ class Lane(Generic[E, W]):
         again = max(0, min(waiter.known_tokens, ask.prompt_tokens) - cached)
         own_s = picture.prefill_s(max(0, ask.prompt_tokens - cached))
         self.overload.computed(max(waiter.cost_s, own_s), picture.prefill_s(again))
-        if ask.digests:
+        if ask.digests and self.name == "batch":
             self._trails.sent(ask.digests, seat.incarnation, self._now_s)
+        elif ask.digests:
+            self.sessions.sent(waiter.session, ask.digests, seat.incarnation, self._now_s)
 
     def _find(self, waiter: W) -> None:
         """What is known of its prompt from those that were sent before it."""
@@ -221,8 +248,12 @@ class Lane(Generic[E, W]):
         if self.name == "batch":
             self._follow(waiter)
         elif ask.digests:
-            found = self._trails.find(ask.digests, self._now_s)
-            waiter.known_tokens = max(found.values(), default=0) * ask.block_size
+            known, session = self.sessions.find(ask.digests, self._now_s)
+            waiter.known_tokens, waiter.session = known * ask.block_size, session
+            if session is not None:
+                self.sessions.came(session, self._now_s)
+                if ask.cached_tokens.get(session.incarnation, 0) < waiter.known_tokens / 2:
+                    self.sessions.lost(session)
 
     def _follow(self, waiter: W) -> None:
         """Takes what was sent before it, and begins like it, to be there when its turn comes."""
@@ -265,29 +296,3 @@ _Turn = tuple[float, str, W, float, Iterator[tuple[Any, W]]]
 
 def _order(entry: tuple[tuple[int, float, int], Any]) -> tuple[int, float, int]:
     return entry[0]
-
-
-class Turns:
-    """Whose turn it is, in seconds of engines' time. Who comes back after a while has saved nothing up, and who used
-    more than the others waits until they have had as much."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0  # where those stand whose turn it was last
-        self._next_s: dict[str, float] = {}
-
-    def start_s(self, waiter: Waiter) -> float:
-        """Where its tenant stands with it: where everybody stood when it arrived, or behind what the tenant used."""
-        return max(waiter.since_s, self._next_s.get(waiter.ask.tenant, 0.0))
-
-    def took(self, waiter: Waiter) -> None:
-        start_s = self.start_s(waiter)
-        self.now_s = max(self.now_s, start_s)
-        self._next_s[waiter.ask.tenant] = start_s + waiter.cost_s / waiter.ask.weight
-
-    def forget_all_but(self, tenants: Iterable[str]) -> None:
-        """Those who would stand where everybody begins need not be remembered."""
-        if len(self._next_s) > MAX_IDLE_TENANTS:
-            kept = set(tenants)
-            self._next_s = {
-                tenant: next_s for tenant, next_s in self._next_s.items() if tenant in kept or next_s > self.now_s
-            }

@@ -44,6 +44,7 @@ class OverloadStatus:
 
     holds: bool
     share: float  # of the engines' time that goes into computing again, from 0 to 1
+    held_back: int  # requests that wait for room in a cache though an engine is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Line(Generic[E]):
     batch: Lane[E, WaitingRequest]
     model: str
     overloaded: bool = False  # as was last told
+    look: asyncio.TimerHandle | None = None  # at those who are held back
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_SAMPLES))
 
     def lane(self, name: LaneName) -> Lane[E, WaitingRequest]:

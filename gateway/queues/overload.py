@@ -45,12 +45,13 @@ class Overload:
         self._total_s += seconds
         self._again_s += again_s
 
-    def look(self, now_s: float, idle_engines: int) -> bool:
-        """Whether it holds now. `idle_engines` are those that had nobody waiting for them since the last look."""
+    def look(self, now_s: float, idle_engines: int, *, goes_on: bool = False) -> bool:
+        """Whether it holds now. `idle_engines` are those that had nobody waiting for them since the last look. What
+        `goes_on` does not end, however little is computed again: that is so because somebody is kept waiting."""
         passed_s = max(0.0, now_s - self._now_s)
         self._now_s = max(self._now_s, now_s)
         kept = math.exp(-passed_s / MEMORY_S)
         self._again_s *= kept
         self._total_s = self._total_s * kept + MEMORY_S * (1 - kept) * idle_engines
-        self.holds = self.share >= (self._begins / 2 if self.holds else self._begins)
+        self.holds = (self.holds and goes_on) or self.share >= self._begins / (2 if self.holds else 1)
         return self.holds

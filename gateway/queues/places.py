@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Generic
+from typing import Final, Generic
 
 from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
@@ -32,6 +32,9 @@ from gateway.queues.line import E, Figures, Line, OverloadStatus, QueueStatus, W
 from gateway.types import Ask, Room
 
 log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""Seconds between looks at those who are held back, when nothing else happens."""
 
 
 class PlaceQueue(Generic[E]):
@@ -91,7 +94,8 @@ class PlaceQueue(Generic[E]):
             if lane == "online":
                 line.online.pass_time(self._clock())
                 self._tell(line)
-                seen = OverloadStatus(line.online.overload.holds, line.online.overload.share)
+                overloaded = line.online.overload
+                seen = OverloadStatus(overloaded.holds, overloaded.share, line.online.held_back)
                 overload[line.model] = max(seen, overload.get(line.model, seen), key=lambda status: status.share)
             for seat in line.lane(lane).seats.values():
                 if seat.taken:
@@ -136,7 +140,7 @@ class PlaceQueue(Generic[E]):
         if ask.lane == "batch":
             self._leave_over(line)
         sent = lane.enter(waiter)
-        self._tell(line)
+        self._look_at(line)
         if sent:
             mine = next((seat for other, seat in sent if other is waiter), None)
             self._figures[ask.lane].admitted += mine is not None
@@ -241,13 +245,24 @@ class PlaceQueue(Generic[E]):
 
     def _assign(self, line: Line[E]) -> None:
         self._seat(line.online, line.online.assign(self._clock()))
-        self._tell(line)
+        self._look_at(line)
         self._assign_batch(line)
 
     def _assign_batch(self, line: Line[E]) -> None:
         if len(line.batch) and not len(line.online):
             self._leave_over(line)
             self._seat(line.batch, line.batch.assign(self._clock()))
+
+    def _look_at(self, line: Line[E]) -> None:
+        """Tells of an overload, in which there may be room for somebody because time has passed and nothing else."""
+        self._tell(line)
+        if line.online.held_back and line.look is None:
+            line.look = asyncio.get_running_loop().call_later(LOOK_S, self._look_again, line)
+
+    def _look_again(self, line: Line[E]) -> None:
+        line.look = None
+        if line.online.seats:
+            self._assign(line)
 
     def _tell(self, line: Line[E]) -> None:
         """Says when an overload begins and when it ends."""
@@ -258,7 +273,7 @@ class PlaceQueue(Generic[E]):
         if overload.holds:
             log.warning(
                 "sessions push one another out of the caches: the engines of %s spend %.0f%% of their time computing "
-                "again what was evicted",
+                "again what was evicted. Who has no prefix waits for room, or for one engine in eight, meanwhile",
                 line.model,
                 100 * overload.share,
             )

@@ -1,16 +1,15 @@
-"""Which engine was sent a prefix, for some time afterwards. Pure: no I/O, no clock.
+"""Which engine was sent a prefix a moment ago, before any index can know it. Pure: no I/O, no clock.
 
-In the batch lane, whose lines come together and begin alike, for a moment, before any index can know it: without it the
-first lines of a document would go to all engines at once, and each would compute it. In the online lane for longer, to
-know what was computed before and is cached no more. A prompt is remembered by its digests at a few places, two for each
-doubling of its length, so what is found of a common prefix may be a third too short. It is a hint; engines look for
-themselves.
+For the batch lane, whose lines come together and begin alike: without it the first lines of a document would go to all
+engines at once, and each would compute it. A prompt is remembered by its digests at a few places, two for each doubling
+of its length, so what is found of a common prefix may be a third too short. It is a hint; engines look for themselves.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final
 
 from engine.protocol import DIGEST_BYTES
@@ -21,19 +20,15 @@ MAX_PLACES: Final = 16_384
 TRAIL_S: Final = 60.0
 """So long a prefix is taken to be where it was sent; every line that follows renews it."""
 
-SESSION_S: Final = 1800.0
-"""So long a session that was answered may come back; each of its turns renews its trail."""
-
 
 class Trails:
     """Digest at a place -> which engine had a prompt with it last, and when."""
 
-    def __init__(self, keep_s: float = TRAIL_S) -> None:
-        self._keep_s = keep_s
+    def __init__(self) -> None:
         self._sent: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def sent(self, digests: bytes, incarnation: str, now_s: float) -> None:
-        for count in _places(len(digests) // DIGEST_BYTES):
+        for count in places(len(digests) // DIGEST_BYTES):
             place = digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
             self._sent[place] = incarnation, now_s
             self._sent.move_to_end(place)
@@ -41,21 +36,23 @@ class Trails:
             self._sent.popitem(last=False)
 
     def find(self, digests: bytes, now_s: float) -> Mapping[str, int]:
-        """Incarnation -> leading blocks that it was sent within keep_s; engines without any are missing."""
+        """Incarnation -> leading blocks that it was sent within TRAIL_S; engines without any are missing."""
         found: dict[str, int] = {}
-        for count in _places(len(digests) // DIGEST_BYTES):
+        for count in places(len(digests) // DIGEST_BYTES):
             place = digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
             incarnation, sent_s = self._sent.get(place, ("", 0.0))
-            if incarnation and now_s - sent_s <= self._keep_s:
+            if incarnation and now_s - sent_s <= TRAIL_S:
                 found[incarnation] = count
         return found
 
 
-def _places(num_blocks: int) -> Iterator[int]:
+@lru_cache(maxsize=4096)
+def places(num_blocks: int) -> tuple[int, ...]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... up to the number of blocks."""
-    count = 1
+    counts, count = [], 1
     while count <= num_blocks:
-        yield count
+        counts.append(count)
         if count > 1 and count + count // 2 <= num_blocks:
-            yield count + count // 2
+            counts.append(count + count // 2)
         count *= 2
+    return tuple(counts)

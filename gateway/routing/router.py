@@ -9,7 +9,7 @@ queue asks for a picture of the engines, and adds to it what it means to send th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Lane, Load
@@ -85,14 +85,16 @@ class Picture(Generic[E]):
                 outlook = _Outlook(seat, load, rate, lane)
                 self._outlooks[outlook.incarnation] = outlook
 
-    def choose(self, ask: Ask) -> E | None:
-        """The engine with the least score; None when there is none that it may be."""
+    def choose(self, ask: Ask, closed: Collection[str] = ()) -> E | None:
+        """The engine with the least score; None when there is none that it may be. One that is `closed` only where
+        there is no other."""
         outlooks = self._outlooks
         if ask.only is not None:
             return outlooks[ask.only].engine if ask.only in outlooks else None
         possible = list(outlooks.values())
-        if ask.avoid:
-            possible = [outlook for outlook in possible if outlook.incarnation not in ask.avoid] or possible
+        for avoided in (ask.avoid, closed):
+            if avoided:
+                possible = [outlook for outlook in possible if outlook.incarnation not in avoided] or possible
         if len(possible) < 2:
             return possible[0].engine if possible else None
         return min(possible, key=lambda outlook: self._rank(outlook, ask)).engine

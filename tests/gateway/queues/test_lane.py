@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.protocol import DIGEST_BYTES, Load
 from gateway.config import QueueSettings, RoutingSettings
-from gateway.queues.lane import PLAN_DEPTH, Lane, Seat, Turns, Waiter
+from gateway.queues.lane import PLAN_DEPTH, Lane, Seat, Waiter
+from gateway.queues.turns import Turns
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.fakes.street import FakeEngine, hello
@@ -26,10 +27,12 @@ class Rig:
     engines: int = 1
     places: int = 1
     aging: float = 0.05
+    overload_share: float = 0.4
     lane: Lane[FakeEngine, Waiter] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lane = Lane(QueueSettings(aging=self.aging), Router(RoutingSettings()))
+        limits = QueueSettings(aging=self.aging, overload_share=self.overload_share, overload_aging=self.aging / 10)
+        self.lane = Lane(limits, Router(RoutingSettings()))
         for number in range(self.engines):
             load = Load(prefill_tokens_per_s=RATE, decode_tokens_per_s=1000.0)
             engine = FakeEngine(hello(incarnation=f"e{number}"), f"e{number}", load)
@@ -343,6 +346,77 @@ def test_sessions_that_find_their_prefixes_are_none_however_busy_the_engines_are
     assert rig.lane.overload.share < 0.05
 
 
+def overloaded(rig: Rig, *, at_s: float) -> None:
+    """As if it had been found to be so."""
+    rig.lane.pass_time(at_s)
+    rig.lane.overload.computed(1000.0, 900.0)
+    rig.lane.pass_time(at_s)
+    assert rig.lane.overload.holds
+
+
+def fill(rig: Rig, *, at_s: float) -> None:
+    """Every engine has a session that needs all of its cache."""
+    for number, name in enumerate(rig.lane.seats):
+        waiter, sent = rig.enter(16_000, at_s=at_s, digests=session_digests(number, 1000), block_size=16, only=name)
+        assert sent, waiter
+    for seat in rig.lane.seats.values():
+        seat.taken = 0
+
+
+def test_in_an_overload_one_engine_serves_those_who_would_push_others_out() -> None:
+    rig = Rig(engines=3)
+    fill(rig, at_s=0.0)
+    overloaded(rig, at_s=1.0)
+    newcomers = [rig.enter(10_000, at_s=1.0) for _ in range(3)]
+    assert [sent for _, sent in newcomers] == [True, False, False]
+    assert rig.lane.held_back == 2
+    assert sum(seat.taken for seat in rig.lane.seats.values()) == 1
+    _, sent = rig.enter(16_000, at_s=2.0, cached_tokens={"e1": 15_900}, digests=session_digests(1, 1000), block_size=16)
+    assert sent or next(seat for seat in rig.lane.seats.values() if seat.taken).incarnation == "e1"
+    assert rig.enter(10, at_s=2.0)[1]  # a little is taken everywhere
+
+
+def test_who_is_held_back_is_let_in_when_the_others_stay_away() -> None:
+    rig = Rig(engines=3)
+    fill(rig, at_s=0.0)
+    overloaded(rig, at_s=1.0)
+    for _ in range(3):
+        rig.enter(10_000, at_s=1.0)
+    assert rig.lane.assign(2.0) == []
+    assert len(rig.lane.assign(1.0 + rig.lane.sessions.kept_s)) == 2
+    assert rig.lane.held_back == 0
+
+
+def test_an_overload_goes_on_while_somebody_is_held_back_and_no_longer() -> None:
+    rig = Rig(engines=2)
+    fill(rig, at_s=0.0)
+    overloaded(rig, at_s=1.0)
+    rig.lane.sessions.kept_s = 1e4
+    waiting = [rig.enter(10_000, at_s=1.0)[0] for _ in range(2)]
+    rig.lane.assign(1000.0)
+    assert rig.lane.overload.share < 0.01
+    assert rig.lane.overload.holds
+    assert rig.lane.remove(waiting[1])
+    rig.lane.pass_time(1001.0)
+    assert not rig.lane.overload.holds
+
+
+def test_without_an_overload_nobody_is_held_back() -> None:
+    rig = Rig(engines=3)
+    fill(rig, at_s=0.0)
+    assert [rig.enter(10_000, at_s=1.0)[1] for _ in range(3)] == [True, True, True]
+
+
+def test_waiting_makes_up_for_less_in_an_overload() -> None:
+    rig = Rig(aging=0.05)
+    rig.block()
+    overloaded(rig, at_s=0.0)
+    long, _ = rig.enter(1000, at_s=0.0)
+    rig.lane.held_back = 1  # it goes on
+    later = [rig.enter(100, at_s=at_s)[0] for at_s in (19.0, 179.0, 181.0)]
+    assert rig.drain() == [*later[:2], long, later[2]]
+
+
 def test_prompts_of_which_nothing_is_known_are_none() -> None:
     rig, now_s = Rig(), 0.0
     for number in range(100):
@@ -361,7 +435,7 @@ class LaneMachine(RuleBasedStateMachine):
 
     @initialize(engines=st.integers(1, 4), places=st.integers(1, 3))
     def begin(self, engines: int, places: int) -> None:
-        self.rig = Rig(engines=engines, places=places)
+        self.rig = Rig(engines=engines, places=places, overload_share=0.01)
         self.lane = self.rig.lane
         self.waiting: list[Waiter] = []
         self.inside: list[tuple[Waiter, Seat[FakeEngine]]] = []
@@ -381,13 +455,16 @@ class LaneMachine(RuleBasedStateMachine):
         held=st.integers(0, 20_000),
         at=st.integers(0, 3),
         pinned=st.booleans(),
+        session=st.integers(0, 5),
         later_s=st.floats(0, 30),
     )
-    def come(self, tokens: int, tenant: str, held: int, at: int, pinned: bool, later_s: float) -> None:
+    def come(self, tokens: int, tenant: str, held: int, at: int, pinned: bool, session: int, later_s: float) -> None:
         self.now += later_s
         names = list(self.lane.seats)
         name = names[at % len(names)]
-        ask = Ask(tenant, tokens, 1e9, {name: min(held, tokens)}, only=name if pinned else None)
+        digests = session_digests(session, tokens // 16) if session else b""
+        only = name if pinned else None
+        ask = Ask(tenant, tokens, 1e9, {name: min(held, tokens)}, only=only, digests=digests, block_size=16)
         waiter = Waiter(ask, self.now)
         self.waiting.append(waiter)
         self.sent(self.lane.enter(waiter))
@@ -435,6 +512,10 @@ class LaneMachine(RuleBasedStateMachine):
             return
         assert set(map(id, self.lane)) == set(map(id, self.waiting))
         assert len(self.lane) == len(self.waiting)
+        assert self.lane.held_back <= len(self.lane)
+        waiting = {id(waiter.session): waiter.session for waiter in self.waiting if waiter.session is not None}
+        for session in waiting.values():
+            assert session.waiting == sum(waiter.session is session for waiter in self.waiting)
         for seat in self.lane.seats.values():
             assert 0 <= seat.taken <= seat.places
             assert seat.taken == sum(held is seat for _, held in self.inside)

@@ -168,12 +168,44 @@ def test_an_overload_is_told_once_when_it_begins_and_once_when_it_ends(caplog: p
         told = guests.queue.status().overload["demo"]
         assert told.holds
         assert told.share > 0.5
+        assert told.held_back == 0
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "the engines of demo spend" in caplog.text
         loop.now += 600.0
         assert not guests.queue.status().overload["demo"].holds
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
         assert guests.queue.status("batch").overload == {}
+
+    run(work)
+
+
+def test_who_is_held_back_is_looked_at_though_nothing_happens() -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, JumpingLoop)
+        here = [FakeEngine(hello(incarnation=name, num_blocks=600), name) for name in "ab"]
+        guests = Guests(queue_of(max_wait_s=1e6), here)
+        for session, engine in enumerate(here):  # each has its cache full
+            digests = b"".join((1000 * session + block).to_bytes(16, "big") for block in range(600))
+            name = f"first-{engine.name}"
+            guests.come(name, prompt_tokens=9600, digests=digests, block_size=16, only=engine.hello.incarnation)
+            await turn()
+            await guests.go(name)
+        line = next(iter(guests.queue._lines.values()))
+        line.online.overload.computed(1000.0, 900.0)
+        guests.queue.status()
+        guests.come("x", prompt_tokens=8000)
+        held_back = guests.come("y", prompt_tokens=8000)
+        await turn()
+        assert guests.served[2:] == ["x"]
+        assert guests.queue.status().overload["demo"].held_back == 1
+        await asyncio.sleep(60.0)
+        assert "y" not in guests.served
+        await asyncio.sleep(65.0)  # the others have stayed away for long enough
+        assert "y" in guests.served
+        assert guests.where["x"] != guests.where["y"]
+        await guests.go("x", "y")
+        await held_back
 
     run(work)
 

@@ -1,0 +1,134 @@
+"""Sessions that take turns at the engines: whose prefix is in which cache, for whom it is kept, and after how long they
+come back. Pure: no I/O, no clock.
+
+A prompt that begins with all that is remembered of an earlier one is the next turn of its session. Of each a few
+digests are remembered, two for each doubling of its length, so what is known of a prompt may be a third too short.
+Caches are taken to give up first what was used longest ago. All of it is what one gateway has sent, and a hint.
+
+    newest                                                             oldest
+    | A | B (waits) |  C  |   D, away for long   | E |   cache ends here  | F |
+    '---- kept: C may be back soon ----'----- room for others ------------'
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine.protocol import DIGEST_BYTES
+from gateway.queues.trails import places
+
+MAX_SESSIONS: Final = 2048
+"""Of all engines, with some 25 digests for a prompt of 100,000 tokens; who came longest ago is forgotten first."""
+
+SESSION_S: Final = 1800.0
+"""Who comes back later than that is not known any more."""
+
+SOON_S: Final = 30.0
+"""Who is more likely than not to be back within that time is waited for."""
+
+KEPT_S: Final = (1.0, 120.0)
+"""Shortest and longest time that somebody who is away is waited for."""
+
+GAPS: Final = 256
+"""Times between turns that are learned from."""
+
+LEARN_EVERY: Final = 16
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One that was sent somewhere. `waiting` are its turns that wait in the lane."""
+
+    incarnation: str
+    blocks: int
+    sent_s: float
+    places: list[bytes] = field(default_factory=list)  # its digests that are remembered, in the order of the prompt
+    waiting: int = 0
+
+
+class Sessions:
+    """Of one lane."""
+
+    def __init__(self) -> None:
+        self.kept_s = KEPT_S[1]  # so long a session that is away is waited for
+        self._sessions: OrderedDict[Session, None] = OrderedDict()  # the newest last, as in the next two
+        self._places: dict[bytes, Session] = {}  # the last one that passed there
+        self._cached: dict[str, OrderedDict[Session, None]] = {}  # by engine; none is empty
+        self._gaps: deque[float] = deque(maxlen=GAPS)
+        self._turns = 0
+
+    def find(self, digests: bytes, now_s: float) -> tuple[int, Session | None]:
+        """Leading blocks that were sent somewhere before, and the session whose next turn it is."""
+        for count in reversed(places(len(digests) // DIGEST_BYTES)):
+            place = _digest(digests, count)
+            session = self._places.get(place)
+            if session is not None and now_s - session.sent_s <= SESSION_S:
+                return count, session if place == session.places[-1] else None
+        return 0, None
+
+    def came(self, session: Session, now_s: float) -> None:
+        """Its next turn is here; how long it was away is learned from."""
+        self._gaps.append(max(0.0, now_s - session.sent_s))
+        self._turns += 1
+        if self._turns % LEARN_EVERY == 0:
+            self.kept_s = min(max(worth_waiting_s(sorted(self._gaps)), KEPT_S[0]), KEPT_S[1])
+
+    def lost(self, session: Session) -> None:
+        """The engine's cache turned out not to have it."""
+        if (cached := self._cached.get(session.incarnation)) is not None:
+            cached.pop(session, None)
+            if not cached:
+                del self._cached[session.incarnation]
+
+    def sent(self, session: Session | None, digests: bytes, incarnation: str, now_s: float) -> None:
+        """A turn of a session, or the first of a new one, goes to an engine, which has all of it afterwards."""
+        blocks = len(digests) // DIGEST_BYTES
+        if session is None:
+            session = Session(incarnation, blocks, now_s)
+        self.lost(session)
+        session.incarnation, session.blocks, session.sent_s = incarnation, blocks, now_s
+        for count in places(blocks)[len(session.places) :]:
+            place = _digest(digests, count)
+            session.places.append(place)
+            self._places[place] = session
+        self._sessions[session] = None
+        self._sessions.move_to_end(session)
+        self._cached.setdefault(incarnation, OrderedDict())[session] = None
+        if len(self._sessions) > MAX_SESSIONS:
+            self._forget(self._sessions.popitem(last=False)[0])
+
+    def _forget(self, session: Session) -> None:
+        self.lost(session)
+        for place in session.places:
+            if self._places.get(place) is session:
+                del self._places[place]
+        session.places.clear()
+
+    def room(self, incarnation: str, capacity: int, now_s: float) -> int:
+        """Blocks of an engine's cache that can be used without giving up anything of a session that waits, or that may
+        be back soon."""
+        room, used = capacity, 0
+        for session in reversed(self._cached.get(incarnation, OrderedDict())):
+            used += min(session.blocks, capacity)
+            if used > capacity:
+                break
+            if session.waiting or now_s - session.sent_s < self.kept_s:
+                room = capacity - used
+        return room
+
+
+def worth_waiting_s(gaps: list[float]) -> float:
+    """The least time after which fewer than half of those who are still away come back within SOON_S. Of gaps in
+    order, at least one; those who never came back are not among them."""
+    for index, gap in enumerate(gaps[:-1]):
+        later = len(gaps) - index - 1
+        if bisect_right(gaps, gap + SOON_S) - index - 1 < later / 2:
+            return gap
+    return gaps[-1]
+
+
+def _digest(digests: bytes, count: int) -> bytes:
+    return digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
