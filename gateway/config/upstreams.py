@@ -96,7 +96,9 @@ class UpstreamSettings(Section):
         600.0, description="Seconds that one answer may take; `server.request_timeout_s` holds, too."
     )
     max_connections: Annotated[int, Field(ge=1)] = Field(
-        256, description="Connections, each of which has one request at a time."
+        256,
+        description="Connections for the online lane, each of which has one request at a time; lines of batches have "
+        "`batch_places` of their own.",
     )
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         256, description="Requests that wait for a connection; for the next one it counts as busy."

@@ -156,9 +156,9 @@ class Upstream:
         self.requests = 0
         self.unmetered = 0
         self.errors: Counter[str] = Counter()
-        self.in_flight = 0
+        self.in_flight: Counter[Lane] = Counter()
         self._key_refused = False  # in its last answer
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[Lane, aiohttp.ClientSession] = {}  # no online request waits for a line's connection
         self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
         self.secrets = tuple(value for value in (key, *self._headers.values()) if value)
         if key:
@@ -168,7 +168,7 @@ class Upstream:
     async def open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
         """Sends it, and waits for the first bytes of the answer, of an error as well. Raises AttemptFailed, and
         UpstreamTimeoutError when the request's own time is over. The breaker is told how it went."""
-        if self.in_flight >= self.settings.max_connections + self.settings.max_waiting:
+        if self._is_busy(request.lane):
             self.breaker.abandoned()
             self.errors["busy"] += 1
             raise AttemptFailed("busy", f"{self.name} has no connection left", again=False)
@@ -186,14 +186,19 @@ class Upstream:
         self._told(opened, request.lane)
         return opened
 
+    def _is_busy(self, lane: Lane) -> bool:
+        """Lines have a place by now, and a connection with it."""
+        most = self.settings.max_connections + self.settings.max_waiting
+        return lane == "online" and self.in_flight[lane] >= most
+
     def left(self, lane: Lane) -> None:
         """A request of it that `open` sent is over."""
-        self.in_flight -= 1
+        self.in_flight[lane] -= 1
         if lane == "online":
             self.places.left()
 
     def _entered(self, lane: Lane) -> None:
-        self.in_flight += 1
+        self.in_flight[lane] += 1
         if lane == "online":
             self.places.entered()
 
@@ -216,7 +221,7 @@ class Upstream:
         try:
             async with (
                 asyncio.timeout(settings.idle_timeout_s),
-                self._connected().get(settings.url + path, headers=headers, allow_redirects=False) as response,
+                self._connected("online").get(settings.url + path, headers=headers, allow_redirects=False) as response,
             ):
                 if response.status != 200:
                     raise AttemptFailed("lost", f"{self.name} answers with status {response.status}", again=False)
@@ -261,7 +266,7 @@ class Upstream:
         return {
             "dialect": self.settings.dialect,
             "requests": self.requests,
-            "in_flight": self.in_flight,
+            "in_flight": self.in_flight.total(),
             "batch_in_flight": self.places.taken,
             "batch_waiting": self.places.waiting,
             "errors": dict(self.errors),
@@ -271,8 +276,8 @@ class Upstream:
         }
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
     async def _open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
         settings = self.settings
@@ -280,7 +285,7 @@ class Upstream:
         response: aiohttp.ClientResponse | None = None
         try:
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
-                response = await self._connected().post(
+                response = await self._connected(request.lane).post(
                     self._url(request, model),
                     data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
                     headers={**_HEADERS, **dict(request.headers), **self._headers},
@@ -355,11 +360,12 @@ class Upstream:
         query = f"?{request.query}" if request.query else ""
         return URL(f"{self.settings.url}{path}{query}", encoded=True)
 
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _connected(self, lane: Lane) -> aiohttp.ClientSession:
+        if lane not in self._sessions:
             settings = self.settings
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=settings.max_connections, keepalive_timeout=60.0),
+            limit = settings.max_connections if lane == "online" else settings.batch_places
+            self._sessions[lane] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60.0),
                 timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
@@ -368,4 +374,4 @@ class Upstream:
                 max_headers=MAX_HEADERS,
                 skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
             )
-        return self._session
+        return self._sessions[lane]

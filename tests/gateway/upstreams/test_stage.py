@@ -17,7 +17,7 @@ from gateway.errors import UpstreamLostError, UpstreamsAwayError
 from gateway.types import Tenant, UpstreamRequest
 from gateway.upstreams.stage import Upstreams
 from gateway.upstreams.upstream import NO_ROOM_S, Upstream
-from tests.fakes.upstream import CHAT, error, nowhere, upstream
+from tests.fakes.upstream import CHAT, Told, error, nowhere, upstream
 from tests.fakes.waiting import until
 
 VALUES: dict[str, Any] = {"model": "up-1", "messages": []}
@@ -90,6 +90,20 @@ async def test_a_line_waits_while_online_requests_take_all_places_and_they_never
         assert await line == 200
         figures = upstreams.figures()["up"]
         assert (figures["in_flight"], figures["batch_in_flight"], figures["batch_waiting"]) == (0, 0, 0)
+
+
+async def test_lines_take_no_connection_from_online_requests() -> None:
+    settings = {"batch_places": 2, "max_connections": 1, "max_waiting": 0, "connect_timeout_s": 0.5, "retries": 0}
+    stalls = [Told(then="stall")] * 2
+    async with upstream(*stalls, CHAT) as stub, asked_of(stub.settings(**settings)) as upstreams:
+        lines = [asyncio.ensure_future(whole(upstreams, asking())) for _ in stalls]
+        await until(lambda: len(stub.got) == len(lines))
+        assert await whole(upstreams, asking("online")) == 200
+        assert upstreams.figures()["up"]["in_flight"] == len(lines)
+        for line in lines:
+            line.cancel()
+        await asyncio.wait(lines)
+        assert upstreams.figures()["up"]["in_flight"] == 0
 
 
 async def test_a_line_keeps_its_place_until_its_answer_is_read_to_the_end() -> None:
