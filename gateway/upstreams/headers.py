@@ -65,7 +65,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         if math.isfinite(seconds) and seconds >= 0:
             return seconds
     try:
-        at = parsedate_to_datetime(headers.get("retry-after", ""))
-    except ValueError:
+        at = parsedate_to_datetime(headers.get("retry-after", "")).astimezone(UTC)
+    except (ValueError, OverflowError):  # the second for years and zones that no calendar has
         return None
-    return max(0.0, (at.astimezone(UTC) - datetime.now(UTC)).total_seconds())
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
