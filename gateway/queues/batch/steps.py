@@ -38,6 +38,9 @@ HELD_UP_S: Final = 30.0
 AWAY_S: Final = 2.0
 """Until a model is asked for again whose engines were away, at first."""
 
+LONGEST_AWAY_S: Final = 3600.0
+"""That a model is left alone at a time, whatever its upstream asks for. Other tenants may have another one for it."""
+
 OK: Final[tuple[Kind, ...]] = ("succeeded",)
 NOT_OK: Final[tuple[Kind, ...]] = ("failed", "cancelled", "expired")
 

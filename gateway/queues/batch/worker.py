@@ -27,7 +27,7 @@ from gateway.queues.batch.job import why_dropped
 from gateway.queues.batch.jobs import Jobs
 from gateway.queues.batch.lines import Back, Claim, Kind, Lines, Result
 from gateway.queues.batch.paths import Ref
-from gateway.queues.batch.steps import AWAY_S, HELD_UP_S, HeldUpError, Steps
+from gateway.queues.batch.steps import AWAY_S, HELD_UP_S, LONGEST_AWAY_S, HeldUpError, Steps
 from gateway.queues.batch.store import Files, forget
 from gateway.types import Usage
 
@@ -299,9 +299,10 @@ class Worker:
         self._not_before[name] = self._clock() + seconds
 
     def _pause_model(self, model: str, retry_after_s: float | None, left_s: float) -> None:
-        """Each time for longer, not less than was asked for, and not beyond what is `left_s` of the job's time; then a
-        single line finds out whether there is a place. Lines that ran together count once."""
-        name, asked_s = f":{model}", min(retry_after_s or 0.0, max(left_s, 0.0))
+        """Each time for longer, not less than was asked for, but not beyond what is `left_s` of the job's time, nor for
+        longer than LONGEST_AWAY_S; then a single line finds out whether there is a place. Lines that ran together count
+        once."""
+        name, asked_s = f":{model}", min(retry_after_s or 0.0, max(left_s, 0.0), LONGEST_AWAY_S)
         if not self._is_paused(name):
             pause_s = self._away.get(model) or asked_s or AWAY_S
             self._away[model] = min(2 * pause_s, HELD_UP_S)

@@ -15,7 +15,7 @@ from gateway.queues.batch import steps
 from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, Order
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.lines import Result
-from gateway.queues.batch.steps import AWAY_S
+from gateway.queues.batch.steps import AWAY_S, LONGEST_AWAY_S
 from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, until_holding
 from tests.fakes.waiting import until
 
@@ -403,6 +403,8 @@ async def test_a_model_is_left_alone_for_longer_each_time_and_not_for_less_than_
     assert pause(600.0) == 600.0
     now[0] = worker._not_before[":m"]
     assert pause(1e9, left_s=50.0) == 50.0, "beyond the end of its job nobody waits"
+    now[0] = worker._not_before[":m"]
+    assert pause(86400.0) == LONGEST_AWAY_S, "a day would be that of everybody's lines"
 
 
 async def test_a_tenant_with_too_many_lines_has_its_job_failed(tmp_path: Path) -> None:
