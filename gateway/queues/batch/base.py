@@ -68,7 +68,7 @@ class Job:
     input_file_id   as it was said, for files that came from one
     model           of all lines; None while it is not known, or when they have several
     validated       its lines are counted and in order
-    errors          why it failed, or why it cannot end yet
+    errors          why it failed, or what it waits for
     output_file_id  of lines that succeeded, once it has ended; None when there are none
     error_file_id   of all other lines, once it has ended; None when there are none
     file_ids        those that were chosen for the two before they were written

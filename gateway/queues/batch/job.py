@@ -90,7 +90,7 @@ def failed(job: Job, errors: Sequence[JobError], now_s: float) -> Job:
 
 
 def held_up(job: Job, error: JobError | None) -> Job:
-    """It says why it cannot end yet; None: it can."""
+    """It says why it cannot go on, or end, yet; None: it can."""
     return replace(job, errors=() if error is None else (error,))
 
 

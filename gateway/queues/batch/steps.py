@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Final
+from typing import Final, NoReturn
 
 from gateway.config import BatchSettings
 from gateway.errors import KvasirError, OverloadedError, QuotaError, StorageError
@@ -40,6 +40,9 @@ AWAY_S: Final = 2.0
 
 LONGEST_AWAY_S: Final = 3600.0
 """That a model is left alone at a time, whatever its upstream asks for. Other tenants may have another one for it."""
+
+NOBODY: Final = JobError("model_not_available", "Nobody serves its model now: the engines are away, or there are none.")
+"""What a job says whose lines cannot be planned."""
 
 OK: Final[tuple[Kind, ...]] = ("succeeded",)
 NOT_OK: Final[tuple[Kind, ...]] = ("failed", "cancelled", "expired")
@@ -159,7 +162,9 @@ class Steps:
         if plans:
             await self._lines.stage(job.id, progress.planned, plans)
         if len(plans) < len(rows):
-            raise HeldUpError("The engines that would know the tokens of its lines are away.", AWAY_S)
+            await self._hold_up(job, NOBODY, AWAY_S)
+        elif job.errors:
+            await self._jobs.update(states.held_up(job, None))
 
     async def _queue(self, job: Job, _: Progress) -> None:
         while await self._lines.queue(job.id, job.tenant, QUEUE_AT_ONCE):
@@ -197,7 +202,7 @@ class Steps:
         except OverloadedError:
             raise
         except (QuotaError, StorageError) as error:
-            await self._hold_up(job, error)
+            await self._hold_up(job, JobError(error.code or "storage_error", error.message), HELD_UP_S)
         counts = replace(counts, total=job.counts.total)
         ids = (output if has_output else None, errors if has_errors else None)
         await self._jobs.update(states.ended(job, counts, usage, *ids, self._now()))
@@ -246,12 +251,11 @@ class Steps:
         except StorageError:
             return b""
 
-    async def _hold_up(self, job: Job, error: KvasirError) -> None:
-        told = JobError(error.code or "storage_error", error.message)
+    async def _hold_up(self, job: Job, told: JobError, retry_s: float) -> NoReturn:
         if job.errors != (told,):
-            log.warning("a batch of %s cannot end yet: %s", job.tenant, error.message)
+            log.warning("a batch of %s waits: %s", job.tenant, told.message)
             await self._jobs.update(states.held_up(job, told))
-        raise HeldUpError(error.message, HELD_UP_S) from error
+        raise HeldUpError(told.message, retry_s)
 
     async def _clean(self, job: Job) -> None:
         await asyncio.to_thread(self._folder.clean, job)

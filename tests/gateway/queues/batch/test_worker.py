@@ -195,6 +195,27 @@ async def test_a_model_without_engines_is_asked_for_again_and_with_single_lines(
     assert max(runner.tries.values()) == 3
 
 
+async def test_a_job_whose_model_nobody_serves_says_so_until_somebody_does(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.steps.AWAY_S", 0.01)
+    runner = FakeRunner()
+    job = await lane.create([{"id": "a", "away": 1_000_000}, {"id": "b", "hold": True}])
+    async with lane.gateway(runner):
+
+        async def told() -> bool:
+            return bool((await lane.found(job)).errors)
+
+        await until(told)
+        found = await lane.found(job)
+        assert (found.state, [one.code for one in found.errors]) == ("in_progress", ["model_not_available"])
+        runner.asked["a"] = 1_000_000  # it is there
+        await until_holding(runner, {"b"})
+        assert (await lane.found(job)).errors == ()
+        runner.gate.set()
+        assert (await lane.ended(job)).counts == Counts(2, succeeded=2)
+
+
 async def test_cancelling_ends_what_waits_at_once_and_lets_what_runs_end(lane: Lane) -> None:
     runner = FakeRunner()
     job = await lane.create(rows(10, hold=True))

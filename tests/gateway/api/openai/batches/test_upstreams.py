@@ -124,6 +124,26 @@ async def test_lines_that_an_upstream_never_had_room_for_expire_with_their_job()
             assert (batch.status, batch.output_file_id) == ("expired", None)
 
 
+async def test_a_batch_for_a_model_that_no_upstream_has_any_more_says_so_and_expires() -> None:
+    now = [1_790_000_000.0]
+    async with running(**settings(), now=lambda: now[0], upstreams=[nowhere("other")]) as gateway:
+        gateway.state["engines"] = []  # one may come, and have it
+        gateway.worker.start()
+        client = gateway.sdk()
+        batch = await submit(client, line("a"))
+
+        async def has_errors() -> bool:
+            return (await client.batches.retrieve(batch.id)).errors is not None
+
+        await until(has_errors)
+        told = (await client.batches.retrieve(batch.id)).errors
+        assert told is not None
+        assert [one.code for one in told.data or ()] == ["model_not_available"]
+        now[0] += 86400.0
+        batch = await reached(client, batch.id, *ENDS)
+        assert (batch.status, batch.errors) == ("expired", None)
+
+
 async def test_a_batch_that_is_cancelled_sends_no_more_and_ends_what_runs() -> None:
     async with upstream(Told(then="stall")) as stub:
         up = stub.settings(batch_places=2, idle_timeout_s=2.0, first_byte_timeout_s=2.0, retries=0)
