@@ -54,7 +54,7 @@ async def serve(
             stack.push_async_callback(redis.aclose)
         # 2. The stages, and the port: whoever asks now is told that the server is starting.
         gateway = Gateway(settings, redis, redis_url, upstream_keys(settings, environ))
-        _close_with(stack, gateway)
+        close_with(stack, gateway)
         app = gateway.web_app()
         runner = app_runner(app, settings.server)
         await runner.setup()
@@ -94,12 +94,10 @@ async def serve(
         raise fatal[0]
 
 
-def _close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
+def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     """What the stages hold is let go of with the stack, last first."""
     stack.callback(gateway.prompts.close)
     stack.callback(gateway.embedder.close)
-    if gateway.semantic_cache is not None:
-        stack.push_async_callback(gateway.semantic_cache.close)
     stack.push_async_callback(gateway.removals.close)
     stack.push_async_callback(gateway.index.close)
     stack.push_async_callback(gateway.figures.close)
@@ -109,6 +107,8 @@ def _close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     stack.push_async_callback(gateway.files.close)
     stack.push_async_callback(gateway.limits.close)
     stack.push_async_callback(gateway.upstreams.close)
+    if gateway.semantic_cache is not None:  # what its audits have used by then is for the ledger
+        stack.push_async_callback(gateway.semantic_cache.close)
 
 
 def _start(gateway: Gateway) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gateway.app import Gateway, upstream_keys
 from gateway.config import LeaseSettings, LimitSettings, Settings
 from gateway.errors import RateLimitError
 from gateway.redis_calls import connect
+from gateway.serving import close_with
 from gateway.types import ANONYMOUS, Event, Finished, Need, Request, Started, TextDelta, Usage
 from tests.fakes import tokenisers
 from tests.fakes.meanings import MODEL, chat
@@ -265,6 +267,37 @@ async def test_what_an_audit_of_the_semantic_cache_used_is_in_the_ledger(monkeyp
     await gateway.semantic_cache.close()
     gateway.embedder.close()
     gateway.prompts.close()
+
+
+async def test_what_an_audit_has_used_is_in_the_ledger_when_the_gateway_is_closed_before_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("random.random", lambda: 0.0)  # every hit is audited
+    settings = Settings.model_validate({"semantic_cache": {"mode": "on", "lookup_timeout_s": 60}})
+    gateway = Gateway(settings, None, None)
+    assert gateway.semantic_cache is not None
+    asked: list[Request] = []
+
+    async def generate(request: Request) -> AsyncGenerator[Event, None]:
+        asked.append(request)
+        trace = request.trace
+        trace.first_token_ms, trace.prompt_tokens, trace.completion_tokens = 1.0, 10, 3
+        yield Started("engine-1", Usage(10, 0))
+        yield TextDelta("Click on it.")
+        if len(asked) > 1:
+            await asyncio.Event().wait()
+        yield Finished("stop", Usage(10, 3))
+
+    async with AsyncExitStack() as stack:
+        close_with(stack, gateway)
+        for text in ("How do I reset my password?", "how can i reset my password"):
+            async with aclosing(gateway.response_cache.answer(chat(text), MODEL, generate)) as events:
+                assert [event async for event in events]
+        await until(lambda: len(asked) == 2)
+        assert not gateway.ledger.totals
+    assert gateway.ledger.pending == 0, "it was written"
+    ((row, figures),) = gateway.ledger.totals.items()
+    assert (row.lane, figures["prompt_tokens"], figures["completion_tokens"]) == ("audit", 10, 3)
 
 
 def test_without_the_extra_the_semantic_cache_says_so_and_exact_answers_are_left(
