@@ -21,7 +21,7 @@ from gateway.types import Event, Request, TextDelta
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.street import FakeModels, FakeStreet, hello
 from tests.fakes.upstream import CHAT as UPSTREAM_CHAT
-from tests.fakes.upstream import Told, upstream
+from tests.fakes.upstream import Told, upstream, whole_chat
 from tests.fakes.waiting import until
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -269,3 +269,78 @@ async def test_a_hosted_api_cannot_speak_for_the_cache(name: str) -> None:
     async with upstream(told) as stub, running(upstreams=[stub.settings()]) as gateway:
         _, _, headers = await gateway.post(CHAT, {**PLAIN, "model": "up-1"})
     assert "planted" not in headers.values()
+
+
+def asked_of(model: str = "up-1", *turns: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {**chat(*(turns or (USER,)), **more), "model": model}
+
+
+APART_AT_UPSTREAMS: list[tuple[dict[str, Any], str, dict[str, str]]] = [
+    (asked_of(), "", {}),
+    *((body | {"model": "up-1"}, "", {}) for path, body in APART if path == CHAT),
+    # Models, of one upstream and of another.
+    (asked_of("up-2"), "", {}),
+    (asked_of("other-1"), "", {}),
+    # Names that nobody here knows, and values that are not quite the same.
+    (asked_of(x_unknown=1), "", {}),
+    (asked_of(x_unknown=1.0), "", {}),
+    (asked_of(x_unknown="1"), "", {}),
+    (asked_of(x_unknown=True), "", {}),
+    (asked_of(x_unknown=None), "", {}),
+    (asked_of(x_unknown=[[], 1]), "", {}),
+    (asked_of(x_unknown=[[1]]), "", {}),
+    (asked_of(extra={"stream": True}), "", {}),
+    (asked_of(response_format={"type": "json_schema", "json_schema": {"a": 1, "b": 2}}), "", {}),
+    (asked_of(response_format={"type": "json_schema", "json_schema": {"b": 2, "a": 1}}), "", {}),
+    # What goes on to the upstream besides.
+    (asked_of(), "?api-version=1", {}),
+    (asked_of(), "?api-version=2", {}),
+    (asked_of(), "", {"OpenAI-Beta": "assistants=v1"}),
+    (asked_of(), "", {"OpenAI-Beta": "assistants=v2"}),
+]
+
+
+async def test_no_request_to_an_upstream_gets_the_answer_to_another_one_of_the_same_tenant() -> None:
+    apart = [one for at, one in enumerate(APART_AT_UPSTREAMS) if one not in APART_AT_UPSTREAMS[:at]]
+    cache = response_cache(requests="all", tool_calls=True)
+    answers = [whole_chat(f"answer {number}") for number in range(len(apart))]
+    async with (
+        upstream(*answers) as stub,
+        running(
+            upstreams=[stub.settings("up-1", "up-2"), stub.settings("other-1", name="other")], response_cache=cache
+        ) as gateway,
+    ):
+        told, outcomes = [], []
+        for body, query, headers in [*apart, *apart]:
+            _, answer, sent = await gateway.post(CHAT + query, body, headers=headers)
+            told.append(answer)
+            outcomes.append(sent["x-kvasir-cache"])
+    assert outcomes == ["miss"] * len(apart) + ["exact"] * len(apart)
+    assert told[: len(apart)] == told[len(apart) :]
+    assert len(stub.got) == len({said(json.dumps(answer)) for answer in told}) == len(apart)
+
+
+@pytest.mark.parametrize("trick", TRICKS, ids=lambda trick: json.dumps(trick)[:60])
+async def test_nothing_that_a_tenant_sends_gets_it_an_upstreams_answer_to_another(trick: dict[str, Any]) -> None:
+    async with (
+        upstream(whole_chat("for north"), whole_chat("for south")) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache(), tenants=TENANTS) as gateway,
+    ):
+        client = Client(gateway)
+        body = {**PLAIN, "model": "up-1"}
+        _, kept, found = await client.ask(body, NORTH)
+        assert said(kept) == "for north"
+        headers = {
+            key: value.replace("NAME", found["x-kvasir-cache-key"]) for key, value in trick.get("headers", {}).items()
+        }
+        for _ in range(2):
+            _, text, told = await client.ask(
+                {**body, **trick.get("body", {})}, path=CHAT + trick.get("query", ""), headers=headers
+            )
+            assert "north" not in said(text)
+            assert told.get("x-kvasir-cache-key") != found["x-kvasir-cache-key"]
+        for got in stub.got[1:]:
+            assert not [
+                name for name in got.headers if name.lower().startswith(("x-kvasir-", "cache-control", "x-forwarded"))
+            ]
+            assert SOUTH not in str(got.headers) + got.path

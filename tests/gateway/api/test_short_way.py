@@ -192,6 +192,18 @@ async def test_what_is_too_old_is_not_given() -> None:
     assert resent(one.cache) == 3
 
 
+@pytest.mark.parametrize("said", [{"Cache-Control": "max-age=5"}, {"x-kvasir-cache": "max-age=5"}])
+async def test_what_is_older_than_the_request_wants_is_not_given(said: dict[str, str]) -> None:
+    one = One()
+    async with running(one.street, response_cache=one.cache) as gateway:
+        outcomes = []
+        for step in (0, 0, 5, 1, 0, 0):
+            one.now[0] += step
+            outcomes.append((await send(gateway, CHAT, ASK, said))[1]["x-kvasir-cache"])
+    assert outcomes == ["miss", "exact", "exact", "miss", "exact", "exact"]
+    assert resent(one.cache) == 2
+
+
 async def test_a_request_of_another_tenant_or_with_another_header_is_another_one() -> None:
     one = One()
     async with running(one.street, response_cache=one.cache, tenants=TENANTS, namespaces=SPACES) as gateway:

@@ -12,8 +12,10 @@ import orjson
 import pytest
 
 from gateway.config import TenantSettings
+from gateway.responses.entries import Entry
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.gemini import gemini
+from tests.fakes.shelf import Shelf
 from tests.fakes.upstream import (
     CHUNK,
     CONTENT,
@@ -268,6 +270,10 @@ async def test_what_is_said_of_our_cache_reaches_no_upstream_and_odd_words_are_r
         Told([b"no json"]),
         Told(STREAM.pieces[:3], media=SSE),
         Told([*STREAM.pieces[:2], b'data: {"error": {}}\n\n', b"data: [DONE]\n\n"], media=SSE),
+        Told(whole().pieces, status=203),
+        Told(whole().pieces, headers={"Content-Encoding": "x-own"}),
+        Told([*STREAM.pieces[:2], *STREAM.pieces[3:]], media=SSE),
+        Told(STREAM.pieces, media=SSE, then="cut"),
     ],
 )
 async def test_what_failed_was_cut_or_is_no_answer_is_not_kept(told: Told) -> None:
@@ -278,6 +284,56 @@ async def test_what_failed_was_cut_or_is_no_answer_is_not_kept(told: Told) -> No
     ):
         assert await outcomes(gateway, body, body) == ["miss", "miss"]
         assert len(stub.got) == 2
+
+
+@pytest.mark.parametrize(("told", "body"), [(STREAM, ASK), (whole(), ASK | WITH_USAGE)])
+async def test_what_comes_in_another_form_than_was_asked_for_is_not_kept(told: Told, body: dict[str, Any]) -> None:
+    async with (
+        upstream(told) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        assert await outcomes(gateway, body, body, ASK) == ["miss"] * 3
+
+
+async def test_an_answer_that_breaks_off_breaks_off_for_all_who_share_it_and_is_not_kept() -> None:
+    async with (
+        upstream(Told(STREAM.pieces[:2], media=SSE, then="stall"), STREAM) as stub,
+        running(upstreams=[stub.settings(retries=0, idle_timeout_s=0.3)], response_cache=response_cache()) as gateway,
+    ):
+        body = ASK | {"stream": True}
+        reading = [await gateway.session.post(gateway.url + PATH, json=body) for _ in range(3)]
+        told = [await answer.read() for answer in reading]
+        assert len(set(told)) == 1
+        begun, _, rest = told[0].partition(b"".join(STREAM.pieces[:2]))
+        assert begun == b""
+        assert b'"error"' in rest
+        assert b"[DONE]" not in rest
+        assert len(stub.got) == 1
+        assert await outcomes(gateway, body, body) == ["miss", "exact"]
+
+
+class Leaving(Shelf):
+    """A Redis that is away after it was asked once."""
+
+    async def find(self, owner: str, name: str) -> Entry | None:
+        found = await super().find(owner, name)
+        self.down = True
+        return found
+
+
+async def test_a_redis_that_goes_between_looking_and_keeping_costs_nobody_the_answer() -> None:
+    shelf = Leaving()
+    async with (
+        upstream(STREAM) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache(shelf)) as gateway,
+    ):
+        body = ASK | {"stream": True}
+        got = [await ask(gateway, body) for _ in range(2)]
+        assert [(one[0], one[1]) for one in got] == [
+            ("miss", b"".join(STREAM.pieces)),
+            ("exact", b"".join(STREAM.pieces)),
+        ]
+        assert (shelf.asked, shelf.entries) == (2, {})
 
 
 async def test_tenants_have_answers_of_their_own() -> None:

@@ -352,7 +352,9 @@ async def test_what_cannot_be_audited_is_answered_afresh() -> None:
         assert one.semantic.outcomes["unaudited"] == 1
 
 
-@pytest.mark.parametrize("told", [error(500), error(400), Told([b"no json"]), Told([b"{"], then="cut")])
+@pytest.mark.parametrize(
+    "told", [error(500), error(400), Told([b"no json"]), Told([b"{"], then="cut"), whole("Hello" + " " * (1 << 20))]
+)
 async def test_an_audit_that_fails_is_counted_and_blames_nobody(told: Told) -> None:
     async with front(whole(), told, chance=0.0) as one:
         await one.ask(chat(FIRST))

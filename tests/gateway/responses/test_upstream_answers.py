@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -21,7 +21,8 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.lookups import Lookups
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.upstream_answers import RememberedUpstreams
-from gateway.types import Hit, Tenant, UpstreamAnswer, UpstreamRequest
+from gateway.responses.upstream_recording import Form, Kept, write
+from gateway.types import Hit, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
 from tests.fakes.waiting import until
 
 MESSAGE = {"role": "assistant", "content": "Hi", "refusal": None}
@@ -44,6 +45,10 @@ class Stub:
     asked: int = 0
     fails: int = 0  # so many answers do not come to their end
 
+    @property
+    def whole(self) -> dict[str, Any]:
+        return {**WHOLE, "choices": [{**WHOLE["choices"][0], "message": {**MESSAGE, "content": self.text}}]}
+
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
         return True
 
@@ -57,11 +62,8 @@ class Stub:
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
         self.asked += 1
         fails, streams = self.asked <= self.fails, bool(request.values.get("stream"))
-        choice = {**WHOLE["choices"][0], "message": {**MESSAGE, "content": self.text}}
-        whole = {**WHOLE, "choices": [choice]}
-        told = (
-            ChatReplay().unfold(whole, usage="stream_options" in request.values) if streams else [orjson.dumps(whole)]
-        )
+        whole, usage = self.whole, "stream_options" in request.values
+        told = ChatReplay().unfold(whole, usage=usage) if streams else [orjson.dumps(whole)]
         assert told is not None
 
         async def pieces() -> AsyncGenerator[bytes, None]:
@@ -183,6 +185,24 @@ async def test_what_the_one_does_not_tell_or_would_tell_too_late_is_asked_for_by
     assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
 
 
+@pytest.mark.parametrize(
+    "other", [{"lane": "batch"}, {"reuse": Reuse(ttl_s=5.0)}, {"reuse": Reuse(asked=True)}, {"tenant": Tenant("b")}]
+)
+@pytest.mark.parametrize("streamed", [{}, STREAMED])
+async def test_who_waits_in_another_lane_or_wants_it_kept_otherwise_shares_no_flight(
+    other: dict[str, Any], streamed: dict[str, Any]
+) -> None:
+    stub = Stub()
+    upstreams, figures = remembered(stub)
+    reading = [asyncio.create_task(read(upstreams, ask(**streamed)))]
+    await until(lambda: upstreams.waiting == 1)
+    reading.append(asyncio.create_task(read(upstreams, replace(ask(), **other))))
+    await until(lambda: upstreams.waiting == 2)
+    stub.may.set()
+    await asyncio.gather(*reading)
+    assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
+
+
 async def test_a_stream_that_fails_leaves_who_wants_it_whole_to_ask_again() -> None:
     stub = Stub(fails=1)
     upstreams, figures = remembered(stub)
@@ -249,3 +269,18 @@ async def test_an_error_is_the_same_in_every_form() -> None:
     stub.may.set()
     assert await leader == await whole
     assert (stub.asked, figures.outcomes) == (1, {"miss": 2})
+
+
+@pytest.mark.parametrize(("room", "outcomes"), [(0, {"miss": 1, "exact": 1}), (-1, {"miss": 2})])
+async def test_an_answer_may_have_just_the_bytes_that_one_may_have(
+    room: int, outcomes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.responses.upstream_answers.took_ms", lambda request: 1.0)  # it is kept, as text
+    stub = Stub(text="x" * 2000)
+    stub.may.set()
+    kept = Kept(Form(False, False), "application/json", "m", (100, 7), 1.0, [orjson.dumps(stub.whole)])
+    upstreams, figures = remembered(stub, max_entry_bytes=len(write(kept)) + room)
+    for _ in range(2):
+        await read(upstreams, ask())
+    assert figures.outcomes == outcomes
+    assert figures.not_kept["too_large"] == (0 if room == 0 else 2)
