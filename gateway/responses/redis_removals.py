@@ -52,17 +52,21 @@ class RedisRemovals:
         asked = self._read(keys=_KEYS, args=[log, number, secrets.token_hex(8)])
         name, last, *written = await self._calls.ask(asked)
         place = name.decode(), int(last)
-        whole = log == place[0] and number + len(written) == place[1]
-        return Told(place, [_read(one) for one in written], whole=whole)
+        removals = [removal for one in written if (removal := _read(one)) is not None]
+        return Told(place, removals, whole=log == place[0] and number + len(removals) == place[1])
 
 
 def _written(removal: Removal) -> bytes:
     return orjson.dumps([removal.at_s, *astuple(removal.chosen)])
 
 
-def _read(written: bytes) -> Removal:
-    at_s, *chosen = orjson.loads(written)
-    return Removal(Chosen(*chosen), at_s)
+def _read(written: bytes) -> Removal | None:
+    """None for what a newer gateway may have written: then one has been missed."""
+    try:
+        at_s, *chosen = orjson.loads(written)
+        return Removal(Chosen(*chosen), float(at_s))
+    except (TypeError, ValueError):
+        return None
 
 
 def _source(name: str) -> str:

@@ -84,6 +84,19 @@ async def test_a_choice_with_endless_names_is_told_as_one_of_everything(log: Red
     assert (await log.read(place)).removals == [Removal(Chosen(), 5.0)]
 
 
+@pytest.mark.parametrize("written", [b"[1,2,3,4,5,6,7]", b"[1]x", b'{"at_s":1}', b'["soon"]', b"5"])
+async def test_what_a_newer_gateway_tells_in_another_form_was_missed(
+    written: bytes, log: RedisRemovals, redis: Redis
+) -> None:
+    place = (await log.read(None)).place
+    await log.add(removal(0))
+    await redis.lset("kvasir:{removals}.last", 0, written)  # type: ignore[arg-type, misc]
+    await log.add(removal(1))
+    told = await log.read(place)
+    assert (told.whole, told.removals, told.place[1]) == (False, [removal(1)], 2)
+    assert (await log.read(told.place)).whole
+
+
 async def test_a_redis_that_is_full_is_read_all_the_same(own_redis: RedisProcess) -> None:
     redis = connect(own_redis.url, LIMIT_S)
     log = RedisRemovals(redis, timeout_s=LIMIT_S)
