@@ -51,8 +51,10 @@ class Background:
         self._closing = False
 
     def admit(self) -> None:
-        """Raises QueueFullError when there are too many already."""
-        if self._closing or len(self._running) >= self._most:
+        """Raises QueueFullError when there are too many already, OverloadedError when the server is being stopped."""
+        if self._closing:
+            raise OverloadedError("The server is being stopped.", retry_after_s=RETRY_AFTER_S)
+        if len(self._running) >= self._most:
             raise QueueFullError(
                 f"{self._most} responses run in the background already (stored_responses.max_background).",
                 retry_after_s=RETRY_AFTER_S,
@@ -79,11 +81,10 @@ class Background:
 
     async def close(self) -> None:
         """Gives what runs the time of a shutdown, and ends the rest, which is kept as failed."""
-        running = list(self._running.values())
-        if running:
-            await asyncio.wait(running, timeout=self._shutdown_s)
+        if self._running:
+            await asyncio.wait(list(self._running.values()), timeout=self._shutdown_s)
         self._closing = True
-        for task in running:
+        for task in list(self._running.values()):  # those that began meanwhile, too
             await tasks.cancel(task)
 
     async def _run(self, record: Record, tenant: str, shape: ResponseShape, items: list[Item], work: Work) -> None:

@@ -19,6 +19,7 @@ from gateway.stores.base import StoreDownError
 from gateway.stores.memory_store import MemoryStore
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeStreet
+from tests.fakes.waiting import until
 
 TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
 
@@ -148,6 +149,27 @@ async def test_a_server_that_is_stopped_keeps_what_it_had_not_finished_as_failed
         assert failed.status == "failed"
         assert failed.error is not None
         assert "stopped" in failed.error.message
+
+
+async def test_one_that_begins_while_the_server_is_stopped_ends_with_the_others() -> None:
+    store, street = WatchedStore(), FakeStreet()
+    street.hold_before = first = asyncio.Event()
+    server = ServerSettings(shutdown_s=LIMIT_S)
+    async with running(street, backend=store, server=server) as gateway, gateway.sdk() as client:
+        await client.responses.create(model="demo", input="hi", background=True)
+        await until(lambda: street.open == 1)
+        stopping = asyncio.ensure_future(gateway.app.shutdown())
+        await asyncio.sleep(0)
+        street.hold_before = asyncio.Event()
+        begun = await client.responses.create(model="demo", input="hi", background=True)
+        first.set()
+        await stopping
+        failed = await client.responses.retrieve(begun.id)
+        assert failed.status == "failed"
+        assert failed.error is not None
+        assert "stopped" in failed.error.message
+        with pytest.raises(openai.InternalServerError, match="is being stopped"):
+            await client.responses.create(model="demo", input="hi", background=True)
 
 
 def test_what_is_past_its_time_is_told_as_failed() -> None:
