@@ -36,7 +36,7 @@ class ServerSettings(Section):
     max_body_bytes: Annotated[int, Field(ge=1024)] = Field(
         32 << 20, description="Bytes; a larger request body is refused with 413."
     )
-    max_json_depth: Annotated[int, Field(ge=8, le=900)] = Field(
+    max_json_depth: Annotated[int, Field(ge=8, le=240)] = Field(
         128, description="Levels; a request body nested deeper is refused with 400."
     )
     request_timeout_s: Annotated[float, Field(gt=0)] = Field(

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.config import TenantSettings
+from gateway.config import ServerSettings, TenantSettings
 from gateway.responses.entries import Entry
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.gemini import gemini
@@ -412,6 +412,28 @@ async def test_a_body_that_parsers_may_read_in_two_ways_takes_no_part() -> None:
             assert answer.headers["x-kvasir-cache"] == "exact"
         assert [got.body for got in stub.got[:2]] == [planted % (bad, good), nested]
         assert len(stub.got) == 3
+
+
+@pytest.mark.parametrize("name", ["x_unknown", "tools", "response_format"])
+async def test_the_deepest_body_that_may_be_sent_is_looked_up_as_any_other(name: str) -> None:
+    most = 240
+    with pytest.raises(ValueError, match="less than or equal to 240"):
+        ServerSettings(max_json_depth=most + 1)
+    deep: Any = 1
+    for level in range(most - 1):
+        deep = [deep] if level % 2 else {"a": deep}
+    body = json.dumps({**ASK, name: deep, "cache": {"use-cache": True}}, indent=1).encode()
+    async with (
+        upstream(whole()) as stub,
+        running(
+            upstreams=[stub.settings()], response_cache=response_cache(), server=ServerSettings(max_json_depth=most)
+        ) as gateway,
+    ):
+        got = []
+        for _ in range(2):
+            async with gateway.session.post(gateway.url + PATH, data=body) as answer:
+                got.append((answer.status, answer.headers["x-kvasir-cache"]))
+        assert got == [(200, "miss"), (200, "exact")]
 
 
 async def test_another_form_that_a_url_asks_for_is_another_request() -> None:
