@@ -36,8 +36,10 @@ class FakeRunner:
     """Rows are JSON: {"id", "model"?, "fail"?, "again"?: times, "later"?: times, "away"?: times, "hold"?: true,
     "broken"?: true}."""
 
-    def __init__(self, *, is_broken: bool = False) -> None:
+    def __init__(self, *, is_broken: bool = False, has_models: bool = False) -> None:
+        """`has_models`: jobs may ask several."""
         self.is_broken = is_broken
+        self.has_models = has_models
         self.ran: list[str] = []
         self.gate = asyncio.Event()  # rows that hold wait for it
         self.holding: set[str] = set()
@@ -54,7 +56,7 @@ class FakeRunner:
             elif row.strip():
                 lines.append(Line(offset, len(row)))
             offset += len(row)
-        return Checked(lines, errors, None if errors else "m")
+        return Checked(lines, errors, None if errors or self.has_models else "m")
 
     async def plan(self, job: Job, row: bytes) -> LinePlan | None:
         told = orjson.loads(row)

@@ -41,6 +41,9 @@ AWAY_S: Final = 2.0
 LONGEST_AWAY_S: Final = 3600.0
 """That a model is left alone at a time, whatever its upstream asks for. Other tenants may have another one for it."""
 
+PATIENCE_S: Final = 300.0
+"""That a job that may ask several models waits for one which nobody serves, so that its lines can be put in order."""
+
 NOBODY: Final = JobError("model_not_available", "Nobody serves its model now: the engines are away, or there are none.")
 """What a job says whose lines cannot be planned."""
 
@@ -141,11 +144,16 @@ class Steps:
             return Checked([], [JobError("server_error", "The input could not be read, for a fault of the server.")])
 
     async def _planned(self, job: Job, row: bytes) -> LinePlan | None:
+        """None: it is to be asked for again."""
         try:
-            return await self._runner.plan(job, row)
+            plan = await self._runner.plan(job, row)
         except Exception:
             log.exception("a line of a batch could not be planned")
             return LinePlan(job.model or "")
+        waited_s = self._now() - job.reached.get("in_progress", job.created_s)
+        if plan is None and job.model is None and waited_s >= PATIENCE_S:
+            return LinePlan("")  # the job asks several models: the lines of the others need not wait for this one
+        return plan
 
     async def _plan(self, job: Job, progress: Progress) -> None:
         count = min(PLAN_AT_ONCE, job.counts.total - progress.planned)

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+from decimal import Decimal
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from gateway.api.anthropic.handlers import endpoint_name
 from gateway.api.lines import PAUSE_S, Answered, Line
 from gateway.api.routes import RUNNER
 from gateway.api.upstream_lines import beginning_of, one_row
-from gateway.config import BatchSettings
+from gateway.config import BatchSettings, PriceSettings
 from gateway.queues.batch.paths import path_of
 from gateway.types import Tenant, Usage
 from tests.fakes.gateway import Gateway, response_cache, running
@@ -65,6 +66,20 @@ async def test_a_line_goes_to_its_path_as_it_was_written_and_comes_back_as_it_wa
         (got,) = stub.got
         assert (got.path, got.json) == (url, ASKED | {"model": "up-1-2026"})
         assert got.headers["Authorization"] == "Bearer sk-upstream"
+
+
+async def test_a_line_takes_a_place_of_the_batch_lane_at_its_upstream() -> None:
+    async with upstream(Told(then="stall")) as stub, running(upstreams=[stub.settings(batch_places=1)]) as gateway:
+        lines = [asyncio.ensure_future(answer(gateway)) for _ in range(2)]
+
+        async def told() -> bool:
+            figures = json.loads((await gateway.get("/admin/stats"))[1])["upstreams"]["up"]
+            return (figures["batch_in_flight"], figures["batch_waiting"], len(stub.got)) == (1, 1, 1)
+
+        await until(told)
+        for one in lines:
+            one.cancel()
+        await asyncio.wait(lines)
 
 
 async def test_a_message_says_the_version_of_its_api() -> None:
@@ -173,6 +188,17 @@ async def test_lines_and_online_requests_have_each_others_remembered_answers() -
         again = await answer(gateway, body=KEPT)
         assert (first.body, len(stub.got)) == (again.body, 1)
         assert again.usage == Usage(100, 7, 100)
+
+
+async def test_a_remembered_answer_saves_a_line_what_its_upstream_would_have_billed() -> None:
+    prices = [PriceSettings(model="up-1", input=Decimal(2), output=Decimal(8))]
+    options: dict[str, Any] = {"prices": prices, "response_cache": response_cache()}
+    async with upstream() as stub, running(upstreams=[stub.settings()], **options) as gateway:
+        for _ in range(2):
+            await answer(gateway, body=KEPT)
+        (row,) = json.loads((await gateway.get("/admin/ledger?group_by=lane"))[1])["rows"]
+        billed, saved = row["used"]["cost"]["USD"], row["saved"]["exact"]["money"]["USD"]
+        assert Decimal(billed) == Decimal(saved) > 0, "and not the half that an engine's line costs"
 
 
 async def test_an_online_request_never_waits_for_a_line_that_asks_the_same() -> None:

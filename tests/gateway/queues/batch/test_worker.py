@@ -15,7 +15,7 @@ from gateway.queues.batch import steps
 from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, Order
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.lines import Result
-from gateway.queues.batch.steps import AWAY_S, LONGEST_AWAY_S
+from gateway.queues.batch.steps import AWAY_S, LONGEST_AWAY_S, PATIENCE_S
 from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, until_holding
 from tests.fakes.waiting import until
 
@@ -214,6 +214,20 @@ async def test_a_job_whose_model_nobody_serves_says_so_until_somebody_does(
         assert (await lane.found(job)).errors == ()
         runner.gate.set()
         assert (await lane.ended(job)).counts == Counts(2, succeeded=2)
+
+
+async def test_a_model_that_nobody_serves_does_not_keep_a_job_from_its_other_models(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.steps.AWAY_S", 0.01)
+    runner = FakeRunner(has_models=True)
+    job = await lane.create([{"id": "a", "away": 1_000_000, "later": 3}, {"id": "b"}])
+    async with lane.gateway(runner):
+        await until(lambda: runner.asked["a"] >= 3)
+        assert runner.ran == []
+        lane.now_s += PATIENCE_S
+        assert (await lane.ended(job)).counts == Counts(2, succeeded=2)
+    assert runner.tries == {"a": 4, "b": 1}
 
 
 async def test_cancelling_ends_what_waits_at_once_and_lets_what_runs_end(lane: Lane) -> None:
