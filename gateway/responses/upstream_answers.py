@@ -28,6 +28,9 @@ from gateway.types import Hit, Lookup, Trace, UpstreamAnswer, UpstreamRequest
 ONCE: Final = frozenset(("idempotency-key", "x-client-request-id"))
 """Headers of one request, which another one of ours must not be taken for."""
 
+TIERS: Final = ("service_tier", "priority")
+"""Names in a body that say how long an answer may take, and nothing of what it says."""
+
 
 class Upstreams(Protocol):
     """Who answers, as the passthrough knows them."""
@@ -283,8 +286,10 @@ class RememberedUpstreams:
 
 def _shared(asked: UpstreamAsked, form: Form) -> Hashable | None:
     """What requests have in common that share an answer in this form; None for those that share none. Nobody of the
-    online lane waits for what has to wait in the other."""
-    return (asked.key, form, asked.reuse, asked.request.lane) if asked.reuse.read else None
+    online lane waits for what has to wait in the other, and nobody for what its upstream was told to let wait."""
+    request = asked.request
+    tier = [str(request.values.get(name)) for name in TIERS]
+    return (asked.key, form, asked.reuse, request.lane, *tier) if asked.reuse.read else None
 
 
 def _off_the_path(request: UpstreamRequest) -> UpstreamRequest:

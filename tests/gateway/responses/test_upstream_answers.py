@@ -203,6 +203,24 @@ async def test_who_waits_in_another_lane_or_wants_it_kept_otherwise_shares_no_fl
     assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
 
 
+@pytest.mark.parametrize(
+    "slower",
+    [{"service_tier": "flex"}, {"priority": 9}, {"service_tier": ["flex"]}, STREAMED | {"service_tier": "flex"}],
+)
+async def test_nobody_waits_for_what_an_upstream_may_let_wait_and_all_get_what_came_of_it(slower: Any) -> None:
+    stub = Stub()
+    upstreams, figures = remembered(stub)
+    reading = [asyncio.create_task(read(upstreams, ask(**slower)))]
+    await until(lambda: upstreams.waiting == 1)
+    reading.append(asyncio.create_task(read(upstreams, ask())))
+    await until(lambda: upstreams.waiting == 2)
+    stub.may.set()
+    await asyncio.gather(*reading)
+    assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
+    await read(upstreams, ask(service_tier="priority"))
+    assert figures.outcomes == {"miss": 2, "exact": 1}
+
+
 async def test_a_stream_that_fails_leaves_who_wants_it_whole_to_ask_again() -> None:
     stub = Stub(fails=1)
     upstreams, figures = remembered(stub)
