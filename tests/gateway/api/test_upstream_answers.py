@@ -450,6 +450,26 @@ async def test_another_form_that_a_url_asks_for_is_another_request() -> None:
         assert got == ["exact", *["bypass; reason=route"] * 3]
 
 
+@pytest.mark.parametrize("told", [STREAM, whole("Hello \u2713")])
+async def test_a_hundred_identical_requests_of_the_sdk_are_one_at_the_upstream(told: Told) -> None:
+    async with (
+        upstream(told) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        sdk = gateway.sdk()
+
+        async def text() -> str:
+            if told is not STREAM:
+                return str((await sdk.chat.completions.create(**ASK)).choices[0].message.content)
+            stream = await sdk.chat.completions.create(**ASK, **WITH_USAGE)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+        assert set(await asyncio.gather(*[text() for _ in range(100)])) == {"Hello \u2713"}
+        assert len(stub.got) == 1
+        tenant = (await (await gateway.session.get(f"{gateway.url}/admin/stats")).json())["tenants"]["anonymous"]
+        assert (tenant["requests"], tenant["response_hits"], tenant["prompt_tokens"]) == (100, 99, 100)
+
+
 async def test_an_answer_that_calls_a_tool_nobody_asked_for_is_not_kept() -> None:
     async with (
         upstream(whole(finish="tool_calls")) as stub,
