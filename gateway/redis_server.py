@@ -80,7 +80,6 @@ class RedisServer:
         self._lock: IO[bytes] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._stopping = False
         self.restarts = 0
 
     @property
@@ -111,7 +110,6 @@ class RedisServer:
 
     async def __aexit__(self, *exc: object) -> None:
         """Ends Redis; what was written is on disk afterwards."""
-        self._stopping = True
         await tasks.cancel(self._watcher)
         await self._kill()
         self._unlock()

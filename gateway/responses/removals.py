@@ -112,7 +112,7 @@ class Removals:
     def start(self) -> None:
         """Looks from now on, until `close`."""
         if self._log is not None:
-            self._following = tasks.spawn(self._follow(self._log), name="follow removals")
+            self._following = tasks.spawn(self._follow(), name="follow removals")
 
     async def close(self) -> None:
         await tasks.cancel(self._following)
@@ -141,7 +141,7 @@ class Removals:
             self._down = False
             log.info("Redis answers again, removed answers are heard of")
 
-    async def _follow(self, told: RemovalLog) -> None:
+    async def _follow(self) -> None:
         while not tasks.was_cancelled():
             await self.look()
             await asyncio.sleep(self._every_s)

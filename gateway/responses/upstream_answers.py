@@ -149,7 +149,7 @@ class RememberedUpstreams:
                     head = await anext(items)
                     assert isinstance(head, Head)
                     shares = not leads and head.status < 400  # an error saves nothing
-                    self._begin(asked, flight, leads=leads, shares=shares)
+                    self._begin(asked, flight, shares=shares)
                     pieces = _pieces(items)
                     async with aclosing(pieces):
                         yield UpstreamAnswer(
@@ -192,12 +192,12 @@ class RememberedUpstreams:
             if whole is None:
                 return None
             pieces, headers = [*whole], (("Content-Type", MEDIA[asked.form.stream]),)
-        self._begin(asked, flight, leads=False, shares=good)
+        self._begin(asked, flight, shares=good)
         if good and flight.lookup is None and flight.hit is not None:
             account_shared(asked.request, flight, flight.hit)
         return UpstreamAnswer(head.upstream, head.status, headers, _each(pieces), head.label, head.retry_after_s)
 
-    def _begin(self, asked: UpstreamAsked, flight: Flight[_Item], *, leads: bool, shares: bool) -> None:
+    def _begin(self, asked: UpstreamAsked, flight: Flight[_Item], *, shares: bool) -> None:
         """What a reader is told of an answer whose head is there."""
         request, lookup, hit = asked.request, flight.lookup, flight.hit
         if lookup is not None and hit is not None:

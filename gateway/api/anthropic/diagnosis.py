@@ -60,7 +60,7 @@ class Diagnosis:
             log.warning("a prompt is not remembered: %s", error)
 
     def _compared(self, before: Fingerprint, previous: str, request: Request, cached: Cached) -> dict[str, Any] | None:
-        change = compare(before, previous, request.model, request.salt, self._question.pieces)
+        change = compare(before, previous, request.model, self._question.pieces)
         missed = max(0, before.cached_tokens - cached.read)
         if change is not None:
             path = None if change.path is None else dotted(change.path)

@@ -89,7 +89,7 @@ def take(message_id: str, model: str, scope: str, pieces: Sequence[Piece], cache
     return Fingerprint(hasher.name(model), hasher.name(scope), cached_tokens, size, tuple(hashed))
 
 
-def compare(before: Fingerprint, message_id: str, model: str, scope: str, pieces: Sequence[Piece]) -> Change | None:
+def compare(before: Fingerprint, message_id: str, model: str, pieces: Sequence[Piece]) -> Change | None:
     """What a request changed against one whose answer has this id. None for nothing but messages behind its last one,
     and also where only the scope is another."""
     hasher = _Hasher(message_id)

@@ -24,7 +24,7 @@ PIECES = [
 
 def changed(*pieces: Piece, model: str = "m") -> Change | None:
     before = take("msg_1", "m", "scope", PIECES, 9)
-    return compare(Fingerprint.from_json(before.to_json()), "msg_1", model, "scope", pieces)
+    return compare(Fingerprint.from_json(before.to_json()), "msg_1", model, pieces)
 
 
 def with_text(number: int, text: str) -> list[Piece]:
@@ -65,7 +65,7 @@ def test_the_word_that_was_changed_is_found(words: list[str], data: st.DataObjec
     at = data.draw(st.integers(0, len(words) - 1))
     other = [*words[:at], words[at] + "X", *words[at + 1 :]]
     piece = Piece("system", "system", "", " ".join(words))
-    found = compare(take("id", "m", "", [piece], 0), "id", "m", "", [piece._replace(text=" ".join(other))])
+    found = compare(take("id", "m", "", [piece], 0), "id", "m", [piece._replace(text=" ".join(other))])
     assert found == Change("system", "system", at, other[at])
 
 
@@ -75,7 +75,7 @@ def test_in_a_long_prompt_the_place_is_told_to_a_few_words() -> None:
     before = take("id", "m", "", [piece], 0)
     assert sum(len(marks) for _, _, marks in before.pieces) <= 2 * MAX_MARKS
     words[9001] = "other"
-    found = compare(before, "id", "m", "", [piece._replace(text=" ".join(words))])
+    found = compare(before, "id", "m", [piece._replace(text=" ".join(words))])
     assert found == Change("system", "system", 9000, "word9000 other word9002 word9003")
 
 
