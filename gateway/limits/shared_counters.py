@@ -9,12 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from gateway import tasks
 from gateway.limits.base import Counters, CountersDownError, Take, Taken
 
 log = logging.getLogger(__name__)
+
+MAX_DOUBTFUL: Final = 1024
+"""Leases that are ended when Redis is back, of those that it may have given: the last ones. All end by themselves."""
 
 
 class SharedCounters:
@@ -29,7 +34,7 @@ class SharedCounters:
         self._clock = clock
         self._asked_again_s = 0.0
         self._down = False
-        self._doubtful: list[tuple[str, str]] = []  # leases that Redis may have given without our hearing of it
+        self._doubtful: deque[tuple[str, str]] = deque(maxlen=MAX_DOUBTFUL)  # by tenant; we heard of none
         self.outages = 0
 
     async def take(self, tenant: str, take: Take) -> tuple[Taken, Counters]:
@@ -49,7 +54,8 @@ class SharedCounters:
             raise
         self._note_up()
         if self._doubtful:
-            doubtful, self._doubtful = self._doubtful, []
+            doubtful = list(self._doubtful)
+            self._doubtful.clear()
             tasks.spawn(_end(redis, doubtful), name="end leases")
         return taken, redis
 
