@@ -300,8 +300,8 @@ class Worker:
 
     def _pause_model(self, model: str, retry_after_s: float | None, left_s: float) -> None:
         """Each time for longer, not less than was asked for, but not beyond what is `left_s` of the job's time, nor for
-        longer than LONGEST_AWAY_S; then a single line finds out whether there is a place. Lines that ran together count
-        once."""
+        longer than LONGEST_AWAY_S; then lines begin one by one, one each look, until one was answered. Lines that ran
+        together count once."""
         name, asked_s = f":{model}", min(retry_after_s or 0.0, max(left_s, 0.0), LONGEST_AWAY_S)
         if not self._is_paused(name):
             pause_s = self._away.get(model) or asked_s or AWAY_S

@@ -59,6 +59,13 @@ async def test_a_line_is_answered_as_its_endpoint_answers_in_the_batch_lane(url:
         assert request.deadline_s - request.received_s == pytest.approx(5000)
 
 
+@pytest.mark.parametrize("asked", ["flex", "priority", "auto"])
+async def test_a_line_is_served_in_no_tier_of_the_online_lane(asked: str) -> None:
+    street = FakeStreet()
+    answered = await ask(CHAT, ASKED | {"service_tier": asked}, street)
+    assert (json.loads(answered.body)["service_tier"], street.requests[-1].tier) == ("default", "default")
+
+
 async def test_a_message_of_a_batch_says_so_in_its_usage() -> None:
     assert json.loads((await ask(MESSAGE, ASKED)).body)["usage"]["service_tier"] == "batch"
 

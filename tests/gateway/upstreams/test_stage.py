@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.errors import UpstreamLostError, UpstreamsAwayError
 from gateway.types import Tenant, UpstreamRequest
-from gateway.upstreams.stage import Upstreams
+from gateway.upstreams.stage import BUSY_S, Upstreams
 from gateway.upstreams.upstream import NO_ROOM_S, Upstream
 from tests.fakes.upstream import CHAT, Told, error, nowhere, upstream
 from tests.fakes.waiting import until
@@ -117,6 +118,12 @@ async def test_a_line_keeps_its_place_until_its_answer_is_read_to_the_end() -> N
         assert (first.trace.queue_ms < second.trace.queue_ms, len(stub.got)) == (True, 2)
 
 
+async def test_the_time_that_a_line_waited_for_its_place_is_not_time_at_its_upstream() -> None:
+    long_ago = replace(asking(), received_s=time.monotonic() - 1000.0)
+    async with upstream() as stub, asked_of(stub.settings(timeout_s=10.0)) as upstreams:
+        assert await whole(upstreams, long_ago) == 200
+
+
 @pytest.mark.parametrize("lane", ["online", "batch"])
 async def test_an_upstream_that_has_no_room_for_anybody_gets_no_more_lines_for_a_while(lane: Lane) -> None:
     busy = error(429, retry_after="0")
@@ -130,6 +137,24 @@ async def test_an_upstream_that_has_no_room_for_anybody_gets_no_more_lines_for_a
                 await whole(upstreams, asking())
             assert caught.value.retry_after_s == pytest.approx(waits_s, abs=1.0)
             assert await whole(upstreams, asking("online")) == 200
+
+
+async def test_an_upstream_that_answers_lines_gets_more_of_them_again() -> None:
+    settings = {"batch_places": 2, "retries": 0}
+    async with upstream(error(429, retry_after="0"), CHAT) as stub, asked_of(stub.settings(**settings)) as upstreams:
+        assert await whole(upstreams, asking()) == 429  # one at a time from now on
+        async with upstreams.answer(asking()), upstreams.answer(asking()):
+            assert upstreams.figures()["up"]["batch_in_flight"] == 2
+
+
+async def test_online_requests_are_not_told_how_long_lines_are_held_off() -> None:
+    settings = {"max_connections": 1, "max_waiting": 0, "retries": 0}
+    async with upstream(error(429, retry_after="60"), CHAT) as stub, asked_of(stub.settings(**settings)) as upstreams:
+        assert await whole(upstreams, asking("online")) == 429
+        async with upstreams.answer(asking("online")):
+            with pytest.raises(UpstreamsAwayError) as caught:
+                await whole(upstreams, asking("online"))
+        assert caught.value.retry_after_s == BUSY_S
 
 
 async def test_a_line_is_not_tried_again_at_once_where_there_is_no_room() -> None:

@@ -14,7 +14,7 @@ from gateway.errors import BadRequestError, NotFoundError, QuotaError
 from gateway.queues.batch import steps
 from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, Order
 from gateway.queues.batch.folder import JobFolder
-from gateway.queues.batch.lines import Result
+from gateway.queues.batch.lines import Claim, Result
 from gateway.queues.batch.steps import AWAY_S, LONGEST_AWAY_S, PATIENCE_S
 from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, until_holding
 from tests.fakes.waiting import until
@@ -193,6 +193,29 @@ async def test_a_model_without_engines_is_asked_for_again_and_with_single_lines(
     assert job.counts == Counts(71, succeeded=71)
     assert runner.asked["unplanned"] == 3
     assert max(runner.tries.values()) == 3
+
+
+async def test_lines_of_a_model_that_had_no_room_begin_one_by_one_until_one_is_answered(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, asked = lane.lines.claim, []
+
+    async def claimed(owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
+        asked.append(most)
+        return await claim(owner, model, most, until_ms)
+
+    monkeypatch.setattr(lane.lines, "claim", claimed)
+    runner = FakeRunner()
+    job = await lane.create(rows(8, hold=True, later=1))
+    async with lane.gateway(runner):
+        await until(lambda: len(runner.holding) == 4)
+        first, runner.gate = runner.gate, asyncio.Event()
+        runner.holding.clear()
+        first.set()  # there was no room for any of the four
+        await until(lambda: len(runner.holding) == 4)
+        assert asked == [4, 1, 1, 1, 1]
+        runner.gate.set()
+        assert (await lane.ended(job)).counts == Counts(8, succeeded=8)
 
 
 async def test_a_job_whose_model_nobody_serves_says_so_until_somebody_does(
