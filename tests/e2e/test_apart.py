@@ -94,6 +94,7 @@ def test_two_gateways_find_an_engine_in_redis_and_share_its_blocks(tmp_path: Pat
         assert int(away.value.response.headers["retry-after"]) >= 1
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_secret_turns_others_away(tmp_path: Path) -> None:
     listen = f"127.0.0.1:{free_port()}"
     engine = Server(tmp_path / "e", *SMALL, "--listen", listen, "--engine-secret", "between-us", command="engine")

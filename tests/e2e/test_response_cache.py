@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.server import Server
@@ -29,6 +30,7 @@ def ask(server: Server, **more: Any) -> tuple[str, str]:
         return answer.headers["x-kvasir-cache"], told["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 def test_answers_come_again_as_an_engine_would_give_them_also_after_a_restart(tmp_path: Path) -> None:
     with RedisProcess(tmp_path) as redis:
         flags = (*CACHE, "--redis-url", redis.url)

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import openai
+import pytest
 
 from tests.fakes.server import Server
 
@@ -39,6 +40,7 @@ def disk(server: Server) -> dict[str, int]:
     return tiers["disk"]
 
 
+@pytest.mark.slow
 def test_the_second_days_first_request_is_warm_and_says_the_same(tmp_path: Path) -> None:
     with Server(tmp_path, *FLAGS) as first_day:
         cold = ask(first_day)

@@ -38,6 +38,7 @@ def test_what_was_kept_is_there_after_a_restart(tmp_path: Path) -> None:
         assert len(items) == 1
 
 
+@pytest.mark.slow
 def test_answers_go_on_without_redis_and_say_that_they_are_not_kept(tmp_path: Path) -> None:
     with Server(tmp_path, *FLAGS) as server:
         assert stored(ask(server, input="One."))
