@@ -27,8 +27,7 @@ from gateway.responses.key import entry_id
 from gateway.responses.lookups import Lookups
 from gateway.responses.recording import Recording, decode, encode, record, text_of
 from gateway.responses.upstream_answers import RememberedUpstreams, Upstreams
-from gateway.responses.upstream_forms import Replay
-from gateway.types import CallDelta, Event, Finished, Hit, Lookup, Request, Started, TextDelta, Trace, Usage
+from gateway.types import CallDelta, Event, Finished, Hit, Lookup, Replay, Request, Started, TextDelta, Trace, Usage
 
 
 class ResponseCache:

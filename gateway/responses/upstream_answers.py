@@ -19,11 +19,11 @@ from gateway.responses.key import entry_id
 from gateway.responses.lookups import Lookups
 from gateway.responses.upstream_again import Again, Head, content_type, find_again, find_text, is_odd
 from gateway.responses.upstream_asked import UpstreamAsked
-from gateway.responses.upstream_forms import MEDIA, Replay, read, streams_for, told
+from gateway.responses.upstream_forms import MEDIA, read, streams_for, told
 from gateway.responses.upstream_key import find_upstream_bypass, route_of
 from gateway.responses.upstream_recording import Form, Kept, write
 from gateway.responses.upstream_traces import account_given_up, account_hit, account_shared, took_ms
-from gateway.types import Hit, Lookup, Trace, UpstreamAnswer, UpstreamRequest
+from gateway.types import Hit, Lookup, Replay, Trace, UpstreamAnswer, UpstreamRequest
 
 ONCE: Final = frozenset(("idempotency-key", "x-client-request-id"))
 """Headers of one request, which another one of ours must not be taken for."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from gateway.responses.base import Situation
-from gateway.responses.upstream_forms import Replay
 from gateway.responses.upstream_key import (
     CALLED,
     include_usage,
@@ -22,7 +21,7 @@ from gateway.responses.upstream_key import (
     upstream_key,
 )
 from gateway.responses.upstream_recording import Form
-from gateway.types import Reuse, UpstreamRequest
+from gateway.types import Replay, Reuse, UpstreamRequest
 
 MAX_MODEL_CHARS: Final = 256
 """Of a model's name that questions are kept under: where a pattern matches, clients choose it."""

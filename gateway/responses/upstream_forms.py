@@ -4,47 +4,16 @@ its route.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import orjson
 
 from gateway.responses.upstream_recording import Form, Kept
-
-Ending = Literal["stop", "tool_calls", "length"]
+from gateway.types import Ending, Replay
 
 MEDIA: Final = {False: "application/json", True: "text/event-stream; charset=utf-8"}
 """Content-Type of what was converted, by whether it streams."""
-
-
-class Replay(Protocol):
-    """How one route writes an answer in its two forms. Pure; None for what cannot be told."""
-
-    @property
-    def usage_on_request(self) -> bool:
-        """Whether a stream tells its usage to those alone who ask for it."""
-        ...
-
-    def fold(self, stream: bytes, *, usage: bool = True) -> dict[str, Any] | None:
-        """The whole answer that a complete stream tells. `usage`: only one that tells its usage, where whole answers of
-        this route do."""
-        ...
-
-    def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
-        """A stream that tells a whole answer, in pieces."""
-        ...
-
-    def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
-        """A stream in its own pieces, with or without the usage that was asked for."""
-        ...
-
-    def ending(self, whole: Mapping[str, Any]) -> Ending | None:
-        """How it ended; None for an answer that is not complete, or not one."""
-        ...
-
-    def text(self, whole: Mapping[str, Any]) -> str | None:
-        """Of an answer to a chat that is one text and nothing else."""
-        ...
 
 
 class Read(NamedTuple):

@@ -45,7 +45,7 @@ from gateway.types.requests import (
     Trace,
 )
 from gateway.types.tenants import ANONYMOUS, Allowance, LimitKind, Need, Room, Scope, Tenant
-from gateway.types.upstreams import UpstreamAnswer, UpstreamRequest
+from gateway.types.upstreams import Ending, Replay, UpstreamAnswer, UpstreamRequest
 
 __all__ = [
     "ANONYMOUS",
@@ -60,6 +60,7 @@ __all__ = [
     "Constraint",
     "EmbeddingInput",
     "EncodedPrompt",
+    "Ending",
     "Event",
     "FinishReason",
     "Finished",
@@ -74,6 +75,7 @@ __all__ = [
     "Prompt",
     "PromptParam",
     "Repeat",
+    "Replay",
     "Request",
     "Reuse",
     "Room",

@@ -1,10 +1,10 @@
-"""Requests that go on to an upstream as they came, and what it answers."""
+"""Requests that go on to an upstream as they came, what it answers, and how that is given again in another form."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from engine.protocol import Lane
 from gateway.types.requests import PLAIN_REUSE, Reuse, Trace
@@ -57,3 +57,36 @@ class UpstreamAnswer:
     pieces: AsyncGenerator[bytes, None]
     label: str
     retry_after_s: float | None = None
+
+
+Ending = Literal["stop", "tool_calls", "length"]
+
+
+class Replay(Protocol):
+    """How one route writes an answer in its two forms. Pure; None for what cannot be told."""
+
+    @property
+    def usage_on_request(self) -> bool:
+        """Whether a stream tells its usage to those alone who ask for it."""
+        ...
+
+    def fold(self, stream: bytes, *, usage: bool = True) -> dict[str, Any] | None:
+        """The whole answer that a complete stream tells. `usage`: only one that tells its usage, where whole answers of
+        this route do."""
+        ...
+
+    def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
+        """A stream that tells a whole answer, in pieces."""
+        ...
+
+    def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
+        """A stream in its own pieces, with or without the usage that was asked for."""
+        ...
+
+    def ending(self, whole: Mapping[str, Any]) -> Ending | None:
+        """How it ended; None for an answer that is not complete, or not one."""
+        ...
+
+    def text(self, whole: Mapping[str, Any]) -> str | None:
+        """Of an answer to a chat that is one text and nothing else."""
+        ...

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.replays import REPLAYS, Replay
+from gateway.api.replays import REPLAYS
 from gateway.api.sse import data, event, read_events
+from gateway.types import Replay
 
 CHAT, COMPLETION = REPLAYS["/v1/chat/completions"], REPLAYS["/v1/completions"]
 RESPONSE, EMBEDDING = REPLAYS["/v1/responses"], REPLAYS["/v1/embeddings"]

@@ -100,6 +100,15 @@ async def read(upstreams: RememberedUpstreams, request: UpstreamRequest) -> byte
         return b"".join([piece async for piece in answer.pieces])
 
 
+async def begin(upstreams: RememberedUpstreams, *requests: UpstreamRequest) -> list[asyncio.Task[bytes]]:
+    """Reads all of them, each once those before it wait."""
+    reading: list[asyncio.Task[bytes]] = []
+    for request in requests:
+        reading.append(asyncio.create_task(read(upstreams, request)))
+        await until(lambda: upstreams.waiting == len(reading))
+    return reading
+
+
 async def test_who_shares_an_answer_is_told_what_it_took_and_used_nothing() -> None:
     stub = Stub()
     upstreams, figures = remembered(stub)
@@ -176,10 +185,7 @@ async def test_what_the_one_does_not_tell_or_would_tell_too_late_is_asked_for_by
 ) -> None:
     stub = Stub()
     upstreams, figures = remembered(stub)
-    reading = [asyncio.create_task(read(upstreams, ask(**first)))]
-    await until(lambda: upstreams.waiting == 1)
-    reading.append(asyncio.create_task(read(upstreams, ask(**second))))
-    await until(lambda: upstreams.waiting == 2)
+    reading = await begin(upstreams, ask(**first), ask(**second))
     stub.may.set()
     await asyncio.gather(*reading)
     assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
@@ -194,10 +200,7 @@ async def test_who_waits_in_another_lane_or_wants_it_kept_otherwise_shares_no_fl
 ) -> None:
     stub = Stub()
     upstreams, figures = remembered(stub)
-    reading = [asyncio.create_task(read(upstreams, ask(**streamed)))]
-    await until(lambda: upstreams.waiting == 1)
-    reading.append(asyncio.create_task(read(upstreams, replace(ask(), **other))))
-    await until(lambda: upstreams.waiting == 2)
+    reading = await begin(upstreams, ask(**streamed), replace(ask(), **other))
     stub.may.set()
     await asyncio.gather(*reading)
     assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
@@ -210,10 +213,7 @@ async def test_who_waits_in_another_lane_or_wants_it_kept_otherwise_shares_no_fl
 async def test_nobody_waits_for_what_an_upstream_may_let_wait_and_all_get_what_came_of_it(slower: Any) -> None:
     stub = Stub()
     upstreams, figures = remembered(stub)
-    reading = [asyncio.create_task(read(upstreams, ask(**slower)))]
-    await until(lambda: upstreams.waiting == 1)
-    reading.append(asyncio.create_task(read(upstreams, ask())))
-    await until(lambda: upstreams.waiting == 2)
+    reading = await begin(upstreams, ask(**slower), ask())
     stub.may.set()
     await asyncio.gather(*reading)
     assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
@@ -224,10 +224,7 @@ async def test_nobody_waits_for_what_an_upstream_may_let_wait_and_all_get_what_c
 async def test_a_stream_that_fails_leaves_who_wants_it_whole_to_ask_again() -> None:
     stub = Stub(fails=1)
     upstreams, figures = remembered(stub)
-    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
-    await until(lambda: upstreams.waiting == 1)
-    whole = asyncio.create_task(read(upstreams, ask()))
-    await until(lambda: upstreams.waiting == 2)
+    leader, whole = await begin(upstreams, ask(**STREAMED), ask())
     stub.may.set()
     with pytest.raises(UpstreamLostError):
         await leader
@@ -238,10 +235,7 @@ async def test_a_stream_that_fails_leaves_who_wants_it_whole_to_ask_again() -> N
 async def test_a_stream_that_is_too_long_to_be_held_leaves_who_wants_it_whole_to_ask_by_itself() -> None:
     stub = Stub(text="x" * 2000)
     upstreams, figures = remembered(stub, max_flight_bytes=2000)
-    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
-    await until(lambda: upstreams.waiting == 1)
-    whole = asyncio.create_task(read(upstreams, ask()))
-    await until(lambda: upstreams.waiting == 2)
+    leader, whole = await begin(upstreams, ask(**STREAMED), ask())
     stub.may.set()
     assert orjson.loads(await whole)["choices"][0]["message"]["content"] == stub.text
     assert (await leader).count(stub.text.encode()) == 1
@@ -252,10 +246,7 @@ async def test_what_a_stream_used_is_paid_by_who_waited_for_its_end_and_left_las
     stub = Stub()
     upstreams, _ = remembered(stub)
     request = ask()
-    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
-    await until(lambda: upstreams.waiting == 1)
-    whole = asyncio.create_task(read(upstreams, request))
-    await until(lambda: upstreams.waiting == 2)
+    leader, whole = await begin(upstreams, ask(**STREAMED), request)
     for one in (leader, whole):
         one.cancel()
         await asyncio.gather(one, return_exceptions=True)
@@ -266,10 +257,7 @@ async def test_when_who_streamed_it_leaves_the_answer_is_made_whole_and_paid_by_
     stub = Stub()
     upstreams, _ = remembered(stub)
     request = ask()
-    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
-    await until(lambda: upstreams.waiting == 1)
-    whole = asyncio.create_task(read(upstreams, request))
-    await until(lambda: upstreams.waiting == 2)
+    leader, whole = await begin(upstreams, ask(**STREAMED), request)
     leader.cancel()
     await asyncio.gather(leader, return_exceptions=True)
     stub.may.set()
@@ -280,10 +268,7 @@ async def test_when_who_streamed_it_leaves_the_answer_is_made_whole_and_paid_by_
 async def test_an_error_is_the_same_in_every_form() -> None:
     stub = Stub(status=429)
     upstreams, figures = remembered(stub)
-    leader = asyncio.create_task(read(upstreams, ask(**STREAMED)))
-    await until(lambda: upstreams.waiting == 1)
-    whole = asyncio.create_task(read(upstreams, ask()))
-    await until(lambda: upstreams.waiting == 2)
+    leader, whole = await begin(upstreams, ask(**STREAMED), ask())
     stub.may.set()
     assert await leader == await whole
     assert (stub.asked, figures.outcomes) == (1, {"miss": 2})
