@@ -143,7 +143,8 @@ def test_log_probabilities_add_up_to_the_text_streamed_or_not(server: Server) ->
 
 
 def test_log_probabilities_of_completions_are_parallel_lists(server: Server) -> None:
-    answer = server.client().completions.create(model="demo", prompt="It was a dark", max_tokens=5, logprobs=3)
+    asked: Any = {"prompt": "It was a dark", "max_tokens": 5, "logprobs": 3, "temperature": 0}
+    answer = server.client().completions.create(model="demo", **asked)
     (choice,) = answer.choices
     assert choice.logprobs is not None
     tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
