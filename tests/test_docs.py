@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gateway.api.routes import ROUTES, routes
 from tests.fakes.gateway import make_app, running
 
 HTTP_API = (Path(__file__).parent.parent / "docs/http-api.md").read_text(encoding="utf-8")
+OPERATIONS = (Path(__file__).parent.parent / "docs/operations.md").read_text(encoding="utf-8")
 NESTED = {"generationConfig": GENERATION, "parts": PART, "tools": TOOL}
 """Tables of the Gemini API below those of its routes, by what their chapter is called."""
 SECTIONS = {"used": "### Parameters", "none": "### Accepted without effect", "refused": "### Refused"}
@@ -93,6 +95,15 @@ async def test_every_metric_is_documented_and_no_other() -> None:
         exposed = set(re.findall(r"^# TYPE (\w+)", (await gateway.get("/metrics"))[1], re.MULTILINE))
     documented = set(re.findall(r"`(kvasir_\w+)`", HTTP_API))
     assert documented == exposed
+
+
+async def test_the_line_of_a_request_is_documented_name_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    async with running() as gateway:
+        await gateway.post("/v1/completions", {"model": "demo", "prompt": "Hello."})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
+    documented = OPERATIONS.split("One INFO line per request:\n\n", 1)[1].split("\n\n", 1)[0]
+    assert re.findall(r"(\w+)=", documented) == re.findall(r"(\w+)=", line)
 
 
 def test_every_error_code_is_documented() -> None:
