@@ -13,7 +13,7 @@ from gateway.config.limits import PerMinute
 class AuthSettings(Section):
     """[auth]: who may ask for the admin pages."""
 
-    admin_keys: tuple[str, ...] = Field((), description="Keys for /admin, besides no tenant's requests.")
+    admin_keys: tuple[str, ...] = Field((), description="Keys that open /admin, and nothing else.")
     admin_content: bool = Field(False, description="Whether admins may read what remembered answers say.")
 
 
