@@ -14,26 +14,22 @@ places.py puts futures, limits and deadlines around it; tests/bench/routing_repl
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
+from gateway.fair_queue import FairQueue, Waiting
 from gateway.queues.doors import Doors, choose_open
 from gateway.queues.overload import Overload
 from gateway.queues.sessions import Session, Sessions
 from gateway.queues.trails import Trails
-from gateway.queues.turns import Turns
-from gateway.types import Ask, Tier
+from gateway.types import Ask
 
 PLAN_DEPTH: Final = 128
 """Requests that are looked at for the places that are free at one moment, besides those that are bound to one engine:
 they wait for it alone, and however many they are, others may go elsewhere."""
-
-TIER_SIGNS: Final[dict[Tier, float]] = {"priority": -1.0, "default": 0.0, "flex": 1.0}
 
 
 class Picture(Protocol):
@@ -74,14 +70,9 @@ class Seat(Generic[E]):
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
-    """A request that waits. `order` decides within its tenant: the least goes first."""
+class Waiter(Waiting):
+    """A request that waits."""
 
-    ask: Ask
-    arrived_s: float
-    order: tuple[int, float, int] = (0, 0.0, 0)
-    cost_s: float = 0.0
-    since_s: float = 0.0  # where turns were when it arrived
     known_tokens: int = 0  # of its prompt, that were computed for it or another one not long before it arrived
     session: Session | None = None  # whose next turn it is
 
@@ -97,8 +88,7 @@ class Lane(Generic[E, W]):
         self.name = name
         self._settings = settings
         self._router = router
-        self._tenants: dict[str, list[tuple[tuple[int, float, int], W]]] = {}  # in order; only those with requests
-        self._turns = Turns()
+        self._waiting: FairQueue[W] = FairQueue(settings.tier_s)
         self._trails = Trails()
         self._numbers = 0
         self._now_s = 0.0
@@ -109,11 +99,11 @@ class Lane(Generic[E, W]):
         self._open_to_all: set[str] = set()  # engines, in an overload
 
     def __len__(self) -> int:
-        return sum(map(len, self._tenants.values()))
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[W]:
         """Everybody who waits, tenant by tenant. Nobody may come or go meanwhile."""
-        return (waiter for line in self._tenants.values() for _, waiter in line)
+        return iter(self._waiting)
 
     def enter(self, waiter: W) -> list[tuple[W, Seat[E]]]:
         """It waits from now on. Returns what `assign` returns: it may have a place at once, or be in others' way."""
@@ -124,41 +114,35 @@ class Lane(Generic[E, W]):
         waiter.cost_s = picture.cost_s(waiter.ask)
         priority = 0 if self.name == "batch" else waiter.ask.priority
         waiter.order = (priority, self._order_s(waiter), self._numbers)
-        waiter.since_s = self._turns.now_s
-        if not self._tenants and not self.overload.holds and (seat := self._seat_now(waiter, picture)) is not None:
-            self._turns.took(waiter)
-            self._turns.forget_all_but(())
+        self._waiting.arrived(waiter)
+        if not self._waiting and not self.overload.holds and (seat := self._seat_now(waiter, picture)) is not None:
+            self._waiting.took(waiter)
             return [(waiter, seat)]
-        insort(self._tenants.setdefault(waiter.ask.tenant, []), (waiter.order, waiter))
+        self._waiting.enter(waiter)
         if waiter.session is not None:
             waiter.session.waiting += 1
         return self._assign(picture)
 
     def remove(self, waiter: W) -> bool:
         """It waits no more. False when it did not."""
-        line = self._tenants.get(waiter.ask.tenant, [])
-        index = bisect_left(line, waiter.order, key=_order)
-        if index == len(line) or line[index][1] is not waiter:
+        if not self._waiting.remove(waiter):
             return False
-        del line[index]
         if waiter.session is not None:
             waiter.session.waiting -= 1
-        if not line:
-            del self._tenants[waiter.ask.tenant]
-            self.held_back *= bool(self._tenants)
+        self.held_back *= bool(self._waiting)
         return True
 
     def assign(self, now_s: float) -> list[tuple[W, Seat[E]]]:
         """Takes those out who have a place now, and counts it as taken."""
         self.pass_time(now_s)
-        return self._assign(self._picture()) if self._tenants else []
+        return self._assign(self._picture()) if self._waiting else []
 
     def pass_time(self, now_s: float) -> None:
         """It is so late now; whether there is an overload is looked at."""
         passed_s = max(0.0, now_s - self._now_s)
         self._now_s += passed_s
         self._aged_s += passed_s * (self._settings.overload_aging if self.overload.holds else self._settings.aging)
-        idle_engines = 0 if self._tenants else len(self.seats)
+        idle_engines = 0 if self._waiting else len(self.seats)
         if not self.overload.look(self._now_s, idle_engines, goes_on=self.held_back > 0):
             self._open_to_all.clear()
 
@@ -170,7 +154,7 @@ class Lane(Generic[E, W]):
         sent: list[tuple[W, Seat[E]]] = []
         looked_at = held_back = 0
         doors = self._doors() if self.overload.holds else None
-        for waiter in self._in_order():
+        for waiter in self._waiting.in_order():
             if waiter.ask.only is None and (looked_at := looked_at + 1) > PLAN_DEPTH:
                 break
             if self.name == "batch":
@@ -193,8 +177,7 @@ class Lane(Generic[E, W]):
                 break
         for waiter, _ in sent:
             self.remove(waiter)
-            self._turns.took(waiter)
-        self._turns.forget_all_but(self._tenants)
+        self._waiting.took(*(waiter for waiter, _ in sent))
         self.held_back = held_back
         return sent
 
@@ -202,10 +185,7 @@ class Lane(Generic[E, W]):
         if self.name == "batch":
             return 0.0
         cost_s = 0.0 if waiter.ask.tier == "priority" else waiter.cost_s
-        return cost_s + self._aged_s + self._tier_s(waiter)
-
-    def _tier_s(self, waiter: W) -> float:
-        return TIER_SIGNS[waiter.ask.tier] * self._settings.tier_s
+        return cost_s + self._aged_s + self._waiting.tier_s(waiter)
 
     def _doors(self) -> Doors:
         seats, now_s = self.seats.values(), self._now_s
@@ -263,36 +243,3 @@ class Lane(Generic[E, W]):
             for incarnation, blocks in found.items():
                 cached[incarnation] = max(cached.get(incarnation, 0), blocks * ask.block_size)
             waiter.ask = replace(ask, cached_tokens=cached)
-
-    def _in_order(self) -> Iterator[W]:
-        """Everybody, as they would be served if all could be served now. Nobody may come or go meanwhile."""
-        if len(self._tenants) == 1:
-            (line,) = self._tenants.values()
-            yield from (waiter for _, waiter in line)
-            return
-        turns = [self._turn(iter(line), 0.0) for line in self._tenants.values()]
-        heap = [turn for turn in turns if turn is not None]
-        heapq.heapify(heap)
-        while heap:
-            _, _, waiter, start_s, behind = heap[0]
-            yield waiter
-            if (following := self._turn(behind, start_s + waiter.cost_s / waiter.ask.weight)) is None:
-                heapq.heappop(heap)
-            else:
-                heapq.heapreplace(heap, following)
-
-    def _turn(self, line: Iterator[tuple[Any, W]], used_s: float) -> _Turn[W] | None:
-        """Of the next in a tenant's line, when the tenant would have been given so much."""
-        if (entry := next(line, None)) is None:
-            return None
-        waiter = entry[1]
-        start_s = max(self._turns.start_s(waiter), used_s)
-        return start_s + self._tier_s(waiter), waiter.ask.tenant, waiter, start_s, line
-
-
-_Turn = tuple[float, str, W, float, Iterator[tuple[Any, W]]]
-"""When it is whose, in which order they are taken; one who waits, where the tenant stands, and who waits behind."""
-
-
-def _order(entry: tuple[tuple[int, float, int], Any]) -> tuple[int, float, int]:
-    return entry[0]

@@ -5,21 +5,15 @@ what has become of them. Without a clock and without I/O; places.py moves them.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Load
 from engine.protocol import Lane as LaneName
+from gateway.fair_queue import Pace
 from gateway.queues.lane import Lane, Seat, Waiter
-
-RATE_SAMPLES: Final = 64
-"""Ends of requests that the service rate is taken from."""
-
-MIN_RETRY_S: Final = 1.0
-MAX_RETRY_S: Final = 60.0
-"""SDKs do not retry at all when they are told to wait for minutes."""
 
 
 class Engine(Protocol):
@@ -96,7 +90,7 @@ class Line(Generic[E]):
     model: str
     overloaded: bool = False  # as was last told
     look: asyncio.TimerHandle | None = None  # at those who are held back
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_SAMPLES))
+    pace: Pace = field(default_factory=Pace)
 
     def lane(self, name: LaneName) -> Lane[E, WaitingRequest]:
         return self.batch if name == "batch" else self.online
@@ -104,13 +98,6 @@ class Line(Generic[E]):
     @property
     def lanes(self) -> tuple[Lane[E, WaitingRequest], ...]:
         return self.online, self.batch
-
-    def wait_s(self, waiting: int, now: float) -> float:
-        """How long that many requests would take at the rate of the last ends."""
-        if len(self.ends) < 2:
-            return MIN_RETRY_S
-        rate = len(self.ends) / max(now - self.ends[0], 1e-3)
-        return min(max(waiting / rate, MIN_RETRY_S), MAX_RETRY_S)
 
 
 def left_over(seat: Seat[E], most: int) -> int:

@@ -120,7 +120,7 @@ class PlaceQueue(Generic[E]):
         now = self._clock()
         theirs = limits.max_waiting_per_tenant - online.waiting_by_tenant.get(tenant, 0)
         remaining = max(min(theirs, limits.max_waiting - online.waiting), 0)
-        waits = [line.wait_s(len(line.online), now) for line in self._lines.values() if len(line.online)]
+        waits = [line.pace.wait_s(len(line.online), now) for line in self._lines.values() if len(line.online)]
         return Room(most, remaining, max(waits, default=0.0))
 
     @property
@@ -179,7 +179,7 @@ class PlaceQueue(Generic[E]):
         theirs = self._figures["online"].waiting_by_tenant[tenant]
         if waiting < limits.max_waiting and theirs < limits.max_waiting_per_tenant:
             return None
-        retry_after_s = line.wait_s(len(line.online) - 1, self._clock())
+        retry_after_s = line.pace.wait_s(len(line.online) - 1, self._clock())
         mine = theirs >= limits.max_waiting_per_tenant
         count, setting = (theirs, "queue.max_waiting_per_tenant") if mine else (waiting, "queue.max_waiting")
         return QueueFullError(
@@ -221,7 +221,7 @@ class PlaceQueue(Generic[E]):
     def _expire(self, line: Line[E], waiter: WaitingRequest) -> None:
         error = DeadlineError(
             "The server is busy: no place became free in time (queue.max_wait_s or the request's own limit).",
-            retry_after_s=line.wait_s(len(line.lane(waiter.ask.lane)), self._clock()),
+            retry_after_s=line.pace.wait_s(len(line.lane(waiter.ask.lane)), self._clock()),
         )
         self._figures[waiter.ask.lane].expired += self._fail(line, waiter, error)
         self._assign_batch(line)
@@ -238,7 +238,7 @@ class PlaceQueue(Generic[E]):
     def _release(self, line: Line[E], lane: LaneName, seat: Seat[E]) -> None:
         seat.taken -= 1
         if lane == "online":
-            line.ends.append(self._clock())
+            line.pace.ends.append(self._clock())
             self._assign(line)
         else:
             self._assign_batch(line)

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.protocol import DIGEST_BYTES, Load
 from gateway.config import QueueSettings, RoutingSettings
 from gateway.queues.lane import PLAN_DEPTH, Lane, Seat, Waiter
-from gateway.queues.turns import Turns
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.fakes.street import FakeEngine, hello
@@ -115,31 +114,6 @@ def test_a_tenant_that_sends_one_is_next_however_many_another_sent() -> None:
         rig.enter(100, "many")
     one, _ = rig.enter(3000, "one")
     assert rig.drain().index(one) <= 1
-
-
-def took(turns: Turns, tenant: str, cost_s: float = 1.0) -> float:
-    """Where the tenant stood whose request came now, and was sent."""
-    waiter = Waiter(Ask(tenant, 1, 1e9), 0.0, cost_s=cost_s, since_s=turns.now_s)
-    start_s = turns.start_s(waiter)
-    turns.took(waiter)
-    return start_s
-
-
-def test_what_was_not_used_is_not_saved_up() -> None:
-    turns = Turns()
-    took(turns, "early")
-    for _ in range(100):
-        took(turns, "busy")
-    assert took(turns, "early") >= took(turns, "busy") - 1.0
-
-
-def test_turns_of_tenants_that_went_away_are_forgotten() -> None:
-    turns = Turns()
-    for number in range(5000):
-        took(turns, f"t{number}", 0.001)
-        took(turns, "busy")
-        turns.forget_all_but(["busy"])
-    assert len(turns._next_s) <= 1026
 
 
 def test_a_flex_request_is_behind_those_of_its_time_and_a_priority_request_before_them() -> None:
