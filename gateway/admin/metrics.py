@@ -287,6 +287,11 @@ class _Scraped(Collector):
         figures = dict(self._sources.batches())
         gauges = (
             ("in_flight", "kvasir_batch_lines_in_flight", "Lines of batches that this gateway works on."),
+            (
+                "paused_models",
+                "kvasir_batch_models_paused",
+                "Models whose lines this gateway leaves alone for a while.",
+            ),
             ("open_jobs", "kvasir_batch_jobs_open", "Batches for which something is left to do, of all gateways."),
         )
         for name, metric, text in gauges:

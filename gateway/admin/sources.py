@@ -99,7 +99,8 @@ class Sources:
     limits      "outages" of what counts them, and under "tenants" those that tenants have, and who was refused
     redis       at least {"up": bool}; the index answers from memory while it is False
     response_cache  what it holds now, and since the start by outcome, by reason of a bypass, and by event
-    batches     figures of the batch lane's worker: in_flight, open_jobs, and lines since the start by outcome; or empty
+    batches     figures of the batch lane's worker: in_flight, paused_models, open_jobs, and lines since the start by
+                outcome; or empty
     draining    whether the server is ending and wants no new requests
     """
 

@@ -15,6 +15,7 @@ a model take turns by the tokens that were claimed; who has the turn keeps it fo
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,9 +27,6 @@ from gateway.queues.batch.paths import Ref, path_of, place_of, ref_at, tokens_at
 from gateway.types import Usage
 
 QUANTUM_TOKENS: Final = 65_536
-MAX_MODELS: Final = 64
-"""Models that `models` tells of at a time; which, is left to chance."""
-
 MODEL_CHARS: Final = 200
 """Of a model's name. It comes from clients; what is longer and begins alike shares a lane, and nothing else."""
 
@@ -66,8 +64,8 @@ class Lines(Protocol):
         """Lets up to so many planned lines wait. How many are left to be."""
         ...
 
-    async def models(self) -> list[str]:
-        """For which lines may wait; MAX_MODELS at most."""
+    async def models(self, most: int) -> list[str]:
+        """For which lines may wait, so many at most. Which, and in which order, is left to chance."""
         ...
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
@@ -175,9 +173,9 @@ class MemoryLines:
         del one.staged[:most]
         return len(one.staged)
 
-    async def models(self) -> list[str]:
+    async def models(self, most: int) -> list[str]:
         """See Lines."""
-        return sorted(self._models)[:MAX_MODELS]
+        return random.sample(list(self._models), min(most, len(self._models)))
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
         """See Lines."""

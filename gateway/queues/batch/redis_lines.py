@@ -16,13 +16,14 @@ kvasir:{batches}:counts:JOB      hash: planned, queued, results by kind, tokens
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from gateway.queues.batch.base import Counts, LinePlan
 from gateway.queues.batch.job import Progress
-from gateway.queues.batch.lines import MAX_MODELS, QUANTUM_TOKENS, Back, Claim, Kind, Result, lane_of
+from gateway.queues.batch.lines import QUANTUM_TOKENS, Back, Claim, Kind, Result, lane_of
 from gateway.queues.batch.paths import MAX_TOKENS, Ref, path_of, ref_at, ref_bytes, ref_of
 from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
 from gateway.types import Usage
@@ -51,10 +52,12 @@ class RedisLines:
         """See Lines."""
         return int(await self._scripts.run("queue", job, bytes.fromhex(job), tenant, most))
 
-    async def models(self) -> list[str]:
+    async def models(self, most: int) -> list[str]:
         """See Lines."""
-        found: Any = await self._scripts.ask(self._scripts.redis.srandmember(f"{PREFIX}models", MAX_MODELS))
-        return sorted(_text(model) for model in found)
+        found: Any = await self._scripts.ask(self._scripts.redis.srandmember(f"{PREFIX}models", most))
+        models = [_text(model) for model in found]
+        random.shuffle(models)  # Redis chooses by chance, and tells them in the order of its table
+        return models
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
         """See Lines."""

@@ -36,10 +36,7 @@ HELD_UP_S: Final = 30.0
 """Until a job is tried again that found no room, and until lines run again after the disk was full."""
 
 AWAY_S: Final = 2.0
-"""Until a model is asked for again whose engines were away, at first."""
-
-LONGEST_AWAY_S: Final = 3600.0
-"""That a model is left alone at a time, whatever its upstream asks for. Other tenants may have another one for it."""
+"""Until a job is tried again whose lines could not be planned, or that somebody else has."""
 
 PATIENCE_S: Final = 300.0
 """That a job that may ask several models waits for one which nobody serves, so that its lines can be put in order."""

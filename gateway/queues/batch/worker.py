@@ -1,7 +1,8 @@
 """One gateway's share of the batch lane. Any number of them work on the same jobs.
 
     steps   looks for jobs for which something is to be done (steps.py), every batches.poll_s
-    lines   claims lines while fewer than batches.max_in_flight run, and runs each until it has a result
+    lines   claims lines while fewer than batches.max_in_flight run, of models that are not paused (pauses.py), and runs
+            each until it has a result
     leases  renews the leases of lines that run; who lost one stops, because somebody else has the line
 
 A result is on disk before it is told to be one. While Redis is away nothing is begun; what runs waits with its results.
@@ -27,7 +28,8 @@ from gateway.queues.batch.job import why_dropped
 from gateway.queues.batch.jobs import Jobs
 from gateway.queues.batch.lines import Back, Claim, Kind, Lines, Result
 from gateway.queues.batch.paths import Ref
-from gateway.queues.batch.steps import AWAY_S, HELD_UP_S, LONGEST_AWAY_S, HeldUpError, Steps
+from gateway.queues.batch.pauses import Pauses
+from gateway.queues.batch.steps import AWAY_S, HELD_UP_S, HeldUpError, Steps
 from gateway.queues.batch.store import Files, forget
 from gateway.types import Usage
 
@@ -41,6 +43,9 @@ STEPS_AT_ONCE: Final = 4
 SWEEP_S: Final = 300.0
 ORPHAN_S: Final = 3600.0
 """After which a folder without a record is nobody's: its job was being created."""
+
+MODELS_AT_ONCE: Final = 64
+"""Whose lines are looked at, at a time, besides those of paused ones."""
 
 FORGET_AT_ONCE: Final = 100
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -77,8 +82,9 @@ class Worker:
         self._stepping: dict[str, asyncio.Task[None]] = {}
         self._running: dict[Ref, tuple[Claim, asyncio.Task[None]]] = {}
         self._room = asyncio.Event()  # lines may be claimed
-        self._not_before: dict[str, float] = {}  # job, or model with a colon before it -> second of the clock
-        self._away: dict[str, float] = {}  # model that had no place for a line -> seconds of its pause
+        self._pauses = Pauses(clock)
+        self._no_room_until_s = float("-inf")  # for results, by the clock
+        self._not_before: dict[str, float] = {}  # job -> second of the clock at which it may be stepped again
         self._swept_s = float("-inf")
         self._took_over_s = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
@@ -114,12 +120,15 @@ class Worker:
 
     def figures(self) -> dict[str, int]:
         """What became of lines here since the start: results by kind, those that were put back, and those that another
-        gateway had lost; how many run, and the jobs that have not ended, as they were seen last."""
+        gateway had lost; how many run, the models that are paused, and the jobs that have not ended, as they were seen
+        last."""
         kinds: tuple[Kind, ...] = ("succeeded", "failed", "cancelled", "expired")
         outcomes = (*kinds, "put_back", "taken_over")
-        return {"in_flight": self.in_flight, "open_jobs": self._open_jobs} | {
-            name: self._counted[name] for name in outcomes
-        }
+        return {
+            "in_flight": self.in_flight,
+            "paused_models": self._pauses.num_paused(),
+            "open_jobs": self._open_jobs,
+        } | {name: self._counted[name] for name in outcomes}
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -170,6 +179,7 @@ class Worker:
                 await self._sweep_folder(tenant, job_id)
         await asyncio.to_thread(self._folder.sweep)
         self._not_before = {name: until_s for name, until_s in self._not_before.items() if until_s > self._clock()}
+        self._pauses.forget()
 
     async def _sweep_folder(self, tenant: str, job_id: str) -> None:
         """Whoever lost a line, and did not know it yet, may have written its result behind the end of the job."""
@@ -188,7 +198,7 @@ class Worker:
             await _event(self._room, self._settings.poll_s)
 
     async def _claim(self) -> None:
-        if self._is_paused("") or self._room_for() <= 0:
+        if self._clock() < self._no_room_until_s or self._room_for() <= 0:
             return
         if self._clock() >= self._took_over_s + self._settings.poll_s:
             self._took_over_s = self._clock()
@@ -199,15 +209,19 @@ class Worker:
             claims = await self._lines.take_over(self.owner, self._room_for(), now_ms, self._until_ms())
             self._counted["taken_over"] += len(claims)
             self._begin(claims)
-        models = [model for model in await self._lines.models() if not self._is_paused(f":{model}")]
+        found = await self._lines.models(MODELS_AT_ONCE + self._pauses.num_paused())
         running = Counter(_model_of(claim) for claim, _ in self._running.values())
+        models = self._pauses.open(found, running)
         models.sort(key=lambda model: running[model])  # one whose lines take long leaves room for the others
         for number, model in enumerate(models):
             share = -(-self._room_for() // (len(models) - number))  # what one does not use, the others have
-            if model in self._away:
+            if self._pauses.is_doubted(model):
                 share = min(share, 1)
             if share > 0:
-                self._begin(await self._lines.claim(self.owner, model, share, self._until_ms()))
+                claims = await self._lines.claim(self.owner, model, share, self._until_ms())
+                self._begin(claims)
+                if not claims:
+                    self._pauses.idle(model)
 
     def _begin(self, claims: list[Claim]) -> None:
         for claim in claims:
@@ -245,9 +259,9 @@ class Worker:
         answer = await self._asked(job, row)
         model = _model_of(claim)
         if answer.retry == "later" or (answer.retry == "again" and answer.retry_after_s is not None):
-            self._pause_model(model, answer.retry_after_s, job.expires_s - self._now())
+            self._pauses.pause(model, answer.retry_after_s, job.expires_s - self._now())
         else:
-            self._away.pop(model, None)
+            self._pauses.answered(model)
         if answer.retry != "no":
             attempts = self._settings.max_attempts if answer.retry == "again" else 0
             if await self._back(claim, attempts) != "exhausted":
@@ -268,7 +282,7 @@ class Worker:
         done = await self._surely(lambda: self._lines.complete(claim, result, usage))
         self._counted[result.kind] += done is not None
         if done is not None and done >= job.counts.total:
-            self._resume(job.id)
+            self._not_before.pop(job.id, None)
             self._changed.set()
 
     # -- leases -------------------------------------------------------------------------------------------------------
@@ -295,31 +309,16 @@ class Worker:
     def _until_ms(self) -> int:
         return round((self._now() + self._settings.lease_s) * 1e3)
 
-    def _pause(self, name: str, seconds: float) -> None:
-        self._not_before[name] = self._clock() + seconds
-
-    def _pause_model(self, model: str, retry_after_s: float | None, left_s: float) -> None:
-        """Each time for longer, not less than was asked for, but not beyond what is `left_s` of the job's time, nor for
-        longer than LONGEST_AWAY_S; then lines begin one by one, one each look, until one was answered. Lines that ran
-        together count once."""
-        name, asked_s = f":{model}", min(retry_after_s or 0.0, max(left_s, 0.0), LONGEST_AWAY_S)
-        if not self._is_paused(name):
-            pause_s = self._away.get(model) or asked_s or AWAY_S
-            self._away[model] = min(2 * pause_s, HELD_UP_S)
-            self._pause(name, max(pause_s, asked_s))
-        else:
-            self._not_before[name] = max(self._not_before[name], self._clock() + asked_s)
+    def _pause(self, job_id: str, seconds: float) -> None:
+        self._not_before[job_id] = self._clock() + seconds
 
     def _wait_for_room(self) -> None:
-        if not self._is_paused(""):  # the lines that ran together are told once
+        if self._clock() >= self._no_room_until_s:  # the lines that ran together are told once
             log.warning("lines of batches wait for %g s: their disk has no room for results", HELD_UP_S)
-            self._pause("", HELD_UP_S)
+            self._no_room_until_s = self._clock() + HELD_UP_S
 
-    def _resume(self, name: str) -> None:
-        self._not_before.pop(name, None)
-
-    def _is_paused(self, name: str) -> bool:
-        return self._not_before.get(name, 0.0) > self._clock()
+    def _is_paused(self, job_id: str) -> bool:
+        return self._not_before.get(job_id, 0.0) > self._clock()
 
     async def _while_up(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does it, or finds out that it cannot be done now."""

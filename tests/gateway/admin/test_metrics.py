@@ -251,10 +251,11 @@ async def test_only_the_tenants_that_keep_the_most_have_a_label() -> None:
 async def test_the_batch_lane_tells_what_became_of_its_lines() -> None:
     async with running() as gateway:
         assert (await scrape(gateway))["kvasir_batch_jobs_open{}"] == 0
-        gateway.state["batches"] = {"in_flight": 3, "open_jobs": 2, "succeeded": 7, "put_back": 1}
+        gateway.state["batches"] = {"in_flight": 3, "paused_models": 4, "open_jobs": 2, "succeeded": 7, "put_back": 1}
         samples = await scrape(gateway)
         _, stats, _ = await gateway.get("/admin/stats")
     assert samples["kvasir_batch_lines_in_flight{}"] == 3
+    assert samples["kvasir_batch_models_paused{}"] == 4
     assert samples["kvasir_batch_jobs_open{}"] == 2
     assert samples["kvasir_batch_lines_total{outcome=succeeded}"] == 7
     assert samples["kvasir_batch_lines_total{outcome=put_back}"] == 1

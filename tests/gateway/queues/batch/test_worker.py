@@ -15,7 +15,8 @@ from gateway.queues.batch import steps
 from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, Order
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.lines import Claim, Result
-from gateway.queues.batch.steps import AWAY_S, LONGEST_AWAY_S, PATIENCE_S
+from gateway.queues.batch.pauses import FIRST_S, Pauses
+from gateway.queues.batch.steps import PATIENCE_S
 from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, until_holding
 from tests.fakes.waiting import until
 
@@ -187,9 +188,10 @@ async def test_a_model_without_engines_is_asked_for_again_and_with_single_lines(
     )
     async with lane.gateway(runner) as worker:
         job = await lane.ended(job)
-        assert worker._away == {}
+        assert not worker._pauses.is_doubted("m")
         figures = worker.figures()
         assert (figures["succeeded"], figures["put_back"], figures["in_flight"]) == (71, 8, 0)
+        assert figures["paused_models"] == 0
     assert job.counts == Counts(71, succeeded=71)
     assert runner.asked["unplanned"] == 3
     assert max(runner.tries.values()) == 3
@@ -443,26 +445,34 @@ async def test_a_model_whose_lines_take_long_leaves_places_to_the_lines_of_other
         assert (await lane.ended(slow)).counts == Counts(9, succeeded=9)
 
 
-async def test_a_model_is_left_alone_for_longer_each_time_and_not_for_less_than_was_asked_for(lane: Lane) -> None:
-    now = [0.0]
-    worker = lane.worker(FakeRunner(), clock=lambda: now[0])
+async def test_names_that_nobody_has_take_no_more_room_than_may_be_and_none_from_a_model_that_is_served(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.worker.MODELS_AT_ONCE", 4)
+    now, runner = [0.0], FakeRunner(has_models=True)
+    worker = lane.worker(runner, clock=lambda: now[0])
+    worker._pauses = Pauses(lambda: now[0], most=3)
+    made_up = await lane.create([{"id": f"x{number}", "model": f"x{number}", "later": 99} for number in range(30)])
+    served = await lane.create([{"id": f"s{number}", "model": "s"} for number in range(40)])
+    for job in (served, made_up):
+        assert await worker._steps.advance(job.id)
+    worker.start()
+    try:
 
-    def pause(asked_s: float | None, left_s: float = 1e6) -> float:
-        """When its lines may come again."""
-        worker._pause_model("m", asked_s, left_s)
-        return worker._not_before[":m"] - now[0]
+        async def all_served() -> bool:
+            return (await lane.found(served)).counts.succeeded == 40
 
-    assert pause(None) == AWAY_S
-    assert pause(3.0) == 3.0  # by a line that had begun before
-    for after_s in (4.0, 8.0, 16.0):
-        now[0] = worker._not_before[":m"]
-        assert pause(1.0) == after_s
-    now[0] = worker._not_before[":m"]
-    assert pause(600.0) == 600.0
-    now[0] = worker._not_before[":m"]
-    assert pause(1e9, left_s=50.0) == 50.0, "beyond the end of its job nobody waits"
-    now[0] = worker._not_before[":m"]
-    assert pause(86400.0) == LONGEST_AWAY_S, "a day would be that of everybody's lines"
+        async def later() -> bool:
+            now[0] += 1.0
+            return await all_served()
+
+        await until(later, 30.0)
+        most = worker.figures()["paused_models"]
+        tries = sum(runner.tries[f"x{number}"] for number in range(30))
+    finally:
+        await worker.close()
+    assert most <= 3
+    assert tries <= 4 * (now[0] / FIRST_S + 1)
 
 
 async def test_a_tenant_with_too_many_lines_has_its_job_failed(tmp_path: Path) -> None:
