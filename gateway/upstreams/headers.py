@@ -6,7 +6,7 @@ All but those of one connection, those that are ours to set, and those that tell
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final
@@ -43,15 +43,16 @@ _DROPPED: Final = frozenset(
 )
 
 
-def returned(headers: Iterable[tuple[str, str]], secrets: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def returned(headers: Iterable[tuple[str, str]], is_secret: Callable[[bytes], bool]) -> tuple[tuple[str, str], ...]:
     """Those that go to the client; none with a secret in it."""
     told = list(headers)
-    hidden = tuple(secrets)
     named = {name.strip().lower() for key, value in told if key.lower() == "connection" for name in value.split(",")}
     return tuple(
         (name, value)
         for name, value in told
-        if name.lower() not in _DROPPED and name.lower() not in named and not any(secret in value for secret in hidden)
+        if name.lower() not in _DROPPED
+        and name.lower() not in named
+        and not is_secret(value.encode("utf-8", "surrogateescape"))
     )
 
 

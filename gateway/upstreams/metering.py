@@ -75,6 +75,16 @@ class Meter:
                 note(self._said, orjson.loads(json), self._dialect)
 
 
+def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes | None:
+    """The beginning of a body, `max_bytes` of it at most; None for an encoding that is not known, or not what it says
+    it is."""
+    decode = _decoder(encoding, max_bytes)
+    try:
+        return None if decode is _nothing else decode(body)
+    except zlib.error:
+        return None
+
+
 def _says_anything(told: bytes) -> bool:
     return any(mark in told for mark in MARKS)
 

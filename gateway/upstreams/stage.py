@@ -12,7 +12,6 @@ Nothing is tried again once an answer has begun.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -37,8 +36,6 @@ from gateway.upstreams.listing import Listing
 from gateway.upstreams.routes import Route, Routes, may
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
 from gateway.upstreams.upstream import AttemptFailed, Opened, Upstream
-
-log = logging.getLogger(__name__)
 
 MAX_LABELS: Final = 1000
 """Names of models that were found by a pattern and are labels of metrics; what is more is under the pattern."""
@@ -221,9 +218,6 @@ class Upstreams:
     ) -> UpstreamAnswer:
         """With its whole body, so that others can be asked first. Raises AttemptFailed where our key is in it."""
         body = await opened.whole(request, upstream.settings.max_error_bytes)
-        if any(secret.encode() in body for secret in upstream.secrets):
-            log.warning("upstream %s quotes a secret of the gateway in an error; clients are not told", upstream.name)
-            raise AttemptFailed("key", f"{upstream.name} failed", again=False)
         headers = tuple(item for item in opened.headers if item[0].lower() != "content-length")
         headers += (("Content-Length", str(len(body))),)
         return UpstreamAnswer(upstream.name, opened.status, headers, _once(body), route.pattern, opened.retry_after_s)

@@ -23,8 +23,9 @@ from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
 from gateway.upstreams.breaker import Breaker
 from gateway.upstreams.headers import retry_after_s, returned
+from gateway.upstreams.hidden import Hidden, QuotedError
 from gateway.upstreams.hints import Seen
-from gateway.upstreams.metering import Meter
+from gateway.upstreams.metering import Meter, decoded
 from gateway.upstreams.places import Places
 from gateway.upstreams.watch import Watch
 
@@ -79,9 +80,10 @@ class Opened:
         self._response = response
         self._first = first
         self._meter = meter
+        self._encoding = _encoding(response)
         self._open = True
         self.status = response.status
-        self.headers = returned(response.headers.items(), upstream.secrets)
+        self.headers = returned(response.headers.items(), upstream.hidden.is_quoted)
         self.retry_after_s = retry_after_s(response.headers) if response.status >= 400 else None
         self.final = response.headers.get("x-should-retry", "").lower() == "false"  # the upstream wants no retry
 
@@ -91,7 +93,20 @@ class Opened:
         return self._meter.is_plain_stream
 
     async def pieces(self, request: UpstreamRequest) -> AsyncGenerator[bytes, None]:
-        """The body as it comes, metered into the request's trace. Raises UpstreamLostError."""
+        """The body as it comes, metered into the request's trace; nothing of it with a key of ours. Raises
+        UpstreamLostError."""
+        passing = self._upstream.hidden.passing()
+        async with aclosing(self._raw(request)) as pieces:
+            try:
+                async for piece in pieces:
+                    if told := passing.feed(piece):
+                        yield told
+            except QuotedError:
+                raise self._upstream.quoted() from None
+        if rest := passing.rest():
+            yield rest
+
+    async def _raw(self, request: UpstreamRequest) -> AsyncGenerator[bytes, None]:
         try:
             watch = self._upstream.watch(self._response, request)
             piece = self._first
@@ -110,17 +125,22 @@ class Opened:
             self.close()
 
     async def whole(self, request: UpstreamRequest, max_bytes: int) -> bytes:
-        """The body of an error, cut to a limit. Raises AttemptFailed when it does not come."""
+        """The body of an error, cut to a limit. Raises AttemptFailed when it does not come, or quotes a secret of ours,
+        or cannot be looked through for one."""
         body = b""
         try:
-            async with aclosing(self.pieces(request)) as pieces:
+            async with aclosing(self._raw(request)) as pieces:
                 async for piece in pieces:
                     body += piece
                     if len(body) >= max_bytes:
                         break
         except UpstreamLostError as error:
             raise AttemptFailed("lost", error.message, again=True) from None
-        return body[:max_bytes]
+        body = body[:max_bytes]
+        hidden = self._upstream.hidden
+        if hidden.is_any and ((plain := decoded(body, self._encoding, max_bytes)) is None or hidden.is_quoted(plain)):
+            raise self._upstream.quoting()
+        return body
 
     def close(self) -> None:
         """Gives the connection back, or closes it when the answer has not come to its end."""
@@ -160,7 +180,7 @@ class Upstream:
         self._key_refused = False  # in its last answer
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}  # no online request waits for a line's connection
         self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
-        self.secrets = tuple(value for value in (key, *self._headers.values()) if value)
+        self.hidden = Hidden(key, self._headers)
         if key:
             name = _KEY_HEADERS[settings.dialect]
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
@@ -201,6 +221,16 @@ class Upstream:
         self.in_flight[lane] += 1
         if lane == "online":
             self.places.entered()
+
+    def quoting(self) -> AttemptFailed:
+        """What an answer is that has a secret of ours in it."""
+        log.warning("upstream %s quotes a secret of the gateway in an answer; clients are not told", self.name)
+        return AttemptFailed("key", f"{self.name} failed", again=False)
+
+    def quoted(self) -> UpstreamLostError:
+        """The same for one that has begun."""
+        self.failed(self.quoting().kind)
+        return UpstreamLostError(f"Upstream {self.name} failed in the middle of its answer.")
 
     def watch(self, response: aiohttp.ClientResponse, request: UpstreamRequest) -> Watch:
         """Over how long the pieces of an answer take."""
@@ -293,6 +323,8 @@ class Upstream:
                 )
                 self._check(response)
                 first = await response.content.readany()
+            if response.status < 400 and self.hidden.is_key_quoted(first):
+                raise self.quoting()
         except BaseException as error:
             if response is not None:
                 response.close()
@@ -302,7 +334,7 @@ class Upstream:
         meter = Meter(
             settings.dialect,
             media_type=response.content_type,
-            encoding=response.headers.get("Content-Encoding", "").strip().lower(),
+            encoding=_encoding(response),
             max_bytes=settings.max_metered_bytes,
         )
         return Opened(self, response, first, meter, request.lane)
@@ -375,3 +407,8 @@ class Upstream:
                 skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
             )
         return self._sessions[lane]
+
+
+def _encoding(response: aiohttp.ClientResponse) -> str:
+    """How its body is encoded; empty where it says nothing."""
+    return response.headers.get("Content-Encoding", "").strip().lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import logging
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import aiohttp
 import anthropic
 import openai
+import orjson
 import pytest
 from google import genai
 from yarl import URL
@@ -474,6 +476,39 @@ async def test_keys_go_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     assert b"refuses the key of the gateway" in seen
     for secret in (b"sk-up", b"sk-team", b"the-key-of-a"):
         assert secret not in seen
+
+
+@pytest.mark.parametrize(
+    "quoting",
+    [
+        Told([gzip.compress(b"the key sk-upstream is wrong")], 400, headers={"Content-Encoding": "gzip"}),
+        Told([b"nobody knows what this says"], 400, headers={"Content-Encoding": "zstd"}),
+        said({"error": {"message": "the key sk-upstream is wrong"}}),
+        error(400, "your-other-key is wrong"),
+    ],
+)
+async def test_an_answer_that_quotes_a_key_is_a_failure_of_its_upstream(quoting: Told) -> None:
+    headers = {"Authorization": "Bearer your-other-key", "X-Env": "t"}
+    async with upstream(quoting) as one, upstream() as other:
+        first, last = one.settings(name="first", headers=headers), other.settings(name="last", headers=headers)
+        async with running(upstreams=[first]) as gateway:
+            status, _, body = await ask(gateway)
+            assert (status, orjson.loads(body)["error"]["code"]) == (502, "upstream_failed")
+        async with running(upstreams=[first, last]) as gateway:
+            assert (await ask(gateway))[2] == CHAT.pieces[0]
+
+
+async def test_a_stream_that_quotes_a_key_is_cut_before_any_of_it() -> None:
+    begun = events(chunk("Hel"))[0]
+    quoting = Told([begun, b'data: {"error": "sk-ups', b'tream"}\n\n'], media=SSE)
+    async with upstream(quoting) as stub, running(upstreams=[stub.settings()]) as gateway:
+        got = b""
+        url = f"{gateway.url}/v1/chat/completions"
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with gateway.session.post(url, json=ASK | {"stream": True}) as answer:
+                async for piece in answer.content.iter_any():
+                    got += piece
+        assert got == begun + b'data: {"error": "'
 
 
 async def test_a_key_that_is_refused_is_told_once_until_it_is_taken(caplog: pytest.LogCaptureFixture) -> None:
