@@ -12,7 +12,8 @@ from typing import Any, Final
 import orjson
 
 from gateway.tasks import cancel, spawn, was_cancelled
-from gateway.upstreams.upstream import AttemptFailed, Upstream
+from gateway.upstreams.failures import AttemptFailed
+from gateway.upstreams.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Listing:
         failed = False
         while not was_cancelled():
             try:
-                body = await upstream.fetch(PATHS[upstream.settings.dialect])
+                body = await upstream.connections.fetch(PATHS[upstream.settings.dialect])
                 self.told[upstream.name] = names(body)[: upstream.settings.max_listed]
                 failed = False
             except (AttemptFailed, ValueError) as error:  # the last list stays

@@ -1,29 +1,28 @@
-"""One upstream: its connections, its key, its breaker and its counters. The only file of the room that touches aiohttp,
-whose errors end here.
+"""One upstream: how it is asked and how its answer comes in, its breaker and its counters. What goes wrong with its
+connections (connections.py) becomes an error of ours here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, Final, Literal
-from urllib.parse import quote
+from typing import Any, Final
 
 import aiohttp
-from yarl import URL
 
 from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
 from gateway.upstreams.breaker import Breaker
+from gateway.upstreams.connections import Connections
+from gateway.upstreams.failures import AttemptFailed
 from gateway.upstreams.headers import retry_after_s, returned
-from gateway.upstreams.hidden import Hidden, QuotedError
+from gateway.upstreams.hidden import QuotedError
 from gateway.upstreams.hints import Seen
 from gateway.upstreams.metering import Meter, decoded
 from gateway.upstreams.places import Places
@@ -31,42 +30,14 @@ from gateway.upstreams.watch import Watch
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["connect", "timeout", "lost", "open", "busy", "key", "redirect"]
-
-_KEY_HEADERS: Final = {"openai": "authorization", "anthropic": "x-api-key", "gemini": "x-goog-api-key"}
-_HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
-"""Of every request, unless the client or the settings say something else. What comes uncompressed can be metered."""
-
-_VERSIONS: Final = {"anthropic": {"anthropic-version": "2023-06-01"}}
-"""What a request of the gateway's own needs besides."""
-
-AT_ONCE_BYTES: Final = 1 << 20
-"""A larger body is written in pieces, so that the event loop turns in between."""
-
-MAX_HEADER_BYTES: Final = 64 << 10
-"""Of one header of an answer. Some hosts have a security policy of more than the 8 KiB that aiohttp reads by itself."""
-
-MAX_HEADERS: Final = 1024
-
 _FAILED: Final = frozenset((500, 502, 503, 504, 529))
 """Statuses that say something about the upstream and not about the request."""
-
 
 _NO_ROOM: Final = frozenset((429, 503, 529))
 """Statuses with which an upstream says that it has too much to do."""
 
 NO_ROOM_S: Final = 2.0
 """That it gets no lines of batches then, where it does not say for how long."""
-
-
-class AttemptFailed(Exception):  # noqa: N818 - an attempt that failed, which nobody outside of the room is told of
-    """No answer. `again` says whether this upstream may be tried once more."""
-
-    def __init__(self, kind: Kind, why: str, *, again: bool) -> None:
-        super().__init__(why)
-        self.kind = kind
-        self.why = why
-        self.again = again
 
 
 class Opened:
@@ -171,6 +142,8 @@ class Upstream:
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
         self.places = Places(settings.batch_places, clock)
+        self.connections = Connections(settings, key)
+        self.hidden = self.connections.hidden
         self.seen = Seen(settings.max_hints, settings.hint_ttl_s, clock)
         self.hints = 0
         self.requests = 0
@@ -178,12 +151,6 @@ class Upstream:
         self.errors: Counter[str] = Counter()
         self.in_flight: Counter[Lane] = Counter()
         self._key_refused = False  # in its last answer
-        self._sessions: dict[Lane, aiohttp.ClientSession] = {}  # no online request waits for a line's connection
-        self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
-        self.hidden = Hidden(key, self._headers)
-        if key:
-            name = _KEY_HEADERS[settings.dialect]
-            self._headers[name] = f"Bearer {key}" if name == "authorization" else key
 
     async def open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
         """Sends it, and waits for the first bytes of the answer, of an error as well. Raises AttemptFailed, and
@@ -241,29 +208,6 @@ class Upstream:
         call_later = asyncio.get_running_loop().call_later
         return Watch(self.settings.idle_timeout_s, self._deadline_s(request), give_up, call_later)
 
-    async def fetch(self, path: str) -> bytes:
-        """The body of a GET, for the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed. Says nothing
-        to the breaker."""
-        settings = self.settings
-        if settings.dialect == "openai":
-            path = path.removeprefix("/v1")
-        headers = {**_HEADERS, **_VERSIONS.get(settings.dialect, {}), **self._headers}
-        try:
-            async with (
-                asyncio.timeout(settings.idle_timeout_s),
-                self._connected("online").get(settings.url + path, headers=headers, allow_redirects=False) as response,
-            ):
-                if response.status != 200:
-                    raise AttemptFailed("lost", f"{self.name} answers with status {response.status}", again=False)
-                body = b""
-                while piece := await response.content.readany():
-                    body += piece
-                    if len(body) > settings.max_metered_bytes:
-                        raise AttemptFailed("lost", "it is too long (upstreams.max_metered_bytes)", again=False)
-                return body
-        except (aiohttp.ClientError, OSError):
-            raise AttemptFailed("connect", f"{self.name} cannot be reached", again=False) from None
-
     async def next_piece(self, response: aiohttp.ClientResponse, watch: Watch) -> bytes:
         """Empty at the end. Raises UpstreamLostError."""
         try:
@@ -306,8 +250,7 @@ class Upstream:
         }
 
     async def close(self) -> None:
-        for session in self._sessions.values():
-            await session.close()
+        await self.connections.close()
 
     async def _open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
         settings = self.settings
@@ -315,12 +258,7 @@ class Upstream:
         response: aiohttp.ClientResponse | None = None
         try:
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
-                response = await self._connected(request.lane).post(
-                    self._url(request, model),
-                    data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
-                    headers={**_HEADERS, **dict(request.headers), **self._headers},
-                    allow_redirects=False,
-                )
+                response = await self.connections.post(request, model, body)
                 self._check(response)
                 first = await response.content.readany()
             if response.status < 400 and self.hidden.is_key_quoted(first):
@@ -384,29 +322,6 @@ class Upstream:
 
     def _deadline_s(self, request: UpstreamRequest) -> float:
         return min(request.deadline_s, request.received_s + self.settings.timeout_s)
-
-    def _url(self, request: UpstreamRequest, model: str) -> URL:
-        path = request.path.replace("{model}", quote(model, safe="/"))
-        if self.settings.dialect == "openai":
-            path = path.removeprefix("/v1")  # the base URL of this SDK has it
-        query = f"?{request.query}" if request.query else ""
-        return URL(f"{self.settings.url}{path}{query}", encoded=True)
-
-    def _connected(self, lane: Lane) -> aiohttp.ClientSession:
-        if lane not in self._sessions:
-            settings = self.settings
-            limit = settings.max_connections if lane == "online" else settings.batch_places
-            self._sessions[lane] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60.0),
-                timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-                max_line_size=MAX_HEADER_BYTES,
-                max_field_size=MAX_HEADER_BYTES,
-                max_headers=MAX_HEADERS,
-                skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
-            )
-        return self._sessions[lane]
 
 
 def _encoding(response: aiohttp.ClientResponse) -> str:

@@ -1,0 +1,108 @@
+"""The connections to one upstream: where a request is sent, with which headers and which key, over whose connection.
+
+Knows nothing of what an answer means; aiohttp's errors end in upstream.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Awaitable
+from typing import Final
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from engine.protocol import Lane
+from gateway.config import UpstreamSettings
+from gateway.types import UpstreamRequest
+from gateway.upstreams.failures import AttemptFailed
+from gateway.upstreams.hidden import Hidden
+
+_KEY_HEADERS: Final = {"openai": "authorization", "anthropic": "x-api-key", "gemini": "x-goog-api-key"}
+_HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
+"""Of every request, unless the client or the settings say something else. What comes uncompressed can be metered."""
+
+_VERSIONS: Final = {"anthropic": {"anthropic-version": "2023-06-01"}}
+"""What a request of the gateway's own needs besides."""
+
+AT_ONCE_BYTES: Final = 1 << 20
+"""A larger body is written in pieces, so that the event loop turns in between."""
+
+MAX_HEADER_BYTES: Final = 64 << 10
+"""Of one header of an answer. Some hosts have a security policy of more than the 8 KiB that aiohttp reads by itself."""
+
+MAX_HEADERS: Final = 1024
+
+
+class Connections:
+    """Made before the event loop runs; they are opened when they are wanted."""
+
+    def __init__(self, settings: UpstreamSettings, key: str | None) -> None:
+        self._settings = settings
+        self._sessions: dict[Lane, aiohttp.ClientSession] = {}  # no online request waits for a line's connection
+        self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
+        self.hidden = Hidden(key, self._headers)
+        if key:
+            name = _KEY_HEADERS[settings.dialect]
+            self._headers[name] = f"Bearer {key}" if name == "authorization" else key
+
+    def post(self, request: UpstreamRequest, model: str, body: bytes) -> Awaitable[aiohttp.ClientResponse]:
+        """Sends it. The answer, whose body is the caller's to read and to close. Raises what aiohttp raises."""
+        return self._of(request.lane).post(
+            self._url(request, model),
+            data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
+            headers={**_HEADERS, **dict(request.headers), **self._headers},
+            allow_redirects=False,
+        )
+
+    async def fetch(self, path: str) -> bytes:
+        """The body of a GET, for the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed."""
+        settings = self._settings
+        if settings.dialect == "openai":
+            path = path.removeprefix("/v1")
+        headers = {**_HEADERS, **_VERSIONS.get(settings.dialect, {}), **self._headers}
+        try:
+            async with (
+                asyncio.timeout(settings.idle_timeout_s),
+                self._of("online").get(settings.url + path, headers=headers, allow_redirects=False) as response,
+            ):
+                if response.status != 200:
+                    why = f"{settings.name} answers with status {response.status}"
+                    raise AttemptFailed("lost", why, again=False)
+                body = b""
+                while piece := await response.content.readany():
+                    body += piece
+                    if len(body) > settings.max_metered_bytes:
+                        raise AttemptFailed("lost", "it is too long (upstreams.max_metered_bytes)", again=False)
+                return body
+        except (aiohttp.ClientError, OSError):
+            raise AttemptFailed("connect", f"{settings.name} cannot be reached", again=False) from None
+
+    async def close(self) -> None:
+        for session in self._sessions.values():
+            await session.close()
+
+    def _url(self, request: UpstreamRequest, model: str) -> URL:
+        path = request.path.replace("{model}", quote(model, safe="/"))
+        if self._settings.dialect == "openai":
+            path = path.removeprefix("/v1")  # the base URL of this SDK has it
+        query = f"?{request.query}" if request.query else ""
+        return URL(f"{self._settings.url}{path}{query}", encoded=True)
+
+    def _of(self, lane: Lane) -> aiohttp.ClientSession:
+        if lane not in self._sessions:
+            settings = self._settings
+            limit = settings.max_connections if lane == "online" else settings.batch_places
+            self._sessions[lane] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60.0),
+                timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                max_line_size=MAX_HEADER_BYTES,
+                max_field_size=MAX_HEADER_BYTES,
+                max_headers=MAX_HEADERS,
+                skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
+            )
+        return self._sessions[lane]
