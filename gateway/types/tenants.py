@@ -44,7 +44,6 @@ class Tenant:
     """Who pays and whose cache it is."""
 
     name: str
-    admin: bool = False  # may read /admin and everybody's figures
     weight: float = 1.0  # of its share of engines that others want, too
     priority: bool = False  # whether its requests may go before others'
 

@@ -293,10 +293,11 @@ def _pair_hits(row: dict[str, Any], vectors: Vectors, budget: Budget, changes: d
 
 
 class _Decided(FixedBudget):
-    """A learned budget that learns no more."""
+    """What a budget has learned: its bar, which stays, also where the budget is closed just now."""
 
     def __init__(self, budget: Budget) -> None:
-        super().__init__(lambda evidence: budget.would_hit(evidence))
+        bar = budget.figures().bar
+        super().__init__(lambda evidence: budget.decide_uncounted(evidence).probability >= bar)
 
 
 def main() -> None:

@@ -131,10 +131,6 @@ class Budget:
         probability = self._probability(evidence)
         return Verdict(probability, hit=probability >= self._bar and not self.closed)
 
-    def would_hit(self, evidence: Evidence) -> bool:
-        """Whether a candidate like this clears the bar; nothing is counted."""
-        return self._probability(evidence) >= self._bar
-
     def given(self) -> None:
         """A hit was given to its client."""
         self._hits += 1
