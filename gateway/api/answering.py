@@ -5,8 +5,9 @@ a stream. The dialects parse and write; nothing here knows a wire format.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import orjson
 from aiohttp import web
 
 from engine.protocol import Breakpoint, Hello
@@ -354,3 +355,8 @@ def _no_echo(index: int) -> str:
 def reply(body: bytes, **headers: str) -> web.Response:
     """JSON. The middleware adds the headers that every answer carries."""
     return web.Response(body=body, content_type=JSON, headers=headers)
+
+
+def reply_json(value: Mapping[str, Any], **headers: str) -> web.Response:
+    """The same, of what is no JSON yet."""
+    return reply(orjson.dumps(value), **headers)

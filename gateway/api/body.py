@@ -37,6 +37,9 @@ class BodyLimit(NamedTuple):
     setting: str
 
 
+_BROKEN: Final = (TimeoutError, zlib.error, web.RequestPayloadError, BadHttpMessage)
+"""What a body that does not arrive whole raises."""
+
 _CONTAINERS = frozenset((dict, list))
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
 
@@ -78,12 +81,8 @@ async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
         if "Content-Encoding" in http.headers:
             body = _decoded(http, body, server.max_body_bytes)
         http[RECORD].body_bytes = len(body)
-    except TimeoutError:
-        raise BadRequestError("The request body did not arrive in time (server.body_timeout_s).") from None
-    except zlib.error:
-        raise BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID) from None
-    except (web.RequestPayloadError, BadHttpMessage) as error:
-        raise BadRequestError(f"The request body cannot be read: {type(error).__name__}.") from None
+    except _BROKEN as error:
+        raise _unreadable(error, "server.body_timeout_s") from None
     http[RAW] = body
     return body
 
@@ -102,12 +101,17 @@ async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> 
                     raise BodyTooLargeError(limit_bytes, setting=setting)
                 yield piece
                 await asyncio.sleep(0)
-    except TimeoutError:
-        raise BadRequestError("The request body did not arrive in time.") from None
-    except zlib.error:
-        raise BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID) from None
-    except (web.RequestPayloadError, BadHttpMessage) as error:
-        raise BadRequestError(f"The request body cannot be read: {type(error).__name__}.") from None
+    except _BROKEN as error:
+        raise _unreadable(error, "files.upload_timeout_s") from None
+
+
+def _unreadable(error: Exception, timeout: str) -> BadRequestError:
+    """For one of _BROKEN. `timeout` is the setting that says for how long the body was waited for."""
+    if isinstance(error, TimeoutError):
+        return BadRequestError(f"The request body did not arrive in time ({timeout}).")
+    if isinstance(error, zlib.error):
+        return BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID)
+    return BadRequestError(f"The request body cannot be read: {type(error).__name__}.")
 
 
 async def _decoded_pieces(http: web.Request) -> AsyncIterator[bytes]:

@@ -164,6 +164,10 @@ def empty_array(path: str) -> BadRequestError:
     return invalid(path, why, code="empty_array")
 
 
+def empty_text(path: str) -> BadRequestError:
+    return invalid(path, "empty string. Expected a string with minimum length 1", code="empty_string")
+
+
 def array_too_long(path: str, limit: int, length: int) -> BadRequestError:
     why = (
         f"array too long. Expected an array with maximum length {limit}, but got an array with length {length} instead"

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, reply_json
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT, read_page
 from gateway.api.anthropic.wire import read_version, time_text
 from gateway.api.dialect import BYTES, Route
@@ -67,7 +66,7 @@ class AnthropicFiles:
             form = await read_form(http, upload, self._upload_timeout_s, lambda name, value: None)
             ttl_s = read(form.values, UPLOAD, ()).get("expires_in_seconds")
             stored = await upload.finish(form.filename or "", form.mime_type, ttl_s)
-        return _reply(http, file_json(stored))
+        return reply_json(file_json(stored))
 
     async def list_files(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files"""
@@ -76,21 +75,21 @@ class AnthropicFiles:
         newest_first = (await self._files.all_of(tenant.name))[::-1]
         if asked := _ids(http):
             data = [stored for stored in newest_first if stored.id in asked]
-            return _reply(http, _list_json(data, has_more=False))
+            return reply_json(_list_json(data, has_more=False))
         limit, cursor = values.get("limit", DEFAULT_LIMIT), values.get("page")
         if "after_id" in values or "before_id" in values:
             page = read_page(http.query, [PREFIX + stored.id for stored in newest_first])
             told = set(page.ids)
-            return _reply(http, _list_json([one for one in newest_first if PREFIX + one.id in told], page.has_more))
+            return reply_json(_list_json([one for one in newest_first if PREFIX + one.id in told], page.has_more))
         if cursor is not None:
             if not cursor.startswith(PAGE_PREFIX):
                 raise invalid("page", "it is no `next_page` of this list")
             newest_first = [stored for stored in newest_first if stored.id < cursor[len(PAGE_PREFIX) :]]
-        return _reply(http, _list_json(newest_first[:limit], len(newest_first) > limit))
+        return reply_json(_list_json(newest_first[:limit], len(newest_first) > limit))
 
     async def get_file(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}"""
-        return _reply(http, file_json(await find_file(self._files, *self._asked(http))))
+        return reply_json(file_json(await find_file(self._files, *self._asked(http))))
 
     async def content(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}/content"""
@@ -100,7 +99,7 @@ class AnthropicFiles:
         """DELETE /v1/files/{file_id}"""
         tenant, file_id = self._asked(http)
         await delete_file(self._files, tenant, file_id)
-        return _reply(http, {"id": file_id, "type": "file_deleted"})
+        return reply_json({"id": file_id, "type": "file_deleted"})
 
     def _admit(self, http: web.Request) -> Tenant:
         tenant = self._answering.admit(http)
@@ -143,7 +142,3 @@ def _ids(http: web.Request) -> set[str]:
     if asked and ("page" in http.query or "limit" in http.query):
         raise invalid("ids", "it goes with neither `page` nor `limit`")
     return {store_id(one) for one in asked}
-
-
-def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
-    return reply(orjson.dumps(value))

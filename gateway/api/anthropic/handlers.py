@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, Asked, reply
+from gateway.api.answering import Answering, Asked, reply_json
 from gateway.api.anthropic.accounting import Accounted
 from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.pages import MODELS, read_page
@@ -121,7 +120,7 @@ class Anthropic:
         call = parse_count(body, read_version(http), self._settings, self._leases)
         model = self._answering.model(call.model, http[RECORD])
         count = await self._answering.count(http[RECORD], tenant, call, model)
-        return reply(orjson.dumps({"input_tokens": count}))
+        return reply_json({"input_tokens": count})
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models, newest first"""
@@ -131,7 +130,7 @@ class Anthropic:
         page = read_page(http.query, [name for name, _ in models])
         created = dict(models)
         data = [self._model(name, created[name]) for name in page.ids]
-        return reply(orjson.dumps(page.body(data)))
+        return reply_json(page.body(data))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
@@ -140,7 +139,7 @@ class Anthropic:
         name = http.match_info["model"]
         if (created := self._answering.passthrough.models(http[RECORD]).get(name)) is None:
             raise ModelNotFoundError(name)
-        return reply(orjson.dumps(self._model(name, created)))
+        return reply_json(self._model(name, created))
 
     def _model(self, name: str, created: int) -> dict[str, Any]:
         try:

@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
-import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, reply_json
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, Route
 from gateway.api.fields import read_query, shown
@@ -195,4 +194,4 @@ def _not_found(name: str) -> NotFoundError:
 
 def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
     record = http[RECORD]
-    return reply(orjson.dumps(value), **(kvasir_headers(record) if record.traces else {}))
+    return reply_json(value, **(kvasir_headers(record) if record.traces else {}))

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
 from engine.protocol import Hello
-from gateway.api.answering import Answering, Asked, reply
+from gateway.api.answering import Answering, Asked, reply_json
 from gateway.api.body import read_json
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import text
@@ -106,14 +105,14 @@ class Gemini:
         call = to_call(name, asked, kept, max_answers=MAX_CANDIDATES)
         tokens = await self._answering.count(http[RECORD], tenant, call, self._answering.model(name, http[RECORD]))
         details = [{"modality": "TEXT", "tokenCount": tokens}]
-        return reply(orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details, **told}))
+        return reply_json({"totalTokens": tokens, "promptTokensDetails": details, **told})
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
         self._answering.admit(http)
         shown, token = page(self._answering.passthrough.models(http[RECORD]), http.query)
         listed = {"models": [model_json(name, self._hello(name)) for name, _ in shown]}
-        return reply(orjson.dumps(listed | ({"nextPageToken": token} if token else {})))
+        return reply_json(listed | ({"nextPageToken": token} if token else {}))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
@@ -121,7 +120,7 @@ class Gemini:
         name = model_name(http.match_info["model"])
         if name not in self._answering.passthrough.models(http[RECORD]):
             raise ModelNotFoundError(name)
-        return reply(orjson.dumps(model_json(name, self._hello(name))))
+        return reply_json(model_json(name, self._hello(name)))
 
     def _hello(self, name: str) -> Hello | None:
         """None while its engines are away."""

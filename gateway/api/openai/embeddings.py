@@ -22,6 +22,7 @@ from gateway.api.fields import (
     array_too_long,
     choice,
     empty_array,
+    empty_text,
     integer,
     read,
     takes,
@@ -255,11 +256,7 @@ def _text(value: Any, path: str) -> str:
     if type(value) is not str:
         raise wrong_type(path, "a string", value)
     if not value:
-        raise BadRequestError(
-            f"Invalid '{path}': empty string. Expected a string with minimum length 1.",
-            param=path,
-            code="empty_string",
-        )
+        raise empty_text(path)
     return value
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, reply_json
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, missing, read, read_query, text
 from gateway.api.uploads import FileStore, delete_file, find_file, no_such_file, read_form, send_file, store_id
@@ -77,7 +76,7 @@ class Files:
             form = await read_form(http, upload, self._upload_timeout_s, on_value)
             values = read(form.values, UPLOAD, ("purpose",))
             stored = await upload.finish(form.filename or "", form.mime_type, _ttl_s(values))
-        return _reply(http, file_json(stored))
+        return reply_json(file_json(stored))
 
     async def list_files(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files"""
@@ -85,11 +84,11 @@ class Files:
         data, has_more = page(await self._files.all_of(tenant.name), read_query(http.query, LIST))
         ids = [PREFIX + stored.id for stored in data]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-        return _reply(http, {"object": "list", "data": [*map(file_json, data)], **ends, "has_more": has_more})
+        return reply_json({"object": "list", "data": [*map(file_json, data)], **ends, "has_more": has_more})
 
     async def get_file(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}"""
-        return _reply(http, file_json(await find_file(self._files, *self._asked(http))))
+        return reply_json(file_json(await find_file(self._files, *self._asked(http))))
 
     async def content(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}/content"""
@@ -99,7 +98,7 @@ class Files:
         """DELETE /v1/files/{file_id}"""
         tenant, file_id = self._asked(http)
         await delete_file(self._files, tenant, file_id)
-        return _reply(http, {"id": file_id, "object": "file", "deleted": True})
+        return reply_json({"id": file_id, "object": "file", "deleted": True})
 
     def _asked(self, http: web.Request) -> tuple[Tenant, str]:
         return self._answering.admit(http), http.match_info["file_id"]
@@ -143,7 +142,3 @@ def _ttl_s(values: dict[str, Any]) -> float | None:
     if seconds is None and anchor is not None:
         raise missing("expires_after[seconds]")
     return seconds
-
-
-def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
-    return reply(orjson.dumps(value))

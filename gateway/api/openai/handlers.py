@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, Asked, reply
+from gateway.api.answering import Answering, Asked, reply_json
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
@@ -96,7 +95,7 @@ class OpenAI:
         self._answering.admit(http)
         read_query(http.query, LIST)
         nothing: dict[str, Any] = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
-        return reply(orjson.dumps(nothing))
+        return reply_json(nothing)
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
@@ -112,7 +111,7 @@ class OpenAI:
         """GET /v1/models"""
         self._answering.admit(http)
         data = [model_json(name, created) for name, created in self._models(http).items()]
-        return reply(orjson.dumps({"object": "list", "data": data}))
+        return reply_json({"object": "list", "data": data})
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
@@ -120,7 +119,7 @@ class OpenAI:
         name = http.match_info["model"]
         if (created := self._models(http).get(name)) is None:
             raise ModelNotFoundError(name)
-        return reply(orjson.dumps(model_json(name, created)))
+        return reply_json(model_json(name, created))
 
     def _chat(self, record: Record, body: dict[str, Any]) -> Asked:
         call = parse_chat(body, self._leases, self._server.max_prompts)

@@ -17,6 +17,7 @@ from gateway.api.fields import (
     array_too_long,
     boolean,
     choice,
+    empty_text,
     integer,
     number,
     record,
@@ -85,11 +86,7 @@ def cache_salt(value: Any, path: str) -> str:
 
 def _not_empty(value: str, path: str) -> str:
     if not value:
-        raise BadRequestError(
-            f"Invalid '{path}': empty string. Expected a string with minimum length 1.",
-            param=path,
-            code="empty_string",
-        )
+        raise empty_text(path)
     return value
 
 

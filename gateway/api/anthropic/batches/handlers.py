@@ -7,10 +7,9 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, reply_json
 from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.api.anthropic.wire import ANTHROPIC, read_version, time_text
@@ -107,7 +106,7 @@ class MessageBatches:
                 metadata={"version": version, "betas": _betas(http)},
                 num_lines=reader.num_requests,
             )
-            return _reply(job_json(await self._batches.create(order, rows)))
+            return reply_json(job_json(await self._batches.create(order, rows)))
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches"""
@@ -124,24 +123,24 @@ class MessageBatches:
         )
         data = [job_json(job) for job in jobs]
         ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return _reply({"data": data, "has_more": has_more, **ends})
+        return reply_json({"data": data, "has_more": has_more, **ends})
 
     async def get_batch(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches/{batch_id}"""
-        return _reply(job_json(await self._get(*self._asked(http))))
+        return reply_json(job_json(await self._get(*self._asked(http))))
 
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/batches/{batch_id}/cancel, whose body is empty whatever its type says"""
         tenant, batch_id = self._asked(http)
         job = await self._batches.cancel(tenant.name, ANTHROPIC.name, _job_id(batch_id))
-        return _reply(job_json(_found(job, batch_id)))
+        return reply_json(job_json(_found(job, batch_id)))
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/messages/batches/{batch_id}"""
         tenant, batch_id = self._asked(http)
         if not await self._batches.delete(tenant.name, ANTHROPIC.name, _job_id(batch_id)):
             raise _not_found(batch_id)
-        return _reply({"id": batch_id, "type": "message_batch_deleted"})
+        return reply_json({"id": batch_id, "type": "message_batch_deleted"})
 
     async def results(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches/{batch_id}/results"""
@@ -224,7 +223,3 @@ def _found(job: Job | None, batch_id: str) -> Job:
 
 def _not_found(batch_id: str) -> NotFoundError:
     return NotFoundError(f"There is no message batch {shown(batch_id)!r}.")
-
-
-def _reply(value: dict[str, Any]) -> web.Response:
-    return reply(orjson.dumps(value))

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, reply_json
 from gateway.api.body import read_json
 from gateway.api.dialect import Route
 from gateway.api.fields import (
@@ -151,7 +150,7 @@ class OpenAIBatches:
             in_files=True,
             output_ttl_s=values.get("output_expires_after"),
         )
-        return _reply(job_json(await self._batches.create(order, stored.id)))
+        return reply_json(job_json(await self._batches.create(order, stored.id)))
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/batches"""
@@ -168,19 +167,19 @@ class OpenAIBatches:
         )
         data = [job_json(job) for job in jobs]
         ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return _reply({"object": "list", "data": data, **ends, "has_more": has_more})
+        return reply_json({"object": "list", "data": data, **ends, "has_more": has_more})
 
     async def get_batch(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/batches/{batch_id}"""
         tenant, batch_id = self._asked(http)
         job = await self._batches.find(tenant.name, OPENAI.name, _job_id(batch_id))
-        return _reply(job_json(_found(job, batch_id)))
+        return reply_json(job_json(_found(job, batch_id)))
 
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/batches/{batch_id}/cancel, whose body is empty whatever its type says"""
         tenant, batch_id = self._asked(http)
         job = await self._batches.cancel(tenant.name, OPENAI.name, _job_id(batch_id))
-        return _reply(job_json(_found(job, batch_id)))
+        return reply_json(job_json(_found(job, batch_id)))
 
     def _asked(self, http: web.Request) -> tuple[Tenant, str]:
         return self._answering.admit(http), http.match_info["batch_id"]
@@ -238,7 +237,3 @@ def _found(job: Job | None, batch_id: str) -> Job:
 
 def _not_found(batch_id: str, param: str) -> NotFoundError:
     return NotFoundError(f"No batch found with id '{shown(batch_id)}'.", param=param)
-
-
-def _reply(value: dict[str, Any]) -> web.Response:
-    return reply(orjson.dumps(value))

@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 
 from engine.protocol import Hello
-from gateway.api.answering import Answering, reply
+from gateway.api.answering import Answering, reply, reply_json
 from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
@@ -180,7 +180,7 @@ class Responses:
         model = self._answering.model(asked.values["model"], http[RECORD])
         call = await self._call(http[RECORD], tenant, asked, await self._items(tenant, asked), model)
         tokens = await self._answering.count(http[RECORD], tenant, call, model)
-        return _told({"object": "response.input_tokens", "input_tokens": tokens}, http)
+        return reply_json({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def compact(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/compact"""
@@ -191,7 +191,7 @@ class Responses:
         """GET /v1/responses/{response_id}"""
         tenant = self._answering.admit(http)
         read_query(http.query, IN_RESPONSE_URL)
-        return _told((await self._get(http, tenant)).response, http)
+        return reply_json((await self._get(http, tenant)).response)
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{response_id}"""
@@ -200,7 +200,7 @@ class Responses:
         if not await self._store.delete(tenant.name, response_id):
             raise _not_found(response_id)
         await self._background.cancel(response_id)
-        return _told({"id": response_id, "object": "response", "deleted": True}, http)
+        return reply_json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{response_id}/cancel"""
@@ -215,7 +215,7 @@ class Responses:
             kept.response["status"] = "cancelled"
             if not await self._store.put(tenant.name, kept):
                 raise OverloadedError("Stored responses cannot be reached at the moment.", retry_after_s=RETRY_AFTER_S)
-        return _told(kept.response, http)
+        return reply_json(kept.response)
 
     async def input_items(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}/input_items"""
@@ -227,16 +227,8 @@ class Responses:
         if (after := asked.get("after")) is not None:
             items = _after(items, after)
         page = items[: asked.get("limit", 20)]
-        return _told(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": len(items) > len(page),
-            },
-            http,
-        )
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return reply_json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
     async def _get(self, http: web.Request, tenant: Tenant) -> Kept:
         """The response of the URL. Raises NotFoundError."""
@@ -317,7 +309,3 @@ def _parse_line(body: dict[str, Any]) -> Asked:
 
 def _not_found(response_id: str) -> NotFoundError:
     return NotFoundError(f"Response with id '{shown(response_id)}' not found.", param="response_id")
-
-
-def _told(value: dict[str, Any], http: web.Request) -> web.Response:
-    return reply(orjson.dumps(value))

@@ -14,6 +14,7 @@ from gateway.api.openai.strict_schema import check_strict
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import Constraint
+from tests.fakes.schemas import closed
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"const": "é"}}}
@@ -25,15 +26,6 @@ def chat(**fields: Any) -> Constraint | None:
 
 def schema_format(schema: Any = SCHEMA, **fields: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **fields}}
-
-
-def closed(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
 
 
 def test_plain_text_asks_for_nothing() -> None:
