@@ -4,7 +4,9 @@
     open       not asked until `open_s` seconds are over
     half-open  asked by one request at a time; its success closes, its failure opens it again
 
-Whoever was admitted says once how it went: succeeded, failed, or abandoned (it cannot tell).
+Whoever was admitted says how it went: succeeded, failed, or abandoned (it cannot tell). An answer that begins says so,
+too, because its end may be far: it closes what was open, but an upstream whose answers all break off begins each of
+them, so it forgives no failure.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ class Breaker:
         if self._probing:
             return self._open_s
         return max(0.0, self._opened_s + self._open_s - self._clock())
+
+    def began(self) -> None:
+        """An answer, which has still to come to its end."""
+        if self._opened_s is not None:
+            self.succeeded()
 
     def succeeded(self) -> None:
         self._failures, self._opened_s, self._probing = 0, None, False

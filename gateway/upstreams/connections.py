@@ -18,6 +18,7 @@ from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.types import UpstreamRequest
 from gateway.upstreams.failures import AttemptFailed
+from gateway.upstreams.headers import joined
 from gateway.upstreams.hidden import Hidden
 
 _KEY_HEADERS: Final = {"openai": "authorization", "anthropic": "x-api-key", "gemini": "x-goog-api-key"}
@@ -53,7 +54,7 @@ class Connections:
         return self._of(request.lane).post(
             self._url(request, model),
             data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
-            headers={**_HEADERS, **dict(request.headers), **self._headers},
+            headers={**_HEADERS, **joined(request.headers), **self._headers},
             allow_redirects=False,
         )
 

@@ -1,6 +1,6 @@
-"""Which headers of an upstream's answer a client sees. Pure.
+"""Headers of requests in the form in which an upstream gets them, and which headers of its answer a client sees. Pure.
 
-All but those of one connection, those that are ours to set, and those that tell of the operator's account.
+These are all but those of one connection, those that are ours to set, and those that tell of the operator's account.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ _DROPPED: Final = frozenset(
         "anthropic-organization-id",
     )
 )
+
+
+def joined(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """By name, in small letters; lines of one name as one list (RFC 9110, 5.3)."""
+    values: dict[str, str] = {}
+    for name, value in headers:
+        values[name] = f"{values[name]}, {value}" if name in values else value
+    return values
 
 
 def returned(headers: Iterable[tuple[str, str]], is_secret: Callable[[bytes], bool]) -> tuple[tuple[str, str], ...]:

@@ -88,6 +88,8 @@ class Opened:
                     piece = await self._upstream.next_piece(self._response, watch)
             finally:
                 watch.close()
+            if self.status < 400:
+                self._upstream.breaker.succeeded()
         except UpstreamLostError as error:
             error.between_events = self._meter.between_events
             raise
@@ -278,12 +280,14 @@ class Upstream:
         return Opened(self, response, first, meter, request.lane)
 
     def _check(self, response: aiohttp.ClientResponse) -> None:
-        """An answer that is about the gateway and not for the client. Its body might quote our key."""
+        """An answer that is about the gateway and not for the client (its body might quote our key), or none at all."""
         refused, self._key_refused = self._key_refused, response.status == 401
         if self._key_refused:
             if not refused:  # once, until it takes the key
                 log.warning("upstream %s refuses the key of the gateway (upstreams.key)", self.name)
             raise AttemptFailed("key", f"{self.name} refuses the gateway's key", again=False)
+        if response.status < 200:  # another protocol, which nobody asked for
+            raise AttemptFailed("lost", f"{self.name} ended without an answer", again=False)
         if 300 <= response.status < 400:
             raise AttemptFailed("redirect", f"{self.name} sends the gateway elsewhere", again=False)
 
@@ -314,10 +318,12 @@ class Upstream:
         if status in _FAILED:
             self.errors[str(status)] += 1
             return
-        self.breaker.succeeded()
         if status >= 400:
+            self.breaker.succeeded()
             self.errors[str(status)] += 1
-        elif lane == "batch":
+            return
+        self.breaker.began()
+        if lane == "batch":
             self.places.answered()
 
     def _deadline_s(self, request: UpstreamRequest) -> float:

@@ -356,6 +356,36 @@ async def test_an_upstream_that_fails_again_and_again_is_left_alone_with_a_time_
     assert sum("is left alone" in record.message for record in caplog.records) == 1
 
 
+async def test_an_upstream_whose_answers_all_break_off_is_left_alone_until_one_comes_to_its_end() -> None:
+    cut, fine = Told(CHAT_STREAM.pieces[:1], media=SSE, then="cut"), CHAT_STREAM
+    async with (
+        upstream(cut, cut, fine, cut, cut, cut) as stub,
+        running(upstreams=[stub.settings(breaker_failures=3)]) as gateway,
+    ):
+        told = [(await ask(gateway))[2] for _ in range(5)]
+        assert [b"upstream_failed" in body for body in told] == [True, True, False, True, True]
+        assert (await figures(gateway))["breaker"] == "closed"
+        await ask(gateway)
+        assert (await figures(gateway))["breaker"] == "open"
+        assert (await ask(gateway))[0] == 503
+
+
+async def test_an_upstream_that_wants_to_speak_another_protocol_has_not_answered() -> None:
+    switching = Told(status=101, headers={"Upgrade": "websocket", "Connection": "Upgrade"})
+    async with upstream(switching) as stub, running(upstreams=[stub.settings()]) as gateway:
+        status, _, body = await ask(gateway)
+        assert (status, orjson.loads(body)["error"]["code"]) == (502, "upstream_failed")
+
+
+async def test_a_header_that_is_there_twice_goes_on_as_one_list() -> None:
+    async with upstream(MESSAGE) as stub, running(upstreams=[stub.settings(dialect="anthropic")]) as gateway:
+        headers = [("anthropic-beta", "one-2025"), ("anthropic-beta", "two-2025"), ("anthropic-version", "2023-06-01")]
+        url = f"{gateway.url}/v1/messages"
+        async with gateway.session.post(url, json=ASK | {"max_tokens": 5}, headers=headers) as answer:
+            assert answer.status == 200
+        assert stub.got[0].headers["anthropic-beta"] == "one-2025, two-2025"
+
+
 async def test_an_upstream_without_a_free_connection_is_busy() -> None:
     settings = {"max_connections": 1, "max_waiting": 0}
     async with (

@@ -78,3 +78,20 @@ def test_a_request_from_before_it_opened_does_not_keep_it_open_for_longer() -> N
     clock.now += 5
     breaker.failed()
     assert breaker.wait_s() == 5.0
+
+
+def test_answers_that_begin_and_break_off_are_failures_in_a_row() -> None:
+    breaker = Breaker(2, 10.0, Clock())
+    for _ in range(2):
+        breaker.began()
+        breaker.failed()
+    assert breaker.state == "open"
+
+
+def test_a_try_that_begins_to_answer_closes_it() -> None:
+    clock = Clock()
+    breaker = opened(clock)
+    clock.now += 10
+    assert breaker.admit()
+    breaker.began()
+    assert (breaker.state, breaker.admit()) == ("closed", True)
