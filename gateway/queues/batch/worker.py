@@ -88,7 +88,7 @@ class Worker:
         self._swept_s = float("-inf")
         self._took_over_s = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
-        self._down = False
+        self._down: set[str] = set()  # loops that found Redis away when they asked it last
         self._counted: Counter[str] = Counter()
         self._open_jobs = 0
 
@@ -135,7 +135,7 @@ class Worker:
     async def _look_for_steps(self) -> None:
         while not tasks.was_cancelled():
             self._changed.clear()
-            await self._while_up(self._begin_steps)
+            await self._while_up("steps", self._begin_steps)
             await _event(self._changed, self._settings.poll_s)
 
     async def _begin_steps(self) -> None:
@@ -194,7 +194,7 @@ class Worker:
     async def _look_for_lines(self) -> None:
         while not tasks.was_cancelled():
             self._room.clear()
-            await self._while_up(self._claim)
+            await self._while_up("lines", self._claim)
             await _event(self._room, self._settings.poll_s)
 
     async def _claim(self) -> None:
@@ -290,7 +290,7 @@ class Worker:
     async def _renew(self) -> None:
         while not tasks.was_cancelled():
             await asyncio.sleep(self._settings.lease_s / 3)
-            await self._while_up(self._renew_once)
+            await self._while_up("leases", self._renew_once)
 
     async def _renew_once(self) -> None:
         asked = dict(self._running)
@@ -320,22 +320,23 @@ class Worker:
     def _is_paused(self, job_id: str) -> bool:
         return self._not_before.get(job_id, 0.0) > self._clock()
 
-    async def _while_up(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Does it, or finds out that it cannot be done now."""
+    async def _while_up(self, loop: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Does it, or finds out that it cannot be done now. One loop may have nothing to ask of a Redis that is away,
+        or may do what a full one still does, while another one waits."""
         try:
             await work()
         except OverloadedError as error:
             if not self._down:
                 log.warning("the batch lane waits for Redis: %s", error.__cause__ or error)
-            self._down = True
+            self._down.add(loop)
         except KvasirError as error:
             log.warning("the batch lane tries again: %s", error)
         except Exception:
             log.exception("the batch lane tries again")
         else:
-            if self._down:
+            if self._down == {loop}:
                 log.info("the batch lane goes on")
-            self._down = False
+            self._down.discard(loop)
 
     async def _surely(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """What `call` returns, however long Redis is away."""

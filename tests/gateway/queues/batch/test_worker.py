@@ -362,6 +362,17 @@ async def test_a_gateway_stops_what_somebody_else_has_by_now(tmp_path: Path) -> 
     assert await lane.results(job) == [{"id": "0", "why": "failed"}], "a result that was lost has one all the same"
 
 
+async def test_an_outage_is_told_once_though_a_gateway_without_lines_has_no_leases_to_renew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="gateway.queues.batch")
+    lane, life = Lane(tmp_path, QUICK.model_copy(update={"lease_s": 0.003})), Life(1)
+    async with lane.gateway(FakeRunner(), life):
+        await until(lambda: life.calls >= 20)
+    assert caplog.text.count("waits for Redis") == 1
+    assert "goes on" not in caplog.text
+
+
 async def test_a_line_that_is_claimed_once_more_while_leases_are_renewed_goes_on(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
