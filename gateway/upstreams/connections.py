@@ -1,6 +1,6 @@
 """The connections to one upstream: where a request is sent, with which headers and which key, over whose connection.
 
-Knows nothing of what an answer means; aiohttp's errors end in upstream.py.
+Knows nothing of what an answer means; aiohttp's errors end in upstream.py and opened.py.
 """
 
 from __future__ import annotations

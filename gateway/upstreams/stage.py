@@ -34,9 +34,10 @@ from gateway.upstreams.failures import AttemptFailed
 from gateway.upstreams.hints import hinted
 from gateway.upstreams.json_edit import named_once, replaced, root, without_member
 from gateway.upstreams.listing import Listing
+from gateway.upstreams.opened import Opened
 from gateway.upstreams.routes import Route, Routes, may
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
-from gateway.upstreams.upstream import Opened, Upstream
+from gateway.upstreams.upstream import Upstream
 
 MAX_LABELS: Final = 1000
 """Names of models that were found by a pattern and are labels of metrics; what is more is under the pattern."""

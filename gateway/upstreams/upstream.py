@@ -1,5 +1,5 @@
-"""One upstream: how it is asked and how its answer comes in, its breaker and its counters. What goes wrong with its
-connections (connections.py) becomes an error of ours here.
+"""One upstream: it is asked until its answer begins (opened.py has what follows), and its breaker and its counters are
+told. What goes wrong with its connections (connections.py) becomes an error of ours here.
 """
 
 from __future__ import annotations
@@ -8,25 +8,20 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any, Final
 
 import aiohttp
 
 from engine.protocol import Lane
 from gateway.config import UpstreamSettings
-from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
 from gateway.upstreams.breaker import Breaker
 from gateway.upstreams.connections import Connections
 from gateway.upstreams.failures import AttemptFailed
-from gateway.upstreams.headers import retry_after_s, returned
-from gateway.upstreams.hidden import QuotedError
 from gateway.upstreams.hints import Seen
-from gateway.upstreams.metering import Meter, decoded
+from gateway.upstreams.opened import Opened, deadline_s, quoting, too_late
 from gateway.upstreams.places import Places
-from gateway.upstreams.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -38,100 +33,6 @@ _NO_ROOM: Final = frozenset((429, 503, 529))
 
 NO_ROOM_S: Final = 2.0
 """That it gets no lines of batches then, where it does not say for how long."""
-
-
-class Opened:
-    """An answer whose first bytes are there. Has to be closed, and may be several times."""
-
-    def __init__(
-        self, upstream: Upstream, response: aiohttp.ClientResponse, first: bytes, meter: Meter, lane: Lane
-    ) -> None:
-        self._upstream = upstream
-        self._lane = lane
-        self._response = response
-        self._first = first
-        self._meter = meter
-        self._encoding = _encoding(response)
-        self._open = True
-        self.status = response.status
-        self.headers = returned(response.headers.items(), upstream.hidden.is_quoted)
-        self.retry_after_s = retry_after_s(response.headers) if response.status >= 400 else None
-        self.final = response.headers.get("x-should-retry", "").lower() == "false"  # the upstream wants no retry
-
-    @property
-    def is_plain_stream(self) -> bool:
-        """Server-sent events that are not compressed."""
-        return self._meter.is_plain_stream
-
-    async def pieces(self, request: UpstreamRequest) -> AsyncGenerator[bytes, None]:
-        """The body as it comes, metered into the request's trace; nothing of it with a key of ours. Raises
-        UpstreamLostError."""
-        passing = self._upstream.hidden.passing()
-        async with aclosing(self._raw(request)) as pieces:
-            try:
-                async for piece in pieces:
-                    if told := passing.feed(piece):
-                        yield told
-            except QuotedError:
-                raise self._upstream.quoted() from None
-        if rest := passing.rest():
-            yield rest
-
-    async def _raw(self, request: UpstreamRequest) -> AsyncGenerator[bytes, None]:
-        try:
-            watch = self._upstream.watch(self._response, request)
-            piece = self._first
-            try:
-                while piece:
-                    self._meter.feed(piece)
-                    yield piece
-                    piece = await self._upstream.next_piece(self._response, watch)
-            finally:
-                watch.close()
-            if self.status < 400:
-                self._upstream.breaker.succeeded()
-        except UpstreamLostError as error:
-            error.between_events = self._meter.between_events
-            raise
-        finally:
-            self._settle(request)
-            self.close()
-
-    async def whole(self, request: UpstreamRequest, max_bytes: int) -> bytes:
-        """The body of an error, cut to a limit. Raises AttemptFailed when it does not come, or quotes a secret of ours,
-        or cannot be looked through for one."""
-        body = b""
-        try:
-            async with aclosing(self._raw(request)) as pieces:
-                async for piece in pieces:
-                    body += piece
-                    if len(body) >= max_bytes:
-                        break
-        except UpstreamLostError as error:
-            raise AttemptFailed("lost", error.message, again=True) from None
-        body = body[:max_bytes]
-        hidden = self._upstream.hidden
-        if hidden.is_any and ((plain := decoded(body, self._encoding, max_bytes)) is None or hidden.is_quoted(plain)):
-            raise self._upstream.quoting()
-        return body
-
-    def close(self) -> None:
-        """Gives the connection back, or closes it when the answer has not come to its end."""
-        if self._open:
-            self._open = False
-            self._response.close()
-            self._upstream.left(self._lane)
-
-    def _settle(self, request: UpstreamRequest) -> None:
-        if not request.metered or self.status >= 300:
-            return
-        if (tokens := self._meter.tokens()) is None:
-            self._upstream.unmetered += 1
-            return
-        trace = request.trace
-        trace.prompt_tokens, trace.completion_tokens = tokens.prompt, tokens.completion
-        trace.cached_tokens = trace.told_cached_tokens = tokens.cached
-        trace.cache_write_tokens, trace.lease_writes = tokens.cache_write, tokens.writes
 
 
 class Upstream:
@@ -191,38 +92,13 @@ class Upstream:
         if lane == "online":
             self.places.entered()
 
-    def quoting(self) -> AttemptFailed:
-        """What an answer is that has a secret of ours in it."""
-        log.warning("upstream %s quotes a secret of the gateway in an answer; clients are not told", self.name)
-        return AttemptFailed("key", f"{self.name} failed", again=False)
+    def succeeded(self) -> None:
+        """An answer came to its end."""
+        self.breaker.succeeded()
 
-    def quoted(self) -> UpstreamLostError:
-        """The same for one that has begun."""
-        self.failed(self.quoting().kind)
-        return UpstreamLostError(f"Upstream {self.name} failed in the middle of its answer.")
-
-    def watch(self, response: aiohttp.ClientResponse, request: UpstreamRequest) -> Watch:
-        """Over how long the pieces of an answer take."""
-
-        def give_up() -> None:
-            response.content.set_exception(TimeoutError())
-
-        call_later = asyncio.get_running_loop().call_later
-        return Watch(self.settings.idle_timeout_s, self._deadline_s(request), give_up, call_later)
-
-    async def next_piece(self, response: aiohttp.ClientResponse, watch: Watch) -> bytes:
-        """Empty at the end. Raises UpstreamLostError."""
-        try:
-            with watch:
-                return await response.content.readany()
-        except TimeoutError:
-            if watch.over:
-                raise self._too_late() from None
-            self.failed("timeout")
-            raise UpstreamTimeoutError(f"Upstream {self.name} stopped in the middle of its answer.") from None
-        except (aiohttp.ClientError, OSError):
-            self.failed("lost")
-            raise UpstreamLostError(f"Upstream {self.name} ended in the middle of its answer.") from None
+    def told_no_usage(self) -> None:
+        """An answer could not be metered."""
+        self.unmetered += 1
 
     def failed(self, kind: str) -> None:
         """Counts a failure; says in the log when the upstream is left alone from now on, once until it answers."""
@@ -255,8 +131,8 @@ class Upstream:
         await self.connections.close()
 
     async def _open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
-        settings = self.settings
-        until_s = min(time.monotonic() + settings.first_byte_timeout_s, self._deadline_s(request))
+        latest_s = deadline_s(request, self.settings)
+        until_s = min(time.monotonic() + self.settings.first_byte_timeout_s, latest_s)
         response: aiohttp.ClientResponse | None = None
         try:
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
@@ -264,20 +140,14 @@ class Upstream:
                 self._check(response)
                 first = await response.content.readany()
             if response.status < 400 and self.hidden.is_key_quoted(first):
-                raise self.quoting()
+                raise quoting(self.name)
         except BaseException as error:
             if response is not None:
                 response.close()
             if isinstance(error, aiohttp.ClientError | OSError):
-                raise self._failure(error, until_s, self._deadline_s(request)) from None
+                raise self._failure(error, until_s, latest_s) from None
             raise
-        meter = Meter(
-            settings.dialect,
-            media_type=response.content_type,
-            encoding=_encoding(response),
-            max_bytes=settings.max_metered_bytes,
-        )
-        return Opened(self, response, first, meter, request.lane)
+        return Opened(self, response, first, request.lane)
 
     def _check(self, response: aiohttp.ClientResponse) -> None:
         """An answer that is about the gateway and not for the client (its body might quote our key), or none at all."""
@@ -291,20 +161,14 @@ class Upstream:
         if 300 <= response.status < 400:
             raise AttemptFailed("redirect", f"{self.name} sends the gateway elsewhere", again=False)
 
-    def _failure(self, error: Exception, until_s: float, deadline_s: float) -> Exception:
+    def _failure(self, error: Exception, until_s: float, latest_s: float) -> Exception:
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return AttemptFailed("connect", f"{self.name} cannot be reached", again=True)
         if isinstance(error, TimeoutError):
-            if until_s == deadline_s:
-                return self._too_late()
+            if until_s == latest_s:
+                return too_late(self.name)
             return AttemptFailed("timeout", f"{self.name} did not begin its answer in time", again=False)
         return AttemptFailed("lost", f"{self.name} ended without an answer", again=True)
-
-    def _too_late(self) -> UpstreamTimeoutError:
-        limits = "server.request_timeout_s, upstreams.timeout_s"
-        error = UpstreamTimeoutError(f"The answer of upstream {self.name} took longer than it may ({limits}).")
-        error.for_good = True
-        return error
 
     def _told(self, opened: Opened, lane: Lane) -> None:
         """A failure that a line of a batch is answered with opens nothing: it may fail each time, it is tried again and
@@ -325,11 +189,3 @@ class Upstream:
         self.breaker.began()
         if lane == "batch":
             self.places.answered()
-
-    def _deadline_s(self, request: UpstreamRequest) -> float:
-        return min(request.deadline_s, request.received_s + self.settings.timeout_s)
-
-
-def _encoding(response: aiohttp.ClientResponse) -> str:
-    """How its body is encoded; empty where it says nothing."""
-    return response.headers.get("Content-Encoding", "").strip().lower()
