@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -95,6 +96,13 @@ async def test_every_metric_is_documented_and_no_other() -> None:
         exposed = set(re.findall(r"^# TYPE (\w+)", (await gateway.get("/metrics"))[1], re.MULTILINE))
     documented = set(re.findall(r"`(kvasir_\w+)`", HTTP_API))
     assert documented == exposed
+
+
+async def test_what_the_response_cache_counts_is_documented() -> None:
+    async with running() as gateway:
+        counted = json.loads((await gateway.get("/admin/stats"))[1])["response_cache"]["events"]
+    for event in counted:
+        assert f"`{event}`" in HTTP_API, event
 
 
 async def test_the_line_of_a_request_is_documented_name_by_name(caplog: pytest.LogCaptureFixture) -> None:
