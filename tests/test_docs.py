@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_every_error_code_is_documented() -> None:
     sources = (Path(__file__).parent.parent / "gateway/api").rglob("*.py")
     codes = {code for path in sources for code in re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8"))}
     assert not {code for code in codes if f"`{code}`" not in HTTP_API}
+
+
+def named(room: str) -> Iterator[str]:
+    """The files and folders that a cell of the table of rooms stands for: of names behind a folder or a file each is
+    in the same folder as that, and of names in brackets in the folder before them."""
+    place, _, inside = room.partition(" (")
+    first, *others = place.replace("`", "").split()
+    if "`" in inside:
+        yield from (first + name for name in inside.replace("`", "").rstrip(")").split())
+    else:
+        folder = first[: first.rstrip("/").rindex("/") + 1]
+        yield from (first, *(folder + name for name in others))
+
+
+def test_the_table_of_rooms_has_every_file_and_no_other() -> None:
+    root = Path(__file__).parent.parent
+    table = (root / "docs/architecture.md").read_text().split("\n## Rooms\n", 1)[1].split("\n## ", 1)[0]
+    names = {name for room in re.findall(r"^\| (`[^|]*?) \|", table, re.MULTILINE) for name in named(room)}
+    assert not {name for name in names if not (root / name).exists()}
+    sources = (path for package in ("gateway", "engine") for path in (root / package).rglob("*.py"))
+    files = {path.relative_to(root).as_posix() for path in sources if path.name != "__init__.py"}
+    folders = tuple(name for name in names if name.endswith("/"))
+    assert not {file for file in files - names if not file.startswith(folders)}
 
 
 def anchors(page: Path) -> set[str]:
