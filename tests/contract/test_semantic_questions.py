@@ -171,7 +171,7 @@ async def test_a_question_whose_answer_was_removed_is_known_nowhere(
         return await known(there) == 2
 
     await until(knows)
-    (space,) = here.semantic._spaces.values()
+    (space,) = here.semantic._spaces
     name = next(entry_id(entry.key) for entry in space if entry.text == FIRST)
     for chosen, left in ((Chosen(owner="tenant:b"), 2), (Chosen(id=name), 1), (Chosen(younger_than_s=10), 0)):
         here.semantic.forget(Removal(chosen, 1000.5))

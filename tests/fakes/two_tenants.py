@@ -204,7 +204,7 @@ class House:
                 delattr(place, name)
 
     def _spaces(self) -> list[Space]:
-        return list(self.semantic._spaces.values())
+        return list(self.semantic._spaces)
 
 
 def _lengths(found: tuple[list[Any], list[str]]) -> tuple[int, ...]:

@@ -7,55 +7,30 @@ raises: without the extra, without Redis, with an embedder that fails, the exact
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError
 from gateway.responses.base import Anew, Asked, Match, Said
-from gateway.responses.entries import About
-from gateway.responses.key import entry_id
 from gateway.responses.removals import Removal
 from gateway.responses.semantic.background import Background
 from gateway.responses.semantic.entry import KEPT_ANSWER_CHARS, Entry, digest_of
 from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.responses.semantic.scope import find_unfit
+from gateway.responses.semantic.spaces import Spaces, name_of
 from gateway.responses.semantic.sync import Sync
-from gateway.types import EmbeddingInput
+from gateway.responses.semantic.vectors import Embeds, Vectors
 
 if TYPE_CHECKING:
     from gateway.responses.semantic.space import Sight, Space
 
-log = logging.getLogger(__name__)
-
 Mode = Literal["on", "ask", "off"]
-
-
-class TextVectors(Protocol):
-    """See responses/embedding/text_model.py."""
-
-    @property
-    def dimensions(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-
-class Embeds(Protocol):
-    """See responses/embedding/embedder.py."""
-
-    async def model(self) -> TextVectors: ...
-
-    async def tokens(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float, *, tenant: str) -> list[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +68,19 @@ class SemanticCache:
         """
         self._settings = settings
         self._modes = modes
-        self._embedder = embedder
-        self._random = random
         self._now = now
         self._background = Background()
         self._sync = Sync(redis, self._background, sync_s=settings.sync_s, retry_s=retry_s, clock=time.monotonic)
-        self._spaces: OrderedDict[tuple[str, str], Space] = OrderedDict()  # asked last at the end
+        self._spaces = Spaces(settings, self._sync, random=random, now=now)
         self._looked: WeakKeyDictionary[Asked, _Looked] = WeakKeyDictionary()
         self._judging = self._auditing = 0
-        self._embedder_failed = False
         self.outcomes: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
+        self._vectors = Vectors(embedder, settings, self.events)
 
     def start(self) -> None:
         """Begins to load the encoder, which the first question would else be too late for."""
-        self._background.start(self._load(), "load the encoder")
-
-    async def _load(self) -> None:
-        try:
-            await self._embedder.model()
-        except KvasirError as error:
-            self._warn(error)
+        self._background.start(self._vectors.load(), "load the encoder")
 
     async def close(self) -> None:
         """Ends what runs off the path of requests."""
@@ -135,8 +102,8 @@ class SemanticCache:
         unfit = find_unfit(text, max_chars=self._settings.max_text_chars)
         if unfit is not None:
             return unfit, None
-        space = self._space(asked)  # it reads what others put while the text is embedded
-        vector = await self._vector(text, asked.tenant)
+        space = self._spaces.asked(asked.owner, asked.model)  # it reads what others put while the text is embedded
+        vector = await self._vectors.of_question(text, asked.tenant)
         if vector is None:
             return "not-embedded", None
         # For who wants nothing to be generated there is nothing to learn from, neither an answer nor an audit.
@@ -144,7 +111,7 @@ class SemanticCache:
         question = space.question(situation.digest, text, vector)
         sight = space.look(question, least=asked.reuse.similarity or 0.0, counts=counts)
         if counts:
-            self._looked[asked] = _Looked(_name(asked), asked.tenant, asked.key, space, sight)
+            self._looked[asked] = _Looked(name_of(asked.owner, asked.model), asked.tenant, asked.key, space, sight)
         hit = sight.hit
         if hit is None:
             return "veto" if sight.vetoes and not sight.neighbours else "miss", None
@@ -200,9 +167,7 @@ class SemanticCache:
 
     def forget(self, removal: Removal) -> None:
         """See removals.Questions."""
-        for (owner, model), space in self._spaces.items():
-            if removal.chosen.owner in (None, owner) and removal.chosen.model in (None, model):
-                self._sync.remove(f"{owner}/{model}", space, partial(_is_removed, removal, owner, model))
+        self._spaces.forget(removal)
 
     def stats(self) -> dict[str, Any]:
         """For operators: requests by outcome and other events since the start; what is kept and learned, by owner and
@@ -215,19 +180,7 @@ class SemanticCache:
                 "unread": self._sync.unread,
                 "removed": self._sync.removed,
             },
-            "spaces": [
-                {
-                    "owner": owner,
-                    "model": model,
-                    "entries": len(space),
-                    "bytes": space.bytes,
-                    "evicted": space.evicted,
-                    "quarantined": space.quarantined,
-                    "bound": self._settings.bound,
-                    **asdict(space.budget.figures()),
-                }
-                for (owner, model), space in self._spaces.items()
-            ],
+            "spaces": self._spaces.figures(),
         }
 
     def _unfit(self, asked: Asked) -> str | None:
@@ -241,53 +194,8 @@ class SemanticCache:
         return asked.find_unfit(settings.max_temperature)
 
     def _repeated(self, owner: str, model: str, key: bytes) -> None:
-        if (space := self._spaces.get((owner, model))) is not None:
+        if (space := self._spaces.find(owner, model)) is not None:
             space.repeated(key)
-
-    async def _vector(self, text: str, tenant: str) -> bytes | None:
-        """Of a text that is no longer than one may be; within the time that a look-up has."""
-        settings = self._settings
-        deadline_s = time.monotonic() + settings.lookup_timeout_s
-        try:
-            async with asyncio.timeout(settings.lookup_timeout_s):
-                model = await self._embedder.model()
-                (tokens,) = await self._embedder.tokens([text])
-                if len(tokens) > min(settings.max_text_tokens, model.max_tokens):
-                    return None
-                found = await self._embedder.embed(
-                    [EmbeddingInput(tokens, model.dimensions)], deadline_s, tenant=tenant
-                )
-        except (KvasirError, TimeoutError) as error:
-            self.events["embedder_failures"] += 1
-            self._warn(error)
-            return None
-        self._embedder_failed = False
-        return found[0]
-
-    def _warn(self, error: KvasirError | TimeoutError) -> None:
-        """Once for each time that it begins to fail."""
-        if not self._embedder_failed:
-            self._embedder_failed = True
-            log.warning("the semantic cache has no vectors, exact answers are found: %s", error or "too slow")
-
-    def _space(self, asked: Asked) -> Space:
-        from gateway.responses.semantic.space import Space
-
-        key = asked.owner, asked.model
-        space = self._spaces.get(key)
-        if space is None:
-            self._make_room(asked.owner)
-            space = self._spaces[key] = Space(self._settings, random=self._random, now=self._now)
-        self._spaces.move_to_end(key)
-        self._sync.catch_up(_name(asked), space)
-        return space
-
-    def _make_room(self, owner: str) -> None:
-        """For one more model of an owner, who may make up names where an upstream answers to any."""
-        own = [model for whose, model in self._spaces if whose == owner]
-        if len(own) >= self._settings.max_models:
-            del self._spaces[owner, own[0]]
-            self._sync.forget(f"{owner}/{own[0]}")
 
     async def _judge(self, looked: _Looked, answer: str) -> None:
         """Labels a miss: whether its nearest neighbour would have given the same answer."""
@@ -333,26 +241,9 @@ class SemanticCache:
         same = judge.compare(answer, entry.answer)
         if same is not None:
             return same
-        model = await self._embedder.model()
-        tokens = await self._embedder.tokens([answer, entry.answer])
-        inputs = [EmbeddingInput(one[: model.max_tokens], model.dimensions) for one in tokens]
-        deadline_s = time.monotonic() + JUDGE_TIMEOUT_S
-        one, other = await self._embedder.embed(inputs, deadline_s, tenant=tenant)
+        one, other = await self._vectors.of_answers(answer, entry.answer, tenant)
         return judge.near(one, other)
-
-
-JUDGE_TIMEOUT_S: Final = 30.0
-"""Seconds that two answers wait to be embedded; nobody waits for them."""
 
 
 def _nothing() -> None:
     """For what is not counted."""
-
-
-def _is_removed(removal: Removal, owner: str, model: str, entry: Entry) -> bool:
-    answer = About(owner, entry_id(entry.key), model, entry.created_s, entry.expires_s, entry.num_bytes)
-    return removal.chosen.takes(answer, removal.at_s)
-
-
-def _name(asked: Asked) -> str:
-    return f"{asked.owner}/{asked.model}"

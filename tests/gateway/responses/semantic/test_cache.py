@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import logging
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ def events(one: Kitchen) -> dict[str, int]:
 
 
 def budget(one: Kitchen) -> Budget:
-    (space,) = one.semantic._spaces.values()
+    (space,) = one.semantic._spaces
     return space.budget
 
 
@@ -203,47 +201,6 @@ async def test_answers_whose_bytes_are_gone_are_asked_for_again() -> None:
     assert (await one.ask(FIRST))[1] == "semantic"
 
 
-async def test_an_embedder_that_fails_leaves_the_exact_cache(caplog: pytest.LogCaptureFixture) -> None:
-    one = kitchen()
-    one.meanings.error = BROKEN
-    with caplog.at_level(logging.WARNING):
-        first = await one.ask(FIRST)
-        assert (await one.ask(SECOND))[1] == "miss"
-    assert await one.ask(FIRST) == (first[0], "exact")
-    assert len(caplog.records) == 1
-    assert events(one)["embedder_failures"] == 2
-    one.meanings.error = None
-    await one.ask("how shall i reset my password")
-    assert (await one.ask("how might i reset my password"))[1] == "semantic"
-
-
-async def test_the_encoder_is_loaded_before_the_first_question_and_nobody_waits_for_it() -> None:
-    one = kitchen()
-    one.meanings.loading = asyncio.Event()
-    one.semantic.start()
-    await until(lambda: one.meanings.loads == 1)
-    one.meanings.loading.set()
-    assert (await one.ask(FIRST))[1] == "miss"
-    assert (await one.ask(SECOND))[1] == "semantic"
-
-
-async def test_an_encoder_that_cannot_be_loaded_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    one = kitchen()
-    one.meanings.error = BROKEN
-    with caplog.at_level(logging.WARNING):
-        one.semantic.start()
-        await until(lambda: one.meanings.loads == 1)
-        assert (await one.ask(FIRST))[1] == "miss"
-    assert len(caplog.records) == 1
-
-
-async def test_an_embedder_that_is_too_slow_is_not_waited_for() -> None:
-    one = kitchen(settings=SemanticCacheSettings(mode="on", lookup_timeout_s=0.01))
-    one.meanings.gate = asyncio.Event()
-    assert (await one.ask(FIRST))[1] == "miss"
-    assert events(one)["embedder_failures"] == 1
-
-
 async def test_who_wants_nothing_generated_gets_what_means_the_same_and_no_audit() -> None:
     one = kitchen(chance=0.0)
     await one.ask(FIRST)
@@ -265,15 +222,3 @@ async def test_what_was_found_for_a_request_is_forgotten_with_it() -> None:
         await one.ask(FIRST)
     gc.collect()
     assert len(one.semantic._looked) == 0
-
-
-async def test_only_so_many_models_of_an_owner_have_questions() -> None:
-    one = kitchen(settings=SemanticCacheSettings(mode="on", max_models=2))
-    for model in ("one", "two"):
-        await one.ask(FIRST, model=model)
-    await one.ask(FIRST, tenant="b", model="one")
-    assert (await one.ask(SECOND, model="one"))[1] == "semantic"
-    await one.ask(FIRST, model="three")
-    assert (await one.ask("how should i reset my password", model="one"))[1] == "semantic"
-    assert (await one.ask("how might i reset my password", tenant="b", model="one"))[1] == "semantic"
-    assert (await one.ask(SECOND, model="two"))[1] == "miss"

@@ -1,0 +1,98 @@
+"""The spaces of all owners and models: made when the first question comes, kept together with those of other gateways
+(sync.py), given up where an owner has too many models. `space` is imported then, too: it needs the extra `semantic`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gateway.config import SemanticCacheSettings
+from gateway.responses.entries import About
+from gateway.responses.key import entry_id
+from gateway.responses.removals import Removal
+from gateway.responses.semantic.entry import Entry
+from gateway.responses.semantic.sync import Sync
+
+if TYPE_CHECKING:
+    from gateway.responses.semantic.space import Space
+
+
+class Spaces:
+    """One gateway's."""
+
+    def __init__(
+        self,
+        settings: SemanticCacheSettings,
+        sync: Sync,
+        *,
+        random: Callable[[], float],
+        now: Callable[[], float],
+    ) -> None:
+        """`random` and `now` as in SemanticCache."""
+        self._settings = settings
+        self._sync = sync
+        self._random = random
+        self._now = now
+        self._spaces: OrderedDict[tuple[str, str], Space] = OrderedDict()  # asked last at the end
+
+    def __iter__(self) -> Iterator[Space]:
+        return iter(self._spaces.values())
+
+    def find(self, owner: str, model: str) -> Space | None:
+        return self._spaces.get((owner, model))
+
+    def asked(self, owner: str, model: str) -> Space:
+        """The one that a question is for. It begins to read what other gateways have put."""
+        from gateway.responses.semantic.space import Space
+
+        key = owner, model
+        space = self._spaces.get(key)
+        if space is None:
+            self._make_room(owner)
+            space = self._spaces[key] = Space(self._settings, random=self._random, now=self._now)
+        self._spaces.move_to_end(key)
+        self._sync.catch_up(name_of(owner, model), space)
+        return space
+
+    def forget(self, removal: Removal) -> None:
+        """See removals.Questions."""
+        for (owner, model), space in self._spaces.items():
+            if removal.chosen.owner in (None, owner) and removal.chosen.model in (None, model):
+                self._sync.remove(name_of(owner, model), space, partial(_is_removed, removal, owner, model))
+
+    def figures(self) -> list[dict[str, Any]]:
+        """What is kept and learned, by owner and model."""
+        return [
+            {
+                "owner": owner,
+                "model": model,
+                "entries": len(space),
+                "bytes": space.bytes,
+                "evicted": space.evicted,
+                "quarantined": space.quarantined,
+                "bound": self._settings.bound,
+                **asdict(space.budget.figures()),
+            }
+            for (owner, model), space in self._spaces.items()
+        ]
+
+    def _make_room(self, owner: str) -> None:
+        """For one more model of an owner, who may make up names where an upstream answers to any."""
+        own = [model for whose, model in self._spaces if whose == owner]
+        if len(own) >= self._settings.max_models:
+            del self._spaces[owner, own[0]]
+            self._sync.forget(name_of(owner, own[0]))
+
+
+def name_of(owner: str, model: str) -> str:
+    """Of a space, for Redis."""
+    return f"{owner}/{model}"
+
+
+def _is_removed(removal: Removal, owner: str, model: str, entry: Entry) -> bool:
+    answer = About(owner, entry_id(entry.key), model, entry.created_s, entry.expires_s, entry.num_bytes)
+    return removal.chosen.takes(answer, removal.at_s)
