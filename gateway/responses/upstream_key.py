@@ -1,7 +1,8 @@
 """What makes two requests to an upstream one, and which of them the response cache is for. Pure.
 
 Their bodies are not known here but as JSON: everything in them counts, unknown fields too, except what is known to
-change no answer. Names may come in any order where no model reads it.
+change no answer. Names may come in any order where it is certain that no model reads it: those of the body, of a turn,
+and of a part of one. Deeper down are schemas, and arguments of earlier calls.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ IGNORED: Final = frozenset(
 )
 """Of a body's own names. What separates clients (prompt_cache_key, cache_salt) is not among them."""
 
-ORDERED: Final = frozenset(
-    ("tools", "functions", "response_format", "text", "structured_outputs", "output_config", "generationConfig")
-)
-"""Under these the order of names is one that a model follows."""
+TURNS: Final = frozenset(("messages", "contents", "input"))
+"""Lists of them."""
+
+_PARTS: Final = frozenset(("content", "parts"))
+"""Lists of them, of a turn."""
 
 HEADERS: Final = frozenset(("anthropic-beta", "anthropic-version", "openai-beta"))
 """That change an answer, of those that go on to an upstream."""
@@ -45,6 +47,9 @@ _GONE_ON_WITH: Final = ("previous_response_id", "conversation", "prompt")
 
 _VECTORS: Final = "/v1/embeddings"
 """A text has one vector, whatever is said of sampling."""
+
+_LEAST, _MOST, _LONGEST = -(2**63), 2**64 - 1, 20
+"""Whole numbers that are read exactly, and characters of the longest of them."""
 
 _ALT: Final = frozenset(("alt=json", "alt=sse"))
 """Parameters of a URL that say whether a Gemini answer streams. Another `alt` is another form, which others are not to
@@ -79,19 +84,37 @@ def situation_digest(request: UpstreamRequest, without: Mapping[str, Any], whose
 
 
 def _digest(kind: str, request: UpstreamRequest, said: Mapping[str, Any], whose: str) -> bytes:
-    values = {name: value for name, value in said.items() if name not in IGNORED}
-    ordered = sorted((name, value) for name, value in values.items() if name in ORDERED)
     parts = (
         ("kvasir", kind, VERSION),
         ("scope", request.tenant.salt, request.reuse.partition),
         ("route", request.dialect, route_of(request), request.model, whose),
         ("query", sorted(part for part in request.query.split("&") if part and part not in _ALT)),
         ("headers", sorted(item for item in request.headers if item[0] in HEADERS)),
-        ("ordered", ordered),
+        ("body", _canonical(said)),
     )
-    rest = {name: value for name, value in values.items() if name not in ORDERED}
-    body = orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(orjson.dumps(parts) + b"\n" + body).digest()
+    return hashlib.sha256(orjson.dumps(parts)).digest()
+
+
+def _canonical(said: Mapping[str, Any]) -> dict[str, Any]:
+    """A body in which the order of names says nothing that no model reads."""
+    return {
+        name: list(map(_turn, value)) if name in TURNS and type(value) is list else value
+        for name, value in sorted(said.items())
+        if name not in IGNORED
+    }
+
+
+def _turn(turn: Any) -> Any:
+    if type(turn) is not dict:
+        return turn
+    return {
+        name: list(map(_part, value)) if name in _PARTS and type(value) is list else value
+        for name, value in sorted(turn.items())
+    }
+
+
+def _part(part: Any) -> Any:
+    return dict(sorted(part.items())) if type(part) is dict else part
 
 
 def find_upstream_bypass(
@@ -102,6 +125,7 @@ def find_upstream_bypass(
     route     answers of this route, or in this form, are not kept; `known` is whether they could be
     stateful  the upstream is to keep something of it
     names     it has a name twice
+    numbers   it has a whole number that some parsers round, so that another request would look alike here
     """
     values, reuse = request.values, request.reuse
     if (reason := find_refusal(reuse, mode)) is not None:
@@ -114,30 +138,40 @@ def find_upstream_bypass(
         return "tools"
     if not (settings.requests == "all" or reuse.asked or request.path == _VECTORS or _deterministic(values)):
         return "sampling"
-    return None if _has_names_once(request) else "names"
+    return _find_odd(request)
 
 
 def _is_sse(request: UpstreamRequest) -> bool:
     return "alt=sse" in request.query.split("&")
 
 
-def _has_names_once(request: UpstreamRequest) -> bool:
-    """Parsers differ in which of two they take: the upstream might answer another request than the one that was looked
-    for here, and its answer would be kept for who asks the latter."""
+def _find_odd(request: UpstreamRequest) -> str | None:
+    """Parsers differ in which of two names they take, and in how they read long numbers: the upstream might answer
+    another request than the one that was looked for here, and its answer would be kept for who asks the latter."""
     if orjson.dumps(request.values) == request.body:  # as most clients write it
-        return True
+        return None
     try:
-        json.loads(request.body, object_pairs_hook=_once)
-    except ValueError:
-        return False
-    return True
+        json.loads(request.body, object_pairs_hook=_once, parse_int=_exact)
+    except _OddError as odd:
+        return odd.reason
+    return None
+
+
+class _OddError(Exception):
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
 def _once(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError where a name is there twice."""
     if len(named := dict(members)) != len(members):
-        raise ValueError
+        raise _OddError("names")
     return named
+
+
+def _exact(written: str) -> None:
+    """What fits into 64 bits is read as it is written."""
+    if len(written) > _LONGEST or not _LEAST <= int(written) <= _MOST:
+        raise _OddError("numbers")
 
 
 def _is_stateful(request: UpstreamRequest) -> bool:

@@ -21,6 +21,7 @@ from tests.fakes.upstream import (
     CONTENT,
     CONTENT_STREAM,
     EMBEDDINGS,
+    MESSAGE,
     MESSAGE_STREAM,
     RESPONSE,
     RESPONSE_STREAM,
@@ -241,6 +242,50 @@ async def test_another_body_is_another_request_and_some_take_no_part(more: dict[
         running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
     ):
         assert await outcomes(gateway, ASK, ASK | more) == ["miss", outcome]
+
+
+def calling(arguments: str) -> bytes:
+    """A conversation in which a tool was called, as a client writes it."""
+    return (
+        b'{"model":"up-1","max_tokens":9,"temperature":0,"messages":[{"role":"user","content":"Well?"},'
+        b'{"role":"assistant","content":[{"type":"tool_use","id":"t","name":"f","input":%b}]},'
+        b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"t","content":"ok"}]}]}'
+    ) % arguments.encode()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "outcomes"),
+    [
+        ('{"a": 1, "b": 2}', '{"b": 2, "a": 1}', ["miss", "miss"]),
+        ('{"id": 12345678901234567890123}', '{"id": 12345678901234567890124}', ["bypass; reason=numbers"] * 2),
+        ('{"id": 18446744073709551615}', '{"id": -9223372036854775808}', ["miss", "miss"]),
+        ('{"id": 1}', '{"id":1}', ["miss", "exact"]),
+    ],
+)
+async def test_arguments_that_a_model_reads_differently_are_other_requests(
+    one: str, other: str, outcomes: list[str]
+) -> None:
+    async with (
+        upstream(MESSAGE) as stub,
+        running(upstreams=[stub.settings(dialect="anthropic")], response_cache=response_cache()) as gateway,
+    ):
+        got = []
+        for arguments in (one, other):
+            async with gateway.session.post(f"{gateway.url}/v1/messages", data=calling(arguments)) as answer:
+                got.append(answer.headers["x-kvasir-cache"])
+        assert got == outcomes
+
+
+async def test_the_names_of_a_body_of_a_turn_and_of_a_part_may_come_in_any_order() -> None:
+    part = {"type": "text", "text": "Hello."}
+    body = {**ASK, "messages": [{"role": "user", "content": [part]}]}
+    turned = {"role": "user", "content": [dict(reversed(part.items()))]}
+    async with (
+        upstream(whole()) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        other = {**dict(reversed(body.items())), "messages": [dict(reversed(turned.items()))]}
+        assert await outcomes(gateway, body, other) == ["miss", "exact"]
 
 
 async def test_what_is_said_of_our_cache_reaches_no_upstream_and_odd_words_are_refused() -> None:
