@@ -97,7 +97,7 @@ class Gateway:
         prices, book = Prices(settings.prices, settings.batches.price), redis_or_memory.book(settings, self.redis)
         self.ledger = Ledger(settings.ledger, prices, book, time.time)
         self.limits = TenantLimits(settings.limits, settings.tenants, redis_or_memory.counters(settings, self.redis))
-        self.upstreams = Upstreams(settings.upstreams, self.upstream_keys)
+        self.upstreams = Upstreams(settings.upstreams, self.upstream_keys, queue=settings.queue)
         self.figures = EngineFigures(lambda: self.registry.engines)
         remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
         shared = redis_or_memory.shared_answers(settings, self.redis)

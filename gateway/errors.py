@@ -31,6 +31,9 @@ api/ writes these in its own shape.
 
 from __future__ import annotations
 
+import math
+from typing import Self
+
 
 class KvasirError(Exception):
     """Base of everything that a client can be told. `message` is written for the client.
@@ -148,6 +151,15 @@ class QueueFullError(KvasirError):
     type = "requests"
     code = "rate_limit_exceeded"
 
+    @classmethod
+    def of(cls, waiting: int, setting: str, retry_after_s: float) -> Self:
+        """So many wait, as many as this setting allows."""
+        return cls(
+            f"Too many requests are waiting ({waiting}, the limit of {setting}). "
+            f"Please try again in {math.ceil(retry_after_s)}s.",
+            retry_after_s=retry_after_s,
+        )
+
 
 class RateLimitError(KvasirError):
     """The tenant has sent as much as it may for now; without `retry_after_s`, the request is more than it ever may.
@@ -185,6 +197,14 @@ class NoEngineError(OverloadedError):
 
 class DeadlineError(OverloadedError):
     """The request waited longer than it may."""
+
+    @classmethod
+    def without_place(cls, retry_after_s: float) -> Self:
+        """It waited in a line."""
+        return cls(
+            "The server is busy: no place became free in time (queue.max_wait_s or the request's own limit).",
+            retry_after_s=retry_after_s,
+        )
 
 
 class EngineLostError(KvasirError):

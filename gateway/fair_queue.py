@@ -1,7 +1,7 @@
 """Who waits, and who of them is next: tenants take turns (start-time fair queueing, Goyal and others, 1996), and a
 tenant's own requests go in an order. Pure: no I/O, no clock, no futures.
 
-Part of the foundation; queues/lane.py is made of it.
+Part of the foundation: queues/lane.py and upstreams/online_places.py are made of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -114,8 +114,24 @@ class FairQueue(Generic[W]):
             self._turns.took(waiter)
         self._turns.forget_all_but(self._tenants)
 
+    def waiting(self) -> dict[str, int]:
+        """Requests by tenant, of those who have some."""
+        return {tenant: len(line) for tenant, line in self._tenants.items()}
+
+    def waiting_of(self, tenant: str) -> int:
+        return len(self._tenants.get(tenant, ()))
+
     def tier_s(self, waiter: W) -> float:
         return TIER_SIGNS[waiter.ask.tier] * self._tier_s
+
+    def first(self, last: Callable[[str], bool]) -> W:
+        """Who is next. Tenants of whom `last` is true come behind all others. Somebody has to wait."""
+
+        def when(waiter: W) -> tuple[bool, float, str]:
+            tenant = waiter.ask.tenant
+            return last(tenant), self._turns.start_s(waiter) + self.tier_s(waiter), tenant
+
+        return min((line[0][1] for line in self._tenants.values()), key=when)
 
     def in_order(self) -> Iterator[W]:
         """Everybody, as they would be served if all could be served now. Nobody may come or go meanwhile."""

@@ -19,7 +19,8 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
     )
     errors = CounterMetricFamily(
         "kvasir_upstream_errors",
-        "Requests that an upstream failed: connect, timeout, lost, busy, key, redirect, or a status from 400 on.",
+        "Requests that an upstream failed, or had no place for: connect, timeout, lost, busy, full, late, key, "
+        "redirect, or a status from 400 on.",
         labels=("upstream", "kind"),
     )
     unmetered = CounterMetricFamily(
@@ -30,6 +31,9 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
     )
     in_flight = GaugeMetricFamily(
         "kvasir_upstream_in_flight", "Requests that an upstream has, or that wait for it.", labels=("upstream",)
+    )
+    waiting = GaugeMetricFamily(
+        "kvasir_upstream_waiting", "Online requests that wait in the gateway for a place there.", labels=("upstream",)
     )
     batch_in_flight = GaugeMetricFamily(
         "kvasir_upstream_batch_in_flight", "Lines of batches that have a place at an upstream.", labels=("upstream",)
@@ -47,9 +51,10 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
         unmetered.add_metric([name], figures["unmetered"])
         hints.add_metric([name], figures["hints"])
         in_flight.add_metric([name], figures["in_flight"])
+        waiting.add_metric([name], figures["waiting"])
         batch_in_flight.add_metric([name], figures["batch_in_flight"])
         batch_waiting.add_metric([name], figures["batch_waiting"])
         breaker.add_metric([name], _OPEN[figures["breaker"]])
         for kind, count in figures["errors"].items():
             errors.add_metric([name, kind], count)
-    yield from (requests, errors, unmetered, hints, in_flight, batch_in_flight, batch_waiting, breaker)
+    yield from (requests, errors, unmetered, hints, in_flight, waiting, batch_in_flight, batch_waiting, breaker)

@@ -31,6 +31,7 @@ from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_h
 from gateway.api.short_way import SEEN, Written, may_come_again
 from gateway.api.sse import data, event
 from gateway.api.stream import LAST_WRITE_S
+from gateway.api.tiers import find_tier
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
 from gateway.types import PLAIN_REUSE, Need, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
@@ -137,10 +138,11 @@ class Passthrough:
         if not isinstance(model, str) or not self.serves(model, tenant):
             return None
         record = http[RECORD]
+        dialect = _dialect(record.endpoint)
         request = UpstreamRequest(
             request_id=record.request_id,
             tenant=tenant,
-            dialect=_dialect(record.endpoint),
+            dialect=dialect,
             model=model,
             path=record.endpoint,
             query=_query(http.rel_url.raw_query_string),
@@ -151,6 +153,8 @@ class Passthrough:
             deadline_s=record.received_s + self._server.request_timeout_s,
             metered=metered,
             reuse=stricter(record.reuse, reuse_of(values)),
+            tier=find_tier(dialect, values, tenant),
+            priority=_priority(values),
         )
         await set_aside(self._limits, record, lambda: _need(request))
         record.traces = [request.trace]
@@ -252,6 +256,12 @@ def reuse_of(values: Mapping[str, Any]) -> Reuse:
     """What the body's `cache` says, which no upstream gets. Raises BadRequestError for what is none of ours."""
     cache = values.get("cache")
     return PLAIN_REUSE if cache is None else from_body(check_cache(cache, "cache"))
+
+
+def _priority(values: Mapping[str, Any]) -> int:
+    """As vLLM and SGLang call it, and as our own engines' requests have it."""
+    said = values.get("priority", 0)
+    return said if type(said) is int else 0
 
 
 def _dialect(endpoint: str) -> str:

@@ -1,16 +1,16 @@
 """Service tiers: what requests call them, and which of them a request is served in.
 
-A tier decides who goes first where requests of the online lane wait (queues/lane.py). What a dialect tells of it is
-what was served, not what was asked for.
+A tier decides who goes first where requests of the online lane wait (queues/lane.py, upstreams/online_places.py). What
+a dialect tells of it is what was served, not what was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from gateway.api.record import Record
-from gateway.types import Tier
+from gateway.types import Tenant, Tier
 
 OPENAI_TIERS: Final[Mapping[str, Tier]] = {
     "auto": "default",
@@ -32,3 +32,12 @@ def grant(asked: Tier, record: Record) -> Tier:
     allowed = asked != "priority" or record.may_have_priority
     record.tier = asked if allowed and record.lane == "online" else "default"
     return record.tier
+
+
+def find_tier(dialect: str, values: Mapping[str, Any], tenant: Tenant) -> Tier:
+    """In which a request waits for an upstream. Nobody has checked its body: what is none of our tiers is the default
+    one."""
+    tiers = ANTHROPIC_TIERS if dialect == "anthropic" else OPENAI_TIERS
+    said = values.get("service_tier", "auto")
+    asked: Tier = tiers.get(said, "default") if isinstance(said, str) else "default"
+    return asked if asked != "priority" or tenant.priority else "default"

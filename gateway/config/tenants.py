@@ -34,7 +34,9 @@ class TenantSettings(Section):
         None, description="Requests that wait or are answered at a time; 0 is no limit."
     )
     weight: Annotated[float, Field(ge=0.01, le=100)] = Field(
-        1.0, description="Share of the engines beside other tenants who wait: twice the weight has twice the time."
+        1.0,
+        description="Share of the engines, and of bounded upstreams, beside other tenants who wait: twice the weight "
+        "has twice as much.",
     )
     priority: bool = Field(
         False, description="Whether its requests may ask to be served before others (`service_tier`)."

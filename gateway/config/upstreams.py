@@ -103,10 +103,15 @@ class UpstreamSettings(Section):
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         256, description="Requests that wait for a connection; for the next one it counts as busy."
     )
+    max_in_flight: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Requests that it has at a time from one gateway, lines of batches included; further online ones "
+        "wait within the limits of `[queue]`, tenants in turns. 0 is no limit.",
+    )
     batch_places: Annotated[int, Field(ge=1)] = Field(
         16,
         description="Requests in flight at it, online ones included, up to which a gateway sends it lines of batches; "
-        "online requests are not held back.",
+        "online requests go first.",
     )
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
         2, description="Further tries at this upstream, before the first byte, until the next one is asked."
@@ -169,6 +174,15 @@ class UpstreamSettings(Section):
             raise ValueError(f"key_env: variables that begin with {ENVIRONMENT_PREFIX} are settings of Kvasir's own")
         if self.key is not None and not self.key.get_secret_value().isprintable():
             raise ValueError("the key has characters that no header has")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_connection_for_each(self) -> Self:
+        if self.max_in_flight > self.max_connections:
+            raise ValueError(
+                f"max_in_flight: {self.max_in_flight} requests at a time need as many max_connections, "
+                f"which are {self.max_connections}"
+            )
         return self
 
     @property

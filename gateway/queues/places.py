@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -182,11 +181,7 @@ class PlaceQueue(Generic[E]):
         retry_after_s = line.pace.wait_s(len(line.online) - 1, self._clock())
         mine = theirs >= limits.max_waiting_per_tenant
         count, setting = (theirs, "queue.max_waiting_per_tenant") if mine else (waiting, "queue.max_waiting")
-        return QueueFullError(
-            f"Too many requests are waiting ({count}, the limit of {setting}). "
-            f"Please try again in {math.ceil(retry_after_s)}s.",
-            retry_after_s=retry_after_s,
-        )
+        return QueueFullError.of(count, setting, retry_after_s)
 
     async def _wait(self, line: Line[E], waiter: WaitingRequest) -> Seat[E]:
         tenant, name = waiter.ask.tenant, waiter.ask.lane
@@ -219,10 +214,7 @@ class PlaceQueue(Generic[E]):
             timer.cancel()
 
     def _expire(self, line: Line[E], waiter: WaitingRequest) -> None:
-        error = DeadlineError(
-            "The server is busy: no place became free in time (queue.max_wait_s or the request's own limit).",
-            retry_after_s=line.pace.wait_s(len(line.lane(waiter.ask.lane)), self._clock()),
-        )
+        error = DeadlineError.without_place(line.pace.wait_s(len(line.lane(waiter.ask.lane)), self._clock()))
         self._figures[waiter.ask.lane].expired += self._fail(line, waiter, error)
         self._assign_batch(line)
 

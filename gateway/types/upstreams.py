@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from engine.protocol import Lane
-from gateway.types.requests import PLAIN_REUSE, Reuse, Trace
+from gateway.types.requests import PLAIN_REUSE, Reuse, Tier, Trace
 from gateway.types.tenants import Tenant
 
 
@@ -21,6 +21,7 @@ class UpstreamRequest:
     values   what the body says, parsed; not to be changed
     metered  whether its answer tells a usage
     lane     one of the batch lane waits for a place that the online lane leaves
+    tier, priority  as in Request, where requests wait for an upstream
     """
 
     request_id: str
@@ -37,6 +38,8 @@ class UpstreamRequest:
     metered: bool = True
     reuse: Reuse = PLAIN_REUSE
     lane: Lane = "online"
+    tier: Tier = "default"
+    priority: int = 0
     trace: Trace = field(default_factory=Trace)
 
 

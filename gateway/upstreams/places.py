@@ -1,5 +1,6 @@
 """Places for the batch lane at one upstream: what the online lane leaves of a bound that the operator sets. Requests of
-the online lane never wait here; they are counted, and lines wait for them.
+the online lane never wait here; they are counted, and lines wait for them. Where those are bounded themselves
+(online_places.py), a line gets what none of them waits for.
 
 An upstream that says it has no room, to whomever, gets no lines for a while, and then half as many at a time; each
 round of answers brings one back, so that lines come about as fast as it takes them (AIMD, RFC 5681, section 3.1). Knows
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from gateway.upstreams.online_places import OnlinePlaces
+
 LONGEST_S = 3600.0
 """That an upstream is believed which asks to be left alone."""
 
@@ -21,8 +24,13 @@ LONGEST_S = 3600.0
 class Places:
     """`take` in an event loop; each place that it gave is released once."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, most: int, clock: Callable[[], float] = time.monotonic, online: OnlinePlaces | None = None
+    ) -> None:
         self.taken = 0
+        self._online_places = online
+        if online is not None:
+            online.tell(self._hand_out)
         self._most = most
         self._clock = clock
         self._online = 0
@@ -52,7 +60,7 @@ class Places:
         if self.wait_s():
             return False
         if not self._waiting and self._has_room():
-            self.taken += 1
+            self._count()
             return True
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
@@ -71,6 +79,8 @@ class Places:
 
     def release(self) -> None:
         self.taken -= 1
+        if self._online_places is not None:
+            self._online_places.line_left()
         self._hand_out()
 
     def answered(self) -> None:
@@ -86,12 +96,20 @@ class Places:
         while self._waiting:
             _tell(self._waiting.popleft(), False)
 
+    def _count(self) -> None:
+        self.taken += 1
+        if self._online_places is not None:
+            self._online_places.line_came()
+
     def _has_room(self) -> bool:
+        if self._online_places is not None and not self._online_places.has_left_over:
+            return False
         return self.taken < int(self._lines) and self._online + self.taken < self._most
 
     def _hand_out(self) -> None:
         while self._waiting and self._has_room():
-            self.taken += _tell(self._waiting.popleft(), True)
+            if _tell(self._waiting.popleft(), True):
+                self._count()
 
 
 def _tell(waiter: asyncio.Future[bool], placed: bool) -> bool:

@@ -2,7 +2,8 @@
 
     1. the upstreams of the model that speak the request's dialect, in order (routes.py)
     2. one that failed too often is left out for a while (breaker.py)
-    3. a line of a batch waits for a place that online requests leave (places.py)
+    3. where places are bounded an online request waits for its turn (online_places.py), and a line of a batch always
+       for what online requests leave (places.py); who gets none goes on to the next upstream
     4. each is tried `retries` times more, until the first byte of an answer is there
     5. the last error that an upstream answered is the answer, where none did better
 
@@ -16,15 +17,16 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
 from typing import Any, Final
 
 from engine.protocol import Lane
-from gateway.config import UpstreamSettings
+from gateway.config import QueueSettings, UpstreamSettings
 from gateway.errors import (
     BadRequestError,
+    DeadlineError,
     KvasirError,
     ModelNotFoundError,
+    QueueFullError,
     UpstreamLostError,
     UpstreamsAwayError,
     UpstreamTimeoutError,
@@ -35,6 +37,7 @@ from gateway.upstreams.hints import hinted
 from gateway.upstreams.json_edit import named_once, replaced, root, without_member
 from gateway.upstreams.listing import Listing
 from gateway.upstreams.opened import Opened
+from gateway.upstreams.placing import take_place
 from gateway.upstreams.routes import Route, Routes, may
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
 from gateway.upstreams.upstream import Upstream
@@ -45,9 +48,6 @@ MAX_LABELS: Final = 1000
 BUSY_S: Final = 1.0
 """What a client is told to wait whose upstreams have no connection left."""
 
-PLACE_S: Final = 60.0
-"""That a line of a batch waits for a place, until its job is looked at again, which may be cancelled by then."""
-
 
 class Upstreams:
     """Of all [[upstreams]]. `keys` has those of upstreams that have one."""
@@ -57,11 +57,15 @@ class Upstreams:
         settings: Sequence[UpstreamSettings],
         keys: Mapping[str, str],
         *,
+        queue: QueueSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         backoff_s: float = 0.25,
     ) -> None:
-        """`backoff_s` is how long the first retry waits where the upstream does not say."""
-        self._by_name = {one.name: Upstream(one, keys.get(one.name), clock=clock) for one in settings}
+        """`queue` has the limits for those who wait for a place. `backoff_s` is how long the first retry waits where
+        the upstream does not say."""
+        queue = queue or QueueSettings()
+        self._max_wait_s = queue.max_wait_s
+        self._by_name = {one.name: Upstream(one, keys.get(one.name), queue=queue, clock=clock) for one in settings}
         self._routes = Routes(settings)
         self._listing = Listing(list(self._by_name.values()))
         self._backoff_s = backoff_s
@@ -99,8 +103,9 @@ class Upstreams:
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
         """The answer, once its first byte is there; leaving the context ends the request at the upstream.
 
-        Raises ModelNotFoundError and BadRequestError before anybody was asked, UpstreamsAwayError, UpstreamLostError
-        and UpstreamTimeoutError when nobody answered.
+        Raises ModelNotFoundError and BadRequestError before anybody was asked, QueueFullError and DeadlineError when
+        there was no place to be asked in, UpstreamsAwayError, UpstreamLostError and UpstreamTimeoutError when nobody
+        answered.
         """
         routes = self._routes_of(request)
         request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
@@ -126,41 +131,39 @@ class Upstreams:
         is closed with `closing`."""
         last: UpstreamAnswer | None = None
         failed: AttemptFailed | None = None
+        refused: QueueFullError | DeadlineError | None = None
         for number, route in enumerate(routes, 1):
             try:
                 last = await self._ask(request, route, closing, others=number < len(routes))
             except AttemptFailed as error:
                 failed = error if failed is None or failed.kind in _AWAY else failed
                 continue
+            except (QueueFullError, DeadlineError) as error:
+                refused = refused or error
+                if time.monotonic() >= request.deadline_s:
+                    break
+                continue
             if not _retriable(last.status):
                 break
         if last is not None:
             return last
+        if refused is not None and (failed is None or failed.kind in _AWAY):
+            raise refused
         assert failed is not None, "there is at least one route"
         raise self._error(request.model, request.lane, routes, failed)
 
     async def _ask(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
-        """One upstream, in a place where one is needed. Raises AttemptFailed when it never answered."""
-        if request.lane == "online":
+        """One upstream, in a place where one is needed. Raises AttemptFailed when it never answered, QueueFullError and
+        DeadlineError when an online request got no place."""
+        upstream = self._by_name[route.upstream]
+        if request.lane == "online" and upstream.online is None:
             return await self._try(request, route, closing, others=others)
         with ExitStack() as place:
-            placed = await self._placed(request, self._by_name[route.upstream], place)
+            placed = await take_place(request, upstream, place, self._max_wait_s)
             answer = await self._try(placed, route, closing, others=others)
             if answer.status < 400:  # its body is still to come
                 closing.enter_context(place.pop_all())
             return answer
-
-    async def _placed(self, request: UpstreamRequest, upstream: Upstream, place: ExitStack) -> UpstreamRequest:
-        """The request, whose time at the upstream begins when there is a place. Raises AttemptFailed."""
-        began_s = time.monotonic()
-        if upstream.breaker.state == "open":
-            raise AttemptFailed("open", f"{upstream.name} is left alone", again=False)
-        if not await upstream.places.take(min(PLACE_S, request.deadline_s - began_s)):
-            raise AttemptFailed("busy", f"{upstream.name} has no place for the batch lane", again=False)
-        place.callback(upstream.places.release)
-        now_s = time.monotonic()
-        request.trace.queue_ms += (now_s - began_s) * 1e3
-        return replace(request, received_s=now_s)
 
     async def _try(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
         """One upstream, as often as it may be tried. Raises AttemptFailed when it never answered."""

@@ -14,12 +14,13 @@ from typing import Any, Final
 import aiohttp
 
 from engine.protocol import Lane
-from gateway.config import UpstreamSettings
+from gateway.config import QueueSettings, UpstreamSettings
 from gateway.types import UpstreamRequest
 from gateway.upstreams.breaker import Breaker
 from gateway.upstreams.connections import Connections
 from gateway.upstreams.failures import AttemptFailed
 from gateway.upstreams.hints import Seen
+from gateway.upstreams.online_places import OnlinePlaces
 from gateway.upstreams.opened import Opened, deadline_s, quoting, too_late
 from gateway.upstreams.places import Places
 
@@ -39,12 +40,20 @@ class Upstream:
     """Made before the event loop runs; the connections are opened when they are wanted."""
 
     def __init__(
-        self, settings: UpstreamSettings, key: str | None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: UpstreamSettings,
+        key: str | None,
+        *,
+        queue: QueueSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`queue` has the limits for those who wait where `max_in_flight` is set."""
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
-        self.places = Places(settings.batch_places, clock)
+        limits, most = queue or QueueSettings(), settings.max_in_flight
+        self.online = OnlinePlaces(most, limits, clock) if most else None
+        self.places = Places(settings.batch_places, clock, self.online)
         self.connections = Connections(settings, key)
         self.hidden = self.connections.hidden
         self.seen = Seen(settings.max_hints, settings.hint_ttl_s, clock)
@@ -115,10 +124,13 @@ class Upstream:
 
     def figures(self) -> dict[str, Any]:
         """For metrics and /admin/stats."""
+        waiting = {} if self.online is None else self.online.waiting
         return {
             "dialect": self.settings.dialect,
             "requests": self.requests,
             "in_flight": self.in_flight.total(),
+            "waiting": sum(waiting.values()),
+            "waiting_by_tenant": waiting,
             "batch_in_flight": self.places.taken,
             "batch_waiting": self.places.waiting,
             "errors": dict(self.errors),

@@ -166,6 +166,7 @@ class Options:
     fingerprints: Backend | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     upstreams: Sequence[UpstreamSettings] = ()
+    waits: QueueSettings = field(default_factory=QueueSettings)  # for a place at one of those
     backend: Backend | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
     files: FileSettings = field(
@@ -252,10 +253,10 @@ def make_files(settings: FileSettings, folder: Path, now: Callable[[], float]) -
     return FileStore(Folder(settings.folder or folder, settings, now), settings)
 
 
-def make_upstreams(settings: Sequence[UpstreamSettings]) -> Upstreams:
+def make_upstreams(settings: Sequence[UpstreamSettings], waits: QueueSettings) -> Upstreams:
     """With the keys of the settings, and retries that do not wait."""
     keys = {one.name: one.key.get_secret_value() for one in settings if one.key is not None}
-    return Upstreams(settings, keys, backoff_s=0.0)
+    return Upstreams(settings, keys, queue=waits, backoff_s=0.0)
 
 
 def make_lane(given: Options, folder: Path, files: FileStore) -> BatchLane:
@@ -273,7 +274,7 @@ async def running(
     folder = tempfile.TemporaryDirectory(prefix="kvasir-files-")
     files = make_files(given.files, Path(folder.name), given.now)
     limits = given.limits = given.limits or limits_of(given)
-    upstreams = make_upstreams(given.upstreams)
+    upstreams = make_upstreams(given.upstreams, given.waits)
     lane = make_lane(given, Path(folder.name), files)
     app = make_app(street, models, state, given, files, upstreams, lane.store)
     worker = lane.worker(app[RUNNER])

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from gateway.api.tiers import find_tier
 from gateway.config import TenantSettings
+from gateway.types import Tenant
 from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.street import FakeStreet
 
@@ -109,3 +111,23 @@ async def test_requests_that_differ_in_priority_get_one_answer_when_it_is_there(
     async with running(street, response_cache=street.responses) as gateway:
         told = [(await gateway.post(CHAT, {**body, "priority": number}))[2] for number in (0, 5)]
     assert [headers["x-kvasir-cache"].partition(";")[0] for headers in told] == ["miss", "exact"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "said", "first", "other"),
+    [
+        ("openai", {}, "default", "default"),
+        ("openai", {"service_tier": "flex"}, "flex", "flex"),
+        ("openai", {"service_tier": "priority"}, "priority", "default"),
+        ("openai", {"service_tier": "to come"}, "default", "default"),
+        ("openai", {"service_tier": {"a": 1}}, "default", "default"),
+        ("anthropic", {}, "priority", "default"),
+        ("anthropic", {"service_tier": "standard_only"}, "default", "default"),
+        ("gemini", {}, "default", "default"),
+    ],
+)
+def test_a_body_that_nobody_checked_has_a_tier_as_well(
+    dialect: str, said: dict[str, Any], first: str, other: str
+) -> None:
+    assert find_tier(dialect, said, Tenant("first", priority=True)) == first
+    assert find_tier(dialect, said, Tenant("other")) == other

@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from engine.protocol import Lane
-from gateway.config import UpstreamSettings
-from gateway.errors import UpstreamLostError, UpstreamsAwayError
+from gateway.config import QueueSettings, UpstreamSettings
+from gateway.errors import DeadlineError, KvasirError, QueueFullError, UpstreamLostError, UpstreamsAwayError
 from gateway.types import Tenant, UpstreamRequest
 from gateway.upstreams.stage import BUSY_S, Upstreams
 from gateway.upstreams.upstream import NO_ROOM_S, Upstream
@@ -67,9 +67,9 @@ def asking(lane: Lane = "batch", model: str = "up-1") -> UpstreamRequest:
 
 @asynccontextmanager
 async def asked_of(
-    *settings: UpstreamSettings, clock: Callable[[], float] = time.monotonic
+    *settings: UpstreamSettings, clock: Callable[[], float] = time.monotonic, **limits: Any
 ) -> AsyncIterator[Upstreams]:
-    upstreams = Upstreams(settings, {}, clock=clock, backoff_s=0.0)
+    upstreams = Upstreams(settings, {}, queue=QueueSettings(**limits), clock=clock, backoff_s=0.0)
     yield upstreams
     await upstreams.close()
 
@@ -203,3 +203,78 @@ async def test_a_line_waits_for_no_place_at_an_upstream_that_is_left_alone() -> 
         with pytest.raises(UpstreamsAwayError):
             await whole(upstreams, asking())
         assert upstreams.figures()["nowhere"]["batch_in_flight"] == 0
+
+
+# -- places for online requests ---------------------------------------------------------------------------------------
+
+
+async def test_the_time_that_an_online_request_waited_is_not_time_at_its_upstream() -> None:
+    long_ago = replace(asking("online"), received_s=time.monotonic() - 1000.0)
+    async with upstream() as stub, asked_of(stub.settings(timeout_s=10.0, max_in_flight=1)) as upstreams:
+        assert await whole(upstreams, long_ago) == 200
+
+
+async def test_what_is_waited_in_front_of_several_upstreams_is_one_limit() -> None:
+    stall = Told([b"x"], then="stall")
+    async with upstream(stall) as first, upstream(stall) as second:
+        named = (stub.settings(name=name, max_in_flight=1) for stub, name in ((first, "first"), (second, "second")))
+        async with asked_of(*named, max_wait_s=0.4) as upstreams, upstreams.answer(asking("online")) as answer:
+            assert answer.upstream == "first"
+            request = asking("online")
+            holding = asyncio.ensure_future(whole(upstreams, asking("online")))  # at the second, after its wait
+            await until(lambda: len(second.got) == 1)
+            with pytest.raises(DeadlineError):
+                await whole(upstreams, request)
+            assert 400 <= request.trace.queue_ms < 800
+            assert [upstreams.figures()[name]["errors"] for name in ("first", "second")] == [{"late": 2}, {"late": 1}]
+            holding.cancel()
+            await asyncio.wait([holding])
+        assert [figures["in_flight"] for figures in upstreams.figures().values()] == [0, 0]
+
+
+async def test_a_request_whose_own_time_is_over_goes_to_no_other_upstream() -> None:
+    async with upstream(Told([b"x"], then="stall")) as first, upstream() as second:
+        named = first.settings(name="first", max_in_flight=1), second.settings(name="second")
+        async with asked_of(*named) as upstreams, upstreams.answer(asking("online")):
+            with pytest.raises(DeadlineError):
+                await whole(upstreams, replace(asking("online"), deadline_s=time.monotonic() + 0.05))
+        assert not second.got
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"), [(5, UpstreamLostError), (1, QueueFullError)], ids=["fails", "is left alone"]
+)
+async def test_a_full_upstream_is_what_is_told_where_the_others_are_left_alone(
+    failures: int, told: type[KvasirError]
+) -> None:
+    other = nowhere(breaker_failures=failures, retries=0)
+    async with (
+        upstream(Told([b"x"], then="stall")) as stub,
+        asked_of(stub.settings(max_in_flight=1), other, max_waiting=0) as upstreams,
+        upstreams.answer(asking("online")),
+    ):
+        with pytest.raises(UpstreamLostError):
+            await whole(upstreams, asking("online"))
+        with pytest.raises(told):
+            await whole(upstreams, asking("online"))
+
+
+async def test_those_who_wait_are_told_as_soon_as_their_upstream_is_left_alone() -> None:
+    settings = {"max_in_flight": 1, "breaker_failures": 1, "idle_timeout_s": 0.2}
+    async with upstream(Told([b"x"], then="stall")) as stub, asked_of(stub.settings(**settings)) as upstreams:
+        fails = asyncio.ensure_future(whole(upstreams, asking("online")))
+        await until(lambda: len(stub.got) == 1)
+        waiting = [asyncio.ensure_future(whole(upstreams, asking("online"))) for _ in range(10)]
+        await until(lambda: upstreams.figures()["up"]["waiting"] == len(waiting))
+        results = await asyncio.gather(fails, *waiting, return_exceptions=True)
+        assert [type(result).__name__ for result in results] == ["UpstreamTimeoutError"] + ["UpstreamsAwayError"] * 10
+        assert (len(stub.got), upstreams.figures()["up"]["waiting"]) == (1, 0)
+
+
+async def test_an_error_that_is_there_as_a_whole_holds_no_place() -> None:
+    settings = {"max_in_flight": 1, "retries": 1}
+    async with upstream(error(500), error(500), CHAT) as stub, asked_of(stub.settings(**settings)) as upstreams:
+        async with upstreams.answer(asking("online")) as answer:
+            assert answer.status == 500
+            assert await whole(upstreams, asking("online")) == 200
+        assert len(stub.got) == 3
