@@ -1,27 +1,25 @@
-"""What every dialect does with a Call: who asks, which model, the requests for the street, and the answer, whole or as
-a stream. The dialects parse and write; nothing here knows a wire format.
+"""What every dialect does with a Call: its model, the requests for the street, and the answer, whole or as a stream.
+The dialects parse and write; nothing here knows a wire format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import orjson
 from aiohttp import web
 
 from engine.protocol import Breakpoint, Hello
 from gateway.api.answers import Answer
-from gateway.api.auth import Auth
 from gateway.api.body import read_raw
-from gateway.api.cache_control import from_headers, stricter
+from gateway.api.cache_control import stricter
 from gateway.api.call import Call, settle
 from gateway.api.dialect import JSON, SSE
 from gateway.api.limiting import ONLY_COUNTED, Limits, need_of, set_aside
-from gateway.api.namespaces import HEADER as NAMESPACE_HEADER
 from gateway.api.namespaces import Namespaces
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import RECORD, Record, kvasir_headers
+from gateway.api.replies import reply
 from gateway.api.short_way import SEEN, ShortWay, Written, may_come_again
 from gateway.api.stamps import Stamp
 from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream, stream_headers
@@ -29,13 +27,11 @@ from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.stages import Engine
 from gateway.types import (
-    Allowance,
     EncodedPrompt,
     Need,
     Prompt,
     Request,
     Reuse,
-    Room,
     Scope,
     Tenant,
     TextPrompt,
@@ -106,21 +102,18 @@ class Answering:
     def __init__(
         self,
         server: ServerSettings,
-        auth: Auth,
         namespaces: Namespaces,
         street: Street,
         models: Models,
         decoders: Decoders,
         embedding_models: Mapping[str, int],
-        allowance: Callable[[str], Room],
         limits: Limits,
         passthrough: Passthrough,
         short_way: ShortWay,
         *,
         line_timeout_s: float,
     ) -> None:
-        """allowance       requests of a tenant, by name, that may wait for a place
-        limits          what tenants may ask for
+        """limits          what tenants may ask for
         passthrough     is asked first: what is for an upstream never becomes a Call
         short_way       is asked before it, by `again`
         line_timeout_s  that a line of a batch may take
@@ -128,38 +121,18 @@ class Answering:
         self.passthrough = passthrough
         self._short_way = short_way
         self._line_timeout_s = line_timeout_s
-        self._allowance = allowance
         self._limits = limits
         self.models = models
         self.embedding_models = embedding_models
         self._server = server
-        self._auth = auth
         self._namespaces = namespaces
         self.street = street
         self._decoders = decoders
-
-    def admit(self, http: web.Request) -> Tenant:
-        """Whose request this is. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a
-        header that makes no sense."""
-        tenant = self._auth.tenant(http)
-        record = http[RECORD]
-        record.tenant = tenant.name
-        record.allowance = Allowance(self._allowance(tenant.name))
-        if rooms := self._limits.rooms(tenant.name):
-            record.allowance = record.allowance._replace(**rooms)
-        record.reuse = from_headers(http.headers)
-        record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
-        record.may_have_priority = tenant.priority
-        return tenant
 
     async def again(self, http: web.Request, tenant: Tenant) -> web.StreamResponse | None:
         """What this very request was answered with before, sent, if the response cache would give that now. Reads the
         body, and raises as that does; and RateLimitError."""
         return await self._short_way.answer(http, tenant, await read_raw(http, self._server))
-
-    def check_namespace(self, record: Record, tenant: Tenant) -> None:
-        """Raises ForbiddenError for a namespace that the tenant may not use, where nothing is asked in it yet."""
-        self._namespaces.scope(record.namespace, tenant, key="", cache_salt="")
 
     def model(self, name: str, record: Record) -> Hello:
         """Raises ModelNotFoundError, BadRequestError for a model that only embeds, and NoEngineError when the model's
@@ -350,13 +323,3 @@ class Answering:
 
 def _no_echo(index: int) -> str:
     return ""
-
-
-def reply(body: bytes, **headers: str) -> web.Response:
-    """JSON. The middleware adds the headers that every answer carries."""
-    return web.Response(body=body, content_type=JSON, headers=headers)
-
-
-def reply_json(value: Mapping[str, Any], **headers: str) -> web.Response:
-    """The same, of what is no JSON yet."""
-    return reply(orjson.dumps(value), **headers)

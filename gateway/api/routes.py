@@ -17,6 +17,7 @@ from gateway.admin.handlers import Admin
 from gateway.admin.ledger import Ledger, LedgerPage
 from gateway.admin.metrics import Metrics
 from gateway.admin.sources import Sources
+from gateway.api.admission import Admission
 from gateway.api.answering import Answering, Decoders, Models, Street
 from gateway.api.anthropic.batches.handlers import MessageBatches
 from gateway.api.anthropic.batches.rows import ROWS
@@ -127,41 +128,41 @@ def build_app(
     metrics = Metrics(sources)
     observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits)
+    named = Namespaces(namespaces)
+    admission = Admission(keys, named, allowance, limits)
     answering = Answering(
         server,
-        keys,
-        Namespaces(namespaces),
+        named,
         street,
         models,
         decoders,
         embedder.models(),
-        allowance,
         limits,
         passthrough,
         ShortWay(rendered_bytes, models, passthrough.serves, limits),
         line_timeout_s=batches.line_timeout_s,
     )
-    cached = CachedContents(server, gemini, answering, contents, now)
+    cached = CachedContents(server, gemini, admission, answering, contents, now)
     background = Background(responses, observer, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
-    chats = OpenAI(server, leases, answering)
-    items = Responses(server, leases, answering, responses, background)
-    vectors = Embeddings(server, embeddings, answering, embedder)
-    messages = Anthropic(server, leases, anthropic, answering, fingerprints)
+    chats = OpenAI(server, leases, admission, answering)
+    items = Responses(server, leases, admission, answering, responses, background)
+    vectors = Embeddings(server, embeddings, admission, answering, embedder)
+    messages = Anthropic(server, leases, anthropic, admission, answering, fingerprints)
     endpoints = {**chats.endpoints(), **items.endpoints(), **vectors.endpoints(), **messages.endpoints()}
     by_dialect = {
         OPENAI.name: [
             *chats.routes(),
             *items.routes(),
             *vectors.routes(),
-            *Files(answering, files, upload_timeout_s).routes(),
-            *OpenAIBatches(server, answering, files, jobs).routes(),
+            *Files(admission, files, upload_timeout_s).routes(),
+            *OpenAIBatches(server, admission, files, jobs).routes(),
         ],
         ANTHROPIC.name: [
             *messages.routes(),
-            *AnthropicFiles(answering, files, upload_timeout_s).routes(),
-            *MessageBatches(server, batches, answering, jobs, upload_timeout_s).routes(),
+            *AnthropicFiles(admission, files, upload_timeout_s).routes(),
+            *MessageBatches(server, batches, admission, jobs, upload_timeout_s).routes(),
         ],
-        GEMINI.name: [*Gemini(server, answering, cached).routes(), *cached.routes()],
+        GEMINI.name: [*Gemini(server, admission, answering, cached).routes(), *cached.routes()],
         OWN: [
             *Admin(keys, sources, metrics).routes(),
             *LedgerPage(keys, ledger, now).routes(),

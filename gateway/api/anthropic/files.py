@@ -8,11 +8,12 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply_json
+from gateway.api.admission import Admission
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT, read_page
 from gateway.api.anthropic.wire import read_version, time_text
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read, read_query, text
+from gateway.api.replies import reply_json
 from gateway.api.uploads import FileStore, delete_file, find_file, query_values, read_form, send_file, store_id
 from gateway.types import StoredFile, Tenant
 
@@ -43,8 +44,8 @@ LIST: Final = {parameter.name: parameter for parameter in _list}
 class AnthropicFiles:
     """Holds what its handlers need."""
 
-    def __init__(self, answering: Answering, files: FileStore, upload_timeout_s: float) -> None:
-        self._answering = answering
+    def __init__(self, admission: Admission, files: FileStore, upload_timeout_s: float) -> None:
+        self._admission = admission
         self._files = files
         self._upload_timeout_s = upload_timeout_s
 
@@ -102,7 +103,7 @@ class AnthropicFiles:
         return reply_json({"id": file_id, "type": "file_deleted"})
 
     def _admit(self, http: web.Request) -> Tenant:
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         read_version(http)
         return tenant
 

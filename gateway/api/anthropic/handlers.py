@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, Asked, reply_json
+from gateway.api.admission import Admission
+from gateway.api.answering import Answering, Asked
 from gateway.api.anthropic.accounting import Accounted
 from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.pages import MODELS, read_page
@@ -20,6 +21,7 @@ from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.lines import Endpoint, asking
 from gateway.api.record import RECORD, Record
+from gateway.api.replies import reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import AnthropicSettings, LeaseSettings, ServerSettings
@@ -41,6 +43,7 @@ class Anthropic:
         server: ServerSettings,
         leases: LeaseSettings,
         settings: AnthropicSettings,
+        admission: Admission,
         answering: Answering,
         fingerprints: Backend,
     ) -> None:
@@ -49,6 +52,7 @@ class Anthropic:
         self._leases = leases
         self._fingerprints = fingerprints
         self._settings = settings
+        self._admission = admission
         self._answering = answering
 
     def routes(self) -> list[Route]:
@@ -91,7 +95,7 @@ class Anthropic:
 
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         if (known := await self._answering.again(http, tenant)) is not None:
             return known
         body = await read_json(http, self._server)
@@ -113,7 +117,7 @@ class Anthropic:
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""
-        tenant, body = self._answering.admit(http), await read_json(http, self._server)
+        tenant, body = self._admission.admit(http), await read_json(http, self._server)
         passed = self._answering.passthrough.answer(http, tenant, body.get("model"), body, metered=False)
         if (told := await passed) is not None:
             return told
@@ -124,7 +128,7 @@ class Anthropic:
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models, newest first"""
-        self._answering.admit(http)
+        self._admission.admit(http)
         read_version(http)
         models = sorted(self._answering.passthrough.models(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
         page = read_page(http.query, [name for name, _ in models])
@@ -134,7 +138,7 @@ class Anthropic:
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
-        self._answering.admit(http)
+        self._admission.admit(http)
         read_version(http)
         name = http.match_info["model"]
         if (created := self._answering.passthrough.models(http[RECORD]).get(name)) is None:

@@ -9,7 +9,8 @@ from typing import Any, Final, Protocol
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply_json
+from gateway.api.admission import Admission
+from gateway.api.answering import Answering
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, Route
 from gateway.api.fields import read_query, shown
@@ -30,6 +31,7 @@ from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.proto import read
 from gateway.api.gemini.request import Kept, model_name
 from gateway.api.record import RECORD, kvasir_headers
+from gateway.api.replies import reply_json
 from gateway.config import GeminiSettings, ServerSettings
 from gateway.errors import BadRequestError, NotFoundError
 from gateway.types import CachedContent, Lease, Tenant
@@ -63,6 +65,7 @@ class CachedContents:
         self,
         server: ServerSettings,
         settings: GeminiSettings,
+        admission: Admission,
         answering: Answering,
         store: ContentStore,
         now: Callable[[], float],
@@ -70,6 +73,7 @@ class CachedContents:
         """`now` is seconds since 1970, by the clock that the store goes by."""
         self._server = server
         self._settings = settings
+        self._admission = admission
         self._answering = answering
         self._store = store
         self._now = now
@@ -103,7 +107,7 @@ class CachedContents:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/cachedContents"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         body = await read_json(http, self._server)
         values = read(body, CREATE)
         if not values.get("model"):
@@ -128,7 +132,7 @@ class CachedContents:
 
     async def list_all(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/cachedContents"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         items = {f"{one.created_s:020.6f} {one.name}": one for one in await self._store.all_of(tenant.name)}
         listed, token = page(items, http.query)
         contents = [resource_json(content) for _, content in listed]
@@ -136,12 +140,12 @@ class CachedContents:
 
     async def get(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/cachedContents/{name}"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         return _reply(http, resource_json(await self._find(tenant, http.match_info["name"])))
 
     async def change(self, http: web.Request) -> web.StreamResponse:
         """PATCH /v1/cachedContents/{name}"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         read_query(http.query, MASK)
         values = read(await read_json(http, self._server), CHANGE)
         now_s = self._now()
@@ -157,7 +161,7 @@ class CachedContents:
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/cachedContents/{name}"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         if not await self._store.delete(tenant.name, http.match_info["name"]):
             raise _not_found(http.match_info["name"])
         return _reply(http, {})

@@ -10,7 +10,8 @@ from typing import Any, Final
 from aiohttp import web
 
 from engine.protocol import Hello
-from gateway.api.answering import Answering, Asked, reply_json
+from gateway.api.admission import Admission
+from gateway.api.answering import Answering, Asked
 from gateway.api.body import read_json
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import text
@@ -21,6 +22,7 @@ from gateway.api.gemini.proto import table, used
 from gateway.api.gemini.request import model_name, parse_count, parse_generate, to_call
 from gateway.api.gemini.response import GeminiShape, model_json
 from gateway.api.record import RECORD
+from gateway.api.replies import reply_json
 from gateway.config import ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
 
@@ -31,8 +33,11 @@ STREAM: Final = table(used("alt", text(), "`sse`", "Server-sent events; without 
 class Gemini:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, answering: Answering, cached: CachedContents) -> None:
+    def __init__(
+        self, server: ServerSettings, admission: Admission, answering: Answering, cached: CachedContents
+    ) -> None:
         self._server = server
+        self._admission = admission
         self._answering = answering
         self._cached = cached
 
@@ -72,7 +77,7 @@ class Gemini:
         return await self._answer(http, stream=True)
 
     async def _answer(self, http: web.Request, *, stream: bool) -> web.StreamResponse:
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         if (known := await self._answering.again(http, tenant)) is not None:
             return known
         body, name = await read_json(http, self._server), model_name(http.match_info["model"])
@@ -94,7 +99,7 @@ class Gemini:
 
     async def count(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/models/{model}:countTokens"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         body, name = await read_json(http, self._server), model_name(http.match_info["model"])
         if (passed := await self._answering.passthrough.answer(http, tenant, name, body, metered=False)) is not None:
             return passed
@@ -109,14 +114,14 @@ class Gemini:
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
-        self._answering.admit(http)
+        self._admission.admit(http)
         shown, token = page(self._answering.passthrough.models(http[RECORD]), http.query)
         listed = {"models": [model_json(name, self._hello(name)) for name, _ in shown]}
         return reply_json(listed | ({"nextPageToken": token} if token else {}))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
-        self._answering.admit(http)
+        self._admission.admit(http)
         name = model_name(http.match_info["model"])
         if name not in self._answering.passthrough.models(http[RECORD]):
             raise ModelNotFoundError(name)

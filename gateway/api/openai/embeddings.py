@@ -13,7 +13,8 @@ from typing import Any, Literal, Protocol
 import orjson
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply
+from gateway.api.admission import Admission
+from gateway.api.answering import Answering
 from gateway.api.body import read_json
 from gateway.api.dialect import Route
 from gateway.api.fields import (
@@ -32,6 +33,7 @@ from gateway.api.fields import (
 from gateway.api.lines import Endpoint
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
+from gateway.api.replies import reply
 from gateway.api.upstream_lines import Target
 from gateway.config import EmbeddingSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, ModelNotFoundError, NotFoundError
@@ -138,10 +140,16 @@ class Embeddings:
     """Holds what its handler needs."""
 
     def __init__(
-        self, server: ServerSettings, settings: EmbeddingSettings, answering: Answering, embedder: Embedder
+        self,
+        server: ServerSettings,
+        settings: EmbeddingSettings,
+        admission: Admission,
+        answering: Answering,
+        embedder: Embedder,
     ) -> None:
         self._server = server
         self._settings = settings
+        self._admission = admission
         self._answering = answering
         self._embedder = embedder
 
@@ -164,7 +172,7 @@ class Embeddings:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, Asked, reply_json
+from gateway.api.admission import Admission
+from gateway.api.answering import Answering, Asked
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
@@ -20,6 +21,7 @@ from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model
 from gateway.api.openai.tools import names_a_function
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
+from gateway.api.replies import reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings, ServerSettings
@@ -37,9 +39,12 @@ LIST: Final = {parameter.name: parameter for parameter in _list}
 class OpenAI:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, leases: LeaseSettings, answering: Answering) -> None:
+    def __init__(
+        self, server: ServerSettings, leases: LeaseSettings, admission: Admission, answering: Answering
+    ) -> None:
         self._server = server
         self._leases = leases
+        self._admission = admission
         self._answering = answering
 
     def routes(self) -> list[Route]:
@@ -82,7 +87,7 @@ class OpenAI:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         if (known := await self._answering.again(http, tenant)) is not None:
             return known
         body = await read_json(http, self._server)
@@ -92,14 +97,14 @@ class OpenAI:
 
     async def list_chats(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/chat/completions"""
-        self._answering.admit(http)
+        self._admission.admit(http)
         read_query(http.query, LIST)
         nothing: dict[str, Any] = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
         return reply_json(nothing)
 
     async def completion(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         if (known := await self._answering.again(http, tenant)) is not None:
             return known
         body = await read_json(http, self._server)
@@ -109,13 +114,13 @@ class OpenAI:
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
-        self._answering.admit(http)
+        self._admission.admit(http)
         data = [model_json(name, created) for name, created in self._models(http).items()]
         return reply_json({"object": "list", "data": data})
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
-        self._answering.admit(http)
+        self._admission.admit(http)
         name = http.match_info["model"]
         if (created := self._models(http).get(name)) is None:
             raise ModelNotFoundError(name)

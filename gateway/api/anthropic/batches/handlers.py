@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply_json
+from gateway.api.admission import Admission
 from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.api.anthropic.wire import ANTHROPIC, read_version, time_text
@@ -17,6 +17,7 @@ from gateway.api.body import BodyLimit, body_pieces
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read_query, shown, text
 from gateway.api.record import RECORD
+from gateway.api.replies import reply_json
 from gateway.api.uploads import send_pieces
 from gateway.config import BatchSettings, ServerSettings
 from gateway.errors import BadRequestError, NotFoundError
@@ -52,13 +53,13 @@ class MessageBatches:
         self,
         server: ServerSettings,
         settings: BatchSettings,
-        answering: Answering,
+        admission: Admission,
         batches: Batches,
         upload_timeout_s: float,
     ) -> None:
         self._limits = RequestLimits(settings.max_requests, server.max_body_bytes, server.max_json_depth)
         self._body_limit = BodyLimit(settings.max_request_bytes, "batches.max_request_bytes")
-        self._answering = answering
+        self._admission = admission
         self._batches = batches
         self._upload_timeout_s = upload_timeout_s
 
@@ -84,8 +85,8 @@ class MessageBatches:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/batches"""
-        tenant, version = self._answering.admit(http), read_version(http)
-        self._answering.check_namespace(http[RECORD], tenant)
+        tenant, version = self._admission.admit(http), read_version(http)
+        self._admission.check_namespace(http[RECORD], tenant)
         reader = RequestReader(self._limits)
         arriving = body_pieces(http, self._body_limit, self._upload_timeout_s)
         async with self._batches.input(tenant.name) as rows, aclosing(arriving) as pieces:
@@ -154,7 +155,7 @@ class MessageBatches:
             return await send_pieces(http, found[1], {"Content-Type": JSONL})
 
     def _admit(self, http: web.Request) -> Tenant:
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         read_version(http)
         return tenant
 

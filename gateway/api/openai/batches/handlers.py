@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, reply_json
+from gateway.api.admission import Admission
 from gateway.api.body import read_json
 from gateway.api.dialect import Route
 from gateway.api.fields import (
@@ -33,6 +33,7 @@ from gateway.api.openai.files import LONGEST_S, SHORTEST_S
 from gateway.api.openai.files import PREFIX as FILE_PREFIX
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD
+from gateway.api.replies import reply_json
 from gateway.api.uploads import FileStore, find_file
 from gateway.config import ServerSettings
 from gateway.errors import NotFoundError
@@ -108,9 +109,9 @@ LIST: Final = {parameter.name: parameter for parameter in _list}
 class OpenAIBatches:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, answering: Answering, files: FileStore, batches: Batches) -> None:
+    def __init__(self, server: ServerSettings, admission: Admission, files: FileStore, batches: Batches) -> None:
         self._server = server
-        self._answering = answering
+        self._admission = admission
         self._files = files
         self._batches = batches
 
@@ -133,8 +134,8 @@ class OpenAIBatches:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/batches"""
-        tenant = self._answering.admit(http)
-        self._answering.check_namespace(http[RECORD], tenant)
+        tenant = self._admission.admit(http)
+        self._admission.check_namespace(http[RECORD], tenant)
         values = read(await read_json(http, self._server), CREATE, REQUIRED)
         stored = await find_file(self._files, tenant, values["input_file_id"], "input_file_id")
         if stored.purpose != FILE_PURPOSE:
@@ -154,7 +155,7 @@ class OpenAIBatches:
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/batches"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         values = read_query(http.query, LIST)
         after = values.get("after")
         if after is not None and not after.startswith(PREFIX):
@@ -182,7 +183,7 @@ class OpenAIBatches:
         return reply_json(job_json(_found(job, batch_id)))
 
     def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return self._answering.admit(http), http.match_info["batch_id"]
+        return self._admission.admit(http), http.match_info["batch_id"]
 
 
 def job_json(job: Job) -> dict[str, Any]:

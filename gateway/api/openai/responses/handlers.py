@@ -9,7 +9,8 @@ import orjson
 from aiohttp import web
 
 from engine.protocol import Hello
-from gateway.api.answering import Answering, reply, reply_json
+from gateway.api.admission import Admission
+from gateway.api.answering import Answering
 from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
@@ -27,6 +28,7 @@ from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record, kvasir_headers
+from gateway.api.replies import reply, reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings, ServerSettings
@@ -53,12 +55,14 @@ class Responses:
         self,
         server: ServerSettings,
         leases: LeaseSettings,
+        admission: Admission,
         answering: Answering,
         store: ResponseStore,
         background: Background,
     ) -> None:
         self._server = server
         self._leases = leases
+        self._admission = admission
         self._answering = answering
         self._store = store
         self._background = background
@@ -96,7 +100,7 @@ class Responses:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses"""
-        tenant, record = self._answering.admit(http), http[RECORD]
+        tenant, record = self._admission.admit(http), http[RECORD]
         body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told
@@ -171,7 +175,7 @@ class Responses:
 
     async def input_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         body = await read_json(http, self._server)
         passed = self._answering.passthrough.answer(http, tenant, body.get("model"), body, metered=False)
         if (told := await passed) is not None:
@@ -184,18 +188,18 @@ class Responses:
 
     async def compact(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/compact"""
-        self._answering.admit(http)
+        self._admission.admit(http)
         raise UnsupportedError("Conversations are not compacted here; `truncation: auto` drops their oldest turns.")
 
     async def retrieve(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         read_query(http.query, IN_RESPONSE_URL)
         return reply_json((await self._get(http, tenant)).response)
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{response_id}"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         response_id = http.match_info["response_id"]
         if not await self._store.delete(tenant.name, response_id):
             raise _not_found(response_id)
@@ -204,7 +208,7 @@ class Responses:
 
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{response_id}/cancel"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         kept = await self._get(http, tenant)
         if not kept.response["background"]:
             raise BadRequestError("Only a response that runs in the background can be cancelled; close the stream.")
@@ -219,7 +223,7 @@ class Responses:
 
     async def input_items(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}/input_items"""
-        tenant = self._answering.admit(http)
+        tenant = self._admission.admit(http)
         asked = read_query(http.query, IN_ITEMS_URL)
         items = (await self._get(http, tenant)).items
         if asked.get("order", "desc") == "desc":
