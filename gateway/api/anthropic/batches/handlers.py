@@ -4,6 +4,7 @@ the batch lane keeps the jobs and runs them, and rows.py writes their results.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -27,6 +28,8 @@ from gateway.types import Tenant
 PREFIX: Final = "msgbatch_"
 ENDPOINT: Final = "/v1/messages"
 ROOT: Final = "/v1/messages/batches"
+THREAD_BYTES: Final = 64 << 10
+"""From so many on the reader leaves the event loop for a thread."""
 
 _PARAMS: Final = {"model": EXAMPLE_MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello."}]}
 _create = (
@@ -94,10 +97,10 @@ class MessageBatches:
             async for piece in pieces:
                 loose += piece
                 if len(loose) >= reader.least_bytes:
-                    await rows.write(reader.feed(bytes(loose)))
+                    await rows.write(await _fed(reader, loose))
                     loose.clear()
             if loose:
-                await rows.write(reader.feed(bytes(loose)))
+                await rows.write(await _fed(reader, loose))
             reader.close()
             order = Order(
                 tenant=tenant.name,
@@ -164,6 +167,12 @@ class MessageBatches:
 
     async def _get(self, tenant: Tenant, batch_id: str) -> Job:
         return _found(await self._batches.find(tenant.name, ANTHROPIC.name, _job_id(batch_id)), batch_id)
+
+
+async def _fed(reader: RequestReader, loose: bytearray) -> bytes:
+    """Within a request of megabytes a piece may have megabytes, too, which take seconds: others have their turn."""
+    data = bytes(loose)
+    return reader.feed(data) if len(data) < THREAD_BYTES else await asyncio.to_thread(reader.feed, data)
 
 
 def _betas(http: web.Request) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import io
 import json
+import threading
 import zlib
 from typing import Any
 
@@ -217,12 +218,18 @@ async def test_others_have_their_turn_while_a_large_body_is_read(
     assert len({turn for turn, _ in fed}) == len(fed)
 
 
-async def test_a_long_text_is_not_read_again_with_each_small_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_text_is_not_read_again_with_each_small_piece_and_large_ones_are_read_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fed: list[int] = []
+    in_loop: list[int] = []
+    loop_thread = threading.current_thread()
 
     class Watched(RequestReader):
         def feed(self, data: bytes) -> bytes:
             fed.append(len(data))
+            if threading.current_thread() is loop_thread:
+                in_loop.append(len(data))
             return super().feed(data)
 
     monkeypatch.setattr(handlers, "RequestReader", Watched)
@@ -236,6 +243,8 @@ async def test_a_long_text_is_not_read_again_with_each_small_piece(monkeypatch: 
         assert (await answer.json())["request_counts"]["processing"] == 2
     assert sum(fed) == len(data)
     assert len(fed) < 60, "pieces grow with the text: there would be 489"
+    assert sum(in_loop) < sum(fed)
+    assert max(in_loop) < handlers.THREAD_BYTES
 
 
 async def test_a_compressed_body_may_not_become_larger_than_another() -> None:
