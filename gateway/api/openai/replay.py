@@ -15,6 +15,9 @@ from gateway.api.sse import data, read_events
 DONE = b"[DONE]"
 Json = dict[str, Any]
 
+_ONCE: Final = frozenset(("role", "id", "type"))
+"""Texts of a message, or of an object in it, that do not come in pieces."""
+
 _SPOKEN: Final = frozenset(("role", "content", "reasoning", "reasoning_content"))
 """Of a message that is one text."""
 
@@ -144,9 +147,13 @@ def restream(stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
 
 
 def ending(whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] | None:
-    """How all choices ended; None when one of them did in another way, or not at all."""
+    """How all choices ended; None when one of them did in another way, or not at all, and for what says an error."""
     reasons = {choice.get("finish_reason") for choice in whole.get("choices", ())}
-    if not reasons or not reasons <= {"stop", "tool_calls", "function_call", "length"}:
+    if (
+        whole.get("error") is not None
+        or not reasons
+        or not reasons <= {"stop", "tool_calls", "function_call", "length"}
+    ):
         return None
     return "length" if "length" in reasons else "stop" if reasons == {"stop"} else "tool_calls"
 
@@ -159,7 +166,7 @@ def _base(stream: bytes, kind: str, *, usage: bool) -> Json | None:
         done = event == DONE
         if not done:
             chunk = _object(event)
-            if chunk is None or "error" in chunk:
+            if chunk is None or chunk.get("error") is not None:
                 return None
             used = chunk.get("usage") or used
             base = {**chunk, **base}
@@ -180,16 +187,23 @@ def _choice(chunk: Json) -> Json:
 
 
 def _add(message: Json, delta: Mapping[str, Any]) -> None:
-    """Texts go on, calls are told apart by their numbers, and of everything else the last counts."""
+    """Texts, lists and what is inside of objects go on, calls are told apart by their numbers, and of everything else
+    the last counts."""
     for name, value in delta.items():
-        if name == "tool_calls" and value:
+        if not value and name in ("tool_calls", "function_call"):
+            continue
+        if name == "tool_calls":
             calls = message.setdefault("tool_calls", {})
             for piece in value:
                 _add_call(calls.setdefault(piece.get("index", 0), {}), piece)
-        elif name == "function_call" and value:
+        elif name == "function_call":
             _add_call(message.setdefault("function_call", {}), value)
-        elif isinstance(value, str) and name != "role":
+        elif isinstance(value, str) and name not in _ONCE:
             message[name] = (message.get(name) or "") + value
+        elif isinstance(value, list):
+            message[name] = [*(message.get(name) or ()), *value]
+        elif isinstance(value, dict):
+            _add(message.setdefault(name, {}), value)
         elif value is not None:
             message[name] = value
 

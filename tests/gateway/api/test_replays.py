@@ -153,6 +153,38 @@ def test_pieces_of_texts_and_calls_are_joined_and_what_is_not_known_is_kept() ->
     assert CHAT.ending(whole) == "tool_calls"
 
 
+def test_pieces_of_lists_and_objects_are_joined() -> None:
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [], "audio": {"id": "audio_1", "transcript": "Hel"}},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "So"}], "audio": {"data": "QUJD"}},
+        {"reasoning_details": [{"type": "reasoning.text", "text": " it is"}], "audio": {"data": "REVG"}},
+        {"annotations": [{"type": "url_citation"}], "audio": {"transcript": "lo", "expires_at": 5}},
+        {"tool_calls": [{"index": 0, "id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+    ]
+    chunks = [{**BASE, "error": None, "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    end = {**BASE, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}], "usage": USAGE}
+    whole = CHAT.fold(b"".join(map(data, [*chunks, end])) + DONE)
+    assert whole is not None
+    assert whole["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": None,
+        "audio": {"id": "audio_1", "transcript": "Hello", "data": "QUJDREVG", "expires_at": 5},
+        "reasoning_details": [
+            {"type": "reasoning.text", "text": "So"},
+            {"type": "reasoning.text", "text": " it is"},
+        ],
+        "annotations": [{"type": "url_citation"}],
+        "tool_calls": [{"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        "refusal": None,
+    }
+
+
+def test_an_answer_that_says_an_error_is_none() -> None:
+    said = {"choices": [{"finish_reason": "stop"}], "error": {"message": "overloaded"}}
+    assert CHAT.ending(said) is None
+    assert CHAT.ending(said | {"error": None}) == "stop"
+
+
 def test_log_probabilities_of_pieces_are_joined() -> None:
     def scored(text: str) -> bytes:
         told = {"content": [{"token": text, "logprob": -1.0}], "refusal": None}
