@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from gateway.types import MAX_BREAKPOINTS, UpstreamRequest
-from gateway.upstreams.json_edit import find, root, with_member
+from gateway.upstreams.json_edit import find, replaced, root, with_member
 
 Path = tuple[str | int, ...]
 
@@ -69,8 +69,9 @@ class Block(NamedTuple):
         return kind in _MARKABLE and (kind != "text" or bool(str(self.value.get("text", "")).strip()))
 
     @property
-    def is_marked(self) -> bool:
-        return isinstance(self.value, dict) and self.value.get("cache_control") is not None
+    def num_marks(self) -> int:
+        """Of the client's own, in it or further in."""
+        return _num_marks(self.value)
 
 
 def hinted(request: UpstreamRequest, body: bytes, seen: Seen) -> bytes:
@@ -78,6 +79,10 @@ def hinted(request: UpstreamRequest, body: bytes, seen: Seen) -> bytes:
     if request.dialect == "anthropic" and request.path == "/v1/messages":
         return _marked(request, body, seen)
     if request.path in _KEYED and (key := _cache_key(request)) is not None:
+        if (
+            said := find(body, ("prompt_cache_key",))
+        ) is not None:  # `null`, which a member in front would not overrule
+            return replaced(body, said, key)
         return with_member(body, root(body), "prompt_cache_key", key)
     return body
 
@@ -89,7 +94,7 @@ def _marked(request: UpstreamRequest, body: bytes, seen: Seen) -> bytes:
     )
     for block in blocks:
         seen.add(block.digest)
-    own = [at for at, block in enumerate(blocks) if block.is_marked]
+    own = [at for at, block in enumerate(blocks) for _ in range(block.num_marks)]
     # A mark in front of one of the client's could have a shorter time to live than that, which is an error.
     if place is None or len(own) >= MAX_BREAKPOINTS or any(at >= place for at in own):
         return body
@@ -138,6 +143,15 @@ def _content(path: Path, content: Any, told: bytes) -> Iterator[tuple[Path, Any,
         yield path, content, told
     for number, block in enumerate(_list(content)):
         yield (*path, number), block, told
+
+
+def _num_marks(value: Any) -> int:
+    """Results of tools and documents are made of blocks, which may have some as well."""
+    if isinstance(value, list):
+        return sum(map(_num_marks, value))
+    if not isinstance(value, dict):
+        return 0
+    return (value.get("cache_control") is not None) + _num_marks(value.get("content")) + _num_marks(value.get("source"))
 
 
 def _list(value: Any) -> list[Any]:

@@ -7,7 +7,8 @@ Each provider counts cached tokens in its own way. Here a prompt is everything t
     DeepSeek               prompt_tokens is prompt_cache_hit_tokens + prompt_cache_miss_tokens
     Moonshot               cached_tokens beside prompt_tokens, which includes them
     Groq                   the same usage in streams under x_groq
-    llama.cpp              without usage, timings: cache_n beside prompt_n, which does not include them
+    llama.cpp              timings: cache_n beside prompt_n, which does not include them; usage with the sum of both,
+                           where there is one
     Ollama                 prompt_tokens, and nothing about caching
     Anthropic              input_tokens leaves out cache_read_input_tokens and cache_creation_input_tokens
     Gemini                 promptTokenCount includes cachedContentTokenCount, but not toolUsePromptTokenCount;
@@ -56,7 +57,9 @@ def tokens(said: Said, dialect: str) -> Tokens | None:
 
 def _openai(said: Said) -> Tokens | None:
     if (prompt := _first(said, "prompt_tokens", "input_tokens")) is not None:
-        cached = _first(said, *_OPENAI_CACHED) or 0
+        cached = _first(said, *_OPENAI_CACHED)
+        if cached is None:
+            cached = _cached_of_timings(said, prompt)
         written = _first(said, *_OPENAI_WRITTEN) or 0
         answer = _first(said, "completion_tokens", "output_tokens") or 0
         return _within(prompt, answer, cached, written)._replace(writes=_writes(said, written))
@@ -64,6 +67,12 @@ def _openai(said: Said) -> Tokens | None:
         cached = said.get("cache_n", 0)
         return Tokens(said["prompt_n"] + cached, said.get("predicted_n", 0), cached)
     return None
+
+
+def _cached_of_timings(said: Said, prompt: int) -> int:
+    """Where these are of the same prompt."""
+    cached = said.get("cache_n", 0)
+    return cached if said.get("prompt_n", -1) + cached == prompt else 0
 
 
 def _anthropic(said: Said) -> Tokens | None:

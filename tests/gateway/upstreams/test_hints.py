@@ -162,6 +162,21 @@ def test_the_clients_own_marks_stay_and_ours_is_never_in_front_of_one_or_the_fif
     assert told == expected
 
 
+@pytest.mark.parametrize("inside", ["tool_result", "document"])
+def test_marks_within_a_block_are_the_clients_own_as_well(inside: str) -> None:
+    text = {"type": "text", "text": "x", "cache_control": MARK}
+    within = {"type": "content", "content": [text]}
+    block = {"type": inside, "content": [text]} if inside == "tool_result" else {"type": inside, "source": within}
+    memory = seen()
+    values = marked("0", "1", "2", "3", at=(0, 1, 2))
+    values["messages"][0]["content"].insert(0, block)
+    ask(memory, copy.deepcopy(values))
+    assert ask(memory, copy.deepcopy(values)) == values
+    del values["messages"][0]["content"][0]
+    ask(memory, copy.deepcopy(values))
+    assert ask(memory, copy.deepcopy(values)) != values
+
+
 def test_a_client_that_caches_its_whole_prompt_needs_no_hint() -> None:
     memory = seen()
     values = {"cache_control": MARK, "messages": turns("Hello.")}
@@ -223,3 +238,13 @@ def test_a_key_of_the_clients_own_stays() -> None:
     assert key({"prompt_cache_key": "mine", "messages": turns("Hello.")}) == "mine"
     assert key({"previous_response_id": "resp_1", "input": "Hello."}, "/v1/responses") is None
     assert key({"input": "Hello."}, "/v1/embeddings") is None
+
+
+def test_a_key_that_is_null_is_none() -> None:
+    body = b'{"prompt_cache_key" : null, "messages": [{"role": "user", "content": "Hello."}]}'
+    request = UpstreamRequest(
+        "r", Tenant("t"), "openai", "m", "/v1/chat/completions", "", (), body, orjson.loads(body), 0.0, 1.0
+    )
+    told = hinted(request, body, seen())
+    assert told.count(b"prompt_cache_key") == 1
+    assert orjson.loads(told)["prompt_cache_key"].startswith("kvasir-")

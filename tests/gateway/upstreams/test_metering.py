@@ -104,6 +104,25 @@ CASES = {
         b'{"usage":{"prompt_tokens":100,"completion_tokens":5,"cached_tokens":64}}',
         Tokens(100, 5, 64),
     ),
+    "llama.cpp, usage without details": (
+        "openai",
+        SSE,
+        sse(
+            chunk(),
+            chunk(
+                choices=[],
+                usage={"prompt_tokens": 40, "completion_tokens": 2},
+                timings={"cache_n": 36, "prompt_n": 4, "predicted_n": 2},
+            ),
+        ),
+        Tokens(40, 2, 36),
+    ),
+    "llama.cpp, timings of something else": (
+        "openai",
+        JSON,
+        b'{"usage":{"prompt_tokens":40,"completion_tokens":2},"timings":{"cache_n":36,"prompt_n":9,"predicted_n":2}}',
+        Tokens(40, 2),
+    ),
     "Groq, streamed": (
         "openai",
         SSE,
