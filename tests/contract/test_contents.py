@@ -17,18 +17,11 @@ from gateway.contents.shared_contents import SharedContents
 from gateway.errors import OverloadedError, QuotaError
 from gateway.redis_calls import connect
 from gateway.types import CachedContent
+from tests.fakes.clock import Clock
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 10.0
 LIMITS = GeminiSettings(max_contents=3, max_bytes=1024)
-
-
-@dataclass
-class Clock:
-    now_s: float
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

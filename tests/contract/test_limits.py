@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
@@ -24,13 +23,6 @@ LEASE_S = 30.0
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url, LIMIT_S)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture(params=["memory", "redis"])

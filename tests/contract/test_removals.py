@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from gateway.responses.removals import LOST, Removal
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 5.0
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url, LIMIT_S)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

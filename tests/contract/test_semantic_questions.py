@@ -48,13 +48,6 @@ async def gateway(redis: Redis) -> AsyncIterator[Callable[..., Kitchen]]:
         await one.semantic.close()
 
 
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url, LIMIT_S)
-    yield client
-    await client.aclose()
-
-
 def questions(redis: Redis, **changes: object) -> RedisQuestions:
     return RedisQuestions(redis, SETTINGS.model_copy(update=changes), timeout_s=LIMIT_S)
 

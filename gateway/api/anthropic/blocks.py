@@ -21,6 +21,7 @@ from gateway.api.fields import (
     missing,
     object_schema,
     record,
+    required_text,
     takes,
     text,
     unknown_parameter,
@@ -85,11 +86,7 @@ def read_control(value: Any, path: str) -> dict[str, str] | None:
 
 def read_block(value: Any, path: str, readers: Mapping[str, Callable[[dict[str, Any], str], Part]]) -> Part:
     """One block, of the kinds that have a reader. Raises BadRequestError, and UnsupportedError for kinds that exist."""
-    kind = an_object(value, path).get("type")
-    if kind is None:
-        raise missing(f"{path}.type")
-    if type(kind) is not str:
-        raise wrong_type(f"{path}.type", "a string", kind)
+    kind = required_text(an_object(value, path), "type", path)
     if (reader := readers.get(kind)) is not None:
         return reader(value, path)
     if kind in _unsupported or kind.endswith("_tool_result"):

@@ -198,11 +198,7 @@ def _content(item: Message, path: str, role: str) -> str:
 
 
 def _part(part: Any, path: str, role: str) -> str:
-    kind = an_object(part, path).get("type")
-    if kind is None:
-        raise missing(f"{path}.type")
-    if type(kind) is not str:
-        raise wrong_type(f"{path}.type", "a string", kind)
+    kind = required_text(an_object(part, path), "type", path)
     if role == "user" and kind in _media:
         raise UnsupportedError(f"{_media[kind]} are not supported by this model.", param=f"{path}.type")
     allowed = ("text", "refusal") if role == "assistant" else ("text",)

@@ -64,22 +64,22 @@ class Client:
         await asyncio.wait_for(self.engine.wait_joined(), LIMIT_S)
 
 
+def engine_of(client: Client, url: str, settings: EnginesSettings = QUICK, **options: Any) -> BundledEngine:
+    """One that tells the client everything, and was not started."""
+    told = {
+        "on_tokenizer": client.on_tokenizer,
+        "on_blocks": client.memory.apply,
+        "on_lost": client.on_lost,
+        "on_load": client.heard.append,
+        "prefix": client.memory.prefix,
+    }
+    return BundledEngine("engine-1", url, settings, **{**told, **options})
+
+
 @asynccontextmanager
 async def connected(url: str, settings: EnginesSettings = QUICK, **options: Any) -> AsyncIterator[Client]:
     client = Client()
-    client.engine = BundledEngine(
-        "engine-1",
-        url,
-        settings,
-        **{
-            "on_tokenizer": client.on_tokenizer,
-            "on_blocks": client.memory.apply,
-            "on_lost": client.on_lost,
-            "on_load": client.heard.append,
-            "prefix": client.memory.prefix,
-            **options,
-        },
-    )
+    client.engine = engine_of(client, url, settings, **options)
     client.engine.start()
     try:
         yield client
@@ -393,16 +393,7 @@ def test_a_reader_slower_than_the_buffer_allows_is_given_up() -> None:
 def test_the_load_counts_what_was_sent_since_the_last_report() -> None:
     async def run() -> None:
         client = Client()
-        engine = BundledEngine(
-            "e",
-            "http://nowhere",
-            QUICK,
-            on_tokenizer=client.on_tokenizer,
-            on_blocks=client.memory.apply,
-            on_lost=client.on_lost,
-            on_load=client.heard.append,
-            prefix=client.memory.prefix,
-        )
+        engine = engine_of(client, "http://nowhere")
         engine._hello = hello = make_hello()
         engine._connection = connection = Connection("e", hello, 100)
         prompt = prompt_of(hello, [1] * 160)
@@ -505,16 +496,7 @@ class _Proxy:
 
 def test_the_load_is_the_engines_own_with_what_was_sent_since() -> None:
     client = Client()
-    engine = BundledEngine(
-        "e",
-        "http://nowhere:1",
-        QUICK,
-        on_tokenizer=client.on_tokenizer,
-        on_blocks=client.memory.apply,
-        on_lost=client.on_lost,
-        on_load=client.heard.append,
-        prefix=client.memory.prefix,
-    )
+    engine = engine_of(client, "http://nowhere:1")
     connection = engine._connection = Connection("e", make_hello(), 16)
     numbers = {item.name: number for number, item in enumerate(fields(Load), 1)}
     connection.load = Load(**numbers | {"draining": True})  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import pytest
 from gateway.config import EnginesSettings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.figures import KEEP_S, EngineFigures
+from tests.fakes.clock import Clock
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.waiting import until
 
@@ -30,14 +31,6 @@ class Told:
         self.asked += 1
         await self.go.wait()
         return self.stats
-
-
-@dataclass
-class Clock:
-    now_s: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 async def test_everybody_who_looks_at_once_waits_for_the_same_answer() -> None:

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from gateway.upstreams.breaker import Breaker
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fakes.clock import Clock
 
 
 def opened(clock: Clock) -> Breaker:
@@ -33,9 +26,9 @@ def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None
 def test_after_its_time_one_request_alone_tries_it() -> None:
     clock = Clock()
     breaker = opened(clock)
-    clock.now += 9.9
+    clock.now_s += 9.9
     assert not breaker.admit()
-    clock.now += 0.1
+    clock.now_s += 0.1
     assert breaker.state == "half-open"
     assert breaker.wait_s() == 0.0
     assert breaker.admit()
@@ -46,7 +39,7 @@ def test_after_its_time_one_request_alone_tries_it() -> None:
 def test_the_try_that_succeeds_closes_it() -> None:
     clock = Clock()
     breaker = opened(clock)
-    clock.now += 10
+    clock.now_s += 10
     assert breaker.admit()
     breaker.succeeded()
     assert breaker.state == "closed"
@@ -57,7 +50,7 @@ def test_the_try_that_succeeds_closes_it() -> None:
 def test_the_try_that_fails_opens_it_for_as_long_again() -> None:
     clock = Clock()
     breaker = opened(clock)
-    clock.now += 10
+    clock.now_s += 10
     assert breaker.admit()
     breaker.failed()
     assert (breaker.state, breaker.wait_s()) == ("open", 10.0)
@@ -66,7 +59,7 @@ def test_the_try_that_fails_opens_it_for_as_long_again() -> None:
 def test_a_try_whose_client_left_leaves_the_next_one_to_try() -> None:
     clock = Clock()
     breaker = opened(clock)
-    clock.now += 10
+    clock.now_s += 10
     assert breaker.admit()
     breaker.abandoned()
     assert breaker.admit()
@@ -75,7 +68,7 @@ def test_a_try_whose_client_left_leaves_the_next_one_to_try() -> None:
 def test_a_request_from_before_it_opened_does_not_keep_it_open_for_longer() -> None:
     clock = Clock()
     breaker = opened(clock)
-    clock.now += 5
+    clock.now_s += 5
     breaker.failed()
     assert breaker.wait_s() == 5.0
 
@@ -91,7 +84,7 @@ def test_answers_that_begin_and_break_off_are_failures_in_a_row() -> None:
 def test_a_try_that_begins_to_answer_closes_it() -> None:
     clock = Clock()
     breaker = opened(clock)
-    clock.now += 10
+    clock.now_s += 10
     assert breaker.admit()
     breaker.began()
     assert (breaker.state, breaker.admit()) == ("closed", True)

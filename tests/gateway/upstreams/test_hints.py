@@ -10,14 +10,7 @@ import pytest
 
 from gateway.types import Tenant, UpstreamRequest
 from gateway.upstreams.hints import Seen, hinted
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fakes.clock import Clock
 
 
 def seen(most: int = 1000) -> Seen:
@@ -111,9 +104,9 @@ def test_a_prefix_is_forgotten_after_its_time_and_when_there_are_too_many() -> N
     memory = Seen(2, 300.0, clock)
     values = {"messages": turns("Hello.")}
     ask(memory, values)
-    clock.now += 299
+    clock.now_s += 299
     assert marks(ask(memory, values))
-    clock.now += 300
+    clock.now_s += 300
     assert not marks(ask(memory, values))
     assert marks(ask(memory, values))
     ask(memory, {"messages": turns("a", "b", "c")})

@@ -7,17 +7,10 @@ import asyncio
 import pytest
 
 from gateway.upstreams.places import LONGEST_S, Places
+from tests.fakes.clock import Clock
 from tests.fakes.waiting import until
 
 LIMIT_S = 10.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def waiting(places: Places, count: int = 1) -> list[asyncio.Task[bool]]:
@@ -106,7 +99,7 @@ async def test_while_lines_are_held_off_none_gets_a_place_and_none_waits() -> No
     assert not await places.take(LIMIT_S)
     places.hold_off(1.0)  # less than what was asked for before
     assert places.wait_s() == pytest.approx(5.0)
-    clock.now += 5.0
+    clock.now_s += 5.0
     assert await places.take(LIMIT_S)
 
 
@@ -126,7 +119,7 @@ async def test_an_upstream_that_had_no_room_gets_half_as_many_lines_and_more_as_
     for lines in (4, 2, 1, 1):
         places.hold_off(1.0)
         places.hold_off(1.0)  # said to another line of the same time
-        clock.now += 1.0
+        clock.now_s += 1.0
         assert await room(places) == lines
     for lines in (2, 3, 4):
         for _ in range(lines):
@@ -144,7 +137,7 @@ async def test_online_requests_do_not_keep_an_upstream_that_had_no_room_from_eve
         places.entered()
     for _ in range(5):
         places.hold_off(1.0)
-        clock.now += 1.0
+        clock.now_s += 1.0
     assert await room(places) == 1
 
 

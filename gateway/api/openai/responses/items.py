@@ -268,11 +268,7 @@ def _told(said: str) -> Item:
 
 
 def _kind(part: Any, path: str) -> str:
-    kind = an_object(part, path).get("type")
-    if kind is None:
-        raise missing(f"{path}.type")
-    checked: str = _string(kind, f"{path}.type")
-    return checked
+    return required_text(an_object(part, path), "type", path)
 
 
 def _common(item: Item, path: str, kind: str) -> Item:

@@ -11,6 +11,7 @@ from gateway.api.anthropic.wire import Version, error_json
 from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt
+from tests.fakes.schemas import closed
 
 USER = {"role": "user", "content": "hi"}
 
@@ -318,17 +319,8 @@ def schema_refusal(schema: Any) -> str:
     return refusal(output_config={"format": {"type": "json_schema", "schema": schema}})
 
 
-def a_model(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
 def test_a_schema_constrains_the_answer_with_required_properties_first() -> None:
-    schema = a_model(a={"type": "string"}, b={"$ref": "#/$defs/n"}) | {"$defs": {"n": {"type": "integer"}}}
+    schema = closed(a={"type": "string"}, b={"$ref": "#/$defs/n"}) | {"$defs": {"n": {"type": "integer"}}}
     call = message(output_config={"format": {"type": "json_schema", "schema": schema | {"required": ["b"]}}})
     assert call.constraint.param == "output_config.format.schema"
     assert call.constraint.grammar.text.index('"b"') < call.constraint.grammar.text.index('"a"')
@@ -339,19 +331,19 @@ def test_a_schema_constrains_the_answer_with_required_properties_first() -> None
     [
         ({"type": "integer", "minimum": 3}, "minimum: 'minimum' is not supported in schemas"),
         ({"type": "object", "properties": {}}, "additionalProperties: for 'object' type, 'additionalProperties' must"),
-        (a_model(a={"type": "array", "minItems": 2}), "properties.a.minItems: only 0 and 1 are supported"),
-        (a_model(a={"enum": [{}]}), "properties.a.enum: an array of strings"),
-        (a_model(a={"$ref": "#"}), "properties.a.$ref: recursive schemas are not supported"),
-        (a_model(a={"$ref": "https://example.org"}), "properties.a.$ref: only references inside"),
-        (a_model(a={"$ref": "#/$defs/x"}), "properties.a.$ref: there is nothing at '#/$defs/x'"),
+        (closed(a={"type": "array", "minItems": 2}), "properties.a.minItems: only 0 and 1 are supported"),
+        (closed(a={"enum": [{}]}), "properties.a.enum: an array of strings"),
+        (closed(a={"$ref": "#"}), "properties.a.$ref: recursive schemas are not supported"),
+        (closed(a={"$ref": "https://example.org"}), "properties.a.$ref: only references inside"),
+        (closed(a={"$ref": "#/$defs/x"}), "properties.a.$ref: there is nothing at '#/$defs/x'"),
         (
-            a_model(a={"$ref": "#/$defs/x"}) | {"$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}}},
+            closed(a={"$ref": "#/$defs/x"}) | {"$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}}},
             "properties.a.$ref.anyOf.0.$ref: recursive schemas are not supported",
         ),
-        (a_model(a={"allOf": [{"$ref": "#/$defs/x"}]}), "properties.a.allOf: 'allOf' is not supported together"),
-        (a_model(a={"anyOf": []}), "properties.a.anyOf: an array of schemas is expected"),
-        (a_model(a={"type": "string"}) | {"required": [[]]}, "required: an array of names of properties is expected"),
-        (a_model(**{f"p{i}": {} for i in range(25)}) | {"required": []}, " it has 25 optional properties"),
+        (closed(a={"allOf": [{"$ref": "#/$defs/x"}]}), "properties.a.allOf: 'allOf' is not supported together"),
+        (closed(a={"anyOf": []}), "properties.a.anyOf: an array of schemas is expected"),
+        (closed(a={"type": "string"}) | {"required": [[]]}, "required: an array of names of properties is expected"),
+        (closed(**{f"p{i}": {} for i in range(25)}) | {"required": []}, " it has 25 optional properties"),
     ],
 )
 def test_a_schema_outside_of_the_subset_is_refused_with_its_path(schema: Any, told: str) -> None:
@@ -361,5 +353,5 @@ def test_a_schema_outside_of_the_subset_is_refused_with_its_path(schema: Any, to
 
 def test_references_that_branch_again_and_again_are_followed_once() -> None:
     defs: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
-    schema = a_model(a={"$ref": "#/$defs/d0"}) | {"$defs": {**defs, "d60": {"type": "null"}}}
+    schema = closed(a={"$ref": "#/$defs/d0"}) | {"$defs": {**defs, "d60": {"type": "null"}}}
     assert message(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from gateway.api.gemini.times import timestamp, timestamp_s
 from gateway.config import GeminiSettings, TenantSettings
 from gateway.errors import NoEngineError
 from gateway.types import ChatPrompt, Lease, Marker
+from tests.fakes.clock import Clock
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.gemini import gemini
 from tests.fakes.street import FakeModels, FakeStreet, hello
@@ -25,14 +25,6 @@ QUESTION = {"role": "user", "parts": [{"text": "Well?"}]}
 CREATE = {"model": "models/demo", "contents": [DOCUMENT], "systemInstruction": {"parts": [{"text": "Be brief."}]}}
 TOOLS = [{"functionDeclarations": [{"name": "f"}]}]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A long document."}]
-
-
-@dataclass
-class Clock:
-    now_s: float = field(default=NOW_S)
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 async def ask(gateway: Gateway, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -55,7 +47,7 @@ def prompt(gateway: Gateway) -> ChatPrompt:
 
 @pytest.mark.parametrize("version", ["v1", "v1beta"])
 async def test_what_is_created_is_described_and_never_told_again(version: str) -> None:
-    async with running(now=Clock()) as gateway:
+    async with running(now=Clock(NOW_S)) as gateway:
         body = CREATE | {"displayName": "Handbook", "ttl": "300s"}
         _, resource = await ask(gateway, "POST", f"/{version}/cachedContents", body)
         name = resource["name"]
@@ -87,7 +79,7 @@ async def test_times_are_told_as_exactly_as_they_are_kept() -> None:
 
 
 async def test_creating_computes_the_prefix_with_a_breakpoint_at_its_end() -> None:
-    async with running(now=Clock()) as gateway:
+    async with running(now=Clock(NOW_S)) as gateway:
         await made(gateway, ttl="3.5s", tools=TOOLS)
         (request,) = gateway.street.requests
         assert request.prewarm
@@ -107,7 +99,7 @@ async def test_creating_computes_the_prefix_with_a_breakpoint_at_its_end() -> No
     ],
 )
 async def test_what_became_of_the_lease_is_said(lease: Lease, state: str, tokens: int, header: str) -> None:
-    async with running(FakeStreet(lease=lease), now=Clock()) as gateway:
+    async with running(FakeStreet(lease=lease), now=Clock(NOW_S)) as gateway:
         async with gateway.session.post(f"{gateway.url}/v1/cachedContents", json=CREATE) as answer:
             resource = await answer.json()
             assert answer.headers["x-kvasir-lease"] == header
@@ -120,7 +112,7 @@ async def test_what_became_of_the_lease_is_said(lease: Lease, state: str, tokens
 
 
 async def test_a_request_appends_its_contents_and_sets_the_breakpoint_again() -> None:
-    clock = Clock()
+    clock = Clock(NOW_S)
     async with running(now=clock) as gateway:
         name = (await made(gateway, ttl="60s", tools=TOOLS))["name"]
         clock.now_s += 20
@@ -143,7 +135,7 @@ async def test_a_request_appends_its_contents_and_sets_the_breakpoint_again() ->
 
 @pytest.mark.parametrize("field_", ["systemInstruction", "tools", "tool_config"])
 async def test_what_belongs_into_the_cached_content_is_refused_beside_it(field_: str) -> None:
-    async with running(now=Clock()) as gateway:
+    async with running(now=Clock(NOW_S)) as gateway:
         name = (await made(gateway))["name"]
         given = {"systemInstruction": CREATE["systemInstruction"], "tools": TOOLS, "tool_config": {}}[field_]
         body = {"contents": [QUESTION], "cachedContent": name, field_: given}
@@ -154,7 +146,7 @@ async def test_what_belongs_into_the_cached_content_is_refused_beside_it(field_:
 
 async def test_the_model_has_to_be_the_same() -> None:
     models = FakeModels([hello("demo"), hello("other")])
-    async with running(models=models, now=Clock()) as gateway:
+    async with running(models=models, now=Clock(NOW_S)) as gateway:
         name = (await made(gateway))["name"]
         body = {"contents": [QUESTION], "cachedContent": name}
         status, answer = await ask(gateway, "POST", "/v1/models/other:generateContent", body)
@@ -165,7 +157,7 @@ async def test_the_model_has_to_be_the_same() -> None:
 
 
 async def test_what_has_ended_is_gone_at_once() -> None:
-    clock = Clock()
+    clock = Clock(NOW_S)
     async with running(now=clock) as gateway:
         name = (await made(gateway, ttl="1.5s"))["name"]
         clock.now_s += 1.4
@@ -184,7 +176,7 @@ async def test_what_has_ended_is_gone_at_once() -> None:
 
 
 async def test_an_end_can_be_moved_and_a_longer_one_is_leased() -> None:
-    clock = Clock()
+    clock = Clock(NOW_S)
     async with running(now=clock) as gateway:
         name = (await made(gateway, ttl="60s"))["name"]
         clock.now_s += 10
@@ -204,7 +196,7 @@ async def test_an_end_can_be_moved_and_a_longer_one_is_leased() -> None:
 
 async def test_an_engine_that_is_away_leaves_the_end_where_it_was() -> None:
     models = FakeModels()
-    async with running(models=models, now=Clock()) as gateway:
+    async with running(models=models, now=Clock(NOW_S)) as gateway:
         resource = await made(gateway, ttl="60s")
         models.away = NoEngineError("demo", 2.0)
         status, answer = await ask(gateway, "PATCH", f"/v1/{resource['name']}", {"ttl": "600s"})
@@ -233,7 +225,7 @@ async def test_an_engine_that_is_away_leaves_the_end_where_it_was() -> None:
     ],
 )
 async def test_what_cannot_be_kept_is_refused_with_its_path(fields: Any, path: str) -> None:
-    async with running(now=Clock()) as gateway:
+    async with running(now=Clock(NOW_S)) as gateway:
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE | fields)
         assert status == 400
         assert answer["error"]["details"][0]["fieldViolations"][0]["field"] == path
@@ -251,7 +243,7 @@ async def test_what_cannot_be_kept_is_refused_with_its_path(fields: Any, path: s
     ],
 )
 async def test_nothing_but_the_end_can_be_changed(query: str, body: Any, path: str) -> None:
-    async with running(now=Clock()) as gateway:
+    async with running(now=Clock(NOW_S)) as gateway:
         name = (await made(gateway))["name"]
         status, answer = await ask(gateway, "PATCH", f"/v1/{name}{query}", body)
         assert status == 400
@@ -261,7 +253,7 @@ async def test_nothing_but_the_end_can_be_changed(query: str, body: Any, path: s
 async def test_a_default_and_bounds_are_the_operators() -> None:
     settings = GeminiSettings(default_ttl="90s", min_ttl="30s", max_ttl="2m", min_tokens=41)
     street = FakeStreet(prompt_tokens=41)
-    async with running(street, now=Clock(), gemini=settings) as gateway:
+    async with running(street, now=Clock(NOW_S), gemini=settings) as gateway:
         assert (await made(gateway))["expireTime"] == timestamp(NOW_S + 90)
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE | {"ttl": "29s"})
         assert status == 400
@@ -274,7 +266,7 @@ async def test_a_default_and_bounds_are_the_operators() -> None:
 
 async def test_nothing_that_is_kept_or_asked_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    async with running(now=Clock()) as gateway:
+    async with running(now=Clock(NOW_S)) as gateway:
         name = (await made(gateway, displayName="Handbook"))["name"]
         body = {"contents": [QUESTION], "cachedContent": name}
         assert (await ask(gateway, "POST", "/v1/models/demo:generateContent?key=a-secret-key", body))[0] == 200
@@ -284,7 +276,7 @@ async def test_nothing_that_is_kept_or_asked_is_logged(caplog: pytest.LogCapture
 
 
 async def test_what_is_too_large_is_refused_before_it_is_computed() -> None:
-    async with running(now=Clock(), gemini=GeminiSettings(max_content_bytes=1024)) as gateway:
+    async with running(now=Clock(NOW_S), gemini=GeminiSettings(max_content_bytes=1024)) as gateway:
         long = {"contents": [{"parts": [{"text": "x" * 1024}]}]}
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE | long)
         assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT")
@@ -293,7 +285,7 @@ async def test_what_is_too_large_is_refused_before_it_is_computed() -> None:
 
 
 async def test_past_the_limit_of_a_tenant_nothing_more_is_kept() -> None:
-    async with running(now=Clock(), gemini=GeminiSettings(max_contents=2)) as gateway:
+    async with running(now=Clock(NOW_S), gemini=GeminiSettings(max_contents=2)) as gateway:
         name = (await made(gateway))["name"]
         await made(gateway)
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE)
@@ -305,7 +297,7 @@ async def test_past_the_limit_of_a_tenant_nothing_more_is_kept() -> None:
 async def test_what_one_tenant_keeps_no_other_one_finds() -> None:
     tenants = [TenantSettings(name=name, keys=(f"{name}-key-123",)) for name in ("north", "south")]
     north, south = ({"x-goog-api-key": f"{name}-key-123"} for name in ("north", "south"))
-    async with running(tenants=tenants, now=Clock()) as gateway:
+    async with running(tenants=tenants, now=Clock(NOW_S)) as gateway:
         assert (await ask(gateway, "POST", "/v1/cachedContents", CREATE))[0] == 401
         _, resource = await ask(gateway, "POST", "/v1/cachedContents", CREATE, **north)
         name = resource["name"]

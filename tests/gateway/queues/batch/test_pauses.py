@@ -9,18 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.queues.batch.pauses import FIRST_S, LONG_OVER_S, LONGEST_ASKED_S, LONGEST_S, Pauses
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.fakes.clock import Clock
 
 
 def test_a_model_is_left_alone_for_longer_each_time_and_not_for_less_than_was_asked_for() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     pauses = Pauses(clock)
 
     def pause(asked_s: float | None, left_s: float = 1e6) -> float:
@@ -45,7 +38,7 @@ def test_a_model_is_left_alone_for_longer_each_time_and_not_for_less_than_was_as
 
 
 def test_a_model_is_doubted_from_its_pause_until_one_of_its_lines_is_answered() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     pauses = Pauses(clock)
     assert (pauses.open(["m", "n"], []), pauses.is_doubted("m")) == (["m", "n"], False)
     pauses.pause("m", None, 60.0)
@@ -58,7 +51,7 @@ def test_a_model_is_doubted_from_its_pause_until_one_of_its_lines_is_answered() 
 
 
 def test_a_pause_that_is_long_over_is_forgotten_and_no_other() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     pauses = Pauses(clock)
     pauses.pause("never", None, 1e6)
     pauses.pause("long", LONGEST_ASKED_S, 1e6)
@@ -73,7 +66,7 @@ def test_a_pause_that_is_long_over_is_forgotten_and_no_other() -> None:
 
 
 def test_while_as_many_are_paused_as_may_be_strangers_wait_and_what_was_answered_goes_on() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     pauses = Pauses(clock, most=3)
     pauses.answered("good")
     for model in ("a", "b"):
@@ -90,7 +83,7 @@ def test_while_as_many_are_paused_as_may_be_strangers_wait_and_what_was_answered
 
 
 def test_what_has_to_be_paused_though_there_is_no_room_takes_that_of_the_pause_that_ends_first() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     pauses = Pauses(clock, most=2)
     pauses.pause("long", 500.0, 1e6)
     pauses.pause("soon", None, 1e6)
@@ -107,7 +100,7 @@ def test_what_has_to_be_paused_though_there_is_no_room_takes_that_of_the_pause_t
     )
 )
 def test_the_limit_changes_nothing_for_those_who_are_no_more(happened: list[tuple[str, str]]) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     both = (Pauses(clock, most=3), Pauses(clock, most=10**6))
     for model, what in happened:
         clock.now_s += 1.5 if what == "wait" else 0.0
@@ -127,7 +120,7 @@ MOST, AT_ONCE, LOOK_S = 64, 4, 0.5
 def test_of_many_more_models_than_are_remembered_none_is_hammered_and_those_that_are_there_are_served() -> None:
     """300 names whose upstream is away, and two that are served; lines of the second come when all is crowded. As the
     worker does it: names by chance, four lines at a time, each of which takes a while."""
-    chance, clock = random.Random(7), Clock()
+    chance, clock = random.Random(7), Clock(0.0)
     pauses = Pauses(clock, MOST)
     waiting = [f"made up {number}" for number in range(300)] + ["served"]
     tries: dict[str, list[float]] = defaultdict(list)

@@ -11,6 +11,7 @@ from gateway.config import SemanticCacheSettings
 from gateway.responses.semantic.entry import Entry, digest_of
 from gateway.responses.semantic.scope import find_unfit
 from gateway.responses.semantic.space import Sight, Space
+from tests.fakes.clock import Clock
 
 HERE, ELSEWHERE = b"h" * 32, b"e" * 32
 UP = np.array([1.0, 0.0], dtype="<f4").tobytes()
@@ -20,13 +21,9 @@ def turned(cosine: float) -> bytes:
     return np.array([cosine, (1.0 - cosine * cosine) ** 0.5], dtype="<f4").tobytes()
 
 
-class Clock:
-    now = 0.0
-
-
 def make(clock: Clock | None = None, chance: float = 1.0, **changes: Any) -> Space:
-    clock = clock or Clock()
-    return Space(SemanticCacheSettings(**changes), random=lambda: chance, now=lambda: clock.now)
+    clock = clock or Clock(0.0)
+    return Space(SemanticCacheSettings(**changes), random=lambda: chance, now=clock)
 
 
 def entry(text: str, *, scope: bytes = HERE, vector: bytes = UP, answer: str = "yes", ttl_s: float = 100.0) -> Entry:
@@ -104,14 +101,14 @@ def test_a_near_question_with_another_answer_makes_a_candidate_less_likely() -> 
 
 
 def test_a_time_to_live_counts_from_the_answer_and_no_use_makes_it_longer() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     space = make(clock)
     space.remember(entry("How do I reset it?", ttl_s=100.0))
-    clock.now = 99.0
+    clock.now_s = 99.0
     sight = look(space, "How do I reset it then?")
     assert sight.hit is not None
     space.given(sight)
-    clock.now = 100.0
+    clock.now_s = 100.0
     assert look(space, "How do I reset it then?").neighbours == ()
     assert len(space) == 0
     assert not space.remember(entry("How do I reset it?", ttl_s=100.0))
