@@ -4,7 +4,7 @@ The dialects parse and write; nothing here knows a wire format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from aiohttp import web
@@ -13,7 +13,7 @@ from engine.protocol import Breakpoint, Hello
 from gateway.api.answers import Answer
 from gateway.api.body import read_raw
 from gateway.api.cache_control import stricter
-from gateway.api.call import Call, settle
+from gateway.api.call import Call, requests_of, settle
 from gateway.api.dialect import JSON, SSE
 from gateway.api.limiting import ONLY_COUNTED, Limits, need_of, set_aside
 from gateway.api.namespaces import Namespaces
@@ -29,14 +29,10 @@ from gateway.stages import Engine
 from gateway.types import (
     EncodedPrompt,
     Need,
-    Prompt,
     Request,
-    Reuse,
-    Scope,
     Tenant,
     TextPrompt,
     TokenPrompt,
-    Trace,
     Usage,
 )
 
@@ -258,7 +254,8 @@ class Answering:
         the model does not have, ForbiddenError for a namespace that the tenant may not use."""
         prompts, reuse = settle(call, model), stricter(record.reuse, call.reuse)
         scope = self._namespaces.scope(record.namespace, tenant, key=call.cache_key, cache_salt=call.cache_salt)
-        requests = [one for prompt in prompts for one in self._requests(record, tenant, scope, reuse, call, prompt)]
+        deadline_s = self.deadline_s(record)
+        requests = requests_of(call, prompts, record, tenant, scope=scope, reuse=reuse, deadline_s=deadline_s)
         record.traces = [request.trace for request in requests]
         return requests
 
@@ -274,37 +271,6 @@ class Answering:
         call, model = asked.call, asked.model
         need = need_of(call, record.body_bytes, model.context_tokens)
         seen.keep(record, Written(call.model, model, need, headers, b"".join(pieces), asked.stamp))
-
-    def _requests(
-        self, record: Record, tenant: Tenant, scope: Scope, reuse: Reuse, call: Call, prompt: Prompt
-    ) -> Iterator[Request]:
-        for number, group, sampling in call.choices.samplings(call.sampling):
-            yield Request(
-                request_id=record.request_id,
-                tenant=tenant,
-                model=call.model,
-                prompt=prompt,
-                sampling=sampling,
-                received_s=record.received_s,
-                deadline_s=self.deadline_s(record),
-                lane=record.lane,
-                tier=record.tier,
-                priority=call.priority,
-                stop=call.stop,
-                prompt_param=call.prompt_param,
-                scope=scope,
-                use_cache=call.use_cache,
-                only_leased=call.only_leased,
-                prewarm=call.prewarm,
-                fit=call.fit,
-                constraint=call.constraint,
-                tool_use=call.tool_use,
-                group=group,
-                number=number,
-                trace=Trace(fork=number > 0),
-                stream=call.stream,
-                reuse=reuse,
-            )
 
     def _echo(self, call: Call, model: Hello) -> Echo:
         if not call.echo:

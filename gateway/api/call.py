@@ -1,4 +1,5 @@
-"""A Call: what one POST asks for, whatever its dialect, checked, before any model is known.
+"""A Call: what one POST asks for, whatever its dialect, checked, before any model is known; and the requests for the
+street that it becomes.
 
 Pure. What depends on the model (vocabulary, context) is checked by `settle` and by the street.
 """
@@ -6,12 +7,28 @@ Pure. What depends on the model (vocabulary, context) is checked by `settle` and
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.protocol import Hello, Sampling
 from gateway.api.choices import ONE_CHOICE, Choices
+from gateway.api.record import Record
 from gateway.errors import BadRequestError
-from gateway.types import PLAIN_REUSE, Constraint, Prompt, PromptParam, Reuse, TextPrompt, Tier, TokenPrompt, ToolUse
+from gateway.types import (
+    PLAIN_REUSE,
+    Constraint,
+    Prompt,
+    PromptParam,
+    Request,
+    Reuse,
+    Scope,
+    Tenant,
+    TextPrompt,
+    Tier,
+    TokenPrompt,
+    ToolUse,
+    Trace,
+)
 
 NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and so its end-of-text token, is known
 
@@ -38,7 +55,7 @@ class Call:
     only_leased: bool = False
     cache_key: str = ""
     cache_salt: str = ""
-    tier: Tier = "default"  # that is asked for; Answering.tier says which it is
+    tier: Tier = "default"  # that is asked for; tiers.grant says which it is
     priority: int = 0  # as in Request
     reuse: Reuse = PLAIN_REUSE  # what the body says of the response cache
 
@@ -58,6 +75,49 @@ def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:
             if (largest := max(tokens)) >= size:
                 raise _outside("prompt", largest, size)
     return tuple(_begin(model) if prompt is NEW_DOCUMENT else prompt for prompt in call.prompts)
+
+
+def requests_of(
+    call: Call,
+    prompts: Sequence[Prompt],
+    record: Record,
+    tenant: Tenant,
+    *,
+    scope: Scope,
+    reuse: Reuse,
+    deadline_s: float,
+) -> list[Request]:
+    """One for each answer to each prompt, which `settle` made. `reuse` is what body and headers say together."""
+    return [
+        Request(
+            request_id=record.request_id,
+            tenant=tenant,
+            model=call.model,
+            prompt=prompt,
+            sampling=sampling,
+            received_s=record.received_s,
+            deadline_s=deadline_s,
+            lane=record.lane,
+            tier=record.tier,
+            priority=call.priority,
+            stop=call.stop,
+            prompt_param=call.prompt_param,
+            scope=scope,
+            use_cache=call.use_cache,
+            only_leased=call.only_leased,
+            prewarm=call.prewarm,
+            fit=call.fit,
+            constraint=call.constraint,
+            tool_use=call.tool_use,
+            group=group,
+            number=number,
+            trace=Trace(fork=number > 0),
+            stream=call.stream,
+            reuse=reuse,
+        )
+        for prompt in prompts
+        for number, group, sampling in call.choices.samplings(call.sampling)
+    ]
 
 
 def _begin(model: Hello) -> Prompt:
