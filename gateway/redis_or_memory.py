@@ -26,7 +26,7 @@ from gateway.limits.shared_counters import SharedCounters
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.redis_removals import RedisRemovals
 from gateway.responses.semantic.redis_questions import RedisQuestions
-from gateway.stores.base import Backend
+from gateway.stores.base import Store
 from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore
 
@@ -59,14 +59,14 @@ def book(settings: Settings, redis: Redis | None) -> Book:
     return MemoryBook() if redis is None else RedisBook(redis, timeout_s=settings.redis.timeout_s)
 
 
-def stored_responses(settings: Settings, redis: Redis | None) -> Backend:
+def stored_responses(settings: Settings, redis: Redis | None) -> Store:
     """Responses that clients may ask for again, or continue."""
     if redis is None:
         return MemoryStore(settings.stored_responses)
     return RedisStore(redis, settings.stored_responses, timeout_s=settings.redis.timeout_s)
 
 
-def fingerprints(settings: Settings, redis: Redis | None) -> Backend:
+def fingerprints(settings: Settings, redis: Redis | None) -> Store:
     """Of prompts, for telling a client of the Anthropic API why one missed the cache."""
     limits = settings.anthropic.fingerprints
     if redis is None:

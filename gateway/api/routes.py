@@ -66,7 +66,7 @@ from gateway.config import (
 )
 from gateway.queues.batch.base import Batches
 from gateway.responses.listing import Answers
-from gateway.stores.base import Backend
+from gateway.stores.base import Store
 from gateway.types import Room
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
@@ -92,7 +92,7 @@ def build_app(
     upstreams: Upstreams,
     embedder: Embedder,
     responses: ResponseStore,
-    fingerprints: Backend,
+    fingerprints: Store,
     stored_responses: StoredResponseSettings,
     contents: ContentStore,
     files: FileStore,

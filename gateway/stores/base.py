@@ -10,10 +10,10 @@ from typing import Protocol
 
 
 class StoreDownError(Exception):
-    """The backend did not answer in time, or could not do it."""
+    """The store did not answer in time, or could not do it."""
 
 
-class Backend(Protocol):
+class Store(Protocol):
     """Bytes by tenant and key. Every method raises StoreDownError."""
 
     async def put(self, tenant: str, key: str, body: bytes) -> bool:

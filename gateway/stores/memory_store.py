@@ -16,7 +16,7 @@ class _Body(NamedTuple):
 
 
 class MemoryStore:
-    """See Backend in base.py. Never down."""
+    """See Store in base.py. Never down."""
 
     def __init__(self, settings: StoredResponseSettings, now: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings

@@ -19,7 +19,7 @@ from gateway.stores.base import StoreDownError
 
 
 class RedisStore:
-    """See Backend in base.py."""
+    """See Store in base.py."""
 
     def __init__(
         self, redis: Redis, settings: StoredResponseSettings, *, timeout_s: float, name: str = "responses"

@@ -1,4 +1,4 @@
-"""Caching hints, for providers that cache what they are told to: put into a request where the operator allows it for
+"""Caching hints, for upstreams that cache what they are told to: put into a request where the operator allows it for
 the tenant, and where the client said nothing about caching itself.
 
     Anthropic  `cache_control` at the end of the longest prefix that was seen before. A conversation is marked one turn
@@ -117,7 +117,7 @@ def _with_mark(body: bytes, block: Block) -> bytes:
 
 
 def _blocks(request: UpstreamRequest) -> Iterator[Block]:
-    """In the order in which the provider reads them. Nothing behind what is no block."""
+    """In the order in which the upstream reads them. Nothing behind what is no block."""
     hashed = hashlib.sha256()
     _feed(hashed, request.tenant.name.encode(), request.model.encode())
     for path, value, told in _pieces(request.values):

@@ -1,6 +1,6 @@
 """What upstreams write about tokens, as one kind of figure. Pure.
 
-Each provider counts cached tokens in its own way. Here a prompt is everything that the model read, cached or not:
+Each API counts cached tokens in its own way. Here a prompt is everything that the model read, cached or not:
 
     OpenAI, vLLM, SGLang   prompt_tokens includes prompt_tokens_details.cached_tokens (which may be null)
     Responses API          input_tokens includes input_tokens_details.cached_tokens
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 Said = dict[str, int]
-"""Names of a provider's own, dotted where they are nested, and the last number of each."""
+"""Names of an API's own, dotted where they are nested, and the last number of each."""
 
 MARKS: Final = (b'"usage', b'"timings"')
 """JSON without one of these says nothing about tokens; `usageMetadata` begins alike."""

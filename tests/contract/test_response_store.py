@@ -1,4 +1,4 @@
-"""The promises of responses/store.py over both backends, and of the store when its Redis is away."""
+"""The promises of stores/base.py over both stores, and of the responses in one when its Redis is away."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.config import StoredResponseSettings
 from gateway.errors import OverloadedError
 from gateway.redis_calls import connect
-from gateway.stores.base import Backend, StoreDownError
+from gateway.stores.base import Store, StoreDownError
 from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore
 from tests.fakes.redis_process import RedisProcess
@@ -27,9 +27,9 @@ LIMIT_S = 5.0
 
 @dataclass
 class Made:
-    """A backend, and how it is brought to a time at which everything is over."""
+    """A store, and how it is brought to a time at which everything is over."""
 
-    backend: Backend
+    store: Store
     later: Callable[[], Awaitable[None]]
 
 
@@ -65,83 +65,83 @@ async def one(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[M
         yield built
 
 
-async def held(backend: Backend, tenant: str = "a") -> list[str]:
-    return [name for name in "123456789" if await backend.find(tenant, name) is not None]
+async def held(store: Store, tenant: str = "a") -> list[str]:
+    return [name for name in "123456789" if await store.find(tenant, name) is not None]
 
 
 async def test_what_was_put_is_found_by_its_tenant_alone(one: Made) -> None:
     body = "{\u00fc}".encode() + b"\x00"
-    assert await one.backend.put("a", "1", body)
-    assert await one.backend.find("a", "1") == body
-    assert await one.backend.find("b", "1") is None
-    assert await one.backend.find("a", "2") is None
-    assert not await one.backend.delete("b", "1")
-    assert await one.backend.find("a", "1") == body
+    assert await one.store.put("a", "1", body)
+    assert await one.store.find("a", "1") == body
+    assert await one.store.find("b", "1") is None
+    assert await one.store.find("a", "2") is None
+    assert not await one.store.delete("b", "1")
+    assert await one.store.find("a", "1") == body
 
 
 async def test_a_later_body_takes_the_place_of_an_earlier_one(one: Made) -> None:
     for body in (b"x" * 60, b"y" * 90, b"z"):
-        assert await one.backend.put("a", "1", body)
-        assert await one.backend.find("a", "1") == body
-    assert await one.backend.put("a", "2", b"x" * 99)
-    assert await held(one.backend) == ["1", "2"]
+        assert await one.store.put("a", "1", body)
+        assert await one.store.find("a", "1") == body
+    assert await one.store.put("a", "2", b"x" * 99)
+    assert await held(one.store) == ["1", "2"]
 
 
 async def test_what_was_deleted_is_gone_and_makes_room(one: Made) -> None:
-    await one.backend.put("a", "1", b"x" * 90)
-    assert await one.backend.delete("a", "1")
-    assert not await one.backend.delete("a", "1")
+    await one.store.put("a", "1", b"x" * 90)
+    assert await one.store.delete("a", "1")
+    assert not await one.store.delete("a", "1")
     for name in "23":
-        await one.backend.put("a", name, b"x" * 50)
-    assert await held(one.backend) == ["2", "3"]
+        await one.store.put("a", name, b"x" * 50)
+    assert await held(one.store) == ["2", "3"]
 
 
 async def test_past_the_count_the_first_goes(one: Made) -> None:
     for name in "12345":
-        await one.backend.put("a", name, b"x")
-        await one.backend.put("b", name, b"x")
-    assert await held(one.backend) == await held(one.backend, "b") == ["3", "4", "5"]
+        await one.store.put("a", name, b"x")
+        await one.store.put("b", name, b"x")
+    assert await held(one.store) == await held(one.store, "b") == ["3", "4", "5"]
 
 
 async def test_past_the_bytes_the_first_go_until_it_fits(one: Made) -> None:
     for name in "12":
-        await one.backend.put("a", name, b"x" * 50)
-    assert await held(one.backend) == ["1", "2"]
-    await one.backend.put("a", "3", b"x" * 51)
-    assert await held(one.backend) == ["3"]
+        await one.store.put("a", name, b"x" * 50)
+    assert await held(one.store) == ["1", "2"]
+    await one.store.put("a", "3", b"x" * 51)
+    assert await held(one.store) == ["3"]
 
 
 async def test_what_is_larger_than_everything_is_not_kept_and_changes_nothing(one: Made) -> None:
-    await one.backend.put("a", "1", b"x")
-    assert not await one.backend.put("a", "2", b"x" * 101)
-    assert not await one.backend.put("a", "1", b"x" * 101)
-    assert await held(one.backend) == ["1"]
+    await one.store.put("a", "1", b"x")
+    assert not await one.store.put("a", "2", b"x" * 101)
+    assert not await one.store.put("a", "1", b"x" * 101)
+    assert await held(one.store) == ["1"]
 
 
 async def test_what_is_over_its_time_is_gone_and_makes_room(one: Made) -> None:
     for name in "12":
-        await one.backend.put("a", name, b"x" * 50)
+        await one.store.put("a", name, b"x" * 50)
     await one.later()
-    assert await held(one.backend) == []
-    assert not await one.backend.delete("a", "1")
+    assert await held(one.store) == []
+    assert not await one.store.delete("a", "1")
     for name in "345":
-        await one.backend.put("a", name, b"x" * 33)
-    assert await held(one.backend) == ["3", "4", "5"]
+        await one.store.put("a", name, b"x" * 33)
+    assert await held(one.store) == ["3", "4", "5"]
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_one_response_has_a_limit_of_its_own(kind: str, redis_url: str) -> None:
     async with made(kind, redis_url, StoredResponseSettings(max_response_bytes=10)) as built:
-        assert await built.backend.put("a", "1", b"x" * 10)
-        assert not await built.backend.put("a", "2", b"x" * 11)
-        assert await held(built.backend) == ["1"]
+        assert await built.store.put("a", "1", b"x" * 10)
+        assert not await built.store.put("a", "2", b"x" * 11)
+        assert await held(built.store) == ["1"]
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_no_responses_may_be_kept_at_all(kind: str, redis_url: str) -> None:
     async with made(kind, redis_url, StoredResponseSettings(max_responses=0)) as built:
-        assert not await built.backend.put("a", "1", b"x")
-        assert await built.backend.find("a", "1") is None
+        assert not await built.store.put("a", "1", b"x")
+        assert await built.store.find("a", "1") is None
 
 
 steps = st.lists(
@@ -164,15 +164,15 @@ def test_memory_and_redis_keep_the_same(redis_url: str, history: list[tuple[str,
             for what, tenant, name, size in history:
                 answers = [
                     await (
-                        built.backend.put(tenant, name, b"x" * size)
+                        built.store.put(tenant, name, b"x" * size)
                         if what == "put"
-                        else built.backend.delete(tenant, name)
+                        else built.store.delete(tenant, name)
                     )
                     for built in (memory, shared)
                 ]
                 assert answers[0] == answers[1]
                 for whose in "ab":
-                    kept = [[await built.backend.find(whose, one) for one in "12345"] for built in (memory, shared)]
+                    kept = [[await built.store.find(whose, one) for one in "12345"] for built in (memory, shared)]
                     assert kept[0] == kept[1]
                     bodies = [body for body in kept[0] if body is not None]
                     assert len(bodies) <= 3
@@ -186,11 +186,11 @@ async def test_a_redis_that_forgot_half_of_it_is_kept_in_as_before(redis_url: st
     async with made("redis", redis_url, StoredResponseSettings(max_responses=2, max_bytes=100)) as built:
         redis: Redis = Redis.from_url(redis_url)
         for lost in ("kvasir:{responses:a}:1", "kvasir:{responses:a}.sizes", "kvasir:{responses:a}.order"):
-            await built.backend.put("a", "1", b"x" * 60)
+            await built.store.put("a", "1", b"x" * 60)
             await redis.delete(lost)
             for name in "234":
-                assert await built.backend.put("a", name, b"x" * 50)
-            assert (await held(built.backend))[-2:] == ["3", "4"]
+                assert await built.store.put("a", name, b"x" * 50)
+            assert (await held(built.store))[-2:] == ["3", "4"]
             await redis.flushall()
         await redis.aclose()
 
@@ -204,35 +204,35 @@ async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
 ) -> None:
     caplog.set_level(logging.INFO, "gateway.api.openai.responses.store")
     redis, clock = connect(own_redis.url, LIMIT_S), [0.0]
-    backend = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
-    store = ResponseStore(backend, retry_s=10.0, now=lambda: clock[0])
+    store = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
+    responses = ResponseStore(store, retry_s=10.0, now=lambda: clock[0])
     try:
-        assert await store.put("a", KEPT)
-        assert await store.find("a", ID) == KEPT
+        assert await responses.put("a", KEPT)
+        assert await responses.find("a", ID) == KEPT
         own_redis.kill()
         for _ in range(3):
-            assert not await store.put("a", KEPT)
-        for ask in (store.find, store.delete):
+            assert not await responses.put("a", KEPT)
+        for ask in (responses.find, responses.delete):
             with pytest.raises(OverloadedError) as down:
                 await ask("a", ID)
             assert down.value.retry_after_s == 10.0
         own_redis.start()
-        assert not await store.put("a", KEPT)  # not asked again so soon
+        assert not await responses.put("a", KEPT)  # not asked again so soon
         clock[0] += 10.0
-        assert await store.put("a", KEPT)
-        assert await store.find("a", ID) == KEPT
+        assert await responses.put("a", KEPT)
+        assert await responses.find("a", ID) == KEPT
     finally:
         await redis.aclose()
-    assert store.outcomes == {"kept": 2, "too_large": 0, "failed": 4}
+    assert responses.outcomes == {"kept": 2, "too_large": 0, "failed": 4}
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
 async def test_a_redis_that_is_full_is_one_that_is_down(own_redis: RedisProcess) -> None:
     redis = connect(own_redis.url, LIMIT_S)
-    backend = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
+    store = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
     try:
         await redis.config_set("maxmemory", 1)
         with pytest.raises(StoreDownError):
-            await backend.put("a", "1", b"x")
+            await store.put("a", "1", b"x")
     finally:
         await redis.aclose()

@@ -1,4 +1,4 @@
-"""A backend of stored bytes that is away, for tests of what such a failure costs."""
+"""A store of bytes that is away, for tests of what such a failure costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gateway.stores.base import StoreDownError
 
 
 class DownStore:
-    """A Backend that never answers."""
+    """A Store that never answers."""
 
     async def put(self, tenant: str, key: str, body: bytes) -> bool:
         raise StoreDownError("away")

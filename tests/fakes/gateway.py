@@ -61,7 +61,7 @@ from gateway.responses.listing import Answers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.stage import ResponseCache
 from gateway.routing.router import Router
-from gateway.stores.base import Backend
+from gateway.stores.base import Store
 from gateway.stores.memory_store import MemoryStore
 from gateway.upstreams.stage import Upstreams
 from tests.fakes.answers import FakeAnswers
@@ -163,11 +163,11 @@ class Options:
     limited: LimitSettings = field(default_factory=LimitSettings)  # of every tenant
     limits: TenantLimits | None = None  # None is those of `limited` and the tenants, in memory
     embedder: Embedder = field(default_factory=no_embedder)
-    fingerprints: Backend | None = None  # of prompts; None is memory
+    fingerprints: Store | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     upstreams: Sequence[UpstreamSettings] = ()
     waits: QueueSettings = field(default_factory=QueueSettings)  # for a place at one of those
-    backend: Backend | None = None  # of stored responses; None is memory
+    response_store: Store | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
     files: FileSettings = field(
         default_factory=FileSettings
@@ -196,7 +196,7 @@ def make_app(
     )
     limits = given.limits = given.limits or limits_of(given)
     upstreams = upstreams or Upstreams(given.upstreams, {})
-    responses = ResponseStore(given.backend or MemoryStore(given.stored_responses), retry_s=60.0)
+    responses = ResponseStore(given.response_store or MemoryStore(given.stored_responses), retry_s=60.0)
     return build_app(
         server=given.server,
         leases=given.leases,

@@ -1,7 +1,7 @@
 """`diagnostics` of one message: what it changed against the one that its client names, and what is remembered of it for
-the next. fingerprint.py compares; the backend keeps bytes by tenant and key, for a while.
+the next. fingerprint.py compares; the store keeps bytes by tenant and key, for a while.
 
-A backend that is down costs no answer: nothing is remembered, and what cannot be known is `unavailable`.
+A store that is down costs no answer: nothing is remembered, and what cannot be known is `unavailable`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
 from gateway.api.anthropic.wire import dotted
-from gateway.stores.base import Backend, StoreDownError
+from gateway.stores.base import Store, StoreDownError
 from gateway.types import Request
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ class Question:
 class Diagnosis:
     """For one message."""
 
-    def __init__(self, backend: Backend, question: Question, message_id: str) -> None:
-        self._backend = backend
+    def __init__(self, store: Store, question: Question, message_id: str) -> None:
+        self._store = store
         self._question = question
         self._message_id = message_id
 
@@ -42,7 +42,7 @@ class Diagnosis:
         if previous is None:
             return None
         try:
-            written = await self._backend.find(request.tenant.name, store_key(previous))
+            written = await self._store.find(request.tenant.name, store_key(previous))
         except StoreDownError as error:
             log.warning("a prompt cannot be compared: %s", error)
             return _reason("unavailable", detail="what is remembered cannot be reached")
@@ -55,7 +55,7 @@ class Diagnosis:
         pieces = self._question.pieces
         taken = take(self._message_id, request.model, request.salt, pieces, cached.read + cached.written)
         try:
-            await self._backend.put(request.tenant.name, store_key(self._message_id), taken.to_json())
+            await self._store.put(request.tenant.name, store_key(self._message_id), taken.to_json())
         except StoreDownError as error:
             log.warning("a prompt is not remembered: %s", error)
 

@@ -26,7 +26,7 @@ from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import AnthropicSettings, LeaseSettings, ServerSettings
 from gateway.errors import ModelNotFoundError, NoEngineError
-from gateway.stores.base import Backend
+from gateway.stores.base import Store
 
 _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]}
 
@@ -45,7 +45,7 @@ class Anthropic:
         settings: AnthropicSettings,
         admission: Admission,
         answering: Answering,
-        fingerprints: Backend,
+        fingerprints: Store,
     ) -> None:
         """`fingerprints` keeps those of prompts, for diagnostics."""
         self._server = server

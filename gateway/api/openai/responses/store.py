@@ -1,8 +1,8 @@
 """Where responses are kept: for GET, for input_items, and as what a next response goes on from.
 
 A store belongs to tenants: what one has kept does not exist for another. It is bounded by count, bytes and time, and
-what was kept first goes first. The bytes are a backend's (gateway/stores); one that is down keeps nothing, and
-costs no answer.
+what was kept first goes first. The bytes are in a Store (gateway/stores); one that is down keeps nothing, and costs no
+answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import orjson
 
 from gateway.api.openai.responses.items import Item
 from gateway.errors import OverloadedError
-from gateway.stores.base import Backend, StoreDownError
+from gateway.stores.base import Store, StoreDownError
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class Kept:
 class ResponseStore:
     """What the handlers see. Says once when an outage begins, and once when it ends."""
 
-    def __init__(self, backend: Backend, *, retry_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """retry_s: seconds without the backend after a failure, before it is asked again."""
-        self._backend = backend
+    def __init__(self, store: Store, *, retry_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """retry_s: seconds without the store after a failure, before it is asked again."""
+        self._store = store
         self._retry_s = retry_s
         self._now = now
         self._down_until: float | None = None
@@ -63,7 +63,7 @@ class ResponseStore:
         """Whether it is kept. Never raises."""
         body = orjson.dumps({"response": kept.response, "items": kept.items})
         try:
-            done = await self._ask(lambda: self._backend.put(tenant, kept.response["id"], body))
+            done = await self._ask(lambda: self._store.put(tenant, kept.response["id"], body))
         except StoreDownError:
             self._outcomes["failed"] += 1
             return False
@@ -74,14 +74,14 @@ class ResponseStore:
         """Raises OverloadedError when it cannot be known. What is no id of ours is not there."""
         if not _ID.fullmatch(response_id):
             return None
-        body = await self._ask_for(lambda: self._backend.find(tenant, response_id))
+        body = await self._ask_for(lambda: self._store.find(tenant, response_id))
         return None if body is None else Kept(**orjson.loads(body))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there. Raises OverloadedError when it cannot be known."""
         if not _ID.fullmatch(response_id):
             return False
-        return await self._ask_for(lambda: self._backend.delete(tenant, response_id))
+        return await self._ask_for(lambda: self._store.delete(tenant, response_id))
 
     async def _ask_for(self, question: Callable[[], Awaitable[_T]]) -> _T:
         try:

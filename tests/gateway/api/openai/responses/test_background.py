@@ -46,7 +46,7 @@ async def held(street: FakeStreet | None = None, **options: Any) -> AsyncIterato
     store, street = WatchedStore(), street or FakeStreet()
     street.hold_after = asyncio.Event()
     server = ServerSettings(shutdown_s=0)
-    async with running(street, backend=store, server=server, **options) as gateway, gateway.sdk() as client:
+    async with running(street, response_store=store, server=server, **options) as gateway, gateway.sdk() as client:
         yield gateway, client, store
 
 
@@ -119,7 +119,7 @@ async def test_one_that_is_deleted_ends_and_does_not_come_back() -> None:
 
 
 async def test_one_that_was_cancelled_through_another_gateway_is_thrown_away() -> None:
-    async with held() as (first, client, store), running(backend=store) as second, second.sdk() as other:
+    async with held() as (first, client, store), running(response_store=store) as second, second.sdk() as other:
         begun = await client.responses.create(model="demo", input="hi", background=True)
         assert (await other.responses.cancel(begun.id)).status == "cancelled"
         assert first.street.hold_after is not None
@@ -144,7 +144,7 @@ async def test_a_failure_is_told_by_the_response() -> None:
 async def test_a_server_that_is_stopped_keeps_what_it_had_not_finished_as_failed() -> None:
     async with held() as (_, client, store):
         begun = await client.responses.create(model="demo", input="hi", background=True)
-    async with running(backend=store) as second, second.sdk() as client:
+    async with running(response_store=store) as second, second.sdk() as client:
         failed = await client.responses.retrieve(begun.id)
         assert failed.status == "failed"
         assert failed.error is not None
@@ -155,7 +155,7 @@ async def test_one_that_begins_while_the_server_is_stopped_ends_with_the_others(
     store, street = WatchedStore(), FakeStreet()
     street.hold_before = first = asyncio.Event()
     server = ServerSettings(shutdown_s=LIMIT_S)
-    async with running(street, backend=store, server=server) as gateway, gateway.sdk() as client:
+    async with running(street, response_store=store, server=server) as gateway, gateway.sdk() as client:
         await client.responses.create(model="demo", input="hi", background=True)
         await until(lambda: street.open == 1)
         stopping = asyncio.ensure_future(gateway.app.shutdown())

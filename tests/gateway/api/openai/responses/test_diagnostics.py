@@ -69,7 +69,7 @@ async def test_a_stream_tells_at_its_end_what_was_compared() -> None:
 
 
 async def test_a_comparison_costs_no_answer() -> None:
-    async with running(backend=DownStore()) as gateway, gateway.sdk() as client:
+    async with running(response_store=DownStore()) as gateway, gateway.sdk() as client:
         options: Any = {"comparison_response_id": f"resp_{'0a' * 16}"}
         answer = await client.responses.create(model="demo", input="hi", prompt_cache_options=options)
         assert answer.prompt_cache_diagnostics is not None

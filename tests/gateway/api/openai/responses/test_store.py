@@ -58,7 +58,7 @@ async def test_what_was_answered_can_be_retrieved_as_it_was_told(streamed: bool,
 
 async def test_a_stream_is_kept_before_its_client_knows_that_it_is_over() -> None:
     store, street = WatchedStore(), FakeStreet(hold_after=asyncio.Event())
-    async with running(street, backend=store) as gateway, gateway.sdk() as client:
+    async with running(street, response_store=store) as gateway, gateway.sdk() as client:
         stream = await client.responses.create(model="demo", input="hi", stream=True)
         async for event in stream:
             if event.type == "response.created":
@@ -180,9 +180,9 @@ async def test_what_was_deleted_or_never_kept_is_not_found() -> None:
 
 async def test_a_name_that_is_no_text_is_not_found_in_redis_either(redis_url: str) -> None:
     redis: Redis = Redis.from_url(redis_url)
-    backend = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
+    store = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
     try:
-        async with running(backend=backend) as gateway, gateway.sdk() as client:
+        async with running(response_store=store) as gateway, gateway.sdk() as client:
             kept = await client.responses.create(model="demo", input="hi")
             assert (await client.responses.retrieve(kept.id)).to_dict() == kept.to_dict()
             for name in ("%ff", "%00", "%ed%a0%bd", "*", "%2e.order"):
@@ -213,7 +213,7 @@ async def test_what_one_tenant_kept_does_not_exist_for_another() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_store_that_is_down_costs_no_answer_and_is_told(streamed: bool) -> None:
-    async with running(backend=DownStore()) as gateway, gateway.sdk() as client:
+    async with running(response_store=DownStore()) as gateway, gateway.sdk() as client:
         if streamed:
             stream = await client.responses.create(model="demo", input="hi", stream=True)
             told = [event async for event in stream][-1].response  # type: ignore[union-attr]
@@ -238,7 +238,7 @@ async def test_a_stream_that_failed_is_kept_as_failed() -> None:
 
 async def test_a_client_that_leaves_a_stream_cancels_the_response() -> None:
     store, street = WatchedStore(), FakeStreet(hold_after=asyncio.Event())
-    async with running(street, backend=store) as gateway, gateway.sdk() as client:
+    async with running(street, response_store=store) as gateway, gateway.sdk() as client:
         stream = await client.responses.create(model="demo", input="hi", stream=True)
         async for event in stream:
             if event.type == "response.output_text.delta" and event.delta == " world":
@@ -254,7 +254,7 @@ async def test_a_client_that_leaves_a_stream_cancels_the_response() -> None:
 
 async def test_nothing_is_kept_of_what_failed_before_its_client_knew_an_id() -> None:
     store = WatchedStore()
-    async with running(FakeStreet(fails_before=EngineLostError("gone")), backend=store) as gateway:
+    async with running(FakeStreet(fails_before=EngineLostError("gone")), response_store=store) as gateway:
         for streamed in (False, True):
             status, _, _ = await gateway.post("/v1/responses", {"model": "demo", "input": "hi", "stream": streamed})
             assert status == 502
