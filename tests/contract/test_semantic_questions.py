@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -39,8 +41,8 @@ async def gateway(redis: Redis) -> AsyncIterator[Callable[..., Kitchen]]:
     """Makes gateways on one Redis."""
     made: list[Kitchen] = []
 
-    def make(chance: float = 1.0) -> Kitchen:
-        made.append(on(redis, chance))
+    def make(chance: float = 1.0, **encoder: Any) -> Kitchen:
+        made.append(on(redis, chance, **encoder))
         return made[-1]
 
     yield make
@@ -52,14 +54,14 @@ def questions(redis: Redis, **changes: object) -> RedisQuestions:
     return RedisQuestions(redis, SETTINGS.model_copy(update=changes), timeout_s=LIMIT_S)
 
 
-def on(redis: Redis, chance: float = 1.0) -> Kitchen:
+def on(redis: Redis, chance: float = 1.0, **encoder: Any) -> Kitchen:
     own = ResponseCacheSettings()
     memory = MemoryEntries(own.max_memory_bytes, lambda: 1000.0)
     entries = RedisEntries(redis, own, timeout_s=LIMIT_S, now=lambda: 1000.0)
     exact = ExactCache(memory, entries, memory_s=60.0, retry_s=1.0, clock=lambda: 1000.0)
     settings = SETTINGS.model_copy(update={"max_entries": 100})
     answers = {FIRST: "Yes.", SECOND: "No."}
-    return Kitchen(settings, Meanings({"reset": 0.0}), questions(redis), exact, answers, chance=chance)
+    return Kitchen(settings, Meanings({"reset": 0.0}, **encoder), questions(redis), exact, answers, chance=chance)
 
 
 async def known(one: Kitchen) -> int:
@@ -105,6 +107,22 @@ async def test_a_redis_that_lost_everything_is_read_from_its_beginning(redis: Re
     assert (await store.changes("n", since))[1] == [(b"z" * 32, b"9")]
 
 
+async def test_what_another_encoder_made_of_a_question_is_never_compared(
+    redis: Redis, gateway: Callable[..., Kitchen]
+) -> None:
+    before, here, after = gateway(), gateway(), gateway(digest="other", dimensions=3)
+    await before.ask(FIRST)
+
+    async def knows() -> bool:
+        return await known(here) == 1
+
+    await until(knows)
+    await known(after)
+    await until(lambda: not after.semantic._background._tasks)  # it has read what there is for it
+    assert await after.ask(SECOND) == ("No.", "miss")
+    assert (await here.ask(SECOND))[1] in ("exact", "semantic")
+
+
 async def test_two_gateways_answer_with_what_the_other_was_asked(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
     here, there = gateway(), gateway()
     assert await here.ask(FIRST) == ("Yes.", "miss")
@@ -122,10 +140,10 @@ async def test_a_gateway_that_starts_again_reads_everything_and_lets_others_have
     for number in range(count):
         key = digest_of(str(number))
         entry = Entry(key, b"s" * 32, key, f"What is {number}?", vector, "x", digest_of("x"), 1000.0, 2000.0)
-        await store.put("tenant:a/demo", key, entry.to_bytes())
+        await store.put("tenant:a/demo/fake", key, entry.to_bytes())
     space = Space(SemanticCacheSettings(), random=lambda: 1.0, now=lambda: 1000.0)
     background = Background()
-    Sync(store, background, sync_s=1.0, retry_s=1.0, clock=lambda: 0.0).catch_up("tenant:a/demo", space)
+    Sync(store, background, sync_s=1.0, retry_s=1.0, clock=lambda: 0.0).catch_up("tenant:a/demo/fake", space)
     async with asyncio.timeout(LIMIT_S):
         while len(space) < count:
             before = len(space)
@@ -175,7 +193,7 @@ async def test_a_question_whose_answer_was_removed_is_known_nowhere(
         for one in (here, there, gateway()):
             await until(partial(forgot, one))
     assert here.semantic.stats()["events"]["removed"] == 2
-    assert await redis.hvals("kvasir:{questions:tenant:a/demo}.questions") == [b"", b""]  # type: ignore[misc]
+    assert await redis.hvals("kvasir:{questions:tenant:a/demo/fake}.questions") == [b"", b""]  # type: ignore[misc]
 
 
 async def test_a_gateway_that_starts_again_has_learned_already(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
@@ -186,7 +204,7 @@ async def test_a_gateway_that_starts_again_has_learned_already(redis: Redis, gat
 
     async def saved() -> bool:
         await known(here)
-        return await redis.exists("kvasir:{questions:tenant:a/demo}.budget") == 1
+        return await redis.exists("kvasir:{questions:tenant:a/demo/fake}.budget") == 1
 
     here.semantic._sync._known.clear()  # as if the time to save had come
     await until(saved)
@@ -211,16 +229,16 @@ async def test_models_that_nobody_answers_leave_nothing_in_redis(redis: Redis, g
 
 async def test_what_is_no_question_is_passed_over(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
     one, store = gateway(), questions(redis, max_entries=100)
-    name = "tenant:a/demo"
+    name = "tenant:a/demo/fake"
     await store.put(name, b"a" * 32, b"garbage")
     other = Entry(b"b" * 32, b"s" * 32, b"b" * 32, "t", b"\x00" * 4, "x", digest_of("x"), 1000.0, 2000.0)
-    await store.put(name, b"c" * 32, other.to_bytes())
-    await redis.set("kvasir:{questions:tenant:a/demo}.budget", b"{")
+    await store.put(name, b"c" * 32, replace(other, vector=b"\x00" * 3).to_bytes())
+    await redis.set("kvasir:{questions:tenant:a/demo/fake}.budget", b"{")
     await one.ask(FIRST)
 
     async def passed() -> bool:
         await known(one)
-        return int(one.semantic.stats()["events"]["unread"]) >= 2
+        return int(one.semantic.stats()["events"]["unread"]) >= 3
 
     await until(passed)
     assert await one.ask(SECOND) == ("Yes.", "semantic")

@@ -17,6 +17,7 @@ LIMIT_S = 10.0
 class FakeTextModel:
     """Its vector of a text is the text's own tokens. Notes every batch, and holds each back while it is `held`."""
 
+    digest = "fake"
     dimensions = 4
     vocabulary = 1000
 

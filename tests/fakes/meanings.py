@@ -31,6 +31,7 @@ class Meanings:
 
     angles: dict[str, float] = field(default_factory=dict)
     error: KvasirError | None = None
+    digest: str = "fake"
     dimensions: int = 2
     max_tokens: int = 256
     embedded: list[str] = field(default_factory=list)
@@ -60,7 +61,7 @@ class Meanings:
 
     def _vector(self, text: str) -> bytes:
         angle = math.radians(next((angle for word, angle in self.angles.items() if word in text), 90.0))
-        return array("f", [math.cos(angle), math.sin(angle)]).tobytes()
+        return array("f", [math.cos(angle), math.sin(angle), *[0.0] * (self.dimensions - 2)]).tobytes()
 
 
 def semantic_cache(meanings: Meanings, *, chance: float = 1.0, **settings: Any) -> SemanticCache:

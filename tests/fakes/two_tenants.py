@@ -83,6 +83,7 @@ class WorkingEngine:
 class LastWords:
     """Texts with the same last word mean the same, and all others something else."""
 
+    digest = "fake"
     dimensions = DIMENSIONS
     max_tokens = 256
 

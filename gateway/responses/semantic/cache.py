@@ -23,7 +23,7 @@ from gateway.responses.semantic.background import Background
 from gateway.responses.semantic.entry import KEPT_ANSWER_CHARS, Entry, digest_of
 from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.responses.semantic.scope import find_unfit
-from gateway.responses.semantic.spaces import Spaces, name_of
+from gateway.responses.semantic.spaces import Spaces
 from gateway.responses.semantic.sync import Sync
 from gateway.responses.semantic.vectors import Embeds, Vectors
 
@@ -102,16 +102,18 @@ class SemanticCache:
         unfit = find_unfit(text, max_chars=self._settings.max_text_chars)
         if unfit is not None:
             return unfit, None
-        space = self._spaces.asked(asked.owner, asked.model)  # it reads what others put while the text is embedded
+        if self._vectors.encoder:  # it reads what others put while the text is embedded
+            self._spaces.asked(asked.owner, asked.model, self._vectors.encoder)
         vector = await self._vectors.of_question(text, asked.tenant)
         if vector is None:
             return "not-embedded", None
+        name, space = self._spaces.asked(asked.owner, asked.model, self._vectors.encoder)
         # For who wants nothing to be generated there is nothing to learn from, neither an answer nor an audit.
         counts = not asked.reuse.only_kept
         question = space.question(situation.digest, text, vector)
         sight = space.look(question, least=asked.reuse.similarity or 0.0, counts=counts)
         if counts:
-            self._looked[asked] = _Looked(name_of(asked.owner, asked.model), asked.tenant, asked.key, space, sight)
+            self._looked[asked] = _Looked(name, asked.tenant, asked.key, space, sight)
         hit = sight.hit
         if hit is None:
             return "veto" if sight.vetoes and not sight.neighbours else "miss", None

@@ -59,7 +59,7 @@ class Entry:
             version, key, scope, group, digest, created_s, expires_s, *sizes = _HEAD.unpack_from(data)
         except struct.error as error:
             raise ValueError(f"an entry is cut short: {error}") from error
-        if version != _VERSION or len(data) != _HEAD.size + sum(sizes):
+        if version != _VERSION or len(data) != _HEAD.size + sum(sizes) or sizes[0] % 4:
             raise ValueError("an entry is of another version, or cut short")
         vector_end = _HEAD.size + sizes[0]
         text_end = vector_end + sizes[1]

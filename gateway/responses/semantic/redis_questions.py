@@ -6,8 +6,8 @@
     kvasir:{questions:NAME}.bytes      of all questions
     kvasir:{questions:NAME}.budget     what was learned (Budget.to_state), as the last writer knew it
 
-NAME is an owner and a model. Each gateway reads what changed since it looked last. What did not fit any more is gone
-here and still known to gateways that had it, until its time is over.
+NAME is an owner, a model, and the digest of the encoder whose vectors these are. Each gateway reads what changed since
+it looked last. What did not fit any more is gone here and still known to gateways that had it, until its time is over.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.config import SemanticCacheSettings
 from gateway.responses.entries import About
@@ -19,6 +19,13 @@ from gateway.responses.semantic.sync import Sync
 
 if TYPE_CHECKING:
     from gateway.responses.semantic.space import Space
+
+
+class _Named(NamedTuple):
+    """name  in Redis"""
+
+    name: str
+    space: Space
 
 
 class Spaces:
@@ -37,32 +44,35 @@ class Spaces:
         self._sync = sync
         self._random = random
         self._now = now
-        self._spaces: OrderedDict[tuple[str, str], Space] = OrderedDict()  # asked last at the end
+        self._spaces: OrderedDict[tuple[str, str], _Named] = OrderedDict()  # asked last at the end
 
     def __iter__(self) -> Iterator[Space]:
-        return iter(self._spaces.values())
+        return iter([named.space for named in self._spaces.values()])
 
     def find(self, owner: str, model: str) -> Space | None:
-        return self._spaces.get((owner, model))
+        named = self._spaces.get((owner, model))
+        return None if named is None else named.space
 
-    def asked(self, owner: str, model: str) -> Space:
-        """The one that a question is for. It begins to read what other gateways have put."""
+    def asked(self, owner: str, model: str, encoder: str) -> tuple[str, Space]:
+        """The one that a question is for, and its name in Redis. It begins to read what other gateways have put that
+        have the same encoder: others' vectors, and what was learned of them, mean nothing here."""
         from gateway.responses.semantic.space import Space
 
         key = owner, model
-        space = self._spaces.get(key)
-        if space is None:
+        named = self._spaces.get(key)
+        if named is None:
             self._make_room(owner)
-            space = self._spaces[key] = Space(self._settings, random=self._random, now=self._now)
+            space = Space(self._settings, random=self._random, now=self._now)
+            named = self._spaces[key] = _Named(f"{owner}/{model}/{encoder}", space)
         self._spaces.move_to_end(key)
-        self._sync.catch_up(name_of(owner, model), space)
-        return space
+        self._sync.catch_up(*named)
+        return named
 
     def forget(self, removal: Removal) -> None:
         """See removals.Questions."""
-        for (owner, model), space in self._spaces.items():
+        for (owner, model), (name, space) in self._spaces.items():
             if removal.chosen.owner in (None, owner) and removal.chosen.model in (None, model):
-                self._sync.remove(name_of(owner, model), space, partial(_is_removed, removal, owner, model))
+                self._sync.remove(name, space, partial(_is_removed, removal, owner, model))
 
     def figures(self) -> list[dict[str, Any]]:
         """What is kept and learned, by owner and model."""
@@ -77,20 +87,14 @@ class Spaces:
                 "bound": self._settings.bound,
                 **asdict(space.budget.figures()),
             }
-            for (owner, model), space in self._spaces.items()
+            for (owner, model), (_, space) in self._spaces.items()
         ]
 
     def _make_room(self, owner: str) -> None:
         """For one more model of an owner, who may make up names where an upstream answers to any."""
         own = [model for whose, model in self._spaces if whose == owner]
         if len(own) >= self._settings.max_models:
-            del self._spaces[owner, own[0]]
-            self._sync.forget(name_of(owner, own[0]))
-
-
-def name_of(owner: str, model: str) -> str:
-    """Of a space, for Redis."""
-    return f"{owner}/{model}"
+            self._sync.forget(self._spaces.pop((owner, own[0])).name)
 
 
 def _is_removed(removal: Removal, owner: str, model: str, entry: Entry) -> bool:

@@ -25,6 +25,9 @@ class TextVectors(Protocol):
     """See responses/embedding/text_model.py."""
 
     @property
+    def digest(self) -> str: ...
+
+    @property
     def dimensions(self) -> int: ...
 
     @property
@@ -42,7 +45,12 @@ class Embeds(Protocol):
 
 
 class Vectors:
-    """Little-endian float32 of length 1."""
+    """Little-endian float32 of length 1.
+
+    encoder  digest of the one that makes them; empty before it is there
+    """
+
+    encoder = ""
 
     def __init__(self, embedder: Embeds, settings: SemanticCacheSettings, events: Counter[str]) -> None:
         """`events` counts questions that have none (`embedder_failures`)."""
@@ -54,7 +62,7 @@ class Vectors:
     async def load(self) -> None:
         """Returns when the encoder is there, or cannot be."""
         try:
-            await self._embedder.model()
+            self.encoder = (await self._embedder.model()).digest
         except KvasirError as error:
             self._warn(error)
 
@@ -65,6 +73,7 @@ class Vectors:
         try:
             async with asyncio.timeout(settings.lookup_timeout_s):
                 model = await self._embedder.model()
+                self.encoder = model.digest
                 (tokens,) = await self._embedder.tokens([text])
                 if len(tokens) > min(settings.max_text_tokens, model.max_tokens):
                     return None
