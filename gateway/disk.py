@@ -1,5 +1,6 @@
 """Files that survive a power failure, and parts of them that are known to be somebody's. Blocking, and every function
-raises OSError: those who keep something on disk (files/folder.py, queues/batch/folder.py) say what it means to them.
+raises OSError: those who keep something on disk (files/folder.py, queues/batch/folder.py) say what it means to them, a
+Part by itself.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ import errno
 import fcntl
 import os
 import secrets
+import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +20,62 @@ FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Of an OSError: there is no room."""
 
 
-def open_part(folder: Path) -> tuple[Path, int]:
-    """A new file to be written, for this user only, and its descriptor. It is not locked yet."""
-    path = folder / f"{secrets.token_hex(16)}.part"
-    return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+class Part:
+    """A file that is being written, by one thread at a time, and locked for as long as it is. Whoever renames it keeps
+    it; what was not renamed is gone after `discard`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        check_room: Callable[[int, int], None],
+        translated: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """A new one, for this user only.
+
+        check_room  raises what it likes when, besides so many bytes, there may not be so many more
+        translated  a context around whatever may raise OSError
+        """
+        self.path = folder / f"{secrets.token_hex(16)}.part"
+        self.num_bytes = 0
+        self._check_room = check_room
+        self._translated = translated
+        self._one_at_a_time = threading.Lock()  # who was cancelled discards while a write may still run
+        self._descriptor: int | None = None
+        with translated():
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                lock(self._descriptor)
+            except BaseException:
+                self.discard()
+                raise
+
+    def write(self, data: bytes) -> None:
+        """At its end. Does nothing once it is closed."""
+        with self._one_at_a_time, self._translated():
+            if self._descriptor is None:
+                return
+            self._check_room(self.num_bytes, len(data))
+            write_all(self._descriptor, data)
+            self.num_bytes += len(data)
+
+    def sync(self) -> None:
+        """Returns when what was written survives a power failure."""
+        with self._one_at_a_time, self._translated():
+            if self._descriptor is not None:
+                os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Gives up the lock."""
+        with self._one_at_a_time:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    def discard(self) -> None:
+        """Leaves nothing behind; what was renamed stays."""
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        self.close()
 
 
 def lock(descriptor: int) -> None:

@@ -18,10 +18,9 @@ import os
 import re
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -42,46 +41,6 @@ _NO_LINK: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class Part:
-    """An upload that is being written, by one thread at a time. Ended by Folder.keep or by `discard`."""
-
-    def __init__(self, path: Path, descriptor: int, min_free_bytes: int) -> None:
-        self.path = path
-        self.num_bytes = 0
-        self._descriptor: int | None = descriptor
-        self._min_free_bytes = min_free_bytes
-        self._one_at_a_time = threading.Lock()  # who was cancelled discards while a write may still run
-
-    def write(self, data: bytes) -> None:
-        """Does nothing after `discard`. Raises StorageFullError and StorageError."""
-        with self._one_at_a_time, _translated():
-            if self._descriptor is None:
-                return
-            if not disk.has_room(self._descriptor, len(data), self._min_free_bytes):
-                raise _full()
-            disk.write_all(self._descriptor, data)
-            self.num_bytes += len(data)
-
-    def sync(self) -> None:
-        """Returns when what was written survives a power failure."""
-        with self._one_at_a_time, _translated():
-            if self._descriptor is not None:
-                os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Gives up the lock."""
-        with self._one_at_a_time:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-            self._descriptor = None
-
-    def discard(self) -> None:
-        """Leaves nothing behind; what was kept stays."""
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
-        self.close()
-
-
 class Folder:
     """The files below `root`, which is made when the first one comes."""
 
@@ -92,22 +51,16 @@ class Folder:
         self._now = now
         self._known: dict[str, dict[str, StoredFile]] = {}  # what was read; files never change
 
-    def begin(self, tenant: str) -> tuple[Part, int]:
+    def begin(self, tenant: str) -> tuple[disk.Part, int]:
         """An upload, and the bytes that the tenant has room for. Raises QuotaError past the count, StorageError."""
         with self._locked(tenant) as folder:
             room = self._room(tenant, 0)
-            path, descriptor = disk.open_part(folder)
-            part = Part(path, descriptor, self._settings.min_free_bytes)
-            try:
-                disk.lock(descriptor)
-            except BaseException:
-                part.discard()
-                raise
+            part = disk.Part(folder, self._check_disk, _translated)
         return part, room
 
     def keep(
         self,
-        part: Part,
+        part: disk.Part,
         tenant: str,
         filename: str,
         purpose: str,
@@ -230,6 +183,10 @@ class Folder:
                 yield folder
             finally:
                 os.close(descriptor)
+
+    def _check_disk(self, _: int, more_bytes: int) -> None:
+        if not disk.has_room(self._root, more_bytes, self._settings.min_free_bytes):
+            raise _full()
 
     def _room(self, tenant: str, num_bytes: int) -> int:
         """Bytes that the tenant may have besides. Raises QuotaError where `num_bytes` are too many."""

@@ -18,8 +18,9 @@ from typing import BinaryIO, Final, TypeVar
 
 from gateway import tasks
 from gateway.config import FileSettings
+from gateway.disk import Part
 from gateway.errors import FileTooLargeError, QueueFullError, StorageError
-from gateway.files.folder import Folder, Part, too_many_bytes
+from gateway.files.folder import Folder, too_many_bytes
 from gateway.types import StoredFile
 
 log = logging.getLogger(__name__)

@@ -36,44 +36,6 @@ NEW_S: Final = 60.0
 _ENTRY: Final = struct.Struct("<QI")
 
 
-class Rows:
-    """Rows that are being sent, by one thread at a time. Ended by JobFolder.put_input or by `discard`."""
-
-    def __init__(self, path: Path, descriptor: int, folder: JobFolder, max_bytes: int) -> None:
-        self.path = path
-        self._descriptor: int | None = descriptor
-        self._folder = folder
-        self._room_bytes = max_bytes
-        self._max_bytes = max_bytes
-        self._one_at_a_time = threading.Lock()  # who was cancelled discards while a write may still run
-
-    def append(self, data: bytes) -> None:
-        """Does nothing after `discard`. Raises BodyTooLargeError, StorageFullError and StorageError."""
-        with self._one_at_a_time, translated():
-            if self._descriptor is None:
-                return
-            self._room_bytes -= len(data)
-            if self._room_bytes < 0:
-                raise BodyTooLargeError(self._max_bytes, setting="batches.max_request_bytes")
-            self._folder.check_room(len(data))
-            disk.write_all(self._descriptor, data)
-
-    def sync(self) -> None:
-        """Returns when what was written survives a power failure."""
-        with self._one_at_a_time, translated():
-            if self._descriptor is not None:
-                os.fsync(self._descriptor)
-
-    def discard(self) -> None:
-        """Leaves nothing behind; what became a job stays."""
-        with self._one_at_a_time:
-            with suppress(OSError):
-                self.path.unlink(missing_ok=True)
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-            self._descriptor = None
-
-
 class JobFolder:
     """The jobs below `root`, which is made when the first one comes."""
 
@@ -84,15 +46,19 @@ class JobFolder:
 
     # -- input --------------------------------------------------------------------------------------------------------
 
-    def begin(self, tenant: str, max_bytes: int) -> Rows:
-        """Raises StorageError."""
+    def begin(self, tenant: str, max_bytes: int) -> disk.Part:
+        """Rows that are to be sent; ended by `put_input`, or by discarding them. Raises StorageError, and writing them
+        BodyTooLargeError and StorageFullError."""
+
+        def check_room(num_bytes: int, more_bytes: int) -> None:
+            if num_bytes + more_bytes > max_bytes:
+                raise BodyTooLargeError(max_bytes, setting="batches.max_request_bytes")
+            self.check_room(more_bytes)
+
+        folder = self._root / tenant
         with translated():
-            folder = self._root / tenant
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path, descriptor = disk.open_part(folder)
-            rows = Rows(path, descriptor, self, max_bytes)
-            disk.lock(descriptor)
-        return rows
+        return disk.Part(folder, check_room, translated)
 
     def make(self, job: Job) -> Path:
         """Its folder; where its rows belong comes back. Raises StorageError."""
@@ -102,7 +68,7 @@ class JobFolder:
             disk.sync_folder(folder.parent)
         return folder / "input.jsonl"
 
-    def put_input(self, job: Job, rows: Rows) -> None:
+    def put_input(self, job: Job, rows: disk.Part) -> None:
         """Its folder, with what was sent as its rows. Durable when this returns. Raises StorageError."""
         rows.sync()
         path = self.make(job)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from gateway.config import BatchSettings
+from gateway.disk import Part
 from gateway.errors import BadRequestError, NotFoundError, OverloadedError
 from gateway.queues.batch import job as states
 from gateway.queues.batch.base import Input, Job, Order
-from gateway.queues.batch.folder import JobFolder, Rows
+from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.jobs import Jobs
 from gateway.queues.batch.lines import Lines
 from gateway.types import StoredFile
@@ -50,7 +51,7 @@ class Files(Protocol):
 class RowsInput:
     """An Input."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Part) -> None:
         self.rows = rows
         self._buffer = bytearray()
 
@@ -62,7 +63,7 @@ class RowsInput:
 
     async def flush(self) -> None:
         data, self._buffer = bytes(self._buffer), bytearray()
-        await asyncio.to_thread(self.rows.append, data)
+        await asyncio.to_thread(self.rows.write, data)
 
 
 class BatchStore:

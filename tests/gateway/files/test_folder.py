@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from gateway.config import FileSettings
+from gateway.disk import Part
 from gateway.errors import QuotaError, StorageError, StorageFullError
 from gateway.files import folder as module
-from gateway.files.folder import Folder, Part
+from gateway.files.folder import Folder
 from gateway.types import StoredFile
 
 LIMITS = FileSettings(max_files=3, max_bytes=1000, min_free_bytes=0)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from gateway.config import FileSettings
+from gateway.disk import Part
 from gateway.errors import FileTooLargeError, QueueFullError, QuotaError
-from gateway.files.folder import Folder, Part
+from gateway.files.folder import Folder
 from gateway.files.store import BUFFER_BYTES, FileStore
 from tests.fakes.waiting import until
 
