@@ -4,8 +4,8 @@ Found, configured, started, watched, started again when it dies, and ended. What
 (engine/publish.py, the batch lane); clients connect to `url` with redis-py like to any other Redis.
 
 Durability: an append-only file, synced every second. What has a TTL (the index, cached answers) may be evicted when
-max_memory_bytes is reached, least recently used first; what has none (batches) is never evicted. An index that was
-evicted is missed at the engine's next heartbeat and written again, so nothing waits and nothing stays wrong.
+max_memory_bytes is reached, least recently used first; what has none (batches, the ledger) is never evicted. An index
+that was evicted is missed at the engine's next heartbeat and written again, so nothing waits and nothing stays wrong.
 """
 
 from __future__ import annotations

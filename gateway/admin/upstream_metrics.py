@@ -1,4 +1,4 @@
-"""What /metrics says of each upstream. Labels are few: upstreams are configured ones, kinds those of upstream.py
+"""What /metrics says of each upstream. Labels are few: upstreams are configured ones, kinds names in the code,
 and statuses.
 """
 

@@ -1,1 +1,1 @@
-"""HTTP: wire JSON into Requests, events back into wire JSON or SSE. One module per dialect."""
+"""HTTP: wire JSON into Requests, events back into wire JSON or SSE. One folder per dialect."""

@@ -1,1 +1,1 @@
-"""Waiting for a place: the online lane."""
+"""Waiting for a place at an engine: the online lane, and the batch lane in what it leaves."""
