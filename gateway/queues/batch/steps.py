@@ -32,6 +32,12 @@ WRITE_AT_ONCE: Final = 200
 PIECE_BYTES: Final = 1 << 20
 """Of rows or results that are in memory at a time; one alone may have more."""
 
+SLICE_S: Final = 0.5
+"""Of planning one job, after which those of other tenants have their turn."""
+
+OTHERS_S: Final = 0.0002
+"""That the loop is away for, from which on it is taken to have had something else to do."""
+
 HELD_UP_S: Final = 30.0
 """Until a job is tried again that found no room, and until lines run again after the disk was full."""
 
@@ -81,9 +87,10 @@ class Steps:
         self._now = now
         self._owner = owner
         self._clock = clock
+        self._planning = asyncio.Lock()  # several jobs at a time would leave nothing of the loop to others
         self._do: Mapping[Step, Callable[[Job, Progress], Awaitable[None]]] = {
             "validate": self._validate,
-            "plan": self._plan,
+            "plan": self._plan_in_turn,
             "queue": self._queue,
             "drop": self._drop,
             "finalize": self._finalize,
@@ -95,11 +102,11 @@ class Steps:
 
     async def advance(self, job_id: str) -> bool:
         """Does what there is to do for a job. False when there is no use in looking again at once: somebody else does
-        it, or its last lines run. Raises HeldUpError, OverloadedError and StorageError; whatever was done until then is
-        done."""
+        it, or its last lines run. Planning is left after SLICE_S. Raises HeldUpError, OverloadedError and StorageError;
+        whatever was done until then is done."""
         if not await self._lease(job_id):
             return False
-        dropped = False
+        dropped, until_s = False, self._clock() + SLICE_S
         while (job := await self._jobs.find(job_id)) is not None and await self._lease(job_id):
             progress = await self._lines.progress(job_id)
             step = next_step(job, progress, self._now())
@@ -110,6 +117,8 @@ class Steps:
                 break
             await self._do[step](job, progress)
             dropped = step == "drop"
+            if step == "plan" and self._clock() >= until_s:
+                break
         await self._jobs.release(job_id, self._owner)
         return not dropped
 
@@ -152,6 +161,10 @@ class Steps:
             return LinePlan("")  # the job asks several models: the lines of the others need not wait for this one
         return plan
 
+    async def _plan_in_turn(self, job: Job, progress: Progress) -> None:
+        async with self._planning:
+            await self._plan(job, progress)
+
     async def _plan(self, job: Job, progress: Progress) -> None:
         count = min(PLAN_AT_ONCE, job.counts.total - progress.planned)
         rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count, PIECE_BYTES)
@@ -161,15 +174,20 @@ class Steps:
             if (plan := await self._planned(job, row)) is None:
                 break
             plans.append(plan)
-            await asyncio.sleep(
-                self._clock() - began_s
-            )  # half of the loop's time is for requests that somebody waits for
+            await self._leave_half(self._clock() - began_s)
         if plans:
             await self._lines.stage(job.id, progress.planned, plans)
         if len(plans) < len(rows):
             await self._hold_up(job, NOBODY, AWAY_S)
         elif job.errors:
             await self._jobs.update(states.held_up(job, None))
+
+    async def _leave_half(self, worked_s: float) -> None:
+        """Of the loop's time to requests that somebody waits for, as long as there are any."""
+        began_s = self._clock()
+        await asyncio.sleep(0)
+        if self._clock() - began_s >= OTHERS_S:
+            await asyncio.sleep(worked_s)
 
     async def _queue(self, job: Job, _: Progress) -> None:
         while await self._lines.queue(job.id, job.tenant, QUEUE_AT_ONCE):

@@ -80,6 +80,7 @@ class Worker:
         self._clock = clock
         self._steps = Steps(jobs, lines, folder, files, runner, settings, now, self.owner, clock)
         self._stepping: dict[str, asyncio.Task[None]] = {}
+        self._stepped_s: dict[str, float] = {}  # tenant with open jobs -> when one of them was begun with last
         self._running: dict[Ref, tuple[Claim, asyncio.Task[None]]] = {}
         self._room = asyncio.Event()  # lines may be claimed
         self._pauses = Pauses(clock)
@@ -141,11 +142,13 @@ class Worker:
     async def _begin_steps(self) -> None:
         jobs = await self._jobs.open()
         self._open_jobs = len(jobs)
-        for job in jobs:
+        self._stepped_s = {job.tenant: self._stepped_s.get(job.tenant, 0.0) for job in jobs}
+        for job in sorted(jobs, key=lambda job: self._stepped_s[job.tenant]):  # tenants take turns
             if len(self._stepping) >= STEPS_AT_ONCE:
                 break
             if job.id in self._stepping or self._is_paused(job.id) or not await self._steps.due(job):
                 continue
+            self._stepped_s[job.tenant] = self._clock()
             self._stepping[job.id] = tasks.spawn(self._step(job.id), name="batch step")
         if self._clock() >= self._swept_s + SWEEP_S:
             self._swept_s = self._clock()
@@ -166,6 +169,7 @@ class Worker:
         finally:
             del self._stepping[job_id]
             self._room.set()
+            self._changed.set()
 
     async def sweep(self) -> None:
         """Forgets jobs that are over their time, and what nobody asks for any more."""

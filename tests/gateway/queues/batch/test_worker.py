@@ -12,11 +12,12 @@ import pytest
 
 from gateway.errors import BadRequestError, NotFoundError, QuotaError
 from gateway.queues.batch import steps
-from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, Order
+from gateway.queues.batch.base import NO_USAGE, Counts, Job, JobError, LinePlan, Order
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.lines import Claim, Result
 from gateway.queues.batch.pauses import FIRST_S, Pauses
 from gateway.queues.batch.steps import PATIENCE_S
+from gateway.queues.batch.worker import STEPS_AT_ONCE
 from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, until_holding
 from tests.fakes.waiting import until
 
@@ -360,6 +361,42 @@ async def test_a_gateway_stops_what_somebody_else_has_by_now(tmp_path: Path) -> 
         assert await lane.lines.complete(claim, Result("failed"), NO_USAGE) == 1
         job = await lane.ended(job)
     assert await lane.results(job) == [{"id": "0", "why": "failed"}], "a result that was lost has one all the same"
+
+
+class SlowPlanner(FakeRunner):
+    """Planning a line takes a while by `clock`; for nobody who waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.planned: list[str] = []
+        self.planning = 0
+        self.most_at_once = 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    async def plan(self, job: Job, row: bytes) -> LinePlan | None:
+        self.planning += 1
+        self.most_at_once = max(self.most_at_once, self.planning)
+        await asyncio.sleep(0)
+        self.now_s += 0.01
+        self.planned.append(job.tenant)
+        self.planning -= 1
+        return await super().plan(job, row)
+
+
+async def test_large_jobs_of_one_tenant_do_not_keep_the_job_of_another_from_being_planned(tmp_path: Path) -> None:
+    lane, runner = Lane(tmp_path, QUICK.model_copy(update={"poll_s": 5.0})), SlowPlanner()
+    for _ in range(STEPS_AT_ONCE + 1):
+        await lane.create(rows(500))
+    other = await lane.create(rows(1), tenant="b")
+    worker = lane.worker(runner, clock=runner.clock)
+    worker.start()
+    await lane.ended(other)
+    await worker.close()
+    assert runner.planned.index("b") < STEPS_AT_ONCE * 500 / 2
+    assert runner.most_at_once == 1, "the rest of the event loop is for others"
 
 
 async def test_an_outage_is_told_once_though_a_gateway_without_lines_has_no_leases_to_renew(
