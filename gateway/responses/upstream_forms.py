@@ -4,7 +4,7 @@ its route.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -33,9 +33,9 @@ def read(joined: bytes, form: Form, replay: Replay) -> Read | None:
         ending = None if whole is None else replay.ending(whole)
         if whole is None or ending is None:
             return None
-        return Read(ending, replay.text(whole) if ending == "stop" else None)
     except _ODD:
         return None
+    return Read(ending, _text(whole, replay) if ending == "stop" else None)
 
 
 def told(pieces: Sequence[bytes], form: Form, wanted: Form, replay: Replay) -> Sequence[bytes] | None:
@@ -72,6 +72,14 @@ def _converted(joined: bytes, form: Form, wanted: Form, replay: Replay) -> Seque
         return None if whole is None else replay.unfold(whole, usage=wanted.usage)
     folded = replay.fold(joined)
     return None if folded is None else [orjson.dumps(folded)]
+
+
+def _text(whole: Mapping[str, Any], replay: Replay) -> str | None:
+    """None for several answers, too, and for what is told in another way than as a text."""
+    try:
+        return replay.text(whole)
+    except _ODD:
+        return None
 
 
 def _object(data: bytes) -> dict[str, Any] | None:

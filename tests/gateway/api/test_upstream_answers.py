@@ -31,6 +31,7 @@ from tests.fakes.upstream import (
     chunk,
     error,
     events,
+    said,
     upstream,
 )
 from tests.fakes.upstream import whole_chat as whole
@@ -242,6 +243,28 @@ async def test_another_body_is_another_request_and_some_take_no_part(more: dict[
         running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
     ):
         assert await outcomes(gateway, ASK, ASK | more) == ["miss", outcome]
+
+
+async def test_several_answers_to_one_request_are_kept_together() -> None:
+    value = orjson.loads(whole().pieces[0])
+    value["choices"] = [{**value["choices"][0], "index": index} for index in range(2)]
+    candidate = {"content": {"role": "model", "parts": [{"text": "Hi"}]}, "finishReason": "STOP"}
+    content = {"candidates": [{**candidate, "index": index} for index in range(2)]}
+    gemini_path = "/v1beta/models/up-1:generateContent"
+    body = {"contents": [{"parts": [{"text": "Hello."}]}], "generationConfig": {"temperature": 0, "candidateCount": 2}}
+    for told, dialect, path, asked in (
+        (said(value), "openai", PATH, ASK | {"n": 2}),
+        (said(content), "gemini", gemini_path, body),
+    ):
+        async with (
+            upstream(told) as stub,
+            running(upstreams=[stub.settings(dialect=dialect)], response_cache=response_cache()) as gateway,
+        ):
+            got = [await ask(gateway, asked, path) for _ in range(2)]
+            assert [(outcome, answer) for outcome, answer, _ in got] == [
+                ("miss", told.pieces[0]),
+                ("exact", told.pieces[0]),
+            ]
 
 
 def calling(arguments: str) -> bytes:
