@@ -39,7 +39,7 @@ OTHERS_S: Final = 0.0002
 """That the loop is away for, from which on it is taken to have had something else to do."""
 
 HELD_UP_S: Final = 30.0
-"""Until a job is tried again that found no room, and until lines run again after the disk was full."""
+"""Until a job is tried again that found no room."""
 
 AWAY_S: Final = 2.0
 """Until a job is tried again whose lines could not be planned, or that somebody else has."""

@@ -189,7 +189,7 @@ async def test_a_model_without_engines_is_asked_for_again_and_with_single_lines(
     )
     async with lane.gateway(runner) as worker:
         job = await lane.ended(job)
-        assert not worker._pauses.is_doubted("m")
+        assert not worker._running.pauses.is_doubted("m")
         figures = worker.figures()
         assert (figures["succeeded"], figures["put_back"], figures["in_flight"]) == (71, 8, 0)
         assert figures["paused_models"] == 0
@@ -425,7 +425,7 @@ async def test_a_line_that_is_claimed_once_more_while_leases_are_renewed_goes_on
     async with lane.gateway(runner) as worker:
         await until_holding(runner, {"1"})
         monkeypatch.setattr(lane.lines, "renew", renewed_too_late)
-        await worker._renew_once()
+        await worker._running.renew()
         runner.gate.set()
         assert (await lane.ended(job)).counts == Counts(1, succeeded=1)
 
@@ -434,7 +434,7 @@ async def test_a_line_that_is_claimed_once_more_while_leases_are_renewed_goes_on
 async def test_a_disk_that_is_full_makes_lines_wait_and_none_runs_once_that_is_known(
     in_time: bool, lane: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gateway.queues.batch.worker.HELD_UP_S", 0.05)
+    monkeypatch.setattr("gateway.queues.batch.running.FULL_S", 0.05)
     full, refused = [True], asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -496,10 +496,10 @@ async def test_a_model_whose_lines_take_long_leaves_places_to_the_lines_of_other
 async def test_names_that_nobody_has_take_no_more_room_than_may_be_and_none_from_a_model_that_is_served(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.queues.batch.worker.MODELS_AT_ONCE", 4)
+    monkeypatch.setattr("gateway.queues.batch.running.MODELS_AT_ONCE", 4)
     now, runner = [0.0], FakeRunner(has_models=True)
     worker = lane.worker(runner, clock=lambda: now[0])
-    worker._pauses = Pauses(lambda: now[0], most=3)
+    worker._running.pauses = Pauses(lambda: now[0], most=3)
     made_up = await lane.create([{"id": f"x{number}", "model": f"x{number}", "later": 99} for number in range(30)])
     served = await lane.create([{"id": f"s{number}", "model": "s"} for number in range(40)])
     for job in (served, made_up):

@@ -1,0 +1,215 @@
+"""The lines that this gateway runs: claimed while there is room for more, each run until it has a result or waits
+again, their leases renewed. Any number of gateways do so; who has lost a lease stops: somebody else has the line.
+
+A result is on disk before it is told to be one. What runs while Redis is away waits with its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+from gateway import tasks
+from gateway.config import BatchSettings
+from gateway.errors import OverloadedError, StorageError, StorageFullError
+from gateway.queues.batch.base import NO_USAGE, Job, LineResult, Runner
+from gateway.queues.batch.folder import JobFolder
+from gateway.queues.batch.job import why_dropped
+from gateway.queues.batch.jobs import Jobs
+from gateway.queues.batch.lines import Back, Claim, Kind, Lines, Result
+from gateway.queues.batch.paths import Ref
+from gateway.queues.batch.pauses import Pauses
+from gateway.types import Usage
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+MODELS_AT_ONCE: Final = 64
+"""Whose lines are looked at, at a time, besides those of paused ones."""
+
+FULL_S: Final = 30.0
+"""Until lines are claimed again after the disk was full."""
+
+
+class RunningLines:
+    """One gateway's. `room` is set whenever lines may be claimed that could not be before."""
+
+    def __init__(
+        self,
+        owner: str,
+        jobs: Jobs,
+        lines: Lines,
+        folder: JobFolder,
+        runner: Runner,
+        settings: BatchSettings,
+        now: Callable[[], float],
+        clock: Callable[[], float],
+        job_done: Callable[[str], None],
+    ) -> None:
+        """owner     who it says it is
+        job_done  told the id of a job of which the last line got its result here
+        """
+        self.room = asyncio.Event()
+        self.pauses = Pauses(clock)
+        self._counted: Counter[str] = Counter()  # what became of lines
+        self._owner = owner
+        self._jobs = jobs
+        self._lines = lines
+        self._folder = folder
+        self._runner = runner
+        self._settings = settings
+        self._now = now
+        self._clock = clock
+        self._job_done = job_done
+        self._running: dict[Ref, tuple[Claim, asyncio.Task[None]]] = {}
+        self._no_room_until_s = float("-inf")  # for results, by the clock
+        self._took_over_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Those that run them; who cancels them lets go of the lines, or leaves them to others."""
+        return [task for _, task in self._running.values()]
+
+    def figures(self) -> dict[str, int]:
+        """How many run, the models that are paused, and what became of lines since the start: results by kind, those
+        that were put back, and those that another gateway had lost."""
+        kinds: tuple[Kind, ...] = ("succeeded", "failed", "cancelled", "expired")
+        figures = {"in_flight": len(self), "paused_models": self.pauses.num_paused()}
+        return figures | {name: self._counted[name] for name in (*kinds, "put_back", "taken_over")}
+
+    async def let_go(self) -> None:
+        """What was running waits again, for others at once. Raises OverloadedError."""
+        try:
+            for claim, _ in self._running.values():
+                await self._lines.put_back(self._owner, claim, 0)
+        finally:
+            self._running.clear()
+
+    async def claim(self) -> None:
+        """Begins as many lines as there is room for. Raises OverloadedError and StorageError."""
+        if self._clock() < self._no_room_until_s or self._room_for() <= 0:
+            return
+        if self._clock() >= self._took_over_s + self._settings.poll_s:
+            self._took_over_s = self._clock()
+            if not await asyncio.to_thread(self._folder.has_room):  # what runs now, would run for nothing
+                self._wait_for_room()
+                return
+            now_ms = round(self._now() * 1e3)
+            claims = await self._lines.take_over(self._owner, self._room_for(), now_ms, self._until_ms())
+            self._counted["taken_over"] += len(claims)
+            self._begin(claims)
+        found = await self._lines.models(MODELS_AT_ONCE + self.pauses.num_paused())
+        running = Counter(_model_of(claim) for claim, _ in self._running.values())
+        models = self.pauses.open(found, running)
+        models.sort(key=lambda model: running[model])  # one whose lines take long leaves room for the others
+        for number, model in enumerate(models):
+            share = -(-self._room_for() // (len(models) - number))  # what one does not use, the others have
+            if self.pauses.is_doubted(model):
+                share = min(share, 1)
+            if share > 0:
+                claims = await self._lines.claim(self._owner, model, share, self._until_ms())
+                self._begin(claims)
+                if not claims:
+                    self.pauses.idle(model)
+
+    async def renew(self) -> None:
+        """Their leases; lines that somebody else has are stopped. Raises OverloadedError."""
+        asked = dict(self._running)
+        ours = set(await self._lines.renew(self._owner, list(asked), self._until_ms())) if asked else set()
+        for ref, held in asked.items():
+            if ref not in ours and self._running.get(ref) is held:  # else it ended, and may have been claimed once more
+                del self._running[ref]
+                held[1].cancel()
+                self.room.set()
+
+    def _begin(self, claims: list[Claim]) -> None:
+        for claim in claims:
+            if claim.ref not in self._running:
+                self._running[claim.ref] = (claim, tasks.spawn(self._answer(claim), name="batch line"))
+
+    async def _answer(self, claim: Claim) -> None:
+        try:
+            job = await self._surely(lambda: self._jobs.find(claim.ref.job))
+            if job is None:  # it is forgotten, and this line with it
+                await self._surely(lambda: self._lines.complete(claim, Result("failed"), NO_USAGE))
+                await self._surely(lambda: self._lines.forget(claim.ref.job))
+            elif (why := why_dropped(job, self._now())) is not None:
+                await self._done(job, claim, Result(why), NO_USAGE)
+            else:
+                await self._run(job, claim)
+        except StorageFullError:
+            self._wait_for_room()
+            await self._back(claim, 0)
+        except Exception as error:
+            if not isinstance(error, StorageError):  # which was logged
+                log.exception("a line of a batch could not be run")
+            if await self._back(claim, self._settings.max_attempts) == "exhausted":
+                await self._surely(lambda: self._lines.complete(claim, Result("failed"), NO_USAGE))
+        self._running.pop(claim.ref, None)
+        self.room.set()
+
+    async def _back(self, claim: Claim, most_attempts: int) -> Back:
+        back = await self._surely(lambda: self._lines.put_back(self._owner, claim, most_attempts))
+        self._counted["put_back"] += back == "waits"
+        return back
+
+    async def _run(self, job: Job, claim: Claim) -> None:
+        (row,) = await asyncio.to_thread(self._folder.read_lines, job, claim.ref.line, 1)
+        answer = await self._asked(job, row)
+        model = _model_of(claim)
+        if answer.retry == "later" or (answer.retry == "again" and answer.retry_after_s is not None):
+            self.pauses.pause(model, answer.retry_after_s, job.expires_s - self._now())
+        else:
+            self.pauses.answered(model)
+        if answer.retry != "no":
+            attempts = self._settings.max_attempts if answer.retry == "again" else 0
+            if await self._back(claim, attempts) != "exhausted":
+                return
+        body = answer.body
+        offset = await asyncio.to_thread(self._folder.append, job, self._owner, body)
+        result = Result("succeeded" if answer.ok else "failed", self._owner, offset, len(body))
+        await self._done(job, claim, result, answer.usage)
+
+    async def _asked(self, job: Job, row: bytes) -> LineResult:
+        try:
+            return await self._runner.run(job, row, f"req_{secrets.token_hex(16)}")
+        except Exception:
+            log.exception("a line of a batch could not be run")
+            return LineResult(ok=False, body=self._runner.unrun(job, row, "failed"), retry="again")
+
+    async def _done(self, job: Job, claim: Claim, result: Result, usage: Usage) -> None:
+        done = await self._surely(lambda: self._lines.complete(claim, result, usage))
+        self._counted[result.kind] += done is not None
+        if done is not None and done >= job.counts.total:
+            self._job_done(job.id)
+
+    def _room_for(self) -> int:
+        return self._settings.max_in_flight - len(self._running)
+
+    def _until_ms(self) -> int:
+        return round((self._now() + self._settings.lease_s) * 1e3)
+
+    def _wait_for_room(self) -> None:
+        if self._clock() >= self._no_room_until_s:  # the lines that ran together are told once
+            log.warning("lines of batches wait for %g s: their disk has no room for results", FULL_S)
+            self._no_room_until_s = self._clock() + FULL_S
+
+    async def _surely(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """What `call` returns, however long Redis is away."""
+        while True:
+            try:
+                return await call()
+            except OverloadedError:
+                await asyncio.sleep(self._settings.poll_s)
+
+
+def _model_of(claim: Claim) -> str:
+    """As Lines.models tells it."""
+    return claim.lane.partition(":")[2]
