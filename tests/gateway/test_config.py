@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -111,20 +112,29 @@ def test_every_setting_has_its_own_flag_and_variable() -> None:
     assert len({variable_name(path) for path in PATHS}) == len(PATHS)
 
 
+def _chapter(heading: str) -> str:
+    """Of the page of settings, up to the next one."""
+    return (DOCS / "configuration.md").read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def _documented(heading: str) -> set[str]:
+    return set(re.findall(r"^\| `(\w+)` \|", _chapter(heading), re.MULTILINE))
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_every_setting_is_documented_with_default_flag_variable_and_meaning(path: str) -> None:
     section, _, name = path.partition(".")
     field = sections(Settings)[section].model_fields[name]
-    text = (DOCS / "configuration.md").read_text()
-    part = text[text.index(f"## [{section}]") :]
-    row = next((line for line in part.splitlines() if line.startswith(f"| `{name}` |")), "")
     assert field.description
-    assert field.description in row
-    assert f"`{flag_name(path)}`<br>`{variable_name(path)}`" in row
-    if field.default not in (None, ()):
-        shown = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-        shown = ",".join(field.default) if isinstance(field.default, tuple) else shown
-        assert f"`{shown}`" in row
+    given = f"`{flag_name(path)}`<br>`{variable_name(path)}`"
+    assert f"| `{name}` | {_default(field)} | {given} | {field.description} |" in _chapter(f"[{section}]")
+
+
+def test_no_setting_is_documented_that_is_not_there() -> None:
+    for section, model in sections(Settings).items():
+        assert _documented(f"[{section}]") == set(model.model_fields)
+    for table, name in TABLES.items():
+        assert _documented(f"[[{name}]]") == set(table.model_fields)
 
 
 TABLES = {
@@ -140,8 +150,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if field.default in (None, ()):
         return "-"
-    shown = ",".join(field.default) if isinstance(field.default, tuple) else str(field.default).lower()
-    return f"`{shown}`"
+    default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+    return f"`{','.join(field.default) if isinstance(field.default, tuple) else default}`"
 
 
 @pytest.mark.parametrize(
@@ -150,8 +160,8 @@ def _default(field: FieldInfo) -> str:
 )
 def test_every_setting_of_a_table_is_documented(table: type[BaseModel], name: str) -> None:
     field = table.model_fields[name]
-    part = (DOCS / "configuration.md").read_text().split(f"## [[{TABLES[table]}]]", 1)[1].split("\n## ", 1)[0]
-    assert f"| `{name}` | {_default(field)} | {field.description} |" in part
+    row = f"| `{name}` | {_default(field)} | {field.description} |"
+    assert row in _chapter(f"[[{TABLES[table]}]]")
 
 
 def test_prices_come_from_the_file_with_every_digit(tmp_path: Path) -> None:
