@@ -32,6 +32,11 @@ LIMIT_S = 30.0
 QUICK = BatchSettings(poll_s=0.01, max_in_flight=4, lease_s=60.0, min_free_bytes=0, max_attempts=3)
 
 
+def rows(count: int, **more: Any) -> list[dict[str, Any]]:
+    """Of a job; see FakeRunner."""
+    return [{"id": str(number), **more} for number in range(count)]
+
+
 class FakeRunner:
     """Rows are JSON: {"id", "model"?, "fail"?, "again"?: times, "later"?: times, "away"?: times, "hold"?: true,
     "broken"?: true}."""

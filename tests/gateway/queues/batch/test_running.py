@@ -1,0 +1,236 @@
+"""Lines that run: how many, whose, in which order, how often, and on which gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.queues.batch.base import NO_USAGE, Counts
+from gateway.queues.batch.folder import JobFolder
+from gateway.queues.batch.lines import Claim, Result
+from gateway.queues.batch.pauses import FIRST_S, Pauses
+from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, rows, until_holding
+from tests.fakes.waiting import until
+
+
+@pytest.fixture
+def lane(tmp_path: Path) -> Lane:
+    return Lane(tmp_path)
+
+
+async def test_lines_that_share_a_prefix_run_together_across_jobs(tmp_path: Path) -> None:
+    lane, runner = Lane(tmp_path, QUICK.model_copy(update={"max_in_flight": 1})), FakeRunner()
+    made = [await lane.create([{"id": f"{job}{n}", "prefix": n % 3} for n in range(6)]) for job in "ab"]
+    steps = lane.worker(runner)
+    for job in made:
+        assert await steps._steps.advance(job.id)
+    async with lane.gateway(runner):
+        for job in made:
+            await lane.ended(job)
+    prefixes = [int(name[1:]) % 3 for name in runner.ran]
+    assert prefixes == sorted(prefixes)
+    assert len(prefixes) == 12
+
+
+async def test_no_more_lines_run_at_a_time_than_may(lane: Lane) -> None:
+    runner = FakeRunner()
+    job = await lane.create(rows(10, hold=True))
+    async with lane.gateway(runner) as worker:
+        await until(lambda: len(runner.holding) == 4)
+        found = await lane.found(job)
+        assert (found.state, found.counts.processing) == ("in_progress", 10)
+        assert worker.in_flight == 4
+        runner.gate.set()
+        await lane.ended(job)
+    assert Counter(runner.ran) == Counter(map(str, range(10)))
+
+
+async def test_what_an_engine_failed_is_tried_again_until_that_is_its_result(lane: Lane) -> None:
+    runner = FakeRunner()
+    job = await lane.create([{"id": "twice", "again": 2}, {"id": "always", "again": 99}, {"id": "later", "later": 5}])
+    async with lane.gateway(runner):
+        job = await lane.ended(job)
+    assert job.counts == Counts(3, succeeded=2, failed=1)
+    assert runner.tries == {"twice": 3, "always": 3, "later": 6}
+
+
+async def test_a_model_without_engines_is_asked_for_again_and_with_single_lines(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.steps.AWAY_S", 0.01)
+    runner = FakeRunner()
+    job = await lane.create(
+        [*rows(66), {"id": "unplanned", "away": 3}, *({"id": f"l{n}", "later": 2} for n in range(4))]
+    )
+    async with lane.gateway(runner) as worker:
+        job = await lane.ended(job)
+        assert not worker._running.pauses.is_doubted("m")
+        figures = worker.figures()
+        assert (figures["succeeded"], figures["put_back"], figures["in_flight"]) == (71, 8, 0)
+        assert figures["paused_models"] == 0
+    assert job.counts == Counts(71, succeeded=71)
+    assert runner.asked["unplanned"] == 3
+    assert max(runner.tries.values()) == 3
+
+
+async def test_lines_of_a_model_that_had_no_room_begin_one_by_one_until_one_is_answered(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, asked = lane.lines.claim, []
+
+    async def claimed(owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
+        asked.append(most)
+        return await claim(owner, model, most, until_ms)
+
+    monkeypatch.setattr(lane.lines, "claim", claimed)
+    runner = FakeRunner()
+    job = await lane.create(rows(8, hold=True, later=1))
+    async with lane.gateway(runner):
+        await until(lambda: len(runner.holding) == 4)
+        first, runner.gate = runner.gate, asyncio.Event()
+        runner.holding.clear()
+        first.set()  # there was no room for any of the four
+        await until(lambda: len(runner.holding) == 4)
+        assert asked == [4, 1, 1, 1, 1]
+        runner.gate.set()
+        assert (await lane.ended(job)).counts == Counts(8, succeeded=8)
+
+
+async def test_two_gateways_share_the_work_and_one_that_closes_leaves_its_lines_to_the_other(lane: Lane) -> None:
+    one, other = FakeRunner(), FakeRunner()
+    job = await lane.create(rows(12, hold=True))
+    async with lane.gateway(other):
+        async with lane.gateway(one):
+            await until(lambda: len(one.holding) == len(other.holding) == 4)
+            assert not one.holding & other.holding
+        other.gate.set()
+        job = await lane.ended(job)
+    assert job.counts == Counts(12, succeeded=12)
+    assert set(other.ran) >= one.holding
+
+
+async def test_lines_of_a_gateway_that_was_killed_run_elsewhere_when_its_leases_are_over(lane: Lane) -> None:
+    dead, runner, life = FakeRunner(), FakeRunner(), Life()
+    job = await lane.create(rows(6, hold=True))
+    async with lane.gateway(dead, life):
+        await until(lambda: len(dead.holding) == 4)
+        life.ended = True
+    runner.gate.set()
+    async with lane.gateway(runner) as worker:
+        await until(lambda: worker.figures()["succeeded"] == 2)  # else its own leases were over as well
+        lane.now_s += 60.0
+        job = await lane.ended(job)
+        assert worker.figures()["taken_over"] == 4
+    assert job.counts == Counts(6, succeeded=6)
+    assert Counter(runner.ran) == Counter(map(str, range(6)))
+
+
+async def test_a_gateway_stops_what_somebody_else_has_by_now(tmp_path: Path) -> None:
+    lane = Lane(tmp_path, QUICK.model_copy(update={"lease_s": 0.03}))
+    runner = FakeRunner()
+    job = await lane.create(rows(1, hold=True))
+    async with lane.gateway(runner) as worker:
+        await until_holding(runner, {"0"})
+        lane.now_s += 1.0
+        (claim,) = await lane.lines.take_over("other", 1, round(lane.now_s * 1e3), round(lane.now_s * 1e3) + 10**6)
+        await until(lambda: worker.in_flight == 0)
+        assert await lane.lines.complete(claim, Result("failed"), NO_USAGE) == 1
+        job = await lane.ended(job)
+    assert await lane.results(job) == [{"id": "0", "why": "failed"}], "a result that was lost has one all the same"
+
+
+async def test_a_line_that_is_claimed_once_more_while_leases_are_renewed_goes_on(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = FakeRunner()
+    job = await lane.create([{"id": "1", "hold": True, "later": 1}])
+
+    async def renewed_too_late(*_: Any) -> list[Any]:
+        runner.gate.set()  # it waits again, and is claimed
+        runner.gate.clear()
+        await until(lambda: runner.tries["1"] == 2)
+        return []
+
+    async with lane.gateway(runner) as worker:
+        await until_holding(runner, {"1"})
+        monkeypatch.setattr(lane.lines, "renew", renewed_too_late)
+        await worker._running.renew()
+        runner.gate.set()
+        assert (await lane.ended(job)).counts == Counts(1, succeeded=1)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_disk_that_is_full_makes_lines_wait_and_none_runs_once_that_is_known(
+    in_time: bool, lane: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.running.FULL_S", 0.05)
+    full, refused = [True], asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def check_room(self: JobFolder, num_bytes: int) -> None:
+        if full[0] and (in_time or num_bytes):
+            loop.call_soon_threadsafe(refused.set)
+            raise OSError(errno.ENOSPC, "full")
+
+    job = await lane.create(rows(3))
+    steps = lane.worker(FakeRunner())
+    assert await steps._steps.advance(job.id)
+    monkeypatch.setattr(JobFolder, "check_room", check_room)
+    runner = FakeRunner()
+    async with lane.gateway(runner):
+        async with asyncio.timeout(10):
+            await refused.wait()
+        assert (await lane.found(job)).counts.processing == 3
+        assert bool(runner.ran) != in_time
+        full[0] = False
+        assert (await lane.ended(job)).counts == Counts(3, succeeded=3)
+    assert "no room for results" in caplog.text
+
+
+async def test_a_model_whose_lines_take_long_leaves_places_to_the_lines_of_others(lane: Lane) -> None:
+    runner = FakeRunner()
+    slow = await lane.create([row | {"model": "a"} for row in rows(9, hold=True)])
+    quick = await lane.create([{"id": f"b{number}", "model": "b"} for number in range(9)])
+    steps = lane.worker(runner)
+    for job in (slow, quick):
+        assert await steps._steps.advance(job.id)
+    async with lane.gateway(runner):
+        await until(lambda: sum(name.startswith("b") for name in runner.ran) == 9)
+        assert len(runner.holding) <= 4
+        runner.gate.set()
+        assert (await lane.ended(slow)).counts == Counts(9, succeeded=9)
+
+
+async def test_names_that_nobody_has_take_no_more_room_than_may_be_and_none_from_a_model_that_is_served(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.queues.batch.running.MODELS_AT_ONCE", 4)
+    now, runner = [0.0], FakeRunner(has_models=True)
+    worker = lane.worker(runner, clock=lambda: now[0])
+    worker._running.pauses = Pauses(lambda: now[0], most=3)
+    made_up = await lane.create([{"id": f"x{number}", "model": f"x{number}", "later": 99} for number in range(30)])
+    served = await lane.create([{"id": f"s{number}", "model": "s"} for number in range(40)])
+    for job in (served, made_up):
+        assert await worker._steps.advance(job.id)
+    worker.start()
+    try:
+
+        async def all_served() -> bool:
+            return (await lane.found(served)).counts.succeeded == 40
+
+        async def later() -> bool:
+            now[0] += 1.0
+            return await all_served()
+
+        await until(later, 30.0)
+        most = worker.figures()["paused_models"]
+        tries = sum(runner.tries[f"x{number}"] for number in range(30))
+    finally:
+        await worker.close()
+    assert most <= 3
+    assert tries <= 4 * (now[0] / FIRST_S + 1)
