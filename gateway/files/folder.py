@@ -12,24 +12,20 @@ There is nothing else to agree with, so several gateways need only the same fold
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Final
-
-import orjson
 
 from gateway import disk
 from gateway.config import FileSettings
 from gateway.errors import QuotaError, StorageError, StorageFullError
+from gateway.files import on_disk
 from gateway.types import StoredFile
 
 log = logging.getLogger(__name__)
@@ -37,7 +33,6 @@ log = logging.getLogger(__name__)
 LOCK_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.01
 
-_NO_LINK: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -91,14 +86,7 @@ class Folder:
                 created_s=now_s,
                 expires_s=None if ttl_s is None else now_s + ttl_s,
             )
-            data, description = _paths(folder, stored.id)
-            try:
-                os.rename(part.path, data)
-                _write(folder / f"{stored.id}.json.part", orjson.dumps(asdict(stored)), description)
-            except BaseException:
-                for path in (description, folder / f"{stored.id}.json.part", data):
-                    path.unlink(missing_ok=True)
-                raise
+            on_disk.put(folder, part.path, stored)
         part.close()
         return stored
 
@@ -112,7 +100,7 @@ class Folder:
         if not _ID.fullmatch(file_id):
             return None
         with _translated():
-            stored = _parsed(_paths(self._root / tenant, file_id)[1])
+            stored = on_disk.read(self._root / tenant, file_id)
         return None if stored is None or self._is_over(stored) else stored
 
     def open(self, tenant: str, file_id: str) -> tuple[StoredFile, BinaryIO] | None:
@@ -122,7 +110,7 @@ class Folder:
             return None
         with _translated():
             try:
-                return stored, _paths(self._root / tenant, file_id)[0].open("rb", buffering=0)
+                return stored, on_disk.data_of(self._root / tenant, file_id).open("rb", buffering=0)
             except FileNotFoundError:
                 return None
 
@@ -131,20 +119,13 @@ class Folder:
         StorageFullError and StorageError."""
         if self.find(tenant, file_id) is None:
             return False
-        data, _ = _paths(self._root / tenant, file_id)
         with _translated():
             try:
-                os.link(data, path)
+                on_disk.link(self._root / tenant, file_id, path)
             except FileNotFoundError:
                 if path.parent.is_dir():
                     return False
                 raise
-            except OSError as error:
-                if error.errno not in _NO_LINK:
-                    raise
-                shutil.copyfile(data, path)
-                _sync_file(path)
-            disk.sync_folder(path.parent)
         return True
 
     def delete(self, tenant: str, file_id: str) -> bool:
@@ -152,7 +133,7 @@ class Folder:
         if self.find(tenant, file_id) is None:
             return False
         with self._locked(tenant) as folder:
-            return _remove(folder, file_id)
+            return on_disk.remove(folder, file_id)
 
     def sweep(self) -> int:
         """Removes what is over its time, and what those who are gone have left. How much that was."""
@@ -163,8 +144,8 @@ class Folder:
             with self._locked(tenant) as folder:
                 names = {entry.name for entry in os.scandir(folder)}
                 over = [file_id for file_id, stored in self._read(tenant).items() if self._is_over(stored)]
-                removed += sum(_remove(folder, file_id) for file_id in over)
-                left = [name for name in names if _is_left(folder, name, names)]
+                removed += sum(on_disk.remove(folder, file_id) for file_id in over)
+                left = [name for name in names if on_disk.is_left(folder, name, names)]
                 for name in left:
                     (folder / name).unlink(missing_ok=True)
                 removed += len(left)
@@ -209,7 +190,7 @@ class Folder:
         if not folder.is_dir():
             return {}
         ids = [name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")]
-        found = {file_id: known.get(file_id) or _parsed(folder / f"{file_id}.json") for file_id in ids}
+        found = {file_id: known.get(file_id) or on_disk.read(folder, file_id) for file_id in ids}
         self._known[tenant] = {file_id: stored for file_id, stored in found.items() if stored is not None}
         return self._known[tenant]
 
@@ -247,58 +228,3 @@ def _lock(descriptor: int) -> None:
             if time.monotonic() > give_up_s:
                 raise TimeoutError(f"the lock was held for {LOCK_TIMEOUT_S:g} s") from None
             time.sleep(POLL_S)
-
-
-def _paths(folder: Path, file_id: str) -> tuple[Path, Path]:
-    """Of the bytes, and of the description."""
-    return folder / f"{file_id}.data", folder / f"{file_id}.json"
-
-
-def _parsed(path: Path) -> StoredFile | None:
-    try:
-        return StoredFile(**orjson.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError):
-        log.warning("%s is no description of a file", path)
-        return None
-
-
-def _write(part: Path, body: bytes, path: Path) -> None:
-    """The file at `path`, whole or not at all; all that was renamed in its folder before is durable with it."""
-    with part.open("wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
-    disk.sync_folder(path.parent)
-    os.rename(part, path)
-    disk.sync_folder(path.parent)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _remove(folder: Path, file_id: str) -> bool:
-    """The description first: from then on there is no such file."""
-    data, description = _paths(folder, file_id)
-    try:
-        description.unlink()
-    except FileNotFoundError:
-        return False
-    data.unlink(missing_ok=True)
-    return True
-
-
-def _is_left(folder: Path, name: str, names: set[str]) -> bool:
-    """Whether nobody will ever ask for it."""
-    stem, _, kind = name.partition(".")
-    if kind == "part":
-        return not disk.is_written(folder / name)
-    if kind == "data":
-        return f"{stem}.json" not in names
-    if kind == "json":
-        return f"{stem}.data" not in names
-    return kind == "json.part"  # written only by who holds the tenant's lock, which is us
