@@ -148,6 +148,20 @@ def test_the_table_of_rooms_has_every_file_and_no_other() -> None:
     assert not {file for file in files - names if not file.startswith(folders)}
 
 
+RECORDS = {"changelog.md", "decisions.md", "lab-notebook.md"}
+"""Pages that tell of a day: the files that they name may be gone since."""
+
+
+def test_every_source_that_a_page_names_is_there() -> None:
+    root = Path(__file__).parent.parent
+    places = (root / folder for folder in ("deploy", "engine", "gateway", "tests"))
+    files = [f"/{path.relative_to(root)}" for place in places for path in place.rglob("*.*")]
+    for page in (root / "README.md", *root.glob("docs/*.md")):
+        named = re.findall(r"(?<![\w/.])((?:\w+/)*\w+\.(?:py|c))\b", page.read_text())
+        gone = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
+        assert not gone or page.name in RECORDS, f"{page.name}: {gone}"
+
+
 def anchors(page: Path) -> set[str]:
     """Of the headings of a page, as GitHub makes them."""
     plain = (heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE))
