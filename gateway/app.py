@@ -33,6 +33,7 @@ from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
 from gateway.limits.limits import TenantLimits
+from gateway.logs import lost_lines
 from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.places import PlaceQueue
@@ -160,6 +161,7 @@ class Gateway:
                 response_cache=self.response_cache.stats,
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
                 batches=self.batches.figures,
+                lost_lines=lost_lines,
                 draining=lambda: self.draining,
                 version=installed_version(),
             ),

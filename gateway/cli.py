@@ -21,7 +21,7 @@ from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.batch_cli.arguments import add_parser as add_batch_parser
 from gateway.config import Settings
 from gateway.engine_processes import BAD_SETTING_EXIT, EngineStartError
-from gateway.logs import set_up
+from gateway.logs import flush, set_up
 from gateway.version import installed_version
 
 CONFIG_VARIABLE = "KVASIR_CONFIG"
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = {path: getattr(options, path, None) for path in _paths()}
     try:
         settings = load(Settings, file=Path(config) if config else None, environ=environ, flags=flags)
-        set_up((settings.engine if options.command == "engine" else settings.server).log_level)
+        set_up((settings.engine if options.command == "engine" else settings.server).log_level, settings.logs)
         return _run(_COMMANDS[options.command](settings, options))
     except (ConfigError, EngineStartError) as error:
         print(f"kvasir {options.command}: {error}", file=sys.stderr)  # noqa: T201
@@ -112,9 +112,13 @@ def _run(work: Coroutine[Any, Any, None]) -> int:
     try:
         import uvloop
     except ImportError:
-        asyncio.run(work)
+        run = asyncio.run
     else:
-        uvloop.run(work)
+        run = uvloop.run
+    try:
+        run(work)
+    finally:
+        flush()  # in front of what stderr gets now
     return 0
 
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import ENVIRONMENT_PREFIX, EngineSettings, variable_name
+from engine.config import ENVIRONMENT_PREFIX, EngineSettings, Section, variable_name
 from gateway import tasks
+from gateway.config import LogSettings
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class EngineProcesses:
     def __init__(
         self,
         settings: EngineSettings,
+        logs: LogSettings,
         *,
         count: int,
         folder: Path,
@@ -68,12 +70,14 @@ class EngineProcesses:
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         """
+        logs       of their processes
         folder     for the socket files; a temporary folder is used when its path is too long for a socket
         environ    what the engines inherit, as this process got it
         worked     whether the engine at this URL has ever been connected to; whoever connects knows
         on_fatal   called once per engine that never worked and cannot be started with these settings
         command    what runs an engine; it reads its settings from the environment and ends when its input is closed
         """
+        self._logs = logs
         self._redis_url = redis_url
         self._environ = environ
         self._worked = worked
@@ -134,7 +138,7 @@ class EngineProcesses:
 
     async def _start(self, engine: EngineProcess) -> asyncio.subprocess.Process:
         environ = {name: value for name, value in self._environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-        environ |= _as_environment(engine.settings)
+        environ |= _as_environment("engine", engine.settings) | _as_environment("logs", self._logs)
         if self._redis_url is not None:
             environ[variable_name("redis.url")] = self._redis_url
         # Standard input is a pipe that closes when this process ends, however it ends.
@@ -170,10 +174,10 @@ def _hopeless(status: int, ends: int) -> str | None:
     return f"ended {ends} times in a row (status {status})" if ends >= FIRST_TRIES else None
 
 
-def _as_environment(settings: EngineSettings) -> dict[str, str]:
+def _as_environment(section: str, settings: Section) -> dict[str, str]:
     """Every setting that has a value, as the loader reads it; this process's own variables are left out."""
     return {
-        variable_name(f"engine.{name}"): str(value)
+        variable_name(f"{section}.{name}"): str(value)
         for name, value in settings.model_dump(mode="json").items()
         if value is not None
     }

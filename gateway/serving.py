@@ -65,6 +65,7 @@ async def serve(
         if own_engines and settings.engines.count:
             processes = EngineProcesses(
                 _engine_settings(settings),
+                settings.logs,
                 count=settings.engines.count,
                 folder=settings.server.data_dir / "engines",
                 redis_url=redis_url,

@@ -21,7 +21,7 @@ from gateway.admin.response_cache_metrics import response_cache_metrics
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import Count, Counts, Durations, Seconds
 from gateway.admin.upstream_metrics import upstream_metrics
-from gateway.api.record import CLIENT_LEFT, Record
+from gateway.api.record import CLIENT_LEFT, Record, is_final
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
@@ -102,7 +102,7 @@ class Metrics:
 
     def finished(self, record: Record) -> None:
         self.in_flight -= 1
-        if _is_final(record):
+        if is_final(record):
             self._finished.append(record)
             if len(self._finished) >= COUNTED_AT_ONCE:
                 self._count_all()
@@ -200,15 +200,6 @@ class Metrics:
         return durations
 
 
-def _is_final(record: Record) -> bool:
-    """Whether it may be counted later: nothing of it changes any more, and it holds nothing large. What is generated
-    for one that has left goes on in its trace, and what may be given again is held by the first who got it."""
-    if len(record.traces) != 1:
-        return False
-    (trace,) = record.traces
-    return trace.hit is not None and trace.repeat is None
-
-
 @dataclass(frozen=True, slots=True)
 class _Children:
     """The metrics of one model and tenant: looking labels up costs more than counting."""
@@ -251,6 +242,11 @@ class _Scraped(Collector):
             "kvasir_redis_up",
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
             value=float(bool(self._sources.redis().get("up"))),
+        )
+        yield CounterMetricFamily(
+            "kvasir_log_lost_lines",
+            "Lines of this gateway's log that were dropped, because it is read too slowly, or could not be written.",
+            value=self._sources.lost_lines(),
         )
 
     def _queue(self) -> Iterator[Metric]:

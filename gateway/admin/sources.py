@@ -116,6 +116,7 @@ class Sources:
     redis: Callable[[], Mapping[str, Any]]
     response_cache: Callable[[], Mapping[str, Any]]
     batches: Callable[[], Mapping[str, int]]
+    lost_lines: Callable[[], int]  # of the log
     draining: Callable[[], bool]
     version: str
 

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import orjson
 from aiohttp import web
@@ -18,9 +19,19 @@ from aiohttp.typedefs import Middleware
 
 from gateway.api.dialect import JSON, Handler, retry_headers
 from gateway.api.dialects import dialect_of
-from gateway.api.record import CLIENT_LEFT, RECORD, Observer, Record, cache_headers, common_headers, elapsed_ms
+from gateway.api.record import (
+    CLIENT_LEFT,
+    RECORD,
+    Observer,
+    Record,
+    cache_headers,
+    common_headers,
+    elapsed_ms,
+    is_final,
+)
 from gateway.api.stamps import new_id
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
+from gateway.logs import later
 from gateway.types import Trace
 
 log = logging.getLogger(__name__)
@@ -120,7 +131,10 @@ def _log(record: Record) -> None:
     level = logging.INFO if record.endpoint.startswith("/v1") or record.status >= 500 else logging.DEBUG
     if not access_log.isEnabledFor(level):
         return
-    access_log.log(level, "%s", _line(record))
+    if is_final(record):
+        later(access_log, level, partial(_line, record))
+    else:
+        access_log.log(level, "%s", _line(record))
 
 
 def _line(record: Record) -> str:

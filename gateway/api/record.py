@@ -142,6 +142,16 @@ class Observers:
             observer.finished(record)
 
 
+def is_final(record: Record) -> bool:
+    """Whether one that is over may be counted and written down later: nothing of it changes any more, and it holds
+    nothing large. What is generated for one that has left goes on in its trace, and what may be given again is held by
+    the first who got it."""
+    if len(record.traces) != 1:
+        return False
+    (trace,) = record.traces
+    return trace.hit is not None and trace.repeat is None
+
+
 def elapsed_ms(record: Record) -> float:
     """Milliseconds since the request arrived."""
     return (time.monotonic() - record.received_s) * 1e3

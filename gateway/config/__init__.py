@@ -8,6 +8,7 @@ from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, Gemini
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
+from gateway.config.logs import LogSettings
 from gateway.config.responses import ResponseCacheSettings
 from gateway.config.semantic import SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
@@ -31,6 +32,7 @@ __all__ = [
     "LeaseSettings",
     "LedgerSettings",
     "LimitSettings",
+    "LogSettings",
     "NamespaceSettings",
     "PriceSettings",
     "PromptSettings",

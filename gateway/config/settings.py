@@ -10,6 +10,7 @@ from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, Gemini
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
+from gateway.config.logs import LogSettings
 from gateway.config.responses import ResponseCacheSettings
 from gateway.config.semantic import SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
@@ -41,6 +42,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     server: ServerSettings = ServerSettings()
+    logs: LogSettings = LogSettings()
     auth: AuthSettings = AuthSettings()
     tenants: tuple[TenantSettings, ...] = ()
     namespaces: tuple[NamespaceSettings, ...] = ()

@@ -88,6 +88,7 @@ async def running(settings: Settings, folder: Path) -> AsyncIterator[Gateway]:
     gateway = Gateway(settings, None, None)
     processes = EngineProcesses(
         settings.engine,
+        settings.logs,
         count=settings.engines.count,
         folder=folder / "engines",
         redis_url=None,

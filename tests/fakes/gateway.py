@@ -238,6 +238,7 @@ def make_app(
             redis=lambda: state["redis"],
             response_cache=given.response_cache.stats,
             batches=lambda: state.get("batches", {}),
+            lost_lines=lambda: state.get("lost_lines", 0),
             draining=lambda: state["draining"],
             version="0.0.test",
         ),

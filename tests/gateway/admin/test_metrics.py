@@ -139,13 +139,16 @@ async def test_engines_queue_memos_and_redis_are_read_at_every_scrape() -> None:
         assert samples[f"kvasir_engine_up{labels}"] == 1
         assert samples["kvasir_engine_up{engine=engine-2,model=unknown}"] == 0
         assert samples["kvasir_redis_up{}"] == 1
+        assert samples["kvasir_log_lost_lines_total{}"] == 0
         assert samples["kvasir_queue_waiting{lane=online}"] == 0
         assert samples["kvasir_queue_requests_total{lane=batch,outcome=refused}"] == 0
         assert samples["kvasir_prompt{figure=segment_hits,model=demo}"] == 3
         gateway.state["redis"] = {"up": False}
+        gateway.state["lost_lines"] = 7
         gateway.state["engines"] = []
         samples = await scrape(gateway)
         assert samples["kvasir_redis_up{}"] == 0
+        assert samples["kvasir_log_lost_lines_total{}"] == 7
         assert not [name for name in samples if "engine-1" in name]
 
 

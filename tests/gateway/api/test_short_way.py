@@ -3,14 +3,16 @@ left as soon as the response cache would not give the answer."""
 
 from __future__ import annotations
 
+import logging
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 import pytest
 
+from gateway.api import middleware
 from gateway.config import LedgerSettings, NamespaceSettings, PriceSettings, TenantSettings
 from gateway.errors import NoEngineError
 from gateway.ledger.ledger import Ledger
@@ -164,6 +166,25 @@ async def test_ids_are_new_in_every_piece_of_every_answer(path: str, body: Any, 
     assert [len(found) for found in ids] == [1] * 5
     assert len(set.union(*ids)) == 5
     assert len({NEW.sub(b"", CREATED.sub(b"", text)) for text in texts[1:]}) == 1
+
+
+async def test_its_lines_in_the_log_are_made_later_and_say_what_those_of_the_long_way_say(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    made_later: list[Callable[[], str]] = []
+    monkeypatch.setattr(middleware, "later", lambda logger, level, said: made_later.append(said))
+    one = One()
+    async with running(one.street, response_cache=one.cache) as gateway:
+        for number in range(4):
+            await send(gateway, CHAT, ASK, {"x-request-id": f"r{number}"})
+    lines = [record.getMessage() for record in caplog.records] + [said() for said in made_later]
+    assert (len(lines), len(made_later)) == (4, 2)
+    assert [line.split()[0] for line in lines] == [f"request_id=r{n}" for n in range(4)]
+    changing = re.compile(r"(overhead_ms|first_token_ms|total_ms|request_id)=\S+")
+    _, long, *short = [changing.sub("", line) for line in lines]
+    assert short == [long, long]
+    assert " hit=exact " in long
 
 
 async def test_what_an_operator_removed_is_not_given_any_more() -> None:
