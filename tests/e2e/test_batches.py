@@ -69,7 +69,7 @@ def test_messages_are_answered_in_a_batch(server: Server) -> None:
     for result in found.values():
         assert result.type == "succeeded"
         assert result.message.usage.service_tier == "batch"
-        assert result.message.usage.output_tokens == 4
+        assert 1 <= result.message.usage.output_tokens <= 4  # it is sampled, and may end early
     assert batches.delete(made.id).id == made.id
 
 
