@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class Both:
 
 
 @asynccontextmanager
-async def both(url: str, timeout_s: float = 0.25) -> AsyncIterator[Both]:
+async def both(url: str, timeout_s: float = 5.0) -> AsyncIterator[Both]:
     redis = connect(url, timeout_s)
     memory = MemoryIndex()
     index = FallbackIndex(RedisIndex(redis, timeout_s=timeout_s), memory, retry_s=RETRY_S)
@@ -113,20 +112,21 @@ async def test_an_outage_is_noticed_without_a_request(own_redis: RedisProcess) -
         assert these.index.outages == 1
 
 
-async def test_a_redis_that_hangs_costs_one_time_limit_and_then_nothing(own_redis: RedisProcess) -> None:
-    async with both(own_redis.url, timeout_s=0.2) as these:
+async def test_a_redis_that_hangs_costs_one_time_limit_and_then_nothing(
+    own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with both(own_redis.url, timeout_s=0.5) as these:
         await these.hold("a", 7, in_memory=3)
         await these.find("a")
         assert own_redis._process is not None
         own_redis._process.send_signal(signal.SIGSTOP)
-        began_s = time.monotonic()
-        found = await asyncio.gather(*(these.find("a") for _ in range(100)))
-        assert time.monotonic() - began_s < 1.0
+        async with asyncio.timeout(30):  # one after the other they would wait for 50 seconds
+            found = await asyncio.gather(*(these.find("a") for _ in range(100)))
         assert found == [{"a": 3}] * 100
-        began_s = time.monotonic()
-        for _ in range(1000):
-            await these.find("a")
-        assert time.monotonic() - began_s < 0.2
+        with monkeypatch.context() as patched:
+            patched.setattr(RedisIndex, "find", None)  # nobody asks Redis any more
+            for _ in range(100):
+                assert await these.find("a") == {"a": 3}
         own_redis._process.send_signal(signal.SIGCONT)
         await until(lambda: these.index.redis_up)
         assert await these.find("a") == {"a": 7}
@@ -169,5 +169,5 @@ async def test_closing_ends_a_look_whose_cancellation_redis_py_drops() -> None:
 
     index = FallbackIndex(cast("RedisIndex", Deaf()), MemoryIndex(), retry_s=0.01)
     index.start()
-    await asyncio.wait_for(asked.wait(), 10)
-    await asyncio.wait_for(index.close(), 10)
+    await asyncio.wait_for(asked.wait(), 30)
+    await asyncio.wait_for(index.close(), 30)
