@@ -216,7 +216,7 @@ class StubUpstream:
     answers: list[Told]
     url: str = ""
     got: list[Got] = field(default_factory=list)
-    connections: set[object] = field(default_factory=set)
+    connections: set[asyncio.BaseTransport] = field(default_factory=set)
     open: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)  # a client hung up on an answer
     reached: asyncio.Event = field(default_factory=asyncio.Event)  # an answer stalls
@@ -234,6 +234,7 @@ class StubUpstream:
         body = await http.read()
         told = self.answers[min(len(self.got), len(self.answers) - 1)]
         self.got.append(Got(http.raw_path, http.headers.copy(), body))
+        assert http.transport is not None
         self.connections.add(http.transport)
         self.open += 1
         try:
