@@ -22,7 +22,7 @@ from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
 from gateway.types import Usage
 from tests.fakes.redis_process import RedisProcess
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 J1, J2 = "01" * 16, "02" * 16
 NONE = Usage(0, 0)
 DONE = Result("succeeded", "s", 5, 6)

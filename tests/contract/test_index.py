@@ -24,7 +24,7 @@ from gateway.index.memory_index import MemoryIndex
 from gateway.index.redis_index import RedisIndex
 from tests.fakes.fake_engine import make_hello
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 NAMES = ("engine-a", "engine-b", "engine-c")
 CHAINS = [b"".join(bytes([chain, block]) * 8 for block in range(40)) for chain in range(4)]
 """Four prompts of forty blocks; the first ten blocks of the last two are the same."""

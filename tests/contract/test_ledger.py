@@ -18,7 +18,7 @@ from gateway.ledger.redis_book import RedisBook
 from gateway.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 ROW = Row("2026-11-22", "north", "gpt|5 % ü\n", "online", "USD")
 PRICES = Prices([PriceSettings(model="*", input=Decimal("0.15"))], batch=0.5)
 

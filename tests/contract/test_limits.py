@@ -16,7 +16,7 @@ from gateway.types import LimitKind
 from tests.fakes.limits import Clock
 from tests.fakes.redis_process import RedisProcess
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 LEASE_S = 30.0
 
 

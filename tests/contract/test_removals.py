@@ -14,7 +14,7 @@ from gateway.responses.redis_removals import MAX_BYTES, MAX_REMOVALS, RedisRemov
 from gateway.responses.removals import LOST, Removal
 from tests.fakes.redis_process import RedisProcess
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 
 
 @pytest.fixture

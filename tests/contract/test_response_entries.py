@@ -22,7 +22,7 @@ from gateway.responses.redis_entries import TOTALS, RedisEntries
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 UNIT = OVERHEAD_BYTES + len("tenant:a") + len("m")
 """Bytes of an entry without a body."""
 

@@ -22,7 +22,7 @@ from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore
 from tests.fakes.redis_process import RedisProcess
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 
 
 @dataclass

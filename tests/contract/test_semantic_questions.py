@@ -31,7 +31,7 @@ from tests.fakes.meanings import Kitchen, Meanings
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 SETTINGS = SemanticCacheSettings(mode="on", sync_s=0.001, max_entries=3)
 FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
 

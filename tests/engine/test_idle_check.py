@@ -17,7 +17,7 @@ from engine.sequence import Step
 from tests.fakes.scheduler_bench import digests_of, expected, pack, prompt
 from tests.fakes.tier_bench import TierBench, make
 
-LIMIT_S = 20.0
+LIMIT_S = 30.0
 
 
 class Desk:

@@ -18,7 +18,7 @@ from engine.sequence import Step
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
 from tests.fakes.scheduler_bench import VOCAB, digests_of, expected, make, pack, prompt
 
-LIMIT_S = 20.0
+LIMIT_S = 30.0
 SECRET_TOKENS = prompt(10)
 
 

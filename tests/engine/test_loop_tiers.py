@@ -15,7 +15,7 @@ from engine.tiers.stores import BlockKey
 from tests.fakes.scheduler_bench import digests_of, expected, pack, prompt
 from tests.fakes.tier_bench import FakeDisk, make
 
-LIMIT_S = 20.0
+LIMIT_S = 30.0
 
 
 class GatedDisk(FakeDisk):

@@ -20,7 +20,7 @@ from tests.fakes.fake_engine import make_hello
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 BEAT_S = 0.05
 
 

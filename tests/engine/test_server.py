@@ -162,7 +162,7 @@ async def test_a_gateway_that_does_not_read_is_hung_up_on() -> None:
 
             await until(sent_until_it_is_gone)
         await good.send(engine.submit(1, [3] * 40))
-        await asyncio.wait_for(reading, 10)
+        await asyncio.wait_for(reading, 30)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ async def test_a_gateway_that_talks_nonsense_is_hung_up_on_and_the_engine_stays(
     async with small_engine() as engine:
         async with engine.stream() as stream:
             await stream.socket.send_bytes(data)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while (await stream.socket.receive()).type is WSMsgType.BINARY:
                     pass
         async with engine.stream() as stream:

@@ -69,7 +69,7 @@ async def process(
     settings = EngineSettings(**{"listen": f"unix:{folder / 'e.sock'}", "drain_s": 5.0, **changes})
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serving.serve(settings, redis_url, ready.set_result))
-    await asyncio.wait({task, ready}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, ready}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
     try:
@@ -78,7 +78,7 @@ async def process(
         if not task.done():
             terminate()
             terminate()
-        await asyncio.wait({task}, timeout=10)
+        await asyncio.wait({task}, timeout=30)
         assert task.done()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)
@@ -125,7 +125,7 @@ async def test_sigterm_lets_what_runs_end_and_leaves_nothing_in_redis(
         last = (await gateway.until(finished))[-1]
         assert isinstance(last, StepFrame)
         assert last.updates[0].finish == "length"
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 30)
         assert await redis.keys("*") == []
     await redis.aclose()
 
@@ -135,7 +135,7 @@ async def test_an_idle_engine_says_that_it_ends_before_it_does(monkeypatch: pyte
         await gateway.until(lambda message: isinstance(message, StepFrame))
         terminate()
         await gateway.until(lambda message: isinstance(message, StepFrame) and message.load.draining)
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 30)
 
 
 async def test_a_drain_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def test_a_drain_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         last = (await gateway.until(finished))[-1]
         assert isinstance(last, StepFrame)
         assert last.updates[0].finish == "error"
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 30)
 
 
 async def test_a_second_signal_ends_the_drain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_a_second_signal_ends_the_drain(monkeypatch: pytest.MonkeyPatch, t
         terminate()
         await gateway.until(lambda message: isinstance(message, StepFrame) and message.load.draining)
         terminate()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 30)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -170,7 +170,7 @@ async def test_an_engine_whose_thread_is_gone_ends_with_an_error(
         runner.dies = True
         await gateway.send(make_submit(hello.namespace, 1, [1] * 40))
         with pytest.raises(RuntimeError, match="thread ended"):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 30)
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "host:", ":8090", "127.0.0.1:http"])
@@ -186,7 +186,7 @@ async def test_on_tcp_it_says_the_port_that_it_got(monkeypatch: pytest.MonkeyPat
         async with http.get(url + HEALTH_PATH) as answer:
             assert answer.status == 200
         terminate()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 30)
 
 
 async def test_a_socket_file_is_for_its_owner_only(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ async def submit(client: openai.AsyncOpenAI, *values: Any, url: str = CHAT, **mo
     return await client.batches.create(**asked)
 
 
-async def reached(client: openai.AsyncOpenAI, batch_id: str, *states: str, limit_s: float = 10.0) -> Batch:
+async def reached(client: openai.AsyncOpenAI, batch_id: str, *states: str, limit_s: float = 30.0) -> Batch:
     """The batch, once it is in one of these states."""
     found: list[Batch] = []
 

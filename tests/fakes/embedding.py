@@ -11,7 +11,7 @@ from gateway.config import EmbeddingSettings
 from gateway.responses.embedding.embedder import Embedder
 from gateway.types import EmbeddingInput
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 class FakeTextModel:

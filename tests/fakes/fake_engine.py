@@ -170,7 +170,7 @@ class FakeEngine:
 
     # -- what tests do ------------------------------------------------------------------------------------------------
 
-    async def wait_for(self, holds: Any, limit_s: float = 5.0) -> None:
+    async def wait_for(self, holds: Any, limit_s: float = 30.0) -> None:
         """Returns when `holds()`; it is asked after everything that a gateway sends."""
         async with asyncio.timeout(limit_s), self.changed:
             await self.changed.wait_for(holds)

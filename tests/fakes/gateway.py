@@ -68,7 +68,7 @@ from tests.fakes.answers import FakeAnswers
 from tests.fakes.embedding import no_embedder
 from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 @dataclass

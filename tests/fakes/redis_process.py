@@ -10,7 +10,7 @@ import redis
 
 from gateway.redis_server import find_binary
 
-START_LIMIT_S = 10.0
+START_LIMIT_S = 30.0
 
 
 class RedisProcess:

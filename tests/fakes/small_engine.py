@@ -53,9 +53,9 @@ class HeldRunner(OracleRunner):
 
     def run(self, step: Step) -> list[int | None]:
         self.arrived.set()
-        self.go.wait(20)
+        self.go.wait(30)
         if self.permits is not None:
-            self.permits.acquire(timeout=20)
+            self.permits.acquire(timeout=30)
         return super().run(step)
 
 
@@ -99,7 +99,7 @@ class Stream:
     async def send(self, message: GatewayMessage) -> None:
         await self.socket.send_bytes(encode(message))
 
-    async def receive(self, limit_s: float = 10.0) -> EngineMessage:
+    async def receive(self, limit_s: float = 30.0) -> EngineMessage:
         async with asyncio.timeout(limit_s):
             message = decode(await self.socket.receive_bytes())
         assert isinstance(message, Hello | BlockEvents | StepFrame)
@@ -156,7 +156,7 @@ async def small_engine(
             yield SmallEngine(server, loops[0], pool, runner, hello, url, session)
     finally:
         runner.go.set()
-        assert await asyncio.to_thread(loops[0].stop, 10)
+        assert await asyncio.to_thread(loops[0].stop, 30)
         await web_runner.cleanup()
     stats = loops[0].stats()
     assert (stats["errors"], stats["invariant_violations"]) == (0, 0), stats

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 LOOK_S = 0.01
 
 
-async def until(holds: Callable[[], bool | Awaitable[bool]], limit_s: float = 10.0) -> None:
+async def until(holds: Callable[[], bool | Awaitable[bool]], limit_s: float = 30.0) -> None:
     """Returns as soon as `holds()` is true. Raises TimeoutError when it is not within the limit."""
     async with asyncio.timeout(limit_s):
         while True:

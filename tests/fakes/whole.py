@@ -20,7 +20,7 @@ from gateway.config import EnginesSettings, LeaseSettings, ServerSettings, Setti
 from tests.fakes import tokenisers
 from tests.fakes.fake_engine import FakeEngine, make_hello
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 @dataclass

@@ -15,7 +15,7 @@ from gateway.config import LogSettings
 from gateway.engine_processes import BAD_SETTING_EXIT, FIRST_TRIES, EngineProcess, EngineProcesses, EngineStartError
 from tests.fakes.waiting import until
 
-LIMIT_S = 20.0
+LIMIT_S = 30.0
 
 APPEND = "import os, sys; open(os.environ['NOTES'], 'a').write({what} + '\\n')\n"
 UNTIL_EOF = "sys.stdin.read()\n"

@@ -118,7 +118,7 @@ async def test_a_redis_left_behind_by_a_crash_is_replaced(folder: Path, caplog: 
     orphan = left._process
     async with RedisServer(folder, SETTINGS) as server:
         assert orphan is not None
-        assert await asyncio.wait_for(orphan.wait(), 10) == 0
+        assert await asyncio.wait_for(orphan.wait(), 30) == 0
         client = Redis.from_url(server.url)
         assert await client.get("durable") == b"yes"
         await client.aclose()

@@ -126,5 +126,5 @@ async def test_a_loop_ends_although_its_library_drops_the_cancellation() -> None
 
     task = tasks.spawn(work(), name="deaf")
     await asyncio.sleep(0)
-    await asyncio.wait_for(tasks.cancel(task), 5)
+    await asyncio.wait_for(tasks.cancel(task), 30)
     assert turns == [True]

@@ -24,7 +24,7 @@ from engine.sampling.grammar_queue import GrammarQueue
 from engine.sequence import NO_TOKEN, Step
 from tests.fakes.schemas import HARD, REFUSED, closed, schemas, validate
 
-LIMIT_S = 20.0
+LIMIT_S = 30.0
 PROMPT = "<|im_start|>user\nTell me.<|im_end|>\n<|im_start|>assistant\n"
 BOOLEAN = Grammar("json_schema", '{"type": "boolean"}')
 

@@ -94,7 +94,7 @@ async def test_urls_that_are_no_text_are_not_found_either(path: bytes) -> None:
     async with running() as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 30)
         writer.close()
         await writer.wait_closed()
     assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.0 400 ")), answer

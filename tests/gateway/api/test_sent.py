@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gateway.api.sent import header_lines, send
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 HEADERS = {"Content-Type": "application/json", "x-same": "caf\u00e9", "x-kvasir-cache": "exact"}
 MORE = {"x-request-id": "mine", "Age": "3"}
 BODY = b'{"text":"caf\xc3\xa9"}'

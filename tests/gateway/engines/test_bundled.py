@@ -38,7 +38,7 @@ from tests.fakes.oracle_runner import choose_answer
 from tests.fakes.small_engine import VOCAB, small_engine
 from tests.fakes.waiting import until
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 QUICK = EnginesSettings(connect_timeout_s=1.0, reconnect_max_s=0.1)
 TENANT = Tenant("acme")
 

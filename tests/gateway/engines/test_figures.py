@@ -15,7 +15,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.waiting import until
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 @dataclass

@@ -19,7 +19,7 @@ from tests.fakes.limits import Clock, tenant_limits
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 async def admitted(limits: TenantLimits, most: int = 1000) -> int:

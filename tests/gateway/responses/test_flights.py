@@ -13,7 +13,7 @@ from gateway.errors import EngineLostError, OverloadedError
 from gateway.responses.flights import Flight, Flights
 from tests.fakes.waiting import until
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 
 
 @dataclass

@@ -40,7 +40,7 @@ from tests.fakes.shelf import Shelf
 from tests.fakes.street import hello
 from tests.fakes.waiting import until
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 MODEL = hello()
 USE = ToolUse((Tool("look"),))
 

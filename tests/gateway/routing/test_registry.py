@@ -228,7 +228,7 @@ async def test_waiting_for_the_first_engines_ends_when_all_have_joined() -> None
     await asyncio.sleep(0)
     assert not waiting.done()
     registry.engines[1].join()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 30)
 
 
 async def test_an_engine_that_announces_itself_is_connected_to_and_forgotten_when_it_is_gone(
@@ -352,8 +352,8 @@ async def test_stopping_ends_a_look_whose_cancellation_redis_py_drops() -> None:
     asked = asyncio.Event()
     registry = new(cast("Redis", Deaf()))
     registry.start()
-    await asyncio.wait_for(asked.wait(), 5)
-    await asyncio.wait_for(registry.stop(), 5)
+    await asyncio.wait_for(asked.wait(), 30)
+    await asyncio.wait_for(registry.stop(), 30)
 
 
 async def test_a_static_engine_is_never_forgotten(redis: Redis, looks: Looks) -> None:

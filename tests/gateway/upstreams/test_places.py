@@ -10,7 +10,7 @@ from gateway.upstreams.places import LONGEST_S, Places
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import until
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 async def waiting(places: Places, count: int = 1) -> list[asyncio.Task[bool]]:

@@ -183,7 +183,7 @@ async def test_a_disk_that_is_full_makes_lines_wait_and_none_runs_once_that_is_k
     monkeypatch.setattr(JobFolder, "check_room", check_room)
     runner = FakeRunner()
     async with lane.gateway(runner):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await refused.wait()
         assert (await lane.found(job)).counts.processing == 3
         assert bool(runner.ran) != in_time

@@ -89,7 +89,7 @@ async def test_counts_stay_at_processing_until_all_has_ended_and_cancelling_keep
         batches = gateway.anthropic().messages.batches
         gateway.worker.start()
         made = await batches.create(requests=[message("a"), message("b"), message("c")])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await street.reached.wait()
         with pytest.raises(anthropic.BadRequestError, match="in_progress"):
             await gateway.anthropic().get(f"{PATH}/{made.id}/results", cast_to=object)
@@ -121,7 +121,7 @@ async def test_what_has_not_begun_in_time_expires() -> None:
         batches = gateway.anthropic().messages.batches
         gateway.worker.start()
         made = await batches.create(requests=[message("a"), message("b")])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await street.reached.wait()
         now_s[0] += 86400
         street.hold_before.set()

@@ -167,7 +167,7 @@ async def test_a_gateway_that_stops_hangs_up_on_the_upstream_and_its_lines_wait(
         gateway.worker.start()
         client = gateway.sdk()
         batch = await submit(client, line("a"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await stub.reached.wait()
         await gateway.worker.close()
         await until(lambda: stub.open == 0)
