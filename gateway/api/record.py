@@ -27,8 +27,9 @@ CLIENT_LEFT = 499  # nginx's number for a client that closed the connection befo
 class Hold(Protocol):
     """What was set aside of a tenant's limits for one request."""
 
-    def settle(self, usage: Usage) -> None:
-        """It is over, and used this much. Waits for nothing, never raises, and does nothing but once."""
+    def settle(self, usage: Usage | None) -> None:
+        """It is over, and used this much; None: what was set aside, because nobody knows. Waits for nothing, never
+        raises, and does nothing but once."""
         ...
 
 
@@ -94,8 +95,11 @@ class Record:
         return sum(trace.lease_write_tokens for trace in self.traces)
 
     @property
-    def usage(self) -> Usage:
-        """What was computed for it, or begun to be; an answer that was remembered was not."""
+    def usage(self) -> Usage | None:
+        """What was computed for it, or begun to be; an answer that was remembered was not. None where an upstream has
+        not told it."""
+        if any(trace.untold for trace in self.traces):
+            return None
         begun = [trace for trace in self.traces if trace.engine is not None and trace.hit is None]
         return Usage(
             sum(trace.prompt_tokens for trace in begun) + self.embedded_tokens,

@@ -156,9 +156,12 @@ class TenantLimits:
             await asyncio.sleep(self._settings.lease_s / 3)
             await self.renew()
 
-    def _settle(self, tenant: str, counters: Counters, amounts: Amounts, flight: str | None, usage: Usage) -> None:
+    def _settle(
+        self, tenant: str, counters: Counters, amounts: Amounts, flight: str | None, usage: Usage | None
+    ) -> None:
         account = self._accounts[tenant]
-        before, after = costs(amounts, account.limits), costs(used(usage, self._settings), account.limits)
+        spent = amounts if usage is None else used(usage, self._settings)
+        before, after = costs(amounts, account.limits), costs(spent, account.limits)
         changes = {kind: cost - after[kind] for kind, cost in before.items() if cost != after[kind]}
         if flight is not None:
             account.flights.pop(flight, None)
@@ -183,12 +186,12 @@ class Hold:
 
     __slots__ = ("_settle",)
 
-    def __init__(self, settle: Callable[[Usage], None]) -> None:
-        self._settle: Callable[[Usage], None] | None = settle
+    def __init__(self, settle: Callable[[Usage | None], None]) -> None:
+        self._settle: Callable[[Usage | None], None] | None = settle
 
-    def settle(self, usage: Usage) -> None:
-        """The request is over and used this much; what else was set aside for it goes back. Waits for nothing, and
-        does nothing but once."""
+    def settle(self, usage: Usage | None) -> None:
+        """The request is over and used this much; what else was set aside for it goes back. None: nobody knows how
+        much, and all of that stays spent. Waits for nothing, and does nothing but once."""
         settle, self._settle = self._settle, None
         if settle is not None:
             settle(usage)

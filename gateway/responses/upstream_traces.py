@@ -35,7 +35,7 @@ def account_given_up(request: UpstreamRequest, flight: Flight[Any]) -> None:
 
 def _pay(request: UpstreamRequest, paid: Trace) -> None:
     trace = request.trace
-    trace.hit, trace.engine, trace.by_upstream = None, paid.engine, paid.by_upstream
+    trace.hit, trace.engine, trace.by_upstream, trace.untold = None, paid.engine, paid.by_upstream, paid.untold
     trace.prompt_tokens, trace.completion_tokens = paid.prompt_tokens, paid.completion_tokens
     trace.cached_tokens, trace.told_cached_tokens = paid.cached_tokens, paid.told_cached_tokens
     trace.cache_write_tokens, trace.lease_writes = paid.cache_write_tokens, paid.lease_writes

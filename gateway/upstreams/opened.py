@@ -168,6 +168,7 @@ class Opened:
             return
         if (tokens := self._meter.tokens()) is None:
             self._source.told_no_usage()
+            request.trace.untold = True
             return
         trace = request.trace
         trace.prompt_tokens, trace.completion_tokens = tokens.prompt, tokens.completion

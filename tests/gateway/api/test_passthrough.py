@@ -669,6 +669,17 @@ async def test_the_limits_of_a_tenant_hold_for_upstreams_too() -> None:
         assert len(stub.got) == 1
 
 
+@pytest.mark.parametrize("then", ["end", "cut"])
+async def test_an_answer_that_tells_no_usage_uses_what_was_set_aside_for_it(then: Any) -> None:
+    tenants = [TenantSettings(name="a", keys=("the-key-of-a",), tokens_per_minute=100)]
+    told = Told(events(chunk("Hello")), media=SSE, then=then)
+    async with upstream(told) as stub, running(upstreams=[stub.settings()], tenants=tenants) as gateway:
+        asked = ASK | {"stream": True, "max_tokens": 60}
+        got = [await ask(gateway, asked, Authorization="Bearer the-key-of-a") for _ in range(2)]
+        assert [status for status, _, _ in got] == [200, 429]
+        assert len(stub.got) == 1
+
+
 @pytest.mark.parametrize(
     ("path", "values", "expected"),
     [

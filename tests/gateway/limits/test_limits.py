@@ -29,7 +29,7 @@ async def ask(limits: TenantLimits, need: Need, tenant: str = ANONYMOUS) -> Hold
     return hold
 
 
-async def end(limits: TenantLimits, hold: Hold, usage: Usage = NOTHING) -> None:
+async def end(limits: TenantLimits, hold: Hold, usage: Usage | None = NOTHING) -> None:
     """Returns when the counters know."""
     hold.settle(usage)
     await limits.close()
@@ -53,6 +53,12 @@ async def test_a_tenant_without_limits_asks_nobody() -> None:
     assert not limits.has("north")
     assert await limits.set_aside("north", tokens(10**9)) is None
     assert limits.rooms("north") == {}
+
+
+async def test_what_was_set_aside_stays_spent_where_nobody_knows_what_was_used() -> None:
+    limits = tenant_limits(Clock(), tokens_per_minute=LIMIT)
+    await end(limits, await ask(limits, Need(input_tokens=100, answer_tokens=700, answers=1)), None)
+    assert limits.rooms(ANONYMOUS)["tokens"].remaining == LIMIT - 800
 
 
 async def test_what_was_set_aside_and_not_used_goes_back_and_what_was_used_beyond_is_owed() -> None:
