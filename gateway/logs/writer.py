@@ -40,13 +40,12 @@ class Writer(logging.Handler):
 
     def __init__(self, file_no: int, settings: LogSettings) -> None:
         super().__init__()
-        self.lock = None  # logging.shutdown holds it while it flushes, and the thread would wait for it
         self._file_no = file_no
         self._settings = settings
         self._few_lines, self._few_bytes = int(_SPARED * settings.max_lines), int(_SPARED * settings.max_bytes)
         self._lines = Lines()
         self.setFormatter(self._lines)
-        self._mutex = threading.RLock()
+        self._mutex = threading.RLock()  # not the handler's, which logging.shutdown holds while it flushes
         self._waiting: deque[tuple[int, _Line]] = deque()  # bytes that each takes; who is told is an Event
         self._num_bytes = 0
         self._filled, self._soon = threading.Event(), threading.Event()

@@ -41,6 +41,12 @@ def test_a_flush_puts_lines_in_front_of_what_stderr_gets_by_itself() -> None:
     assert re.fullmatch(rf"{TIME} INFO a\.b one\ntwo\n", lines), lines
 
 
+def test_a_process_that_forks_to_start_another_one_says_nothing_of_it() -> None:
+    fork = "import os, warnings; warnings.simplefilter('ignore')\nif not (child := os.fork()): os._exit(0)\n"
+    lines = told(fork + "os.waitpid(child, 0); log.info('one')")
+    assert re.fullmatch(rf"{TIME} INFO a\.b one\n", lines), lines
+
+
 def test_a_crash_of_native_code_says_where() -> None:
     lines = told("import faulthandler; log.info('one'); logs.flush(); faulthandler._sigsegv()", status=-11)
     assert "INFO a.b one\n" in lines
