@@ -12,6 +12,9 @@ from typing import Final
 from urllib.parse import quote
 
 import aiohttp
+from aiohttp.client_reqrep import ConnectionKey
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from yarl import URL
 
 from engine.protocol import Lane
@@ -35,6 +38,18 @@ MAX_HEADER_BYTES: Final = 64 << 10
 """Of one header of an answer. Some hosts have a security policy of more than the 8 KiB that aiohttp reads by itself."""
 
 MAX_HEADERS: Final = 1024
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Uses no connection again on which something came behind an answer: it would be read as the answer to the next
+    request, which may be another tenant's. aiohttp looks when a connection becomes idle, and not when it is taken."""
+
+    async def _get(self, key: ConnectionKey, traces: list[Trace]) -> Connection | None:
+        while (connection := await super()._get(key, traces)) is not None:
+            if connection.protocol is not None and not connection.protocol.should_close:
+                break
+            connection.close()
+        return connection
 
 
 class Connections:
@@ -97,7 +112,7 @@ class Connections:
             settings = self._settings
             limit = settings.max_connections if lane == "online" else settings.batch_places
             self._sessions[lane] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60.0),
+                connector=_Connector(limit=limit, keepalive_timeout=60.0),
                 timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
