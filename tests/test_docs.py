@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gateway.api.gemini.parameters import GENERATION
 from gateway.api.gemini.tools import TOOL
 from gateway.api.openapi import template
 from gateway.api.routes import ROUTES, routes
+from gateway.responses.semantic import budget
 from tests.fakes.gateway import make_app, running
 
 HTTP_API = (Path(__file__).parent.parent / "docs/http-api.md").read_text(encoding="utf-8")
@@ -104,6 +106,11 @@ async def test_what_the_response_cache_counts_is_documented() -> None:
         counted = json.loads((await gateway.get("/admin/stats"))[1])["response_cache"]["events"]
     for event in counted:
         assert f"`{event}`" in HTTP_API, event
+
+
+def test_what_is_told_of_a_budget_is_documented() -> None:
+    page = (Path(__file__).parent.parent / "docs/semantic-cache.md").read_text(encoding="utf-8")
+    assert not {field.name for field in fields(budget.Figures) if f"`{field.name}`" not in page}
 
 
 async def test_the_line_of_a_request_is_documented_name_by_name(caplog: pytest.LogCaptureFixture) -> None:
