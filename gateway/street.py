@@ -60,11 +60,6 @@ class Street:
         model = self._registry.serving(request.model)[0].hello
         return (await self._prompts.encode(request, model)).num_tokens
 
-    async def encoded(self, request: Request) -> EncodedPrompt:
-        """Its prompt as engines would get it, without asking one. Raises as `count` does."""
-        model = self._registry.serving(request.model)[0].hello
-        return await self._prompts.encode(request, model)
-
     async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
         """Where the markers of its prompt are, in tokens, without asking an engine. Raises as `count` does."""
         model = self._registry.serving(request.model)[0].hello

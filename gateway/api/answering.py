@@ -27,7 +27,6 @@ from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.stages import Engine
 from gateway.types import (
-    EncodedPrompt,
     Need,
     Request,
     Tenant,
@@ -62,10 +61,6 @@ class Street(Answers, Protocol):
 
     async def count(self, request: Request) -> int:
         """Tokens of the request's prompt."""
-        ...
-
-    async def encoded(self, request: Request) -> EncodedPrompt:
-        """Its prompt as engines would get it."""
         ...
 
     async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
@@ -234,10 +229,6 @@ class Answering:
         """Tokens of its prompt, with nothing generated."""
         (request,) = self.requests(record, tenant, call, model)
         return await self.street.count(request)
-
-    async def prompt(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> EncodedPrompt:
-        """Its first prompt, with nothing generated."""
-        return await self.street.encoded(self.requests(record, tenant, call, model)[0])
 
     async def begun(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """Its requests, once the tenant's limits have let it in. Raises RateLimitError, and what `requests` raises."""

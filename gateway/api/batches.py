@@ -10,8 +10,9 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import orjson
 
 from engine.protocol import TOKEN_BYTES
+from gateway.api.beginnings import Beginning
 from gateway.api.lines import OK, Answered, Line, Lines
-from gateway.api.upstream_lines import Beginning, Headers
+from gateway.api.upstream_lines import Headers
 from gateway.errors import OverloadedError
 from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
 from gateway.types import Tenant

@@ -16,10 +16,12 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import orjson
 
 from gateway.api.answering import Answering, Asked
+from gateway.api.beginnings import Beginning, beginning_of_body, beginning_of_call
+from gateway.api.call import Call
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
 from gateway.api.record import CLIENT_LEFT, Observer, Record
-from gateway.api.upstream_lines import Beginning, Came, Headers, Target, beginning_of
+from gateway.api.upstream_lines import Came, Headers, Target
 from gateway.errors import (
     BadRequestError,
     DeadlineError,
@@ -30,7 +32,7 @@ from gateway.errors import (
     QueueFullError,
     UpstreamLostError,
 )
-from gateway.types import EncodedPrompt, Tenant, Usage
+from gateway.types import Tenant, Usage
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +57,13 @@ class Endpoint(NamedTuple):
     dialect  that it is of
     target   where lines for models of upstreams go
     answer   the body of the answer
-    prompt   what it generates from, by which lines with a common beginning are found; None: it generates nothing
+    call     what it generates from, by which lines with a common beginning are found; None: it generates nothing
     """
 
     dialect: Dialect
     target: Target
     answer: Callable[[Record, Tenant, Body], Awaitable[bytes]]
-    prompt: Callable[[Record, Tenant, Body], Awaitable[EncodedPrompt]] | None = None
+    call: Callable[[Record, Tenant, Body], Awaitable[Call]] | None = None
 
 
 def asking(answering: Answering, dialect: Dialect, target: Target, ask: Callable[[Record, Body], Asked]) -> Endpoint:
@@ -70,11 +72,10 @@ def asking(answering: Answering, dialect: Dialect, target: Target, ask: Callable
     async def answer(record: Record, tenant: Tenant, body: Body) -> bytes:
         return await answering.whole(record, tenant, _checked(ask(record, body)))
 
-    async def prompt(record: Record, tenant: Tenant, body: Body) -> EncodedPrompt:
-        asked = _checked(ask(record, body))
-        return await answering.prompt(record, tenant, asked.call, asked.model)
+    async def call(record: Record, _: Tenant, body: Body) -> Call:
+        return _checked(ask(record, body)).call
 
-    return Endpoint(dialect, target, answer, prompt)
+    return Endpoint(dialect, target, answer, call)
 
 
 def _checked(asked: Asked) -> Asked:
@@ -170,14 +171,13 @@ class Lines:
     async def find_beginning(self, line: Line) -> Beginning | None:
         """What a line's prompt begins with. None for what has none, or is wrong, which its answer will say. Raises
         OverloadedError when its engines are away."""
-        prompt = self._endpoints[line.endpoint].prompt
-        if prompt is None:
+        call = self._endpoints[line.endpoint].call
+        if call is None:
             return None
         try:
             if self._elsewhere.serves(line.body, line.tenant):
-                return beginning_of(line.body)
-            encoded = await prompt(self._record(line), line.tenant, line.body)
-            return Beginning(encoded.digests, encoded.num_tokens)
+                return beginning_of_body(line.body)
+            return beginning_of_call(await call(self._record(line), line.tenant, line.body))
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
                 raise OverloadedError(error.message, retry_after_s=error.retry_after_s) from error

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from engine.protocol import TOKEN_BYTES, chain_digests
 from gateway.api.passthrough import Passthrough, Upstreams, reuse_of
 from gateway.api.record import Record
 from gateway.errors import DeadlineError, UpstreamLostError
@@ -19,24 +18,8 @@ from gateway.types import Tenant, UpstreamAnswer, UpstreamRequest
 
 Headers = tuple[tuple[str, str], ...]
 
-BLOCK_TOKENS: Final = 16
-"""Of four bytes each: how finely beginnings of texts are compared."""
-
-MAX_PREFIX_BYTES: Final = 1 << 19
-"""Of a prompt's text, that decide about its place among others."""
-
-_READ_IN_ORDER: Final = ("tools", "functions", "system", "instructions", "messages", "prompt", "input")
-"""Where the APIs have what a model reads, about in the order in which it does."""
-
 _NEWLINES: Final = bytes.maketrans(b"\r\n", b"  ")
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
-
-
-class Beginning(NamedTuple):
-    """What a prompt begins with, and how long it is. `digests` as in EncodedPrompt; those of a text are its own."""
-
-    digests: bytes
-    num_tokens: int
 
 
 class Target(NamedTuple):
@@ -118,13 +101,6 @@ def one_row(body: bytes) -> bytes | None:
     except orjson.JSONDecodeError:
         return None
     return body.translate(_NEWLINES).strip()
-
-
-def beginning_of(body: Mapping[str, Any]) -> Beginning:
-    """What upstreams with a prefix cache reuse, guessed from the text: nobody here knows their tokens."""
-    text = b"".join(orjson.dumps(body.get(name)) for name in _READ_IN_ORDER)
-    digests = chain_digests(b"", text[:MAX_PREFIX_BYTES], BLOCK_TOKENS)
-    return Beginning(digests, len(text) // TOKEN_BYTES)
 
 
 def _unreadable(answer: UpstreamAnswer, why: str) -> UpstreamLostError:

@@ -14,7 +14,6 @@ from gateway.stages import Responses
 from gateway.types import (
     CallDelta,
     ChatPrompt,
-    EncodedPrompt,
     Event,
     Finished,
     FinishReason,
@@ -119,10 +118,6 @@ class FakeStreet:
         assert isinstance(request.prompt, ChatPrompt)
         self.looked_up.append(request.prompt.markers)
         return tuple(Breakpoint(tokens, 0.0) for tokens in self.places)
-
-    async def encoded(self, request: Request) -> EncodedPrompt:
-        self.requests.append(request)
-        return EncodedPrompt(b"\0" * 4 * self.prompt_tokens, b"digests")
 
     async def count(self, request: Request) -> int:
         self.requests.append(request)

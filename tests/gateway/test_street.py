@@ -625,12 +625,6 @@ async def test_in_explicit_mode_nothing_is_cached_that_was_not_asked_for() -> No
     assert told == [(3, 4), (8, 0)]
 
 
-async def test_a_prompt_is_encoded_without_an_engine_being_asked() -> None:
-    stages = Stages([ScriptedEngine("e", [])])
-    assert (await stages.street().encoded(request())).digests == b"x" * 32
-    assert stages.calls == ["encode"]
-
-
 async def test_a_prompt_is_counted_without_an_engine_being_asked() -> None:
     stages = Stages([ScriptedEngine("e", [])])
     assert await stages.street().count(request()) == 9

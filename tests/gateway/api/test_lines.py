@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.protocol import DIGEST_BYTES
 from gateway.api.anthropic.handlers import endpoint_name
 from gateway.api.lines import Answered, Line
 from gateway.api.routes import RUNNER
@@ -85,15 +86,36 @@ async def test_a_line_may_ask_for_vectors_which_have_no_prompt() -> None:
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_the_prompt_of_a_line_is_known_before_it_runs(url: str) -> None:
+async def test_what_a_line_begins_with_is_known_before_it_runs_and_nothing_is_asked_for_it(url: str) -> None:
     street = FakeStreet()
     async with running(street) as gateway:
         lines = gateway.app[RUNNER].lines
-        prompt = await lines.find_beginning(Line(url, TENANT, BODIES[url]))
-        assert prompt is not None
-        assert prompt.digests == b"digests"
-        assert street.requests[-1].lane == "batch"
+        beginning = await lines.find_beginning(Line(url, TENANT, BODIES[url]))
+        assert beginning is not None
+        assert street.requests == []
         assert await lines.find_beginning(Line(url, TENANT, {})) is None
+
+
+async def test_the_same_prompt_begins_alike_in_whatever_dialect_it_comes() -> None:
+    document, ask = "A long document about rivers. " * 40, "What is a river?"
+    parts = [{"type": "text", "text": ask}]
+    bodies = [
+        (CHAT, {"messages": [{"role": "system", "content": document}, {"role": "user", "content": ask}]}),
+        (CHAT, {"messages": [{"content": document, "role": "system"}, {"role": "user", "content": parts}]}),
+        (MESSAGE, {"system": document, "messages": [{"role": "user", "content": parts}], "max_tokens": 9}),
+        ("/v1/responses", {"instructions": document, "input": ask}),
+    ]
+    async with running() as gateway:
+        lines = gateway.app[RUNNER].lines
+        found = [await lines.find_beginning(Line(url, TENANT, {"model": "demo"} | body)) for url, body in bodies]
+        salted = bodies[0][1] | {"model": "demo", "cache_salt": "s"}
+        other = await lines.find_beginning(Line(CHAT, TENANT, salted))
+    digests = {beginning.digests for beginning in found if beginning is not None}
+    assert len(digests) == 1
+    assert len(digests.pop()) > 10 * DIGEST_BYTES
+    assert other is not None
+    assert found[0] is not None
+    assert other.digests[:DIGEST_BYTES] != found[0].digests[:DIGEST_BYTES]
 
 
 @pytest.mark.parametrize(

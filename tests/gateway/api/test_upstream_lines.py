@@ -9,15 +9,14 @@ import logging
 from decimal import Decimal
 from typing import Any
 
-import orjson
 import pytest
 
 from gateway.api.anthropic.handlers import endpoint_name
+from gateway.api.beginnings import beginning_of_body
 from gateway.api.lines import PAUSE_S, Answered, Line
 from gateway.api.routes import RUNNER
-from gateway.api.upstream_lines import beginning_of, one_row
+from gateway.api.upstream_lines import one_row
 from gateway.config import BatchSettings, PriceSettings
-from gateway.queues.batch.paths import path_of
 from gateway.types import Tenant, Usage
 from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.upstream import CHAT as CHAT_TOLD
@@ -237,25 +236,9 @@ def test_only_json_is_a_row() -> None:
     assert one_row(b"[1,\n2]\n") == b"[1, 2]"
 
 
-def test_prompts_that_begin_alike_stand_together() -> None:
-    document = "A long document about rivers. " * 40
-
-    def chat(text: str, question: str) -> dict[str, Any]:
-        messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
-        return {"model": "up-1", "messages": messages, "temperature": 0.5}
-
-    bodies = [chat(text, f"{number}?") for number in range(3) for text in (document, "B" + document, "C" + document)]
-    beginnings = [beginning_of(body) for body in bodies]
-    order = sorted(range(9), key=lambda index: path_of(beginnings[index].digests))
-    assert [{index % 3 for index in order[start : start + 3]} for start in (0, 3, 6)] in [
-        [{a}, {b}, {c}] for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
-    ]
-    assert beginnings[0].num_tokens == pytest.approx(len(orjson.dumps(bodies[0]["messages"])) / 4, rel=0.1)
-
-
 async def test_a_prompt_for_an_upstream_is_known_by_its_text_and_vectors_have_none() -> None:
     async with running(upstreams=[nowhere()]) as gateway:
         lines = gateway.app[RUNNER].lines
         body = ASKED | {"messages": [{"role": "user", "content": "long " * 100}]}
-        assert await lines.find_beginning(line(CHAT, body)) == beginning_of(body)
+        assert await lines.find_beginning(line(CHAT, body)) == beginning_of_body(body)
         assert await lines.find_beginning(line("/v1/embeddings", {"model": "up-1", "input": "x"})) is None

@@ -33,7 +33,7 @@ from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
-from gateway.types import EncodedPrompt, Tenant
+from gateway.types import Tenant
 
 
 class _Wanted(NamedTuple):
@@ -120,15 +120,14 @@ class Responses:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
-        return {"/v1/responses": Endpoint(OPENAI, Target("/v1/responses"), self._answer_line, self._prompt_of_line)}
+        return {"/v1/responses": Endpoint(OPENAI, Target("/v1/responses"), self._answer_line, self._call_of_line)}
 
     async def _answer_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
         asked = _parse_line(body)
         return await self._whole(record, tenant, asked, await self._wanted(record, tenant, asked))
 
-    async def _prompt_of_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> EncodedPrompt:
-        call, model, _, _ = await self._wanted(record, tenant, _parse_line(body))
-        return await self._answering.prompt(record, tenant, call, model)
+    async def _call_of_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> Call:
+        return (await self._wanted(record, tenant, _parse_line(body))).call
 
     async def _wanted(self, record: Record, tenant: Tenant, asked: Asked) -> _Wanted:
         model = self._answering.model(asked.values["model"], record)

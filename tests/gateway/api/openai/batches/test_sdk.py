@@ -201,7 +201,7 @@ async def test_a_line_whose_engine_was_lost_is_tried_again() -> None:
         batch = await reached(client, (await submit(client, row("a"))).id, *ENDS)
         assert (batch.status, batch.output_file_id) == ("completed", None)
         assert (await content(client, batch.error_file_id))["a"]["response"]["status_code"] == 502
-        assert len([one for one in street.requests if one.lane == "batch"]) == 3 + 1  # and once for its plan
+        assert len([one for one in street.requests if one.lane == "batch"]) == 3
 
 
 async def test_the_sdk_pages_through_all_batches_newest_first() -> None:
