@@ -60,5 +60,6 @@ def content_type(answer: UpstreamAnswer) -> str:
 
 def is_odd(answer: UpstreamAnswer, asked: UpstreamAsked) -> bool:
     """Whether it comes in another form than the one that was asked for, or is encoded."""
-    encoded = any(name.lower() == "content-encoding" for name, _ in answer.headers)
+    plain = ("", "identity")
+    encoded = any(name.lower() == "content-encoding" and value.lower() not in plain for name, value in answer.headers)
     return encoded or ("text/event-stream" in content_type(answer)) != asked.form.stream

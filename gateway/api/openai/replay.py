@@ -169,7 +169,7 @@ def _base(stream: bytes, kind: str, *, usage: bool) -> Json | None:
             if chunk is None or chunk.get("error") is not None:
                 return None
             used = chunk.get("usage") or used
-            base = {**chunk, **base}
+            base = {**chunk, **{name: value for name, value in base.items() if value}}  # some begin with empty names
     if not done or (usage and used is None):
         return None
     return {**{name: value for name, value in base.items() if name != "obfuscation"}, "object": kind, "usage": used}

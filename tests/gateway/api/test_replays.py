@@ -185,6 +185,15 @@ def test_an_answer_that_says_an_error_is_none() -> None:
     assert CHAT.ending(said | {"error": None}) == "stop"
 
 
+def test_what_the_first_chunk_leaves_empty_is_that_of_a_later_one() -> None:
+    first = {"id": "", "object": "", "created": 0, "model": "", "choices": [], "prompt_filter_results": [1]}
+    end = {**BASE, "choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}], "usage": USAGE}
+    whole = CHAT.fold(data(first) + data(end) + DONE)
+    assert whole is not None
+    assert whole | BASE == whole
+    assert whole["prompt_filter_results"] == [1]
+
+
 def test_log_probabilities_of_pieces_are_joined() -> None:
     def scored(text: str) -> bytes:
         told = {"content": [{"token": text, "logprob": -1.0}], "refusal": None}

@@ -267,6 +267,15 @@ async def test_several_answers_to_one_request_are_kept_together() -> None:
             ]
 
 
+async def test_an_answer_that_says_that_it_is_not_encoded_is_kept() -> None:
+    told = Told(whole().pieces, headers={"Content-Encoding": "identity"})
+    async with (
+        upstream(told) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        assert await outcomes(gateway, ASK, ASK) == ["miss", "exact"]
+
+
 def calling(arguments: str) -> bytes:
     """A conversation in which a tool was called, as a client writes it."""
     return (
