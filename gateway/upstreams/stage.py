@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from typing import Any, Final
@@ -41,6 +42,12 @@ from gateway.upstreams.placing import take_place
 from gateway.upstreams.routes import Route, Routes, may
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
 from gateway.upstreams.upstream import Upstream
+
+MAX_LABEL_CHARS: Final = 256
+"""Of a model's name that is a label of metrics, a row of the ledger and in the log; some servers answer to any."""
+
+MAX_LABELS_OF_ONE: Final = 250
+"""Of these names, that one tenant's requests may add: it leaves some for the others'."""
 
 MAX_LABELS: Final = 1000
 """Names of models that were found by a pattern and are labels of metrics; what is more is under the pattern."""
@@ -70,6 +77,7 @@ class Upstreams:
         self._listing = Listing(list(self._by_name.values()))
         self._backoff_s = backoff_s
         self._labels: set[str] = set()
+        self._labels_of: Counter[str] = Counter()  # by the tenant who asked for them first
         self._started = int(time.time())
 
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
@@ -242,11 +250,13 @@ class Upstreams:
 
     def _label(self, request: UpstreamRequest, route: Route) -> str:
         """Of a model that its upstream has answered for."""
-        name = request.model
+        name, tenant = request.model, request.tenant.name
         if name != route.pattern and name not in self._labels:
-            if len(self._labels) >= MAX_LABELS:
+            full = len(self._labels) >= MAX_LABELS or self._labels_of[tenant] >= MAX_LABELS_OF_ONE
+            if full or len(name) > MAX_LABEL_CHARS:
                 return route.pattern
             self._labels.add(name)
+            self._labels_of[tenant] += 1
         return name
 
     def _error(self, model: str, lane: Lane, routes: Sequence[Route], failed: AttemptFailed) -> KvasirError:

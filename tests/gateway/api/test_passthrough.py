@@ -20,6 +20,7 @@ from yarl import URL
 from gateway.api.passthrough import _need
 from gateway.config import ServerSettings, TenantSettings
 from gateway.types import Need, Tenant, UpstreamRequest
+from gateway.upstreams import stage
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.upstream import (
     CHAT,
@@ -653,6 +654,20 @@ async def test_names_that_clients_make_up_are_no_labels_of_metrics() -> None:
         assert 'model="x-*"' in page
         assert 'model="x-there"' in page
         assert "x-made-up" not in page
+
+
+async def test_names_of_models_are_labels_up_to_a_length_and_to_a_number_for_each_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage, "MAX_LABELS_OF_ONE", 2)
+    tenants = [TenantSettings(name=name, keys=(f"the-key-of-{name}",)) for name in "ab"]
+    async with upstream() as stub, running(upstreams=[stub.settings("x-*")], tenants=tenants) as gateway:
+        for model in ("x-1", "x-" + "l" * 300, "x-2", "x-3"):
+            await ask(gateway, {**ASK, "model": model}, Authorization="Bearer the-key-of-a")
+        for model in ("x-4", "x-1"):
+            await ask(gateway, {**ASK, "model": model}, Authorization="Bearer the-key-of-b")
+        _, page, _ = await gateway.get("/metrics")
+        assert set(re.findall(r'model="(x-[^"]*)"', page)) == {"x-1", "x-2", "x-4", "x-*"}
 
 
 async def test_a_gateway_with_upstreams_and_no_engine_is_ready() -> None:
