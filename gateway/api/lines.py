@@ -20,7 +20,7 @@ from gateway.api.beginnings import Beginning, beginning_of_body, beginning_of_ca
 from gateway.api.call import Call
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
-from gateway.api.record import CLIENT_LEFT, Observer, Record
+from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
 from gateway.api.upstream_lines import Came, Headers, Target
 from gateway.errors import (
     BadRequestError,
@@ -206,9 +206,8 @@ class Lines:
         return isinstance(error, ModelNotFoundError) and not self._all_joined()
 
     def _refused(self, error: KvasirError, record: Record) -> Answered:
-        dialect = record.dialect
-        record.status = dialect.status(error)
-        body = orjson.dumps(dialect.error_json(error, record.request_id))
+        failed(record, error)
+        body = orjson.dumps(record.dialect.error_json(error, record.request_id))
         retry: Retry = "later" if self._may_join(error) else _retry(error)
         after_s = PAUSE_S if isinstance(error, UpstreamLostError) and retry != "no" else error.retry_after_s
         return Answered(record.status, body, Usage(0, 0), retry, after_s)

@@ -27,6 +27,7 @@ from gateway.api.record import (
     cache_headers,
     common_headers,
     elapsed_ms,
+    failed,
     is_final,
 )
 from gateway.api.stamps import new_id
@@ -105,10 +106,10 @@ async def _answered(http: web.Request, handler: Handler, record: Record) -> web.
 
 
 def _refuse(error: KvasirError, record: Record, headers: Mapping[str, str] | None = None) -> web.Response:
-    dialect = record.dialect
-    body = orjson.dumps(dialect.error_json(error, record.request_id))
+    failed(record, error)
+    body = orjson.dumps(record.dialect.error_json(error, record.request_id))
     every = {**retry_headers(error), **cache_headers(record), **(headers or {})}
-    return web.Response(status=dialect.status(error), body=body, content_type=JSON, headers=every)
+    return web.Response(status=record.status, body=body, content_type=JSON, headers=every)
 
 
 def _record(http: web.Request) -> Record:
@@ -150,5 +151,5 @@ def _line(record: Record) -> str:
         f"queue_ms={told.queue_ms:.1f} overhead_ms={told.overhead_ms:.2f} hit={lookup.outcome if lookup else '-'} "
         f"embedded_tokens={record.embedded_tokens} first_token_ms={'-' if first is None else f'{first:.1f}'} "
         f"total_ms={record.total_ms:.1f} retries={sum(trace.retries for trace in record.traces)} "
-        f"status={record.status}"
+        f"status={record.status} error={record.error or '-'}"
     )

@@ -27,7 +27,7 @@ from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.limiting import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, set_aside
 from gateway.api.openai.wire import OPENAI
-from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, kvasir_headers
+from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
 from gateway.api.short_way import SEEN, Written, may_come_again
 from gateway.api.sse import data, event
 from gateway.api.stream import LAST_WRITE_S
@@ -206,7 +206,7 @@ def _known(error: Exception, record: Record) -> KvasirError:
 async def _cut(http: web.Request, record: Record, response: web.StreamResponse, error: KvasirError) -> None:
     """Ends an answer that is not whole so that nobody takes it for one: with an error event where the upstream's last
     event is complete, else by closing the connection."""
-    record.status = record.dialect.status(error)
+    failed(record, error)
     if isinstance(error, UpstreamLostError) and error.between_events:
         told = record.dialect.error_json(error, record.request_id)
         name = record.dialect.error_event

@@ -4,6 +4,7 @@ line and admin/metrics.py read it. Holds no prompt text and no keys.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,9 +13,12 @@ from aiohttp import web
 
 from engine.protocol import Lane
 from gateway.api.dialect import Dialect
+from gateway.errors import KvasirError
 from gateway.types import PLAIN_REUSE, Allowance, Lease, Lookup, Reuse, Tier, Trace, Usage
 
 _SAYS = {"miss": 0, "bypass": 1, "semantic": 2, "shared": 3, "exact": 4}
+
+_SANE_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]-]{0,79}")
 
 REQUEST_ID = "x-kvasir-request-id"
 """Header with the gateway's own id, where the usual one has an upstream's."""
@@ -55,6 +59,7 @@ class Record:
     embedded_tokens: int = 0  # of texts whose vectors were computed
     stream: bool = False
     status: int = 0  # what the client got, or would have got had the first byte not been sent
+    error: str = ""  # why the gateway refused or failed it, as `failed` names it
     total_ms: float = 0.0
 
     @property
@@ -144,6 +149,15 @@ class Observers:
     def finished(self, record: Record) -> None:
         for observer in self._observers:
             observer.finished(record)
+
+
+def failed(record: Record, error: KvasirError) -> None:
+    """Notes the status that its dialect has for the error, and which error of which field it was: never its message,
+    which may quote the request."""
+    record.status = record.dialect.status(error)
+    record.error = type(error).__name__.removesuffix("Error")
+    if error.param and _SANE_PATH.fullmatch(error.param):
+        record.error += f":{error.param}"
 
 
 def is_final(record: Record) -> bool:

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from gateway.api.answers import Answer, join_calls
 from gateway.api.dialect import SSE
-from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, kvasir_headers
+from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, failed, kvasir_headers
 from gateway.errors import DeadlineError, KvasirError
 from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
 
@@ -302,7 +302,7 @@ class _Sse:
 
     async def fail(self, error: KvasirError) -> web.StreamResponse:
         """Ends the stream with an error event; gives up on a client that does not read it."""
-        self.record.status = self.record.dialect.status(error)
+        failed(self.record, error)
         if self._keeper is not None:
             await self._keeper.failed(error)
         try:

@@ -8,7 +8,7 @@ import socket
 import pytest
 from aiohttp import web
 
-from gateway.errors import NoEngineError, QueueFullError
+from gateway.errors import EngineLostError, NoEngineError, QueueFullError
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.street import FakeModels, FakeStreet
 
@@ -144,7 +144,50 @@ async def test_one_line_tells_all_of_a_request_but_not_its_text(caplog: pytest.L
         "total_ms": "0.2",
         "retries": "0",
         "status": "200",
+        "error": "-",
     }
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("messages", [{"role": "poet", "content": "a secret"}], "BadRequest:messages[0].role"),
+        ("model", "a secret", "ModelNotFound:model"),
+        ("a secret\nstatus=200", 1, "BadRequest"),
+        ("modalities", ["audio"], "Unsupported:modalities"),
+    ],
+)
+async def test_the_line_says_why_a_request_was_refused_and_quotes_nothing_of_it(
+    field: str, value: object, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with running() as gateway:
+        status, _, _ = await gateway.post("/v1/chat/completions", {**ASK, field: value})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
+    assert line.endswith(f" status={status} error={told}")
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("street", "told"),
+    [
+        (FakeStreet(fails_before=QueueFullError("Full.", retry_after_s=1.0)), "status=429 error=QueueFull"),
+        (FakeStreet(fails_before=ValueError("a secret")), "status=500 error=Kvasir"),
+        (FakeStreet(fails_after=EngineLostError("It went away.")), "status=502 error=EngineLost"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_line_says_why_a_request_failed(
+    street: FakeStreet, told: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    async with (
+        running(street) as gateway,
+        gateway.session.post(f"{gateway.url}/v1/chat/completions", json={**ASK, "stream": stream}) as answer,
+    ):
+        await answer.read()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
+    assert line.endswith(f" {told}")
 
 
 async def test_a_line_cannot_be_forged_by_the_name_of_a_model(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from gateway.api.openai.responses.items import Item
 from gateway.api.openai.responses.response import failed_response
 from gateway.api.openai.responses.shape import ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
-from gateway.api.record import CLIENT_LEFT, Observer, Record
+from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
 from gateway.errors import KvasirError, OverloadedError, QueueFullError
 from gateway.types import Usage
 
@@ -100,12 +100,13 @@ class Background:
                 else:
                     shape.cancel()
             except KvasirError as error:
-                record.status = error.status
+                failed(record, error)
                 shape.fail(error)
             except Exception:
                 log.exception("background response of request %s failed", record.request_id)
-                record.status = KvasirError.status
-                shape.fail(KvasirError("The server had an error while it answered."))
+                told = KvasirError("The server had an error while it answered.")
+                failed(record, told)
+                shape.fail(told)
             if await self._wanted(tenant, shape.response["id"]):
                 await self._store.put(tenant, Kept(shape.response, items))
 
