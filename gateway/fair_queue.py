@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -58,9 +58,15 @@ class Turns:
         return max(waiter.since_s, self._next_s.get(waiter.ask.tenant, 0.0))
 
     def took(self, waiter: Waiting) -> None:
-        start_s = self.start_s(waiter)
+        self._use(waiter.ask.tenant, self.start_s(waiter), waiter.cost_s / waiter.ask.weight)
+
+    def took_now(self, tenant: str, used_s: float) -> None:
+        """As `took`, of a request that came now."""
+        self._use(tenant, max(self.now_s, self._next_s.get(tenant, 0.0)), used_s)
+
+    def _use(self, tenant: str, start_s: float, used_s: float) -> None:
         self.now_s = max(self.now_s, start_s)
-        self._next_s[waiter.ask.tenant] = start_s + waiter.cost_s / waiter.ask.weight
+        self._next_s[tenant] = start_s + used_s
 
     def forget_all_but(self, tenants: Iterable[str]) -> None:
         """Those who would stand where everybody begins need not be remembered."""
@@ -114,6 +120,11 @@ class FairQueue(Generic[W]):
             self._turns.took(waiter)
         self._turns.forget_all_but(self._tenants)
 
+    def took_now(self, tenant: str, used_s: float) -> None:
+        """A request of the tenant came now and is served, for so many seconds over its weight."""
+        self._turns.took_now(tenant, used_s)
+        self._turns.forget_all_but(self._tenants)
+
     def waiting(self) -> dict[str, int]:
         """Requests by tenant, of those who have some."""
         return {tenant: len(line) for tenant, line in self._tenants.items()}
@@ -124,14 +135,10 @@ class FairQueue(Generic[W]):
     def tier_s(self, waiter: W) -> float:
         return TIER_SIGNS[waiter.ask.tier] * self._tier_s
 
-    def first(self, last: Callable[[str], bool]) -> W:
-        """Who is next. Tenants of whom `last` is true come behind all others. Somebody has to wait."""
-
-        def when(waiter: W) -> tuple[bool, float, str]:
-            tenant = waiter.ask.tenant
-            return last(tenant), self._turns.start_s(waiter) + self.tier_s(waiter), tenant
-
-        return min((line[0][1] for line in self._tenants.values()), key=when)
+    def first(self, last: Collection[str]) -> W:
+        """Who is next. Tenants in `last` come behind all others. Somebody has to wait."""
+        heads = [line[0][1] for tenant, line in self._tenants.items() if tenant not in last]
+        return min(heads or (line[0][1] for line in self._tenants.values()), key=self._when)
 
     def in_order(self) -> Iterator[W]:
         """Everybody, as they would be served if all could be served now. Nobody may come or go meanwhile."""
@@ -157,6 +164,10 @@ class FairQueue(Generic[W]):
         waiter = entry[1]
         start_s = max(self._turns.start_s(waiter), used_s)
         return start_s + self.tier_s(waiter), waiter.ask.tenant, waiter, start_s, line
+
+    def _when(self, waiter: W) -> tuple[float, str]:
+        """It is its tenant's turn, in the order in which tenants are taken."""
+        return self._turns.start_s(waiter) + self.tier_s(waiter), waiter.ask.tenant
 
 
 _Turn = tuple[float, str, W, float, Iterator[tuple[Order, W]]]

@@ -108,6 +108,11 @@ class UpstreamSettings(Section):
         description="Requests that it has at a time from one gateway, lines of batches included; further online ones "
         "wait within the limits of `[queue]`, tenants in turns. 0 is no limit.",
     )
+    overflow_s: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="Seconds that a request waits for one of these places while there is another upstream to ask; as "
+        "`queue.max_wait_s` when not set.",
+    )
     batch_places: Annotated[int, Field(ge=1)] = Field(
         16,
         description="Requests in flight at it, online ones included, up to which a gateway sends it lines of batches; "

@@ -72,15 +72,22 @@ class OnlinePlaces:
         self._lines -= 1
         self._hand_out()
 
+    def take_free(self, tenant: str, weight: float) -> bool:
+        """Takes a place if one is free that nobody waits for."""
+        if not self.has_left_over:
+            return False
+        self._queue.took_now(tenant, REQUEST_S / weight)
+        self._hold(tenant, weight)
+        return True
+
     async def take(self, ask: Ask) -> None:
-        """Waits for a place; a free one that nobody waits for is taken without an await. Raises QueueFullError at once,
-        and DeadlineError when its time is over, which says nothing of its prompt."""
-        waiter = _Waiter(ask, self._clock(), cost_s=REQUEST_S)
-        self._queue.arrived(waiter)
-        if self.has_left_over:
-            self._give(waiter)
+        """Waits for a place. Raises QueueFullError at once, and DeadlineError when its time is over. `ask` says nothing
+        of a prompt."""
+        if self.take_free(ask.tenant, ask.weight):
             return
         self._check_room(ask.tenant)
+        waiter = _Waiter(ask, self._clock(), cost_s=REQUEST_S)
+        self._queue.arrived(waiter)
         await self._wait(waiter)
 
     def release(self, tenant: str) -> None:
@@ -133,24 +140,29 @@ class OnlinePlaces:
 
     def _hand_out(self) -> None:
         while self._queue and self._is_free():
-            waiter = self._queue.first(last=self._has_its_share(self._most / sum(self._weights.values())))
+            waiter = self._queue.first(last=self._find_sated())
             self._queue.remove(waiter)
             assert waiter.placed is not None
             if waiter.placed.done():  # cancelled, and has not run yet to take itself out
                 self._forget(waiter.ask.tenant)
             else:
-                self._give(waiter)
+                self._queue.took(waiter)
+                self._hold(waiter.ask.tenant, waiter.ask.weight)
                 waiter.placed.set_result(None)
 
-    def _give(self, waiter: _Waiter) -> None:
+    def _hold(self, tenant: str, weight: float) -> None:
         self.taken += 1
-        self._held[waiter.ask.tenant] += 1
-        self._weights[waiter.ask.tenant] = waiter.ask.weight
-        self._queue.took(waiter)
+        self._held[tenant] += 1
+        self._weights[tenant] = weight
 
-    def _has_its_share(self, places_by_weight: float) -> Callable[[str], bool]:
-        """Of all places, among the tenants that are here; one at least."""
-        return lambda tenant: self._held[tenant] >= max(1, math.ceil(self._weights[tenant] * places_by_weight - 1e-9))
+    def _find_sated(self) -> set[str]:
+        """Tenants that hold their share of all places, among those that are here; one at least."""
+        by_weight = self._most / sum(self._weights.values())
+        return {
+            tenant
+            for tenant, held in self._held.items()
+            if held >= max(1, math.ceil(self._weights[tenant] * by_weight - 1e-9))
+        }
 
     def _forget(self, tenant: str) -> None:
         """A tenant that is not here any more."""

@@ -18,13 +18,17 @@ from gateway.upstreams.upstream import Upstream
 PLACE_S: Final = 60.0
 """That a line of a batch waits for a place, until its job is looked at again, which may be cancelled by then."""
 
+JUST_NOW_S: Final = 0.01
+"""A request that came so lately is not worth a copy with another beginning."""
+
 
 async def take_place(
-    request: UpstreamRequest, upstream: Upstream, place: ExitStack, max_wait_s: float
+    request: UpstreamRequest, upstream: Upstream, place: ExitStack, max_wait_s: float, *, others: bool
 ) -> UpstreamRequest:
     """The request, whose time at the upstream begins when it has its place, which `place` gives back.
 
     max_wait_s  of an online request, in front of all the upstreams that it comes to
+    others      whether another one can be asked instead
     Raises AttemptFailed, and for an online request QueueFullError and DeadlineError.
     """
     began_s = time.monotonic()
@@ -33,7 +37,13 @@ async def take_place(
     try:
         if request.lane == "online":
             assert upstream.online is not None, "who needs no place asks for none"
-            await _take_turn(request, upstream, upstream.online, place, max_wait_s)
+            tenant = request.tenant
+            if not upstream.online.take_free(tenant.name, tenant.weight):
+                wait_s = max_wait_s - request.trace.queue_ms / 1e3
+                if others and upstream.settings.overflow_s is not None:
+                    wait_s = min(wait_s, upstream.settings.overflow_s)
+                await _wait(request, upstream, upstream.online, wait_s)
+            place.callback(upstream.online.release, tenant.name)
         elif await upstream.places.take(min(PLACE_S, request.deadline_s - began_s)):
             place.callback(upstream.places.release)
         else:
@@ -41,18 +51,14 @@ async def take_place(
     finally:
         now_s = time.monotonic()
         request.trace.queue_ms += (now_s - began_s) * 1e3
-    return replace(request, received_s=now_s)
+    return request if now_s - request.received_s < JUST_NOW_S else replace(request, received_s=now_s)
 
 
-async def _take_turn(
-    request: UpstreamRequest, upstream: Upstream, places: OnlinePlaces, place: ExitStack, max_wait_s: float
-) -> None:
-    tenant, waited_s = request.tenant, request.trace.queue_ms / 1e3
-    deadline_s = min(request.deadline_s, time.monotonic() + max_wait_s - waited_s)
+async def _wait(request: UpstreamRequest, upstream: Upstream, places: OnlinePlaces, wait_s: float) -> None:
+    tenant, deadline_s = request.tenant, min(request.deadline_s, time.monotonic() + wait_s)
     ask = Ask(tenant.name, 0, deadline_s, tier=request.tier, priority=request.priority, weight=tenant.weight)
     try:
         await places.take(ask)
     except (QueueFullError, DeadlineError) as error:
         upstream.errors["full" if isinstance(error, QueueFullError) else "late"] += 1
         raise
-    place.callback(places.release, tenant.name)

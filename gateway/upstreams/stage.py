@@ -167,7 +167,7 @@ class Upstreams:
         if request.lane == "online" and upstream.online is None:
             return await self._try(request, route, closing, others=others)
         with ExitStack() as place:
-            placed = await take_place(request, upstream, place, self._max_wait_s)
+            placed = await take_place(request, upstream, place, self._max_wait_s, others=others)
             answer = await self._try(placed, route, closing, others=others)
             if answer.status < 400:  # its body is still to come
                 closing.enter_context(place.pop_all())

@@ -232,6 +232,22 @@ async def test_what_is_waited_in_front_of_several_upstreams_is_one_limit() -> No
         assert [figures["in_flight"] for figures in upstreams.figures().values()] == [0, 0]
 
 
+async def test_a_request_waits_less_where_it_may_overflow_to_another_upstream() -> None:
+    stall = Told([b"x"], then="stall")
+    async with upstream(stall) as first, upstream(stall, CHAT) as second:
+        named = (
+            stub.settings(name=name, max_in_flight=1, overflow_s=0.0)
+            for stub, name in ((first, "first"), (second, "second"))
+        )
+        async with asked_of(*named) as upstreams, upstreams.answer(asking("online")):
+            async with upstreams.answer(asking("online")) as answer:
+                assert answer.upstream == "second"
+                waits = asyncio.ensure_future(whole(upstreams, asking("online")))  # at the last one it does wait
+                await until(lambda: upstreams.figures()["second"]["waiting"] == 1)
+            assert await waits == 200
+            assert [upstreams.figures()[name]["errors"] for name in ("first", "second")] == [{"late": 2}, {}]
+
+
 async def test_a_request_whose_own_time_is_over_goes_to_no_other_upstream() -> None:
     async with upstream(Told([b"x"], then="stall")) as first, upstream() as second:
         named = first.settings(name="first", max_in_flight=1), second.settings(name="second")
