@@ -1,5 +1,6 @@
-"""How a line of the log is written. Lines say neither thread, process nor line of code; looking them up is a third of
-what a line costs.
+"""How a line of the log is written; its traceback is tracebacks.py's.
+
+Lines say neither thread, process nor line of code; looking them up is a third of what a line costs.
 """
 
 from __future__ import annotations
@@ -7,7 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from gateway.logs.tracebacks import told
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
@@ -31,6 +34,10 @@ class Lines(logging.Formatter):
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
         """As the module's own, to the millisecond."""
         return f"{self._second(record.created)},{int(record.msecs):03d}"
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """Without what an error may quote of a request."""
+        return "" if ei[1] is None else told(ei[1])
 
     def later(self, line: Later) -> str:
         """As `format` has a record's."""
