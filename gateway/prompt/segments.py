@@ -89,11 +89,6 @@ class SegmentMemo:
             (_, old_link), old_ids = self._ids.popitem(last=False)
             self.num_bytes -= self._size(old_link, old_ids)
 
-    def stats(self) -> dict[str, int]:
-        return {"bytes": self.num_bytes, "limit_bytes": self.limit_bytes, "entries": len(self._ids)} | asdict(
-            self.counts
-        )
-
     @staticmethod
     def _size(link: str, ids: bytes) -> int:
         return sys.getsizeof(link) + sys.getsizeof(ids) + _ENTRY_BYTES
@@ -147,11 +142,6 @@ class PromptMemo:
         while self.num_bytes > self.limit_bytes:
             _, (_, _, old_size) = self._prompts.popitem(last=False)
             self.num_bytes -= old_size
-
-    def stats(self) -> dict[str, int]:
-        return {"bytes": self.num_bytes, "limit_bytes": self.limit_bytes, "entries": len(self._prompts)} | asdict(
-            self.counts
-        )
 
 
 class ChainState(NamedTuple):
@@ -264,11 +254,6 @@ class ChainMemo:
         self.counts.hit(len(walked), sum([len(node.ids) for node in walked]))
         self.counts.miss(len(new), sum([len(node.ids) for node in new]))
 
-    def stats(self) -> dict[str, int]:
-        return {"bytes": self.num_bytes, "limit_bytes": self.limit_bytes, "entries": len(self._used)} | asdict(
-            self.counts
-        )
-
     def keep(self, root: Node, path: Sequence[Node]) -> None:
         """Makes `path` the most recently used one below `root`; nodes that are not in the tree are put in.
 
@@ -305,3 +290,8 @@ class ChainMemo:
             parent.last = None
         node.parent = None
         self.num_bytes -= node.size
+
+
+def figures(memo: SegmentMemo | PromptMemo | ChainMemo) -> dict[str, int]:
+    """What is in it now, and what it was asked for since the start."""
+    return {"bytes": memo.num_bytes, "limit_bytes": memo.limit_bytes, "entries": len(memo)} | asdict(memo.counts)
