@@ -26,6 +26,7 @@ from gateway.api.cache_control import check_cache, from_body, stricter
 from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.limiting import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, set_aside
+from gateway.api.namespaces import Namespaces
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
 from gateway.api.short_way import SEEN, Written, may_come_again
@@ -34,7 +35,7 @@ from gateway.api.stream import LAST_WRITE_S
 from gateway.api.tiers import find_tier
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
-from gateway.types import PLAIN_REUSE, Need, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
+from gateway.types import PLAIN_REUSE, Need, Reuse, Scope, Tenant, UpstreamAnswer, UpstreamRequest
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +100,10 @@ class Passthrough:
         models: Models,
         embedding_models: Mapping[str, int],
         limits: Limits,
+        namespaces: Namespaces,
     ) -> None:
         self._limits = limits
+        self._namespaces = namespaces
         self._server = server
         self._upstreams = upstreams
         self._models = models
@@ -118,6 +121,11 @@ class Passthrough:
             return False  # nobody needs to know what our engines serve
         ours = model in self._models.models() or model in self._embedding_models
         return not ours or self._upstreams.serves(model, tenant.name, ours=True)
+
+    def scope(self, record: Record, tenant: Tenant) -> Scope:
+        """Who may get an answer of its request again. Raises ForbiddenError for a namespace that the tenant may not
+        use."""
+        return self._namespaces.scope(record.namespace, tenant, key="", cache_salt="")
 
     async def answer(
         self,
@@ -153,6 +161,7 @@ class Passthrough:
             deadline_s=record.received_s + self._server.request_timeout_s,
             metered=metered,
             reuse=stricter(record.reuse, reuse_of(values)),
+            scope=self.scope(record, tenant),
             tier=find_tier(dialect, values, tenant),
             priority=_priority(values),
         )

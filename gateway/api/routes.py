@@ -127,8 +127,8 @@ def build_app(
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
     observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
-    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits)
     named = Namespaces(namespaces)
+    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named)
     admission = Admission(keys, named, allowance, limits)
     answering = Answering(
         server,

@@ -69,6 +69,7 @@ class UpstreamLines:
             deadline_s=record.received_s + self._timeout_s,
             reuse=reuse_of(body),
             lane="batch",
+            scope=self._passthrough.scope(record, tenant),
         )
         record.traces = [request.trace]
         request.trace.by_upstream = True  # also where its cached answer is given again: it is paid as upstreams are

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from gateway.responses.asked import owner_of
 from gateway.responses.base import Situation
 from gateway.responses.upstream_key import (
     CALLED,
@@ -112,7 +113,7 @@ class UpstreamAsked:
     @classmethod
     def of(cls, request: UpstreamRequest, replay: Replay, whose: str) -> UpstreamAsked:
         form = Form(streams(request), streams(request) and include_usage(request))
-        return cls(request, replay, form, whose, upstream_key(request, whose), f"tenant:{request.tenant.name}")
+        return cls(request, replay, form, whose, upstream_key(request, whose), owner_of(request.owner))
 
     @property
     def tenant(self) -> str:

@@ -86,7 +86,7 @@ def situation_digest(request: UpstreamRequest, without: Mapping[str, Any], whose
 def _digest(kind: str, request: UpstreamRequest, said: Mapping[str, Any], whose: str) -> bytes:
     parts = (
         ("kvasir", kind, VERSION),
-        ("scope", request.tenant.salt, request.reuse.partition),
+        ("scope", request.owner.salt, request.reuse.partition),
         ("route", request.dialect, route_of(request), request.model, whose),
         ("query", sorted(part for part in request.query.split("&") if part and part not in _ALT)),
         ("headers", sorted(item for item in request.headers if item[0] in HEADERS)),

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from engine.protocol import Lane
 from gateway.types.requests import PLAIN_REUSE, Reuse, Tier, Trace
-from gateway.types.tenants import Tenant
+from gateway.types.tenants import Scope, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class UpstreamRequest:
     metered  whether its answer tells a usage
     lane     one of the batch lane waits for a place that the online lane leaves
     tier, priority  as in Request, where requests wait for an upstream
+    scope    who may get its answer again; None is the tenant alone. What clients separate theirs with is in the body
     """
 
     request_id: str
@@ -40,7 +41,13 @@ class UpstreamRequest:
     lane: Lane = "online"
     tier: Tier = "default"
     priority: int = 0
+    scope: Scope | None = None
     trace: Trace = field(default_factory=Trace)
+
+    @property
+    def owner(self) -> Scope:
+        """Whose its answer will be."""
+        return self.scope or Scope(tenant=self.tenant.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.config import ServerSettings, TenantSettings
+from gateway.config import NamespaceSettings, ServerSettings, TenantSettings
 from gateway.responses.entries import Entry
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.gemini import gemini
@@ -274,6 +274,27 @@ async def test_an_answer_that_says_that_it_is_not_encoded_is_kept() -> None:
         running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
     ):
         assert await outcomes(gateway, ASK, ASK) == ["miss", "exact"]
+
+
+async def test_an_answer_is_shared_in_a_namespace_on_purpose_and_nowhere_else() -> None:
+    tenants = [TenantSettings(name=name, keys=(f"the-key-of-{name}",)) for name in "abc"]
+    shared = NamespaceSettings(name="handbook", tenants=("a", "b"))
+    async with (
+        upstream(whole()) as stub,
+        running(
+            upstreams=[stub.settings()], response_cache=response_cache(), tenants=tenants, namespaces=[shared]
+        ) as gateway,
+    ):
+
+        async def got(tenant: str, **headers: str) -> tuple[int, str | None]:
+            sent = {"Authorization": f"Bearer the-key-of-{tenant}", **headers}
+            async with gateway.session.post(gateway.url + PATH, json=ASK, headers=sent) as answer:
+                return answer.status, answer.headers.get("x-kvasir-cache")
+
+        handbook = {"x-kvasir-namespace": "handbook"}
+        assert [await got("a"), await got("b")] == [(200, "miss")] * 2
+        assert [await got("a", **handbook), await got("b", **handbook)] == [(200, "miss"), (200, "exact")]
+        assert [await got("b"), (await got("c", **handbook))[0]] == [(200, "exact"), 403]
 
 
 def calling(arguments: str) -> bytes:
