@@ -22,6 +22,9 @@ class LogSettings(Section):
     max_bytes: Annotated[int, Field(ge=1 << 16)] = Field(
         16 << 20, description="Bytes of these lines; one of a request counts 2048 until it is written."
     )
+    max_alike: Annotated[int, Field(ge=1)] = Field(
+        60, description="Warnings and errors of one kind that are written in a minute; further ones are counted."
+    )
     close_s: Annotated[float, Field(ge=0)] = Field(
         1.0, description="Seconds that a process waits in its end for somebody to read its last lines."
     )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from gateway.config import LogSettings
+from gateway.logs.floods import Floods
 from gateway.logs.lines import Later, Lines
 
 PIECE_BYTES: Final = select.PIPE_BUF
@@ -43,6 +44,7 @@ class Writer(logging.Handler):
         self._file_no = file_no
         self._settings = settings
         self._few_lines, self._few_bytes = int(_SPARED * settings.max_lines), int(_SPARED * settings.max_bytes)
+        self._floods = Floods(settings.max_alike)
         self._lines = Lines()
         self.setFormatter(self._lines)
         self._mutex = threading.RLock()  # not the handler's, which logging.shutdown holds while it flushes
@@ -59,7 +61,14 @@ class Writer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Puts it behind the others; a warning, or worse, is written at once. Waits for nobody, and never raises."""
-        line, urgent = self._bytes_of(self.format, record), record.levelno >= logging.WARNING
+        urgent = record.levelno >= logging.WARNING
+        with self._mutex:
+            for said in self._floods.over():
+                line = self._bytes_of(self._lines.later, Later(time.time(), logging.WARNING, __name__, said.__str__))
+                self._add(len(line), line, urgent=True)
+            if urgent and not self._floods.admits(record):
+                return
+        line = self._bytes_of(self.format, record)
         self._add(len(line), line, urgent=urgent)
         if urgent:
             self._soon.set()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import LogSettings
+from gateway.logs.floods import Floods
 from gateway.logs.writer import PIECE_BYTES, Writer
 
 LIMIT_S = 20.0
@@ -23,7 +24,8 @@ class Pipe:
 
     def __init__(self, **settings: float) -> None:
         self.read_no, self.write_no = os.pipe2(os.O_DIRECT)
-        self.writer = Writer(self.write_no, LogSettings.model_validate({"delay_s": 0.05, **settings}))
+        defaults = {"delay_s": 0.05, "max_alike": 1_000_000}
+        self.writer = Writer(self.write_no, LogSettings.model_validate({**defaults, **settings}))
         self.log = logging.Logger("a.b")
         self.log.addHandler(self.writer)
         self.writer.setFormatter(logging.Formatter("%(message)s"))
@@ -281,3 +283,18 @@ def test_what_is_logged_after_the_end_is_written_at_once() -> None:
     assert pipe.read() == "one\n"
     os.close(pipe.read_no)
     os.close(pipe.write_no)
+
+
+def test_errors_of_one_kind_are_a_few_lines_in_a_minute_and_then_a_number() -> None:
+    pipe, now_s = Pipe(max_alike=2), [0.0]
+    pipe.writer._floods = Floods(2, lambda: now_s[0])
+    for number in range(5):
+        pipe.log.error("no room: %d", number)
+        pipe.log.info("a request")
+    now_s[0] = 61.0
+    pipe.log.error("no room: %d", 5)
+    lines = [TIME.sub("", line) for line in pipe.read_lines("no room: 5")]
+    told = "WARNING gateway.logs.writer 3 more lines of a.b in a minute like: no room: %d"
+    expected = ["no room: 0", "a request", "no room: 1", *["a request"] * 4, told, "no room: 5"]
+    assert lines == expected
+    pipe.close()
