@@ -104,7 +104,7 @@ async def test_without_a_limit_all_are_passed_on_at_once() -> None:
 
 
 async def test_a_stream_holds_its_place_until_its_last_byte() -> None:
-    stream = Told(events(*(chunk("x" * 1000) for _ in range(8000))), media=SSE)
+    stream = Told(events(*(chunk("x" * 65536) for _ in range(200))), media=SSE)
     async with (
         upstream(stream, CHAT) as stub,
         running(upstreams=[stub.settings(max_in_flight=1)], **KEYS) as gateway,
