@@ -40,6 +40,11 @@ class BatchSettings(Section):
     max_waiting_lines: Annotated[int, Field(ge=1)] = Field(
         200_000, description="Lines of all jobs of one tenant that have not ended; a job with more of them fails."
     )
+    max_bytes: Annotated[int, Field(ge=1)] = Field(
+        50 << 30,
+        description="Bytes of one tenant's jobs on disk, inputs and results that became no files; the next one gets "
+        "429. 50 GiB.",
+    )
     max_in_flight: Annotated[int, Field(ge=1, le=4096)] = Field(
         32, description="Lines that one gateway works on at a time, waiting for a place at an engine included."
     )

@@ -137,7 +137,7 @@ class Batches(Protocol):
 
     def input(self, tenant: str) -> AbstractAsyncContextManager[Input]:
         """Where rows are written that do not come from a file. What no job was created with, leaves nothing behind.
-        Raises QuotaError when the tenant has as many jobs as it may."""
+        Raises QuotaError when the tenant's jobs have as many bytes as they may."""
         ...
 
     async def create(self, order: Order, source: Input | str) -> Job:

@@ -44,6 +44,16 @@ class JobFolder:
         self._min_free_bytes = min_free_bytes
         self._appending = threading.Lock()
 
+    def num_bytes(self, tenant: str) -> int:
+        """That all jobs of a tenant have. Raises StorageError."""
+        total = 0
+        with translated():
+            for folder, _, names in os.walk(self._root / tenant):
+                for name in names:
+                    with suppress(FileNotFoundError):  # it is gone by now
+                        total += os.stat(os.path.join(folder, name)).st_size
+        return total
+
     # -- input --------------------------------------------------------------------------------------------------------
 
     def begin(self, tenant: str, max_bytes: int) -> disk.Part:

@@ -13,7 +13,7 @@ from typing import BinaryIO, Final, Protocol
 
 from gateway.config import BatchSettings
 from gateway.disk import Part
-from gateway.errors import BadRequestError, NotFoundError, OverloadedError
+from gateway.errors import BadRequestError, NotFoundError, OverloadedError, QuotaError
 from gateway.queues.batch import job as states
 from gateway.queues.batch.base import Input, Job, Order
 from gateway.queues.batch.folder import JobFolder
@@ -90,6 +90,7 @@ class BatchStore:
     @asynccontextmanager
     async def input(self, tenant: str) -> AsyncIterator[RowsInput]:
         """See base.py."""
+        await self._check_bytes(tenant)
         rows = await asyncio.to_thread(self._folder.begin, tenant, self._settings.max_request_bytes)
         try:
             yield RowsInput(rows)
@@ -102,6 +103,7 @@ class BatchStore:
         job = states.new_job(order, now_s=self._now(), window_s=self._settings.window_s, input_file_id=file_id)
         try:
             if isinstance(source, str):
+                await self._check_bytes(order.tenant)
                 path = await asyncio.to_thread(self._folder.make, job)
                 if not await self._files.link(job.tenant, source, path):
                     raise NotFoundError(f"No file is called '{source[:64]}'.", param="input_file_id")
@@ -170,6 +172,15 @@ class BatchStore:
         finally:
             if file is not None:
                 file.close()
+
+    async def _check_bytes(self, tenant: str) -> None:
+        """Raises QuotaError when its jobs have as many as they may. Those that are being sent do not count yet."""
+        most = self._settings.max_bytes
+        if await asyncio.to_thread(self._folder.num_bytes, tenant) >= most:
+            raise QuotaError(
+                f"All batches together have {most} bytes, as many as there may be (batches.max_bytes). Delete some, or "
+                "wait for their end."
+            )
 
     async def _with_counts(self, job: Job) -> Job:
         """A job that has not ended, as far as its lines are."""

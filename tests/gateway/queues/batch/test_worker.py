@@ -323,6 +323,26 @@ async def test_a_tenant_with_too_many_jobs_gets_none_and_nothing_is_left_of_it(t
     assert len(lane.folder.jobs()) == 2
 
 
+async def test_a_tenant_whose_jobs_have_all_the_bytes_they_may_gets_no_more_until_some_are_gone(tmp_path: Path) -> None:
+    lane = Lane(tmp_path, QUICK.model_copy(update={"max_bytes": 50}))
+    order = Order("a", "anthropic", "/v1/messages", num_lines=2)
+    async with lane.store.input("a") as sent:
+        await sent.write(b'{"id":"1"}\n{"id":"2","text":"' + b"x" * 50 + b'"}\n')
+        job = await lane.store.create(order, sent)
+    with pytest.raises(QuotaError, match="max_bytes"):
+        async with lane.store.input("a"):
+            pass
+    with pytest.raises(QuotaError, match="max_bytes"):
+        await lane.create(rows(1))
+    assert [job_id for _, job_id in lane.folder.jobs()] == [job.id]
+    await lane.create(rows(1), tenant="b")
+    async with lane.gateway(FakeRunner()):
+        job = await lane.ended(job)
+    assert await lane.store.delete("a", "anthropic", job.id)
+    async with lane.store.input("a"):
+        pass
+
+
 async def test_pages_say_whether_there_are_more(lane: Lane) -> None:
     made = []
     for _ in range(3):
