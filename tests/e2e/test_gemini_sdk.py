@@ -236,7 +236,7 @@ def test_what_is_kept_is_read_from_the_first_use_on(server: Server, sdk: genai.C
     assert first.sdk_http_response is not None
     lease = (first.sdk_http_response.headers or {})["x-kvasir-lease"]
     assert lease.startswith(f"kept; tokens={total(content)}; ttl=")
-    assert 290 < float(lease.rpartition("=")[2]) <= 300
+    assert 200 < float(lease.rpartition("=")[2]) <= 300
     plain = sdk.models.generate_content(
         model="demo",
         contents=[types.Content(role="user", parts=[types.Part(text=text)]) for text in (f"Tokens. {POLICY}", "Well?")],
@@ -281,7 +281,7 @@ def test_what_has_ended_is_not_found(server: Server, sdk: genai.Client) -> None:
             return error.code == 404
         return False
 
-    server.wait_until(is_gone, "the cached content has ended", limit_s=10)
+    server.wait_until(is_gone, "the cached content has ended")
 
 
 @pytest.mark.slow

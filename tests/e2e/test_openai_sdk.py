@@ -62,7 +62,7 @@ def test_headers_tell_the_request_its_engine_and_what_was_reused(server: Server)
     assert re.fullmatch(r"[\w-]{8,}", raw.headers["x-request-id"])
     assert raw.headers["x-kvasir-engine"] == "engine-0"
     assert int(raw.headers["x-kvasir-cached-tokens"]) == 0
-    assert 0 <= float(raw.headers["x-kvasir-overhead-ms"]) < 1000
+    assert 0 <= float(raw.headers["x-kvasir-overhead-ms"]) < 30_000
 
 
 def test_a_stream_is_the_unstreamed_answer_in_pieces(server: Server) -> None:

@@ -99,7 +99,7 @@ def test_an_implicit_breakpoint_has_a_ttl_or_is_none(tenants: Server) -> None:
 def test_leases_are_in_the_stats_and_the_metrics(tenants: Server) -> None:
     before = leases(tenants)["granted"]
     create(tenants, marked("Figures.", " How many?"))
-    tenants.wait_until(lambda: bool(leases(tenants)["granted"] == before + 1), "the lease is counted")
+    tenants.wait_until(lambda: bool(leases(tenants)["granted"] > before), "the lease is counted")
     assert leases(tenants)["tenants"]["north"]["blocks"] > 0
     metrics = tenants.get("/metrics")
     for part in (
@@ -145,7 +145,7 @@ def test_what_is_leased_outlives_a_flood_until_its_time_is_over(tmp_path: Path, 
         kept = create(server, marked("Kept.", " Well?", "5m"), key="none")
         assert details(kept)[0] > 100
         assert int(kept.headers["x-kvasir-cached-tokens"]) > 100
-        assert engine(server)["evictions"] > blocks["total"]
+        server.wait_until(lambda: bool(engine(server)["evictions"] > blocks["total"]), "a flood drove much out")
         if not disk_bytes:
             assert details(create(server, marked("Briefly.", " Well?", "5m"), key="none"))[0] == 0
             assert details(create(server, plain, key="none"))[0] == 0
@@ -168,7 +168,9 @@ def test_a_lease_outlives_an_engine_that_is_killed_and_a_flood_after_that(tmp_pa
 
         blocks = engine(server)["blocks"]
         flood(server, 2 * blocks["total"] * blocks["tokens_per_block"])
-        assert engine(server)["tiers"]["disk"]["evictions"] > blocks["total"] // 2
+        server.wait_until(
+            lambda: bool(engine(server)["tiers"]["disk"]["evictions"] > blocks["total"] // 2), "a flood went to disk"
+        )
 
         kept = create(server, marked("Kept.", " Well?", "5m"), key="none")
         assert details(kept)[0] > 100
