@@ -1,4 +1,5 @@
-"""Fixtures for every room: a real Redis. Settings of Hypothesis: how long an example takes proves nothing here."""
+"""Fixtures for every room: a real Redis. Settings of Hypothesis: how long an example takes proves nothing here, and the
+examples are the same in every run; `--hypothesis-profile wander` looks for new ones."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import redis
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.fakes.redis_process import RedisProcess
 
-settings.register_profile("kvasir", deadline=None)
+settings.register_profile("wander", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("kvasir", settings.get_profile("wander"), derandomize=True)
 settings.load_profile("kvasir")
 
 
