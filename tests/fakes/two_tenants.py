@@ -38,8 +38,8 @@ from gateway.types import ChatPrompt, EmbeddingInput, EncodedPrompt, Request, Sc
 from tests.fakes import tokenisers
 from tests.fakes.shelf import Shelf
 
-WORK = 10
-"""Digests that an engine makes for a block that it does not hold: about five microseconds."""
+WORK = 20
+"""Digests that an engine makes for a block that it does not hold: about ten microseconds."""
 
 DIMENSIONS = 64
 Way = Literal["exact", "semantic", "blocks"]
