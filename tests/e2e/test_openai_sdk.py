@@ -117,11 +117,15 @@ def test_extensions_of_the_sampler_change_the_answer(server: Server) -> None:
 
 def test_log_probabilities_add_up_to_the_text_streamed_or_not(server: Server) -> None:
     asked: dict[str, Any] = {"max_tokens": 12, "logprobs": True, "top_logprobs": 20, "seed": 3, "temperature": 1.0}
-    choice = ask(server, "Tell me a story.", **asked).choices[0]
+    answer = ask(server, "Tell me a story.", **asked)
+    choice = answer.choices[0]
     assert choice.logprobs is not None
     content = choice.logprobs.content or []
-    assert b"".join(bytes(one.bytes or ()) for one in content).decode() == choice.message.content
-    assert len(content) == 12
+    # Where a processor rounds otherwise, the same seed may draw an early end, or half of a character as the last token.
+    assert b"".join(bytes(one.bytes or ()) for one in content).decode(errors="replace") == choice.message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens - len(content) == (choice.finish_reason == "stop")
+    assert content
     for one in content:
         tops = [top.logprob for top in one.top_logprobs]
         assert len(tops) == 20
