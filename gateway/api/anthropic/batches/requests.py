@@ -35,11 +35,14 @@ _REQUEST: Final = object_schema(
 REQUESTS: Final = Check(anything.function, {"type": "array", "minItems": 1, "items": _REQUEST})
 """What the reader below takes, which is told to clients; it is never a value as a whole."""
 
-_ESCAPES: Final = re.compile(
-    rb"(?:[^\\]|\\(?:[^u]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB]..\\u[dD][c-fC-F]..))*+", re.DOTALL
+_SHORT_ESCAPE: Final = re.compile(rb"\\[^u]", re.DOTALL)
+_LONE_HALF: Final = re.compile(
+    rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL
 )
-"""Text in which every escaped half of a character has its other half. The parser would write `?` for a lone one."""
-_LONGEST_ESCAPE: Final = len(rb"\ud83d\ude00")
+"""Half of a character, escaped without its other half. The parser would write `?` for it."""
+_BEGUN: Final = re.compile(rb"\\(?:u[dD][89abAB]..(?:\\(?:u.{0,3})?)?|u.{0,3})?\Z", re.DOTALL)
+"""At the end of a piece: an escape that is not whole, or half of a character whose other half may come."""
+_LONGEST_BEGUN: Final = len(rb"\ud83d\ude0")
 
 _OUTER: Final = 2
 """Levels around `params`: the array, and the request."""
@@ -113,10 +116,12 @@ class RequestReader:
 
     def _check_escapes(self, data: bytes) -> None:
         whole = self._loose + data
-        matched = _ESCAPES.match(whole)
-        self._loose = whole[matched.end() :] if matched else whole
-        if len(self._loose) >= _LONGEST_ESCAPE:
+        text = _SHORT_ESCAPE.sub(b"..", whole)  # so that each backslash that is left begins an escape
+        begun = _BEGUN.search(text, max(0, len(text) - _LONGEST_BEGUN))
+        end = begun.start() if begun else len(text)
+        if _LONE_HALF.search(text, 0, end):
             raise _half()
+        self._loose = whole[end:]
 
     def _collect(self) -> Generator[None, Any, None]:
         while True:

@@ -55,6 +55,34 @@ def test_requests_are_the_same_wherever_their_body_is_cut(values: list[Any], siz
     assert read(data, size, limits) == read(data, None, limits) == sent
 
 
+ESCAPES = (
+    r"\ud83d",
+    r"\uD83D",
+    r"\ude00",
+    r"\uDE00",
+    r"\u0041",
+    r"\ud7ff",
+    r"\ue000",
+    r"\\",
+    r"\n",
+    r"\"",
+    "ud83d",
+    "x",
+    "é",
+)
+
+
+@given(parts=st.lists(st.sampled_from(ESCAPES), max_size=12), size=st.integers(1, 40))
+def test_half_of_a_character_is_refused_wherever_it_stands_and_is_cut(parts: list[str], size: int) -> None:
+    told = json.loads(f'"{"".join(parts)}"')
+    data = f'{{"requests":[{{"custom_id":"a","params":{{"x":"{"".join(parts)}"}}}}]}}'.encode()
+    if any("\ud800" <= character <= "\udfff" for character in told):
+        with pytest.raises(BadRequestError, match="half of a character"):
+            read(data, size)
+    else:
+        assert read(data, size) == [request("a", params={"x": told})]
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize(
     ("body", "param"),
