@@ -45,4 +45,4 @@ class Admission:
 
     def check_namespace(self, record: Record, tenant: Tenant) -> None:
         """Raises ForbiddenError for a namespace that the tenant may not use, where nothing is asked in it yet."""
-        self._namespaces.scope(record.namespace, tenant, key="", cache_salt="")
+        self._namespaces.scope(record.namespace, tenant)

@@ -25,7 +25,7 @@ class Namespaces:
         self._tenants = {namespace.name: frozenset(namespace.tenants) for namespace in namespaces}
         self._defaults = [namespace for namespace in namespaces if namespace.default]
 
-    def scope(self, asked: str, tenant: Tenant, *, key: str, cache_salt: str) -> Scope:
+    def scope(self, asked: str, tenant: Tenant, *, key: str = "", cache_salt: str = "") -> Scope:
         """`asked` is what the request's header names, or nothing. `key` and `cache_salt` are the client's, and separate
         requests inside of a namespace too.
 

@@ -125,7 +125,7 @@ class Passthrough:
     def scope(self, record: Record, tenant: Tenant) -> Scope:
         """Who may get an answer of its request again. Raises ForbiddenError for a namespace that the tenant may not
         use."""
-        return self._namespaces.scope(record.namespace, tenant, key="", cache_salt="")
+        return self._namespaces.scope(record.namespace, tenant)
 
     async def answer(
         self,
