@@ -44,15 +44,14 @@ class Upstream:
         settings: UpstreamSettings,
         key: str | None,
         *,
-        queue: QueueSettings | None = None,
+        queue: QueueSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`queue` has the limits for those who wait where `max_in_flight` is set."""
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
-        limits, most = queue or QueueSettings(), settings.max_in_flight
-        self.online = OnlinePlaces(most, limits, clock) if most else None
+        self.online = OnlinePlaces(settings.max_in_flight, queue, clock) if settings.max_in_flight else None
         self.places = Places(settings.batch_places, clock, self.online)
         self.connections = Connections(settings, key)
         self.hidden = self.connections.hidden

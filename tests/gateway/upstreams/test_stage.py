@@ -42,7 +42,7 @@ async def test_an_upstream_that_stays_away_is_in_the_log_once_until_it_answers(
 ) -> None:
     now = [0.0]
     settings = nowhere(breaker_failures=2, breaker_open_s=10.0)
-    one = Upstream(settings, None, clock=lambda: now[0])
+    one = Upstream(settings, None, queue=QueueSettings(), clock=lambda: now[0])
     for _ in range(5):
         one.failed("connect")
         one.failed("connect")
