@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Awaitable
 from typing import Final
 from urllib.parse import quote
 
@@ -38,6 +37,7 @@ MAX_HEADER_BYTES: Final = 64 << 10
 """Of one header of an answer. Some hosts have a security policy of more than the 8 KiB that aiohttp reads by itself."""
 
 MAX_HEADERS: Final = 1024
+CLOSED: Final = "the connection was closed before the end of the answer"
 
 
 class _Connector(aiohttp.TCPConnector):
@@ -52,6 +52,38 @@ class _Connector(aiohttp.TCPConnector):
         return connection
 
 
+async def read_some(response: aiohttp.ClientResponse) -> bytes:
+    """The next bytes of an answer of Connections; empty at its end. Raises aiohttp.ClientError, also for a connection
+    that was closed before the end."""
+    try:
+        return await response.content.readany()
+    except RuntimeError:  # how aiohttp says that the connection was closed before this read
+        raise aiohttp.ClientPayloadError(CLOSED) from None
+
+
+def _fail_when_closed(response: aiohttp.ClientResponse) -> None:
+    """Ends the read that waits when the connection is closed. After broken chunk framing aiohttp 3.14 closes the
+    connection and leaves the reader of the body waiting."""
+
+    def fail(_: object) -> None:
+        if not response.content.is_eof() and response.content.exception() is None:
+            response.content.set_exception(aiohttp.ClientPayloadError(CLOSED))
+
+    connection = response.connection
+    if connection is None or connection.protocol is None:  # the whole answer is there
+        return
+    closed = connection.protocol.closed
+    if closed is None:  # it was closed before
+        fail(None)
+        return
+
+    def forget() -> None:
+        closed.remove_done_callback(fail)
+
+    closed.add_done_callback(fail)
+    response.content.on_eof(forget)  # the connection outlives the answer
+
+
 class Connections:
     """Made before the event loop runs; they are opened when they are wanted."""
 
@@ -64,14 +96,17 @@ class Connections:
             name = _KEY_HEADERS[settings.dialect]
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
 
-    def post(self, request: UpstreamRequest, model: str, body: bytes) -> Awaitable[aiohttp.ClientResponse]:
-        """Sends it. The answer, whose body is the caller's to read and to close. Raises what aiohttp raises."""
-        return self._of(request.lane).post(
+    async def post(self, request: UpstreamRequest, model: str, body: bytes) -> aiohttp.ClientResponse:
+        """Sends it. The answer, whose body is the caller's to read (with `read_some`) and to close. Raises what aiohttp
+        raises."""
+        response = await self._of(request.lane).post(
             self._url(request, model),
             data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
             headers={**_HEADERS, **joined(request.headers), **self._headers},
             allow_redirects=False,
         )
+        _fail_when_closed(response)
+        return response
 
     async def fetch(self, path: str) -> bytes:
         """The body of a GET, for the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed."""
@@ -87,8 +122,9 @@ class Connections:
                 if response.status != 200:
                     why = f"{settings.name} answers with status {response.status}"
                     raise AttemptFailed("lost", why, again=False)
+                _fail_when_closed(response)
                 body = b""
-                while piece := await response.content.readany():
+                while piece := await read_some(response):
                     body += piece
                     if len(body) > settings.max_metered_bytes:
                         raise AttemptFailed("lost", "it is too long (upstreams.max_metered_bytes)", again=False)

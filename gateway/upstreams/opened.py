@@ -16,6 +16,7 @@ from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
+from gateway.upstreams.connections import read_some
 from gateway.upstreams.failures import AttemptFailed
 from gateway.upstreams.headers import retry_after_s, returned
 from gateway.upstreams.hidden import Hidden, QuotedError
@@ -153,7 +154,7 @@ class Opened:
         name = self._settings.name
         try:
             with watch:
-                return await self._response.content.readany()
+                return await read_some(self._response)
         except TimeoutError:
             if watch.over:
                 raise too_late(name) from None

@@ -17,7 +17,7 @@ from engine.protocol import Lane
 from gateway.config import QueueSettings, UpstreamSettings
 from gateway.types import UpstreamRequest
 from gateway.upstreams.breaker import Breaker
-from gateway.upstreams.connections import Connections
+from gateway.upstreams.connections import Connections, read_some
 from gateway.upstreams.failures import AttemptFailed
 from gateway.upstreams.hints import Seen
 from gateway.upstreams.online_places import OnlinePlaces
@@ -149,7 +149,7 @@ class Upstream:
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
                 response = await self.connections.post(request, model, body)
                 self._check(response)
-                first = await response.content.readany()
+                first = await read_some(response)
             if response.status < 400 and self.hidden.is_key_quoted(first):
                 raise quoting(self.name)
         except BaseException as error:

@@ -19,7 +19,7 @@ BLOCKED_S = 0.5
 
 JSON, SSE = "application/json", "text/event-stream"
 
-Then = Literal["end", "cut", "stall"]
+Then = Literal["end", "cut", "stall", "garble"]
 
 
 def events(*values: Any) -> list[bytes]:
@@ -35,7 +35,7 @@ class Told:
     """An answer.
 
     pieces  of the body, each written and flushed by itself
-    then    after them: the end, the connection cut, or nothing until the test is over
+    then    after them: the end, the connection cut, or nothing until the test is over ("garble": after broken framing)
     refuse  the connection is cut before anything was said
     """
 
@@ -259,7 +259,9 @@ class StubUpstream:
             await self._write(response, piece)
             self.written += len(piece)
             await asyncio.sleep(0)
-        if told.then == "stall":
+        if told.then == "garble":
+            http.transport.write(b"zz\r\n")
+        if told.then in ("stall", "garble"):
             self.reached.set()
             await asyncio.Event().wait()
         if told.then == "cut":

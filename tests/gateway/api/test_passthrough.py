@@ -413,14 +413,43 @@ async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event() ->
                 await messages.get_final_text()
 
 
+PATHS = {
+    "openai": "/v1/chat/completions",
+    "anthropic": "/v1/messages",
+    "gemini": "/v1beta/models/up-1:streamGenerateContent",
+}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "told", "begins"),
+    [
+        ("openai", events(chunk("Hel")), b'data: {"error"'),
+        ("anthropic", MESSAGE_STREAM.pieces[:4], b"event: error\ndata: {"),
+        ("gemini", CONTENT_STREAM.pieces[:1], b'data: {"error"'),
+    ],
+)
+async def test_broken_chunk_framing_ends_a_stream_at_once_with_an_error_event(
+    dialect: str, told: list[bytes], begins: bytes
+) -> None:
+    garbled = Told(told, media=SSE, then="garble")
+    async with upstream(garbled) as stub, running(upstreams=[stub.settings(dialect=dialect)]) as gateway:
+        status, _, body = await ask(gateway, {"model": "up-1", "stream": True}, PATHS[dialect])
+        assert status == 200
+        assert body.startswith(b"".join(told) + begins)
+        assert b"ended in the middle of its answer" in body
+        found = await figures(gateway)
+        assert (found["errors"], found["in_flight"]) == ({"lost": 1}, 0)
+
+
 @pytest.mark.parametrize(
     "cut",
     [
         Told([b"data: {", b'"choices'], media=SSE, then="cut"),
         Told([b'{"id":', b"1"], then="cut"),
         Told([b"data: {"], media=SSE, then="stall"),
+        Told([b"data: {"], media=SSE, then="garble"),
     ],
-    ids=["within an event", "whole", "stalls"],
+    ids=["within an event", "whole", "stalls", "garbled"],
 )
 async def test_an_answer_that_is_cut_elsewhere_is_cut_for_the_client_too(cut: Told) -> None:
     import aiohttp
