@@ -128,6 +128,7 @@ class Gateway:
             auth=settings.auth,
             tenants=settings.tenants,
             namespaces=settings.namespaces,
+            cache_key=settings.prompt.cache_key,
             embeddings=settings.embeddings,
             street=self.street,
             models=self.registry,

@@ -1,15 +1,64 @@
 """What a request used and reused: the first words of an engine become its trace, and the trace what its client is told.
 
-Pure but for the clock. The street calls it; admin/accounting.py reads the trace when the answer has ended.
+Knows no I/O. The street calls it; admin/accounting.py reads the trace when the answer has ended.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
 
-from engine.protocol import Breakpoint, SequenceUpdate
+from engine.protocol import TOKEN_BYTES, Breakpoint, SequenceUpdate
 from gateway.types import ChatPrompt, EncodedPrompt, Lease, Request, Trace, Usage
+
+log = logging.getLogger(__name__)
+
+BEGINNING_TOKENS: Final = 1024
+"""Prompts that share fewer are not worth an operator's attention; upstream APIs cache nothing shorter."""
+
+MAX_BEGINNINGS: Final = 4096
+"""Beginnings of prompts that are remembered with the key they came with last, about 200 bytes each."""
+
+
+class KeyMisses:
+    """Finds requests that reused nothing for one reason: an earlier prompt began like theirs and came with another
+    `prompt_cache_key`, which separates. An agent that sends its session's id as the key never reuses its own prompt."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, str] = OrderedDict()
+        self._logged: set[str] = set()  # tenants
+
+    def look(self, request: Request, prompt: EncodedPrompt) -> None:
+        """Call it after `meter_start`. Sets `missed_by_key` of the trace; the first time for a tenant it is logged."""
+        scope = request.scope
+        if scope is None or not scope.key or prompt.num_tokens < BEGINNING_TOKENS or not request.use_cache:
+            return
+        shared = f"{len(request.model)}:{request.model}{replace(scope, key='').salt}".encode()
+        beginning = prompt.tokens[: BEGINNING_TOKENS * TOKEN_BYTES]
+        digest = hashlib.blake2b(beginning + shared, digest_size=16).digest()
+        before = self._keys.pop(digest, scope.key)
+        self._keys[digest] = scope.key
+        if len(self._keys) > MAX_BEGINNINGS:
+            self._keys.popitem(last=False)
+        if before == scope.key or request.trace.cached_tokens:
+            return
+        request.trace.missed_by_key = True
+        if request.tenant.name not in self._logged:
+            self._logged.add(request.tenant.name)
+            log.info(
+                "request %s of tenant %s reused none of %d tokens: an earlier prompt began with the same %d tokens and "
+                'had another prompt_cache_key. If the keys are session ids of agents, set cache_key = "hint" in '
+                "[prompt] or for the tenant; further misses are counted in kvasir_prompt_cache_key_misses_total",
+                request.request_id,
+                request.tenant.name,
+                prompt.num_tokens,
+                BEGINNING_TOKENS,
+            )
 
 
 def meter_start(request: Request, prompt: EncodedPrompt, block_size: int, update: SequenceUpdate) -> None:

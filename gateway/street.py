@@ -28,7 +28,7 @@ from gateway.errors import (
     KvasirError,
     OverloadedError,
 )
-from gateway.metering import meter_start, usage_of
+from gateway.metering import KeyMisses, meter_start, usage_of
 from gateway.stages import Engine, Index, Prompts, Queue, Reader, Registry, Responses
 from gateway.types import Ask, EncodedPrompt, Event, Finished, FinishReason, Group, Request, Started
 
@@ -54,6 +54,7 @@ class Street:
         self._registry = registry
         self._queue = queue
         self._max_attempts = max_attempts
+        self._key_misses = KeyMisses()
 
     async def count(self, request: Request) -> int:
         """Tokens of its prompt. Raises what `answer` raises for a prompt that no engine can be given."""
@@ -137,6 +138,7 @@ class Street:
             weight=request.tenant.weight,
             digests=prompt.digests if looked_up or (request.use_cache and request.lane == "batch") else b"",
             block_size=block_size,
+            affinity=request.affinity,
         )
 
     def _place(self, request: Request, engines: Sequence[Engine], ask: Ask) -> AbstractAsyncContextManager[Engine]:
@@ -169,6 +171,7 @@ class Street:
                     raise _failure(request, update)
                 if trace.first_token_ms is None:
                     meter_start(request, prompt, engine.hello.namespace.block_size, update)
+                    self._key_misses.look(request, prompt)
                     told = update.prompt_logprobs
                     scored = () if told is None else self._prompts.score(prompt, told, engine.hello)
                     yield Started(engine.name, usage_of(trace), scored)

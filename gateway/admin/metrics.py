@@ -83,6 +83,11 @@ class Metrics:
             "Answered requests with breakpoints: all of them kept, or any degraded.",
             (*tenant_model, "lease"),
         )
+        self._key_misses = self._counts(
+            "prompt_cache_key_misses",
+            "Requests that reused nothing because a prompt that began alike had another prompt_cache_key.",
+            tenant_model,
+        )
         self._lookups = self._counts(
             "response_cache_answers",
             "Answers, by what the response cache had for them: exact, shared, semantic, miss, bypass.",
@@ -171,6 +176,8 @@ class Metrics:
             children.tokenized.value += trace.tokenized_tokens
             if trace.lease is not None:
                 self._breakpoints.of(model, tenant, trace.lease.state).value += 1
+            if trace.missed_by_key:
+                self._key_misses.of(model, tenant).value += 1
             if trace.retries:
                 self._retries.of(model).value += trace.retries
             if trace.first_token_ms is not None:

@@ -116,7 +116,7 @@ class Answering:
         self.models = models
         self.embedding_models = embedding_models
         self._server = server
-        self._namespaces = namespaces
+        self.namespaces = namespaces
         self.street = street
         self._decoders = decoders
 
@@ -244,9 +244,12 @@ class Answering:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that
         the model does not have, ForbiddenError for a namespace that the tenant may not use."""
         prompts, reuse = settle(call, model), stricter(record.reuse, call.reuse)
-        scope = self._namespaces.scope(record.namespace, tenant, key=call.cache_key, cache_salt=call.cache_salt)
+        scope = self.namespaces.scope(record.namespace, tenant, key=call.cache_key, cache_salt=call.cache_salt)
         deadline_s = self.deadline_s(record)
-        requests = requests_of(call, prompts, record, tenant, scope=scope, reuse=reuse, deadline_s=deadline_s)
+        affinity = "" if self.namespaces.separating_key(tenant, call.cache_key) else call.cache_key
+        requests = requests_of(
+            call, prompts, record, tenant, scope=scope, affinity=affinity, reuse=reuse, deadline_s=deadline_s
+        )
         record.traces = [request.trace for request in requests]
         return requests
 

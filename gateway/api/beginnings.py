@@ -37,9 +37,10 @@ def beginning_of_body(body: Mapping[str, Any]) -> Beginning:
     return _beginning(b"".join(orjson.dumps(body.get(name)) for name in _READ_IN_ORDER))
 
 
-def beginning_of_call(call: Call) -> Beginning:
-    """For an engine: of its first prompt, whatever dialect it came in. Those of other keys and salts share nothing."""
-    return _beginning(_text(call.prompts[0]), orjson.dumps((call.cache_key, call.cache_salt)))
+def beginning_of_call(call: Call, key: str) -> Beginning:
+    """For an engine: of its first prompt, whatever dialect it came in. Those of other keys and salts share nothing;
+    `key` is the call's where it separates."""
+    return _beginning(_text(call.prompts[0]), orjson.dumps((key, call.cache_salt)))
 
 
 def _text(prompt: Prompt) -> bytes:

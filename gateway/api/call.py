@@ -84,6 +84,7 @@ def requests_of(
     tenant: Tenant,
     *,
     scope: Scope,
+    affinity: str,
     reuse: Reuse,
     deadline_s: float,
 ) -> list[Request]:
@@ -103,6 +104,7 @@ def requests_of(
             stop=call.stop,
             prompt_param=call.prompt_param,
             scope=scope,
+            affinity=affinity,
             use_cache=call.use_cache,
             only_leased=call.only_leased,
             prewarm=call.prewarm,

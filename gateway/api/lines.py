@@ -20,6 +20,7 @@ from gateway.api.beginnings import Beginning, beginning_of_body, beginning_of_ca
 from gateway.api.call import Call
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
+from gateway.api.namespaces import Namespaces
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
 from gateway.api.upstream_lines import Came, Headers, Target
 from gateway.errors import (
@@ -146,10 +147,12 @@ class Lines:
         observer: Observer,
         all_joined: Callable[[], bool],
         elsewhere: Elsewhere,
+        namespaces: Namespaces,
     ) -> None:
         """all_joined  every engine has said which model it has, so that one which nobody has does not exist"""
         self._all_joined = all_joined
         self._elsewhere = elsewhere
+        self._namespaces = namespaces
         self._endpoints = endpoints
         self._observer = observer
 
@@ -177,7 +180,8 @@ class Lines:
         try:
             if self._elsewhere.serves(line.body, line.tenant):
                 return beginning_of_body(line.body)
-            return beginning_of_call(await call(self._record(line), line.tenant, line.body))
+            asked = await call(self._record(line), line.tenant, line.body)
+            return beginning_of_call(asked, self._namespaces.separating_key(line.tenant, asked.cache_key))
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
                 raise OverloadedError(error.message, retry_after_s=error.retry_after_s) from error

@@ -56,6 +56,7 @@ from gateway.config import (
     AnthropicSettings,
     AuthSettings,
     BatchSettings,
+    CacheKeyMode,
     EmbeddingSettings,
     GeminiSettings,
     LeaseSettings,
@@ -84,6 +85,7 @@ def build_app(
     auth: AuthSettings,
     tenants: Sequence[TenantSettings],
     namespaces: Sequence[NamespaceSettings],
+    cache_key: CacheKeyMode,
     embeddings: EmbeddingSettings,
     anthropic: AnthropicSettings,
     street: Street,
@@ -127,7 +129,7 @@ def build_app(
     keys = Auth(auth, tenants)
     metrics = Metrics(sources)
     observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
-    named = Namespaces(namespaces)
+    named = Namespaces(namespaces, tenants, cache_key)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named)
     admission = Admission(keys, named, allowance, limits)
     answering = Answering(
@@ -183,7 +185,7 @@ def build_app(
         timeout_s=batches.line_timeout_s,
         max_answer_bytes=batches.max_answer_bytes,
     )
-    app[RUNNER] = BatchRunner(Lines(endpoints, observer, sources.all_joined, elsewhere), formats)
+    app[RUNNER] = BatchRunner(Lines(endpoints, observer, sources.all_joined, elsewhere, named), formats)
     app.on_shutdown.append(lambda _: background.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}

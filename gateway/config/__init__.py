@@ -13,7 +13,7 @@ from gateway.config.responses import ResponseCacheSettings
 from gateway.config.semantic import SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.settings import Settings
-from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
+from gateway.config.stages import CacheKeyMode, PromptSettings, QueueSettings, RoutingSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
 from gateway.config.units import Duration, duration_s
 from gateway.config.upstreams import ServedModel, UpstreamSettings
@@ -24,6 +24,7 @@ __all__ = [
     "AnthropicSettings",
     "AuthSettings",
     "BatchSettings",
+    "CacheKeyMode",
     "Duration",
     "EmbeddingSettings",
     "EnginesSettings",

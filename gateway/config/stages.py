@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from engine.config import Section
+
+CacheKeyMode = Literal["separate", "hint"]
 
 
 class PromptSettings(Section):
@@ -24,6 +26,11 @@ class PromptSettings(Section):
     )
     thread_chars: Annotated[int, Field(ge=0)] = Field(
         20_000, description="Characters of new text from which on tokenising leaves the event loop for a thread."
+    )
+    cache_key: CacheKeyMode = Field(
+        "separate",
+        description="What `prompt_cache_key` does: `separate` reuses prefixes only among requests with the same key, "
+        "`hint` among all of a tenant and sends requests with the same key to the same engine.",
     )
 
 

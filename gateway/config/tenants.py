@@ -8,6 +8,7 @@ from pydantic import Field
 
 from engine.config import Section
 from gateway.config.limits import PerMinute
+from gateway.config.stages import CacheKeyMode
 
 
 class AuthSettings(Section):
@@ -43,6 +44,9 @@ class TenantSettings(Section):
     )
     response_cache: Literal["on", "ask", "off"] | None = Field(
         None, description="Which of its requests the response cache is for; as `response_cache.mode` when not set."
+    )
+    cache_key: CacheKeyMode | None = Field(
+        None, description="What its `prompt_cache_key`s do; as `prompt.cache_key` when not set."
     )
     semantic_cache: Literal["on", "ask", "off"] | None = Field(
         None, description="Which of its requests the semantic cache is for; as `semantic_cache.mode` when not set."

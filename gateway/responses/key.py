@@ -33,6 +33,7 @@ IGNORED: Final[Mapping[type, frozenset[str]]] = {
             "lane",
             "tier",
             "priority",
+            "affinity",
             "use_cache",  # who asks for no reuse gets none here, either: eligibility.py
             "only_leased",
             "fit",  # who asks for more tokens than fit gets the answer that needed fewer

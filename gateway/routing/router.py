@@ -9,6 +9,7 @@ queue asks for a picture of the engines, and adds to it what it means to send th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -131,7 +132,8 @@ class Picture(Generic[E]):
     def _rank(self, outlook: _Outlook[E], ask: Ask) -> tuple[float, float, str, str]:
         own_s = _own_tokens(ask, outlook.incarnation) / outlook.tokens_per_s
         score_s = outlook.wait_s() + self._settings.prefill_weight * own_s
-        return score_s, outlook.given, outlook.engine.name, outlook.incarnation
+        even = _rendezvous(ask.affinity, outlook.incarnation) if ask.affinity else outlook.given
+        return score_s, even, outlook.engine.name, outlook.incarnation
 
 
 class _Outlook(Generic[E]):
@@ -180,6 +182,13 @@ class _Outlook(Generic[E]):
 
 def _own_tokens(ask: Ask, incarnation: str) -> int:
     return max(0, ask.prompt_tokens - ask.cached_tokens.get(incarnation, 0))
+
+
+def _rendezvous(affinity: str, incarnation: str) -> int:
+    """Rendezvous hashing: the least over all engines is the same one at every gateway, and only keys of an engine that
+    leaves go elsewhere."""
+    name = f"{len(affinity)}:{affinity}{incarnation}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
 
 def _levelled(rates: list[float], assumed: float) -> list[float]:

@@ -130,6 +130,7 @@ class Trace:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # whose blocks were physically reused
     told_cached_tokens: int = 0  # as in Usage
+    missed_by_key: bool = False  # nothing was reused, and a prompt with another prompt_cache_key began like it
     cache_write_tokens: int = 0
     lease_read_tokens: int = 0  # of the longest lease that the prompt begins with, to the token
     lease_write_tokens: int = 0  # beyond those, up to the last breakpoint that is kept from now on
@@ -183,6 +184,7 @@ class Request:
     tier: Tier = "default"  # says nothing in the batch lane
     priority: int = 0  # among its tenant's own, the least first; says nothing in the batch lane
     scope: Scope | None = None  # None is the tenant's own
+    affinity: str = ""  # requests with the same one are sent to the same engine, where nothing speaks against it
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
     only_leased: bool = False  # what was reused without a lease is not told as cached
     prewarm: bool = False  # computes the prompt, so that it is cached, and generates nothing
@@ -215,6 +217,8 @@ class Ask:
     weight         of the tenant's share
     digests        of the prompt's full blocks, where it is known who holds them; the lane looks for what begins like it
     block_size     tokens of each
+    affinity       of engines that would have the first token at the same time, requests with the same one choose the
+                   same, at every gateway; empty: the one that was given less
     """
 
     tenant: str
@@ -229,3 +233,4 @@ class Ask:
     weight: float = 1.0
     digests: bytes = b""
     block_size: int = 0
+    affinity: str = ""

@@ -19,6 +19,10 @@ keys = ["north-key-123"]
 [[tenants]]
 name = "south"
 keys = ["south-key-123"]
+[[tenants]]
+name = "agents"
+keys = ["agents-key-123"]
+cache_key = "hint"
 [[namespaces]]
 name = "handbook"
 tenants = ["north", "south"]
@@ -46,7 +50,7 @@ def no_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One with two tenants and two namespaces."""
+    """One with tenants and two namespaces."""
     flags = ("--kv-cache-bytes", str(64 << 20), "--dtype", "float32")
     with Server(tmp_path_factory.mktemp("tenants"), *flags, config=TENANTS) as running:
         yield running

@@ -35,6 +35,44 @@ def test_a_key_and_a_salt_separate_the_requests_of_one_tenant(tenants: Server) -
     assert all(cached(ask(tenants, "Keys.", **scope)) > 100 for scope in scopes)
 
 
+def session(server: Server, key: str, session_id: str, **options: Any) -> openai.types.responses.Response:
+    """The first turn of an agent that sends its session's id as the key, as Codex does."""
+    return server.client(key).responses.create(
+        model="demo",
+        instructions=f"Sessions. {BOOK}",
+        input=f"List the files. I am {session_id}.",
+        max_output_tokens=16,
+        prompt_cache_key=session_id,
+        include=["reasoning.encrypted_content"],
+        **options,
+    )
+
+
+def read(response: openai.types.responses.Response) -> int:
+    assert response.usage is not None
+    return response.usage.input_tokens_details.cached_tokens
+
+
+def test_the_second_session_of_an_agent_reuses_the_first_ones_prompt_where_the_key_is_a_hint(tenants: Server) -> None:
+    sessions = [session(tenants, "agents-key-123", name, store=False) for name in ("session-1", "session-2")]
+    assert read(sessions[0]) == 0
+    assert read(sessions[1]) > 1000
+    salted = session(tenants, "agents-key-123", "session-3", store=False, extra_body={"cache_salt": "x"})
+    assert read(salted) == 0
+
+
+def test_a_miss_for_another_key_is_counted_and_logged_and_told_in_diagnostics(tenants: Server) -> None:
+    first = session(tenants, "north-key-123", "session-1")
+    compared: Any = {"comparison_response_id": first.id}
+    second = session(tenants, "north-key-123", "session-2", prompt_cache_options=compared)
+    assert (read(first), read(second)) == (0, 0)
+    told: Any = second.prompt_cache_diagnostics
+    assert told.reason == "prompt_cache_key_changed"
+    tenants.wait_for_line('tenant north reused none of .* another prompt_cache_key.*cache_key = "hint"')
+    series = 'kvasir_prompt_cache_key_misses_total{model="demo",tenant="north"} 1.0'
+    assert series in tenants.get("/metrics", "admin-key-123").splitlines()
+
+
 def test_tenants_share_what_they_put_into_a_namespace_and_nothing_else(tenants: Server) -> None:
     shared: Any = {"extra_headers": {"x-kvasir-namespace": "handbook"}}
     assert cached(ask(tenants, "Shared.", "north-key-123", **shared)) == 0

@@ -25,6 +25,7 @@ from gateway.config import (
     AnthropicSettings,
     AuthSettings,
     BatchSettings,
+    CacheKeyMode,
     FileSettings,
     GeminiSettings,
     LeaseSettings,
@@ -153,6 +154,7 @@ class Options:
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
     namespaces: Sequence[NamespaceSettings] = ()
+    cache_key: CacheKeyMode = "separate"
     batches: BatchSettings = field(default_factory=BatchSettings)
     gemini: GeminiSettings = field(default_factory=GeminiSettings)
     now: Callable[[], float] = time.time
@@ -205,6 +207,7 @@ def make_app(
         auth=given.auth,
         tenants=given.tenants,
         namespaces=given.namespaces,
+        cache_key=given.cache_key,
         embeddings=given.embedder.settings,
         street=street or FakeStreet(),
         models=models or FakeModels(),

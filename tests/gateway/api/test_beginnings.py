@@ -41,7 +41,7 @@ def test_what_the_system_says_is_shared_by_lines_with_other_tools_and_tools_by_t
         return call(ChatPrompt(messages, tools=(Tool(tool, "What it does. " * 50, {}),)))
 
     one, same_tool, other_tool = (
-        beginning_of_call(made).digests for made in (chat("a", "Why?"), chat("a", "How?"), chat("b", "Why?"))
+        beginning_of_call(made, "").digests for made in (chat("a", "Why?"), chat("a", "How?"), chat("b", "Why?"))
     )
     assert common(one, other_tool) >= 500 // 64
     assert common(one, same_tool) >= 1200 // 64
@@ -54,8 +54,8 @@ def common(one: bytes, other: bytes) -> int:
 
 
 def test_texts_and_tokens_have_beginnings_of_which_no_more_is_read_than_decides() -> None:
-    long = beginning_of_call(call(TextPrompt("x" * 2 * MAX_PREFIX_BYTES)))
-    assert long.digests == beginning_of_call(call(TextPrompt("x" * 3 * MAX_PREFIX_BYTES))).digests
+    long = beginning_of_call(call(TextPrompt("x" * 2 * MAX_PREFIX_BYTES)), "")
+    assert long.digests == beginning_of_call(call(TextPrompt("x" * 3 * MAX_PREFIX_BYTES)), "").digests
     assert long.num_tokens == 2 * MAX_PREFIX_BYTES // 4
-    assert beginning_of_call(call(TokenPrompt(bytes(4 * 100)))).num_tokens == 100
-    assert beginning_of_call(call(TokenPrompt(b""))) == (b"", 0)
+    assert beginning_of_call(call(TokenPrompt(bytes(4 * 100))), "").num_tokens == 100
+    assert beginning_of_call(call(TokenPrompt(b"")), "") == (b"", 0)

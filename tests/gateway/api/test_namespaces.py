@@ -73,6 +73,27 @@ async def test_a_request_that_asks_for_nothing_is_its_tenants() -> None:
             assert await salt_of(gateway, body) == Tenant("north").salt
 
 
+async def test_a_key_that_is_a_hint_separates_nothing_and_steers() -> None:
+    hinting = TenantSettings(name="hinting", keys=("hinting-key-1",), cache_key="hint")
+    async with running(tenants=(*TENANTS, hinting), namespaces=(SHARED,)) as gateway:
+        keyed, salted = ASK | {"prompt_cache_key": "s1"}, ASK | {"prompt_cache_key": "s1", "cache_salt": "s"}
+        assert await salt_of(gateway, keyed, "hinting") == Tenant("hinting").salt
+        assert gateway.street.requests[-1].affinity == "s1"
+        assert await salt_of(gateway, salted, "hinting") == Scope(tenant="hinting", cache_salt="s").salt
+        assert await salt_of(gateway, keyed, "north") == Scope(tenant="north", key="s1").salt
+        assert gateway.street.requests[-1].affinity == ""
+
+
+async def test_a_tenants_own_setting_wins_over_that_of_all() -> None:
+    strict = TenantSettings(name="strict", keys=("strict-key-1",), cache_key="separate")
+    keyed = ASK | {"prompt_cache_key": "s1"}
+    async with running(tenants=(*TENANTS, strict), cache_key="hint") as gateway:
+        assert await salt_of(gateway, keyed, "north") == Tenant("north").salt
+        assert await salt_of(gateway, keyed, "strict") == Scope(tenant="strict", key="s1").salt
+    async with running(cache_key="hint") as gateway:
+        assert await salt_of(gateway, keyed, namespace=None) == Tenant(ANONYMOUS).salt
+
+
 async def test_tenants_that_ask_for_a_namespace_share_it_and_stay_apart_from_their_own() -> None:
     async with running(tenants=TENANTS, namespaces=(SHARED,)) as gateway:
         north, south = [await salt_of(gateway, ASK, tenant, "shared") for tenant in ("north", "south")]

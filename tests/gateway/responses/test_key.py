@@ -59,6 +59,7 @@ OTHER: dict[type, dict[str, Any]] = {
         "tier": "flex",
         "priority": -5,
         "scope": Scope(tenant="b"),
+        "affinity": "k",
         "use_cache": False,
         "only_leased": True,
         "prewarm": True,

@@ -120,6 +120,23 @@ def test_of_equals_the_one_that_was_given_less_wins() -> None:
     assert chosen(candidates, 100) == "b"
 
 
+def test_of_equals_an_affinity_chooses_the_same_one_whatever_was_given_and_another_key_may_choose_another() -> None:
+    """At every gateway: each knows only what it has given itself."""
+
+    def of(key: str, *given: float, **cached: int) -> str:
+        candidates = engines(a={}, b={}, c={})
+        for candidate, tokens in zip(candidates, given, strict=False):
+            candidate.given_tokens = tokens
+        chosen = ROUTER.picture(candidates).choose(replace(asked(100, **cached), affinity=key))
+        assert chosen is not None
+        return chosen.name
+
+    homes = {key: of(key) for key in map(str, range(30))}
+    assert set(homes.values()) == {"a", "b", "c"}
+    assert all(of(key, 1.0, 2.0, 3.0) == of(key, 3.0, 2.0, 1.0) == home for key, home in homes.items())
+    assert {of(key, a=64) for key in homes} == {"a"}, "a prefix that is there comes first"
+
+
 def test_an_engine_whose_places_are_taken_is_waited_for() -> None:
     candidates = engines(a={}, b={})
     candidates[0].taken = candidates[0].places = 1

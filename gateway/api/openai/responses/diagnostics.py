@@ -24,23 +24,26 @@ _REASONS: Final = (
 _UNSEEN: Final = ("id", "status")  # of an item, which are no part of a prompt
 
 
-def diagnose(response: Mapping[str, Any], items: Sequence[Item], compared: Kept | None, usage: Usage) -> dict[str, Any]:
-    """`prompt_cache_diagnostics` of a response to these items. `compared` is None when there is no such response.
+def diagnose(
+    response: Mapping[str, Any], items: Sequence[Item], compared: Kept | None, usage: Usage, *, keyed: bool = True
+) -> dict[str, Any]:
+    """`prompt_cache_diagnostics` of a response to these items. `compared` is None when there is no such response;
+    `keyed` says whether `prompt_cache_key` separates prefixes.
 
     A miss names the first change. Where nothing was changed and nothing reused, it is `unavailable`: what was there has
     been evicted, or was never kept.
     """
     if compared is None:
         return {"type": "comparison_response_not_found"}
-    if (reason := _changed(response, items, compared)) is not None:
+    if (reason := _changed(response, items, compared, keyed)) is not None:
         missed = usage.prompt_tokens - usage.cached_tokens
         return {"type": "cache_miss", "reason": reason, "cache_missed_tokens": missed}
     return {"type": "cache_hit" if usage.cached_tokens else "unavailable"}
 
 
-def _changed(response: Mapping[str, Any], items: Sequence[Item], compared: Kept) -> str | None:
+def _changed(response: Mapping[str, Any], items: Sequence[Item], compared: Kept, keyed: bool) -> str | None:
     for reason, name in _REASONS:
-        if response[name] != compared.response[name]:
+        if response[name] != compared.response[name] and (keyed or name != "prompt_cache_key"):
             return reason
     before = [_seen(item) for item in compared.items]
     return None if before == [_seen(item) for item in items[: len(before)]] else "input_changed"

@@ -270,7 +270,8 @@ class Responses:
             kept = await self._store.find(tenant.name, compared)
         except OverloadedError:
             return lambda response, usage: {"type": "unavailable"}
-        return lambda response, usage: diagnose(response, items, kept, usage)
+        keyed = bool(self._answering.namespaces.separating_key(tenant, "any"))
+        return lambda response, usage: diagnose(response, items, kept, usage, keyed=keyed)
 
     async def _call(self, record: Record, tenant: Tenant, asked: Asked, items: list[Item], model: Hello) -> Call:
         """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""

@@ -44,6 +44,11 @@ def test_the_first_change_is_named(changes: dict[str, Any], items: Any, usage: U
         assert told == {"type": kind}
 
 
+def test_a_key_that_is_a_hint_is_no_reason() -> None:
+    changed = SETTINGS | {"prompt_cache_key": "k"}
+    assert diagnose(changed, SAME, Kept(SETTINGS, ITEMS), HIT, keyed=False) == {"type": "cache_hit"}
+
+
 async def test_a_response_is_compared_with_one_that_is_kept() -> None:
     async with running() as gateway, gateway.sdk() as client:
         first = await client.responses.create(model="demo", input="hi")
