@@ -2,7 +2,8 @@
 
 A restore has all its blocks from the start, and is copied part by part, each from the fastest tier that has it. A part
 can be found as soon as it is there; the first block that does not come back ends the restore. Other sequences that need
-the same blocks wait for the same restore.
+the same blocks wait for the same restore. One that is not over in time gives everything back, as do those behind it in
+the same tier: what it reads later is written nowhere.
 
 Pure bookkeeping on the loop's thread. engine/tiers/tiers.py owns it; the way down is engine/tiers/saving.py.
 """
@@ -11,15 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
-from engine.tiers.stores import BlockKey, Copied, copy_blocks
-from engine.tiers.tier import Account, Chain, Tier, store_of, worker_of
-
-RESTORE_LIMIT_S: Final = 30.0
-"""A sequence whose blocks are not there after so long is computed; a disk may hang."""
+from engine.tiers.stores import BlockKey, Copied, Fence, copy_blocks
+from engine.tiers.tier import COPY_LIMIT_S, Account, Chain, Tier, overdue, store_of, worker_of
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +28,8 @@ class Restore:
     above     `parent` as it was at first, and blocks of others that were found on the way
     blocks    private gpu blocks, one for each that is brought back; the first `done` of them were
     segments  where they come from, in order
-    parts     of the first segment that are still being copied
+    fence     before the gpu blocks
+    parts     slots of the first segment that are still being copied, in order
     over      nothing more is brought back
     """
 
@@ -42,8 +40,9 @@ class Restore:
     blocks: list[int]
     segments: deque[tuple[Tier, list[int]]]
     deadline_s: float
+    fence: Fence
     done: int = 0
-    parts: int = 0
+    parts: deque[list[int]] = field(default_factory=deque)
     over: bool = False
 
 
@@ -62,6 +61,7 @@ class Restoring:
 
     def begin(self, chain: Chain, room: int, now: float) -> list[int]:
         """See engine.tiers.tiers.Tiers.restore."""
+        self.end_overdue(now)
         pool = self._gpu.pool
         found = pool.prefixes.find(chain.salt, chain.tokens, chain.digests)
         start = len(found)
@@ -78,15 +78,25 @@ class Restoring:
         parent = found[-1] if found else None
         blocks = pool.allocate(sum(len(slots) for _, slots in segments), after=parent)
         assert blocks is not None, "the pool gave fewer blocks than it said it has"
-        job = Restore(chain, start, parent, found[-1:], blocks, segments, now + RESTORE_LIMIT_S)
+        fence = Fence(store_of(self._gpu))
+        job = Restore(chain, start, parent, found[-1:], blocks, segments, now + COPY_LIMIT_S, fence)
         self.jobs.append(job)
         self._read(job)
         return blocks
+
+    def end_overdue(self, now: float) -> None:
+        """Gives back what restores hold that are not over in time. Those that wait for the same tier end with them."""
+        for tier in {job.segments[0][0] for job in self.jobs if now >= job.deadline_s}:
+            for job in [job for job in self.jobs if job.segments[0][0] is tier]:
+                if job.fence.close():  # else its next blocks are being written at this moment
+                    self._give_up(tier, job)
 
     def _find_below(self, chain: Chain, start: int) -> deque[tuple[Tier, list[int]]]:
         """Runs of slots that hold blocks from `start` on, each from the fastest tier that has it."""
         segments: deque[tuple[Tier, list[int]]] = deque()
         for tier in self._lower:
+            if tier.late:
+                continue
             slots = tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests)
             if len(slots) > start:
                 segments.append((tier, slots[start:]))
@@ -101,18 +111,21 @@ class Restoring:
             part = slots[start : start + self._part_blocks]
             keys = job.chain.keys(index, len(part), self._gpu.pool.block_size)
             copy = partial(self._copy, job, tier, part, job.blocks[block : block + len(part)], keys)
+            job.parts.append(part)
             worker_of(tier).run(copy, partial(self._read_back, job, tier, part, keys))
             index, block = index + len(part), block + len(part)
-            job.parts += 1
 
     def _copy(self, job: Restore, tier: Tier, slots: list[int], blocks: list[int], keys: list[BlockKey]) -> Copied:
         """On the tier's thread."""
         if job.over:
             return Copied(0)
-        return copy_blocks(store_of(tier), slots, store_of(self._gpu), blocks, keys, self._at_once)
+        return copy_blocks(store_of(tier), slots, job.fence, blocks, keys, self._at_once)
 
     def _read_back(self, job: Restore, tier: Tier, slots: list[int], keys: list[BlockKey], copied: Copied) -> None:
         """Makes findable what came back, unless something before it did not."""
+        if not job.parts:  # the restore was given up
+            tier.late -= 1
+            return
         if not job.over:
             count = self._register(job, tier, slots[: copied.count], keys)
             tier.counters.restored += count
@@ -122,9 +135,8 @@ class Restoring:
             elif copied.count < len(slots) and tier.pool.is_registered(slots[copied.count]):
                 tier.counters.torn += 1
                 self._account.forget(tier, [slots[copied.count]])
-        tier.pool.release(slots)
+        tier.pool.release(job.parts.popleft())
         self._account.note(tier)
-        job.parts -= 1
         if not job.parts:
             job.segments.popleft()
             if job.segments and not job.over:
@@ -148,6 +160,17 @@ class Restoring:
             job.index += 1
             count += 1
         return count
+
+    def _give_up(self, tier: Tier, job: Restore) -> None:
+        """The tier's thread may be in the middle of it, or has not begun."""
+        job.over = True
+        tier.late += len(job.parts)
+        self._account.failed(tier, sum(map(len, job.parts)), overdue())
+        for part in job.parts:
+            tier.pool.release(part)
+        job.parts.clear()
+        job.segments.popleft()
+        self._end(job)
 
     def _end(self, job: Restore) -> None:
         for tier, slots in job.segments:

@@ -2,7 +2,8 @@
 
 A part is begun in one turn of the loop and taken note of in another; in between the tier's thread copies it, and
 references keep both sides as they are. Between the parts of a chain, one reference on each side, on the last block that
-was saved, keeps all above it; so each part looks up its own blocks only.
+was saved, keeps all above it; so each part looks up its own blocks only. A part that is not over in time gives back
+what it holds above, and becomes nothing.
 
 Pure bookkeeping on the loop's thread. engine/tiers/tiers.py owns it; the way up is engine/tiers/restoring.py.
 """
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from engine.tiers.stores import BlockKey, Copied, copy_blocks
-from engine.tiers.tier import Account, Chain, Tier, store_of, worker_of
+from engine.tiers.stores import BlockKey, Copied, Fence, copy_blocks
+from engine.tiers.tier import COPY_LIMIT_S, Account, Chain, Tier, overdue, store_of, worker_of
 
 SAVING_SHARE: Final = 0.25
 """Of its time a tier's thread saves while steps run: a copy takes a core, or a part of one, from somebody."""
@@ -36,6 +37,8 @@ class _Save:
     slots   and
     blocks  of the part that is being copied, each with a reference, and
     keys    who they are
+    fence   before the source's blocks, until
+    deadline_s, when they are given back
     """
 
     chain: Chain
@@ -47,6 +50,8 @@ class _Save:
     slots: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
+    fence: Fence | None = None  # None while nothing is copied, and when the part was given up
+    deadline_s: float = 0.0
 
 
 class Saving:
@@ -102,11 +107,13 @@ class Saving:
             job = self._jobs.get(tier)
             if job is not None and job.resume_s is not None and (not steps_run or job.resume_s <= self._account.now):
                 self._go_on(tier, job)
+            elif job is not None and job.fence is not None and job.deadline_s <= self._account.now:
+                self._give_up(tier, job, job.fence)
             for _ in range(CHAINS_AT_ONCE):
                 if not self._can_begin(tier):
                     break
                 chain = self._take(tier)
-                if self._account.now < tier.pause_until_s:
+                if self._account.now < tier.pause_until_s or tier.late:
                     tier.counters.dropped += len(chain.digests)
                     self._forward(tier, chain)
                 else:
@@ -153,9 +160,8 @@ class Saving:
         job.slots, job.blocks = slots, blocks[: len(slots)]
         job.source.pool.acquire(job.blocks)
         job.keys = job.chain.keys(job.index, len(slots), tier.pool.block_size)
-        copy = partial(
-            copy_blocks, store_of(job.source), job.blocks, store_of(tier), job.slots, job.keys, self._at_once
-        )
+        job.fence, job.deadline_s = Fence(store_of(job.source)), self._account.now + COPY_LIMIT_S
+        copy = partial(copy_blocks, job.fence, job.blocks, store_of(tier), job.slots, job.keys, self._at_once)
         worker_of(tier).run(copy, partial(self._copied, tier, job))
 
     def _find_part(self, tier: Tier, job: _Save) -> list[int]:
@@ -187,6 +193,10 @@ class Saving:
 
     def _copied(self, tier: Tier, job: _Save, copied: Copied) -> None:
         """Makes findable what was copied, unless it ceased to be trusted meanwhile."""
+        if job.fence is None:
+            self._came_late(tier, job)
+            return
+        job.fence = None
         assert job.source is not None, "a part was copied from nowhere"
         pool, above, count = tier.pool, job.source.pool, 0
         parent = job.slot
@@ -207,9 +217,7 @@ class Saving:
             pool.release(job.slots)
         job.index += count
         self._account.note(tier)
-        left = [key.digest for key in job.keys[count:] if pool.prefixes.find_block(key.digest) is None]
-        if left:
-            self._account.drop(tier, left)
+        self._drop_unsaved(tier, job.keys[count:])
         tier.counters.saved += count
         if copied.error is not None:
             self._account.failed(tier, len(job.slots) - copied.count, copied.error)
@@ -223,6 +231,26 @@ class Saving:
             job.resume_s = self._account.now + copied.seconds * (1 / SAVING_SHARE - 1)
         else:
             self._go_on(tier, job)
+
+    def _give_up(self, tier: Tier, job: _Save, fence: Fence) -> None:
+        """Of the source; the slots are the copy's until it ends."""
+        if job.source is not None and fence.close():
+            self._account.failed(tier, len(job.slots), overdue())
+            tier.late += 1
+            job.source.pool.release(job.blocks)
+            job.blocks, job.fence = [], None
+            self._let_go(job)
+
+    def _came_late(self, tier: Tier, job: _Save) -> None:
+        """A part that was given up has ended."""
+        tier.late -= 1
+        tier.pool.release(job.slots)
+        self._drop_unsaved(tier, job.keys)
+        self._end(tier, job)
+
+    def _drop_unsaved(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        if left := [key.digest for key in keys if tier.pool.prefixes.find_block(key.digest) is None]:
+            self._account.drop(tier, left)
 
     def _let_go(self, job: _Save) -> None:
         """Of the source."""

@@ -7,6 +7,7 @@ stores are engine/tiers/host_store.py (where the model runs, and host memory) an
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,42 @@ class Copied:
     count: int
     error: Exception | None = None
     seconds: float = field(default=0.0, compare=False)
+
+
+class Fence:
+    """The faster side of a copy, until it is closed: after that the copy, whenever it goes on, touches none of its
+    blocks, which may be given to others at once. A disk may hang for minutes and then answer."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._touched = threading.Lock()  # held only while bytes move in memory
+        self._closed = False
+
+    def close(self) -> bool:
+        """From now on nothing is read or written. False, and nothing has changed, while that happens right now. Never
+        waits."""
+        if not self._touched.acquire(blocking=False):
+            return False
+        self._closed = True
+        self._touched.release()
+        return True
+
+    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Payload:
+        with self._touched:
+            self._check()
+            return self._store.read(slots, keys)
+
+    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
+        with self._touched:
+            self._check()
+            self._store.write(slots, keys, payload)
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        self._store.drop(digests)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise RuntimeError("the copy is overdue, and its blocks have been given back")
 
 
 def copy_blocks(

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 PAUSE_S: Final = 30.0
 """Nothing is saved to a tier for so long after its store failed."""
 
+COPY_LIMIT_S: Final = 30.0
+"""What a copy holds where the model runs is given back after so long; a disk may hang."""
+
 _DIGEST_COST: Final = 64  # bytes that a digest takes in a queue
 
 
@@ -74,6 +77,7 @@ class Tier:
     leases  on disk, beside the blocks of this tier
     ready   everything that the start found is accounted for; nothing is saved before
     number  place among the tiers, 0 for the first
+    late    copies that were given up and have not ended: while there are any, nothing is saved or restored here
     """
 
     name: TierName
@@ -87,6 +91,7 @@ class Tier:
     ready: bool = True
     pause_until_s: float = 0.0
     warned: bool = False
+    late: int = 0
     counters: Counters = field(default_factory=Counters)
 
 
@@ -135,6 +140,11 @@ class Account:
         if not tier.warned:
             log.warning("the %s tier failed, the engine goes on without it: %s", tier.name, error)
         tier.warned = True
+
+
+def overdue() -> TimeoutError:
+    """Why a copy was given up."""
+    return TimeoutError(f"a copy takes longer than {COPY_LIMIT_S:.0f} s")
 
 
 def _ignore(done: object) -> None:

@@ -124,6 +124,7 @@ class Tiers:
         steps_run  there was a step in this turn, and will be one in the next: saving takes its time
         """
         self._account.now = now
+        self._restoring.end_overdue(now)
         self._saving.pump(steps_run=steps_run)
         if self._lease_saving is not None:
             self._lease_saving.pump()
@@ -174,7 +175,7 @@ class Tiers:
             self._saving.add(chain, urgent=urgent)
 
     def count_restoring(self, now: float) -> int:
-        """Restores that somebody waits for: not those that take longer than anybody does."""
+        """Restores that sequences wait for: none whose time is up."""
         return sum(now < job.deadline_s for job in self._restoring.jobs)
 
     def is_restoring(self, digests: Sequence[bytes], now: float) -> bool:

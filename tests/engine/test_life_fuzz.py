@@ -37,6 +37,7 @@ REACHED = (
     *("steps", "given up", "forks", "forks of answers", "preemptions", "not_finite", "cached_tokens", "shared_tokens"),
     *("siblings", "siblings that fork", "copied blocks"),
     *("whole answers", "restarts", "adopted", "must survive", "interrupted copies", "killed copies"),
+    "overdue copies",
     *("leases granted", "leases renewed", "leases degraded", "leases kept_again", "leases expired", "leases dropped"),
     *("leases lost", "leases demoted", "leases read", "leases read again", "leases brought back", "leases promised"),
     "leases restored",
@@ -287,7 +288,9 @@ class Fuzz:
         bench = self.bench
         told = {key: len(updates) for key, updates in bench.updates.items()}
         excuses = self.count_excuses()
+        late = sum(tier.late for tier in bench.tiers.lower)
         self.seen["steps"] += bench.step()
+        self.seen["overdue copies"] += max(0, sum(tier.late for tier in bench.tiers.lower) - late)
         excuses = self.count_excuses() - excuses
         for (owner, seq), updates in bench.updates.items():
             for update in updates[told.get((owner, seq), 0) :]:

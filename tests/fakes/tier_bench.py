@@ -80,8 +80,7 @@ class FakeCache:
         return [tuple(self.runner.slots.get((block, offset)) for offset in range(SIZE)) for block in slots]
 
     def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Any) -> None:
-        for block, contents in zip(slots, payload, strict=True):
-            assert not self.runner.pool.is_registered(block), "a block that can be hit would be written"
+        for block, contents in zip(slots, payload, strict=True):  # whatever is there: the reader finds out
             for offset, content in enumerate(contents):
                 self.runner.slots[block, offset] = content
 

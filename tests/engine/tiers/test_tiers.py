@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from engine.planner import COPY_WAIT_S
 from engine.protocol import DIGEST_BYTES, split_digests
-from engine.tiers.restoring import RESTORE_LIMIT_S
-from engine.tiers.tier import PAUSE_S
+from engine.tiers.stores import BlockKey
+from engine.tiers.tier import COPY_LIMIT_S, PAUSE_S
 from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
 from tests.fakes.tier_bench import TierBench, make
 
@@ -223,7 +224,7 @@ def test_a_disk_that_hangs_holds_a_sequence_for_a_limited_time() -> None:
     bench.forget_gpu()
     bench.submit(2, prompt(40))
     assert not bench.step()
-    bench.now += RESTORE_LIMIT_S
+    bench.now += COPY_LIMIT_S
     while bench.step():
         pass
     assert bench.answer(2) == expected(prompt(40))
@@ -238,12 +239,97 @@ def test_a_disk_that_hangs_takes_no_place_of_a_sequence_for_good() -> None:
     bench.submit(2, prompt(40))
     bench.submit(3, prompt(20, 1))
     assert not bench.step()
-    bench.now += RESTORE_LIMIT_S
+    bench.now += COPY_LIMIT_S
     while bench.step():
         pass
     assert bench.answer(2) == expected(prompt(40))
     assert bench.answer(3) == expected(prompt(20, 1))
     bench.finish()
+
+
+def test_a_disk_that_hangs_keeps_no_block_of_the_model_and_what_it_reads_later_is_written_nowhere() -> None:
+    """Each restore takes nine of 64 blocks. They come back when its time is up, and others compute in them; then the
+    disk wakes up and goes on with all it was asked for."""
+    bench = make(num_blocks=64, disk=200)
+    for seq in range(8):
+        bench.ask(seq, prompt(40, seq), max_tokens=1)
+    bench.forget_gpu()
+    (disk,) = bench.workers.values()
+    for seq in range(8):
+        bench.submit(10 + seq, prompt(40, seq), max_tokens=1)
+        bench.step()
+    assert len(disk.jobs) == 7, "no room for the eighth"
+    assert (bench.pool.num_live, bench.scheduler.num_waiting) == (63, 8)
+    bench.now += COPY_LIMIT_S
+    assert not bench.step()
+    while bench.step():
+        pass
+    assert bench.scheduler.num_waiting == bench.pool.num_live == 0
+    for seq in range(8):
+        assert bench.answer(10 + seq) == expected(prompt(40, seq), 1)
+        assert bench.of(10 + seq)[0].cached_tokens == 0
+    assert counters(bench)["failed"] == 7 * 9
+    bench.forget_gpu()
+    bench.submit(20, prompt(40, 0), max_tokens=1)
+    assert bench.step(), "it is not asked again while a copy is overdue"
+    bench.submit(21, prompt(200, 9), max_tokens=20)  # somebody has the very blocks
+    assert bench.step()
+    while disk.work() or disk.deliver():
+        bench.step()
+    bench.finish()
+    assert bench.answer(21) == expected(prompt(200, 9), 20)
+    bench.forget_gpu()
+    assert bench.ask(30, prompt(40, 3), max_tokens=1) == 36, "it is asked again"
+    bench.check_contents()
+
+
+def test_a_disk_that_wakes_up_in_the_middle_of_a_restore_writes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for blocks_read in (0, 3, 6):  # three are copied at once
+        bench = make(num_blocks=16)
+        bench.ask(1, prompt(40))
+        bench.forget_gpu()
+        (disk,) = bench.workers.values()
+        read = bench.disk.read
+
+        def hang(slots: list[int], keys: list[BlockKey], bench: TierBench = bench, read: Any = read) -> Any:
+            rows = read(slots, keys)
+            if keys[0].index == blocks_read:  # noqa: B023 - called in this turn of the test
+                bench.now += COPY_LIMIT_S
+                bench.submit(3, prompt(56, 7), max_tokens=1)
+                assert not bench.step()
+                while bench.step():
+                    pass
+            return rows
+
+        bench.disk.read = hang  # type: ignore[method-assign]
+        bench.submit(2, prompt(40))
+        assert not bench.step()
+        assert disk.work()
+        assert bench.answer(2) == expected(prompt(40))
+        assert bench.answer(3) == expected(prompt(56, 7), 1)
+        bench.check_contents()
+        bench.finish()
+        bench.check_contents()
+
+
+def test_a_save_that_hangs_keeps_no_block_of_the_model_either() -> None:
+    bench = make(num_blocks=10, lease_share=1.0)
+    bench.submit(1, prompt(36), max_tokens=1)
+    assert bench.step()
+    assert bench.pool.num_live == 9
+    bench.submit(2, prompt(36, 1), max_tokens=1)
+    bench.now += COPY_LIMIT_S
+    assert not bench.step()
+    assert bench.step()
+    assert bench.answer(2) == expected(prompt(36, 1), 1)
+    (disk,) = bench.workers.values()
+    assert (counters(bench)["failed"], len(disk.jobs)) == (9, 1)
+    bench.finish()
+    assert (counters(bench)["saved"], bench.disk.files) == (0, {}), "others had the blocks by then"
+    bench.now += PAUSE_S
+    bench.ask(3, prompt(36, 1), max_tokens=1)
+    assert held(bench, "disk", prompt(36, 1)) == 9
+    bench.check_contents()
 
 
 def test_leases_wait_for_copies_to_make_room_and_not_for_a_disk_that_hangs() -> None:
