@@ -15,9 +15,9 @@ from contextlib import aclosing
 from typing import Final, Generic, TypeVar
 
 from gateway import tasks
-from gateway.errors import KvasirError, OverloadedError
+from gateway.errors import BadRequestError, KvasirError, OverloadedError, QueueFullError
 from gateway.responses.bill import Bill
-from gateway.types import Hit, Lookup, Trace
+from gateway.types import Hit, Lookup, Request, Trace, UpstreamRequest
 
 _T = TypeVar("_T")
 
@@ -31,9 +31,11 @@ class Flight(Generic[_T]):
     bill         who pays for what an own engine computes
     unpaid       of a request that launched it and left before its end: what it takes is another reader's to account for
     lookup, hit  what the cache had for it, said by its work before the first item; None: it had nothing
+    leader       the request that launched it
     begun_s      monotonic clock
     """
 
+    leader: Request | UpstreamRequest | None = None
     lookup: Lookup | None = None
     hit: Hit | None = None
     unpaid: Trace | None = None
@@ -71,6 +73,16 @@ class Flight(Generic[_T]):
     def full(self) -> Sequence[_T] | None:
         """What came, from the first on, unless that was too much."""
         return None if self._dropped or self._bytes > self._max_bytes else list(self._items)
+
+    def fails(self, request: Request | UpstreamRequest, error: KvasirError) -> bool:
+        """Whether the error that ended the flight is this reader's as well. Otherwise the reader may try again: nothing
+        was sent to it, and the error belongs to the leader alone (its deadline, its tenant's share of a queue)."""
+        leader, now = self.leader, time.monotonic()
+        if leader is None or leader is request or self.begun or isinstance(error, BadRequestError):
+            return True
+        if isinstance(error, QueueFullError):
+            return leader.tenant.name == request.tenant.name
+        return now < leader.deadline_s or now >= request.deadline_s
 
     def start(self, work: Callable[[Flight[_T]], AsyncGenerator[_T, None]], name: str) -> None:
         """Runs until `work` has no more to give."""
@@ -183,15 +195,16 @@ class Flights(Generic[_T]):
         """One that may still be joined: who reads it gets everything."""
         return self._flying.get(key)
 
-    def launch(self, key: Hashable | None) -> Flight[_T]:
+    def launch(self, key: Hashable | None, leader: Request | UpstreamRequest | None = None) -> Flight[_T]:
         """A new one, in place of one that could be joined. With None, nobody else can find it."""
-        if key is None:
-            return Flight(self._max_bytes, self._size, lambda: None)
         flight: Flight[_T]
 
         def close() -> None:
             if self._flying.get(key) is flight:
                 del self._flying[key]
 
-        flight = self._flying[key] = Flight(self._max_bytes, self._size, close)
+        flight = Flight(self._max_bytes, self._size, close)
+        flight.leader = leader
+        if key is not None:
+            self._flying[key] = flight
         return flight

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from engine.protocol import Hello
 from gateway.config import ResponseCacheSettings
-from gateway.errors import BadRequestError, KvasirError, NotCachedError
+from gateway.errors import KvasirError, NotCachedError
 from gateway.responses.asked import EngineAsked
 from gateway.responses.base import Audited, Generate, Semantic
 from gateway.responses.eligibility import Mode, find_bypass, may_keep
@@ -134,9 +134,8 @@ class ResponseCache:
                 (asked.key, request.lane, request.tier, request.priority, request.reuse) if request.reuse.read else None
             )
             flight = self._flights.find(key)
-            launched = flight is None
             if flight is None:
-                flight = self._flights.launch(key)
+                flight = self._flights.launch(key, request)
                 flight.start(lambda flight: self._work(asked, generate, flight), "response flight")
             flight.bill.join(request.trace)
             try:
@@ -145,8 +144,7 @@ class ResponseCache:
                         yield self._told(event, asked, flight)
                 return
             except KvasirError as error:
-                # What was wrong with the first request is wrong with this one; what failed it may not fail this one.
-                if launched or flight.begun or isinstance(error, BadRequestError):
+                if flight.fails(request, error):
                     raise
             finally:
                 if flight.lookup is None:

@@ -142,7 +142,7 @@ class RememberedUpstreams:
             leads = flight is None
             shares = False
             if flight is None:
-                flight = self._flights.launch(shared)
+                flight = self._flights.launch(shared, request)
                 flight.start(lambda flight: self._work(asked, flight), "upstream flight")
             try:
                 async with aclosing(flight.read()) as items:
@@ -158,8 +158,8 @@ class RememberedUpstreams:
                 if shares and flight.lookup is None and flight.hit is not None:  # known once it was read to its end
                     account_shared(request, flight, flight.hit)
                 return
-            except KvasirError:
-                if leads or flight.begun:
+            except KvasirError as error:
+                if flight.fails(request, error):
                     raise
             finally:
                 if leads and flight.hit is None:
@@ -180,8 +180,10 @@ class RememberedUpstreams:
         try:
             async with aclosing(flight.read()) as items:
                 head, *rest = await _all(items, self._settings.max_flight_bytes)
-        except KvasirError:  # nobody has been told anything, and it may be asked for again
-            return None
+        except KvasirError as error:
+            if not flight.begun and flight.fails(asked.request, error):
+                raise
+            return None  # nothing of the stream was passed on: the request may still be sent by itself
         finally:
             if await flight.given_up():
                 account_given_up(asked.request, flight)

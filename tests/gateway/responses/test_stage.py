@@ -12,7 +12,15 @@ import pytest
 
 from engine.protocol import Sampling
 from gateway.config import ResponseCacheSettings
-from gateway.errors import BadRequestError, EngineLostError, KvasirError, NotCachedError, OverloadedError
+from gateway.errors import (
+    BadRequestError,
+    DeadlineError,
+    EngineLostError,
+    KvasirError,
+    NotCachedError,
+    OverloadedError,
+    QueueFullError,
+)
 from gateway.responses.base import Anew, Asked, Match, Said
 from gateway.responses.eligibility import Mode
 from gateway.responses.entries import Entry
@@ -28,6 +36,7 @@ from gateway.types import (
     FinishReason,
     Request,
     Reuse,
+    Scope,
     Started,
     Tenant,
     TextDelta,
@@ -453,11 +462,31 @@ async def test_when_all_hang_up_the_generation_ends() -> None:
     assert bench.cache.in_flight == 0
 
 
-async def test_when_the_first_one_fails_before_it_began_another_one_leads() -> None:
-    bench = Bench(engine=Engine(errors=[OverloadedError("full"), OverloadedError("full")]))
-    waiting = await asyncio.gather(*(bench.text(ask()) for _ in range(4)), return_exceptions=True)
-    assert [type(answer) for answer in waiting] == [OverloadedError, OverloadedError, str, str]
-    assert set(waiting[2:]) == {"Hello 3"}
+@pytest.mark.parametrize(
+    "error",
+    [OverloadedError("full"), DeadlineError.without_place(1.0), QueueFullError("full"), EngineLostError("lost")],
+)
+async def test_a_failure_before_the_first_token_is_shared_by_all_who_joined(error: KvasirError) -> None:
+    bench = Bench(engine=Engine(errors=[error] * 8))
+    waiting = await asyncio.gather(*(bench.text(ask()) for _ in range(8)), return_exceptions=True)
+    assert waiting == [error] * 8
+    assert len(bench.engine.runs) == 1
+
+
+async def test_the_leaders_own_deadline_fails_only_the_leader() -> None:
+    bench = Bench(engine=Engine(errors=[DeadlineError("late"), OverloadedError("full")]))
+    requests = [ask(deadline_s=0.0), *(ask() for _ in range(3))]
+    waiting = await asyncio.gather(*map(bench.text, requests), return_exceptions=True)
+    assert [type(answer) for answer in waiting] == [DeadlineError, *[OverloadedError] * 3]
+    assert len(bench.engine.runs) == 2
+
+
+async def test_a_full_queue_share_of_one_tenant_fails_that_tenant_alone() -> None:
+    bench = Bench(engine=Engine(errors=[QueueFullError("full")]))
+    requests = [ask(tenant=tenant, scope=Scope(namespace="n")) for tenant in "aabb"]
+    waiting = await asyncio.gather(*map(bench.text, requests), return_exceptions=True)
+    assert [type(answer) for answer in waiting] == [QueueFullError, QueueFullError, str, str]
+    assert len(bench.engine.runs) == 2
 
 
 async def test_what_is_wrong_with_one_is_wrong_with_all() -> None:

@@ -15,7 +15,7 @@ import pytest
 from gateway.api.openai.replay import ChatReplay
 from gateway.api.replays import REPLAYS
 from gateway.config import ResponseCacheSettings
-from gateway.errors import UpstreamLostError
+from gateway.errors import DeadlineError, KvasirError, UpstreamLostError, UpstreamsAwayError, UpstreamTimeoutError
 from gateway.responses.base import Figures
 from gateway.responses.exact import ExactCache
 from gateway.responses.lookups import Lookups
@@ -44,6 +44,7 @@ class Stub:
     text: str = "Hi"
     asked: int = 0
     fails: int = 0  # so many answers do not come to their end
+    error: KvasirError | None = None  # instead of any answer
 
     @property
     def whole(self) -> dict[str, Any]:
@@ -63,6 +64,9 @@ class Stub:
         self.asked += 1
         fails, streams = self.asked <= self.fails, bool(request.values.get("stream"))
         whole, usage = self.whole, "stream_options" in request.values
+        if self.error is not None:
+            await self.may.wait()
+            raise self.error
         told = ChatReplay().unfold(whole, usage=usage) if streams else [orjson.dumps(whole)]
         assert told is not None
 
@@ -219,6 +223,33 @@ async def test_nobody_waits_for_what_an_upstream_may_let_wait_and_all_get_what_c
     assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
     await read(upstreams, ask(service_tier="priority"))
     assert figures.outcomes == {"miss": 2, "exact": 1}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UpstreamsAwayError("m", 1.0),
+        UpstreamLostError("refused"),
+        UpstreamTimeoutError("slow"),
+        DeadlineError.without_place(1.0),
+    ],
+)
+async def test_upstreams_that_cannot_be_asked_are_asked_once_for_all_who_joined(error: KvasirError) -> None:
+    stub = Stub(error=error)
+    upstreams, _ = remembered(stub)
+    reading = await begin(upstreams, *(ask(**STREAMED) for _ in range(4)), *(ask() for _ in range(4)))
+    stub.may.set()
+    assert await asyncio.gather(*reading, return_exceptions=True) == [error] * 8
+    assert stub.asked == 1
+
+
+async def test_requests_that_joined_ask_again_where_only_the_leaders_time_was_over() -> None:
+    stub = Stub(error=UpstreamTimeoutError("slow"))
+    upstreams, _ = remembered(stub)
+    leader, *others = await begin(upstreams, replace(ask(), deadline_s=0.0), *(ask() for _ in range(3)))
+    stub.may.set()
+    assert await asyncio.gather(leader, *others, return_exceptions=True) == [stub.error] * 4
+    assert stub.asked == 2
 
 
 async def test_a_stream_that_fails_leaves_who_wants_it_whole_to_ask_again() -> None:
