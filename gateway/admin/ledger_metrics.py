@@ -41,3 +41,8 @@ def ledger_metrics(ledger: LedgerStatus) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "kvasir_ledger_dropped", "Requests that the ledger had no row left for.", value=ledger.dropped
     )
+    yield CounterMetricFamily(
+        "kvasir_ledger_capped",
+        "Figures of rows that were too large for 64 bits, or replaced what was no number.",
+        value=ledger.capped,
+    )

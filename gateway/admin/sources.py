@@ -83,6 +83,9 @@ class LedgerStatus(Protocol):
     @property
     def dropped(self) -> int: ...
 
+    @property
+    def capped(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:

@@ -20,11 +20,13 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
     errors = CounterMetricFamily(
         "kvasir_upstream_errors",
         "Requests that an upstream failed, or had no place for: connect, timeout, lost, busy, full, late, key, "
-        "redirect, or a status from 400 on.",
+        "redirect, usage, or a status from 400 on.",
         labels=("upstream", "kind"),
     )
     unmetered = CounterMetricFamily(
-        "kvasir_upstream_unmetered", "Answers of an upstream that told no usage.", labels=("upstream",)
+        "kvasir_upstream_unmetered",
+        "Answers of an upstream that told no usage, or an absurd one.",
+        labels=("upstream",),
     )
     hints = CounterMetricFamily(
         "kvasir_upstream_hints", "Requests to which a caching hint was added.", labels=("upstream",)

@@ -16,6 +16,9 @@ from engine.protocol import Lane
 from gateway.types import Hit
 
 NANO: Final = 1_000_000_000
+LARGEST: Final = 2**63 - 1
+"""Figure of a row, above or below zero: Redis counts in 64 bits."""
+
 OTHER: Final = "other"
 """The model of rows that are one too many to be told apart."""
 
@@ -97,8 +100,9 @@ class BookDownError(Exception):
 class Book(Protocol):
     """Rows by day. Every method raises BookDownError, and has then changed nothing, or all that it was to change."""
 
-    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> None:
-        """Adds to what is there. What was added under this number before is not added again."""
+    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
+        """Adds to what is there. What was added under this number before is not added again. Returns how many figures
+        were capped: none is larger than LARGEST."""
         ...
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
@@ -108,6 +112,11 @@ class Book(Protocol):
     async def forget(self, before: str) -> None:
         """Drops all days before this one."""
         ...
+
+
+def capped(figure: int) -> int:
+    """The figure, or the largest one that a book takes."""
+    return max(-LARGEST, min(figure, LARGEST))
 
 
 def add_up(total: Figures, more: Mapping[str, int]) -> None:

@@ -57,6 +57,8 @@ class Ledger:
         self._forgotten = ""  # the day on which old ones were dropped last
         self._down = False
         self._dropped = 0
+        self.capped = 0
+        """Figures of rows that the book does not have in full, as they were too large."""
 
     @property
     def dropped(self) -> int:
@@ -129,7 +131,10 @@ class Ledger:
 
     async def _send(self) -> None:
         while self._sending:
-            await self._book.add(*self._sending[0])
+            if more := await self._book.add(*self._sending[0]):
+                if not self.capped:
+                    log.warning("figures of the ledger are too large for 64 bits, or replaced what was no number")
+                self.capped += more
             self._sending.popleft()
 
     def _cut(self) -> None:

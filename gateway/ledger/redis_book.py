@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 from redis.asyncio import Redis
 
-from gateway.ledger.base import COLUMNS, BookDownError, Figures, Row
+from gateway.ledger.base import COLUMNS, BookDownError, Figures, Row, capped
 from gateway.redis_calls import RedisCalls
 
 REMEMBERED_S: Final = 86_400
@@ -38,15 +38,18 @@ class RedisBook:
         self._calls = RedisCalls(timeout_s, BookDownError)
         self._add = redis.register_script(files(__package__).joinpath("add.lua").read_text(encoding="utf-8"))
 
-    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> None:
+    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
         days = sorted({row.day for row, _ in rows})
         places = {day: place for place, day in enumerate(days, start=3)}
         arguments: list[str | int] = [REMEMBERED_S]
+        too_large = 0
         for row, figures in rows:
             head = "|".join(quote(part, safe="") for part in row[1:])
             for column, value in figures.items():
-                arguments += [places[row.day], f"{head}|{column}", value]
-        await self._calls.ask(self._add(keys=[_ADDED + number, _DAYS, *(_DAY + day for day in days)], args=arguments))
+                arguments += [places[row.day], f"{head}|{column}", capped(value)]
+                too_large += value != capped(value)
+        keys = [_ADDED + number, _DAYS, *(_DAY + day for day in days)]
+        return too_large + int(await self._calls.ask(self._add(keys=keys, args=arguments)))
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
         rows: dict[Row, Figures] = {}

@@ -43,8 +43,8 @@ class Source(Protocol):
         """It did not come to its end."""
         ...
 
-    def told_no_usage(self) -> None:
-        """It came, and could not be metered."""
+    def told_no_usage(self, *, absurd: bool) -> None:
+        """It came, and could not be metered; `absurd`: its figures cannot be those of one answer."""
         ...
 
     def left(self, lane: Lane) -> None:
@@ -167,8 +167,8 @@ class Opened:
     def _settle(self, request: UpstreamRequest) -> None:
         if not request.metered or self.status >= 300:
             return
-        if (tokens := self._meter.tokens()) is None:
-            self._source.told_no_usage()
+        if (tokens := self._meter.tokens()) is None or tokens.is_absurd:
+            self._source.told_no_usage(absurd=tokens is not None)
             request.trace.untold = True
             return
         trace = request.trace

@@ -23,6 +23,7 @@ from gateway.upstreams.hints import Seen
 from gateway.upstreams.online_places import OnlinePlaces
 from gateway.upstreams.opened import Opened, deadline_s, quoting, too_late
 from gateway.upstreams.places import Places
+from gateway.upstreams.usage import MAX_TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +105,15 @@ class Upstream:
         """An answer came to its end."""
         self.breaker.succeeded()
 
-    def told_no_usage(self) -> None:
-        """An answer could not be metered."""
+    def told_no_usage(self, *, absurd: bool) -> None:
+        """An answer could not be metered; `absurd`: its figures cannot be those of one answer. The log says it once."""
         self.unmetered += 1
+        if absurd:
+            self.errors["usage"] += 1
+            if self.errors["usage"] == 1:
+                log.warning(
+                    "upstream %s reports a usage of more than %d tokens; it is not counted", self.name, MAX_TOKENS
+                )
 
     def failed(self, kind: str) -> None:
         """Counts a failure; says in the log when the upstream is left alone from now on, once until it answers."""

@@ -28,6 +28,9 @@ Said = dict[str, int]
 MARKS: Final = (b'"usage', b'"timings"')
 """JSON without one of these says nothing about tokens; `usageMetadata` begins alike."""
 
+MAX_TOKENS: Final = 10**9
+"""Of a prompt, or of all its answers. The longest contexts have a hundredth of it."""
+
 
 class Tokens(NamedTuple):
     """Of one answer. `prompt` includes `cached` and `cache_write`, which do not overlap.
@@ -40,6 +43,11 @@ class Tokens(NamedTuple):
     cached: int = 0
     cache_write: int = 0
     writes: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def is_absurd(self) -> bool:
+        """Whether these cannot be the tokens of one answer."""
+        return max(self.prompt, self.completion) > MAX_TOKENS
 
 
 def note(said: Said, value: Any, dialect: str) -> None:

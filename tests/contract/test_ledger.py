@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from gateway.config import LedgerSettings, PriceSettings
-from gateway.ledger.base import COLUMNS, Book, BookDownError, Entry, Row
+from gateway.ledger.base import COLUMNS, LARGEST, Book, BookDownError, Entry, Row
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
@@ -61,6 +63,92 @@ async def test_every_column_is_kept(book: Book) -> None:
     figures = {column: number for number, column in enumerate(COLUMNS, start=1)}
     await book.add("1", [(ROW, figures)])
     assert await book.read(ROW.day, ROW.day) == {ROW: figures}
+
+
+async def test_a_figure_that_overflows_is_capped_and_keeps_no_other_row_from_being_written(book: Book) -> None:
+    low, other = ROW._replace(model="low"), ROW._replace(tenant="south")
+    rows = [(ROW, {"prompt_tokens": LARGEST - 1}), (low, {"cost_nano": 1 - LARGEST}), (other, {"requests": 1})]
+    assert await book.add("1", rows) == 0
+    rows = [(ROW, {"prompt_tokens": 2, "requests": 3}), (low, {"cost_nano": -5}), (other, {"requests": 1})]
+    assert [await book.add("2", rows), await book.add("2", rows)] == [2, 0]
+    assert await book.add("3", [(ROW, {"prompt_tokens": 10**30, "requests": 4}), (other, {"requests": 1})]) > 0
+    assert await book.read(ROW.day, ROW.day) == {
+        ROW: {"prompt_tokens": LARGEST, "requests": 7},
+        low: {"cost_nano": -LARGEST},
+        other: {"requests": 3},
+    }
+
+
+async def test_a_batch_that_cannot_be_added_as_a_whole_adds_nothing_to_a_book_in_memory() -> None:
+    class Broken(dict[str, int]):
+        def items(self) -> Any:
+            yield "requests", 5
+            raise MemoryError
+
+    book, other = MemoryBook(), ROW._replace(tenant="south")
+    await book.add("1", [(ROW, {"requests": 1})])
+    with pytest.raises(MemoryError):
+        await book.add("2", [(ROW, {"requests": 1}), (other, Broken())])
+    assert await book.read("0", "9") == {ROW: {"requests": 1}}
+    await book.add("2", [(ROW, {"requests": 1}), (other, {"requests": 5})])
+    assert await book.read("0", "9") == {ROW: {"requests": 2}, other: {"requests": 5}}
+
+
+DAY = "kvasir:{ledger}:2026-11-22"
+NEXT = "kvasir:{ledger}:2026-11-23"
+DAYS = "kvasir:{ledger}.days"
+BREAKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no mark may be set": (("ACL", "SETUSER", "default", "-set"), ("ACL", "SETUSER", "default", "+set")),
+    "no day may be noted": (("ACL", "SETUSER", "default", "-sadd"), ("ACL", "SETUSER", "default", "+sadd")),
+    "no figure may be added": (("ACL", "SETUSER", "default", "-hincrby"), ("ACL", "SETUSER", "default", "+hincrby")),
+    "the days are no set": (("RENAME", DAYS, "kept"), ("RENAME", "kept", DAYS)),
+    "the first day is no hash": (("RENAME", DAY, "kept"), ("RENAME", "kept", DAY)),
+    "the last day is no hash": (("RENAME", NEXT, "kept"), ("RENAME", "kept", NEXT)),
+    "Redis is full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+}
+
+
+async def test_whichever_write_fails_a_batch_is_added_as_a_whole_or_not_at_all(own_redis: RedisProcess) -> None:
+    redis = connect(own_redis.url, LIMIT_S)
+    book, tomorrow = RedisBook(redis, timeout_s=LIMIT_S), ROW._replace(day="2026-11-23")
+    rows = [(ROW, {"requests": 1, "prompt_tokens": 2}), (tomorrow, {"requests": 1})]
+    await book.add("0", rows)
+    for count, (name, (broken, repaired)) in enumerate(BREAKS.items(), start=1):
+        await redis.execute_command(*broken)
+        if broken[0] == "RENAME":
+            await redis.execute_command("SET", broken[1], "something else")
+        with pytest.raises(BookDownError):
+            await book.add(name, rows)
+        await redis.execute_command(*repaired)
+        assert await book.read("0", "9") == {
+            ROW: {"requests": count, "prompt_tokens": 2 * count},
+            tomorrow: {"requests": count},
+        }, name
+        await book.add(name, rows)
+        await book.add(name, rows)
+        assert (await book.read("0", "9"))[tomorrow] == {"requests": count + 1}, name
+    await redis.aclose()
+
+
+async def test_a_field_that_holds_no_number_begins_again_and_is_counted(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis: Redis = Redis.from_url(redis_url)
+    book = RedisBook(redis, timeout_s=LIMIT_S)
+    await book.add("1", [(ROW, {"requests": 1, "prompt_tokens": 1})])
+    (field,) = [one for one in await redis.hkeys(DAY) if one.endswith(b"|requests")]  # type: ignore[misc]
+    await redis.hset(DAY, field, "junk")  # type: ignore[misc]
+    assert await book.add("2", [(ROW, {"requests": 2, "prompt_tokens": 1})]) == 1
+    assert await book.read(ROW.day, ROW.day) == {ROW: {"requests": 2, "prompt_tokens": 2}}
+    ledger = Ledger(LedgerSettings(), PRICES, book, lambda: 0.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            ledger.add(Entry("north", "m", prompt_tokens=2**62))
+            ledger.add(Entry("north", "m", prompt_tokens=2**62))
+            assert await ledger.flush()
+    assert ledger.capped > 2
+    assert len(caplog.records) == 1
+    await redis.aclose()
 
 
 async def test_nothing_of_the_ledger_is_given_up_by_a_redis_that_is_full(redis_url: str) -> None:

@@ -675,6 +675,19 @@ async def test_a_stream_without_usage_is_passed_on_unchanged_and_counted_as_unme
         assert (await figures(gateway))["unmetered"] == 1
 
 
+async def test_an_absurd_usage_reaches_the_client_and_is_in_no_figure_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    told = said({**orjson.loads(CHAT.pieces[0]), "usage": {**USAGE, "prompt_tokens": 9_200_000_000_000_000_000}})
+    async with upstream(told, told, CHAT) as stub, running(upstreams=[stub.settings()]) as gateway:
+        for expected in (*told.pieces, *told.pieces, *CHAT.pieces):
+            assert (await ask(gateway))[2] == expected
+        found = await figures(gateway)
+        assert (found["errors"], found["unmetered"]) == ({"usage": 2}, 2)
+        _, stats, _ = await gateway.get("/admin/stats")
+        (row,) = orjson.loads(stats)["tenants"].values()
+        assert row["prompt_tokens"] == USAGE["prompt_tokens"]
+    assert len([one for one in caplog.records if "usage of more than" in one.message]) == 1
+
+
 async def test_names_that_clients_make_up_are_no_labels_of_metrics() -> None:
     async with upstream(error(404), CHAT) as stub, running(upstreams=[stub.settings("x-*")]) as gateway:
         for name in ("x-made-up", "x-there"):
