@@ -194,6 +194,7 @@ class Answering:
             shape,
             self._echo(call, model),
             at_once=at_once,
+            first_byte_s=self._server.first_byte_s,
             keeper=keeper,
             media_type=media_type,
             noted=noted,

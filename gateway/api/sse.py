@@ -38,6 +38,10 @@ def read_events(stream: bytes) -> Iterator[tuple[bytes, bytes]]:
             yield b"\n".join(lines), written
 
 
+COMMENT: Final = b": ping\n\n"
+"""An event of nothing, which clients of server-sent events skip; those of the Gemini API do not."""
+
+
 def data(value: Any) -> bytes:
     """An event without a name."""
     return b"data: " + json_line(value) + b"\n\n"

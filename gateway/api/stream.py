@@ -3,8 +3,10 @@
 Every answer is closed whichever way it is left (aclosing), which aborts the sequence in its engine: when the client
 hangs up, when writing fails, when another prompt of the same request fails, when the request took too long.
 
-An SSE answer begins when its first token is there. Before that an error is raised, and the middleware writes it as
-plain JSON; after it the error becomes the last event.
+An SSE answer begins when its first token is there, or when its prompt is still being computed after
+server.first_byte_s: then its headers go out, and pings until that token, so that no proxy takes the connection for
+idle. Before the beginning an error is raised, and the middleware writes it as plain JSON; after it the error becomes
+the last event.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from aiohttp import web
 
 from gateway.api.answers import Answer, join_calls
 from gateway.api.dialect import SSE
+from gateway.api.pings import Pings
 from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, failed, kvasir_headers
 from gateway.errors import DeadlineError, KvasirError
 from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
@@ -49,7 +52,11 @@ class Shape(Protocol):
     """
 
     def prelude(self) -> bytes:
-        """Before everything, once the first choice has its first token."""
+        """Before everything, once the first choice has its first token, or is late."""
+        ...
+
+    def ping(self) -> bytes:
+        """What every client skips, after the prelude and before anything else."""
         ...
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
@@ -119,18 +126,22 @@ async def stream(
     echo: Echo,
     *,
     at_once: int,
+    first_byte_s: float = 0.0,
     keeper: Keeper | None = None,
     media_type: str = SSE,
     noted: list[bytes] | None = None,
 ) -> web.StreamResponse:
     """Answers over SSE, or what else the shape writes, complete, and ended as it has to be. Raises only while nothing
-    was sent. `noted` gets all that was written, of one answer that may come again."""
+    was sent. `noted` gets all that was written, of one answer that may come again. `first_byte_s`: see
+    server.first_byte_s."""
     sse = _Sse(http, shape, keeper, media_type, alone=len(requests) == 1, noted=noted)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(street.answer(request)) as events:
             return await sse.choice(index, request, events, echo)
 
+    if first_byte_s:
+        sse.pings.start_at(requests[0].received_s + first_byte_s, lambda: any(map(_has_engine, requests)))
     try:
         ends = await _within(requests, _all(one, requests, at_once))
         usage = sum((usage for _, usage in ends), Usage(0, 0))
@@ -148,6 +159,13 @@ async def stream(
             raise
         log.exception("request %s failed after its first byte", sse.record.request_id)
         return await sse.fail(KvasirError("The server had an error while it answered."))
+    finally:
+        sse.pings.stop()
+
+
+def _has_engine(request: Request) -> bool:
+    """Not while it waits for a slot: then it may still be refused with a status, after which SDKs try again."""
+    return (request.trace.shared or request.trace).engine is not None
 
 
 def stream_headers(media_type: str) -> dict[str, str]:
@@ -198,7 +216,7 @@ async def _all(
 
 
 class _Sse:
-    """The response of one stream. It exists from the first token on."""
+    """The response of one stream. It exists from the first token, or the first ping, on."""
 
     def __init__(
         self,
@@ -218,6 +236,7 @@ class _Sse:
         self._may_note = noted
         self._noted: list[bytes] | None = None
         self._opening = asyncio.Lock()
+        self.pings = Pings(lambda: self._open(cached=False), shape.ping)
 
     async def choice(
         self, index: int, request: Request, events: AsyncGenerator[Event, None], echo: Echo
@@ -270,20 +289,26 @@ class _Sse:
         raise KvasirError("The answer ended without a reason.")
 
     async def begin(self, index: int, echoed: str, started: Started) -> web.StreamResponse:
+        self.pings.stop()
+        response = await self._open(cached=self._alone)
+        if opening := self._shape.opening(index, echoed, started):
+            await self._write(response, opening)
+        return response
+
+    async def _open(self, *, cached: bool) -> web.StreamResponse:
+        """Sends headers and prelude, once. `cached` False: how many tokens were cached is not known."""
         async with self._opening:
             if self.response is None:
                 headers = {
                     **stream_headers(self._media_type),
                     **common_headers(self.record),
-                    **kvasir_headers(self.record, cached=self._alone),
+                    **kvasir_headers(self.record, cached=cached),
                 }
                 response = web.StreamResponse(headers=headers)
                 await response.prepare(self._http)
                 self.response = response
                 if prelude := self._shape.prelude():
                     await self._write(response, prelude)
-        if opening := self._shape.opening(index, echoed, started):
-            await self._write(self.response, opening)
         return self.response
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:

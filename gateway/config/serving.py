@@ -45,6 +45,11 @@ class ServerSettings(Section):
     body_timeout_s: Annotated[float, Field(gt=0)] = Field(
         60.0, description="Seconds that a request's body may take to arrive."
     )
+    first_byte_s: Annotated[float, Field(ge=0)] = Field(
+        2.0,
+        description="Seconds after which a stream whose prompt is still being computed gets its headers and a ping; "
+        "0 waits for the first token.",
+    )
     keep_alive_s: Annotated[float, Field(gt=0)] = Field(
         75.0, description="Seconds that an idle client connection is kept open."
     )

@@ -11,7 +11,7 @@ from typing import Final
 
 from gateway.types import Trace
 
-_OWN: Final = frozenset(("fork", "hit", "lookup", "paid_tokens", "repeat"))
+_OWN: Final = frozenset(("fork", "hit", "lookup", "paid_tokens", "repeat", "shared"))
 """Of a request itself, whoever its answer was generated for."""
 
 _COMPUTED: Final = tuple(one.name for one in fields(Trace) if one.name not in _OWN)
@@ -29,6 +29,7 @@ class Bill:
     def join(self, trace: Trace) -> None:
         """A request reads along."""
         self._readers.append(trace)
+        trace.shared = self.work
 
     def leads(self, trace: Trace) -> bool:
         """Whether everything up to now was computed for this request: its client is told as if it were alone."""
@@ -46,6 +47,7 @@ class Bill:
         """
         if not any(one is trace for one in self._readers):
             return
+        trace.shared = None
         first, leads = self._readers[0] is trace, self.leads(trace)
         self._readers = [one for one in self._readers if one is not trace]
         if not first or (self.work.first_token_ms is None and self._readers):

@@ -125,6 +125,7 @@ class Trace:
     """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
 
     engine: str | None = None
+    shared: Trace | None = None  # of the work whose answer it waits for, together with other requests
     hit: Hit | None = None  # then nothing was computed for it, but for `paid_tokens`
     fork: bool = False  # its prompt is accounted for with another answer's
     prompt_tokens: int = 0

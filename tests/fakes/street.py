@@ -83,6 +83,7 @@ class FakeStreet:
 
     fails_before, fails_after   raised instead of the first event, or after all pieces
     hold_before, hold_after     awaited there
+    has_place                   whether an engine works on it while it is held
     """
 
     pieces: Sequence[str | TextDelta | CallDelta] = ("Hello", " world")
@@ -99,6 +100,7 @@ class FakeStreet:
     fails_after: Exception | None = None
     hold_before: asyncio.Event | None = None
     hold_after: asyncio.Event | None = None
+    has_place: bool = False
     requests: list[Request] = field(default_factory=list)
     responses: Responses | None = None  # steps 1 and 7
     open: int = 0
@@ -140,6 +142,8 @@ class FakeStreet:
             self.closed.set()
 
     async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
+        if self.has_place:
+            request.trace.engine = "engine-1"
         await self._hold(self.hold_before)
         if self.fails_before is not None:
             raise self.fails_before

@@ -29,6 +29,7 @@ _REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_t
 _CUMULATIVE: Final = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
 _DELTA: Final = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
 _NO_END: Final = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
+_PING: Final = event("ping", {"type": "ping"})
 _MESSAGE_STOP: Final = event("message_stop", {"type": "message_stop"})
 
 
@@ -79,6 +80,9 @@ class MessageShape:
         content += [{**_tool_use(call.name), "input": _input(call.arguments)} for call in answer.calls]
         end = _end(answer.reason, answer.stop, usage, self._max_tokens)
         return orjson.dumps({**self._message(content), **end, "usage": self._usage(usage)})
+
+    def ping(self) -> bytes:
+        return _PING
 
     def prelude(self) -> bytes:
         """Nothing goes out before the usage of the prompt is known."""

@@ -54,6 +54,10 @@ class GeminiShape:
         """What is new in each answer."""
         return Stamp(self._base["responseId"].encode(), lambda: _new_id().encode())
 
+    def ping(self) -> bytes:
+        """An empty line: the Python SDK takes a comment for the beginning of an error."""
+        return b"\n"
+
     def prelude(self) -> bytes:
         """The beginning of an array."""
         return b"[" if self._array else b""

@@ -18,7 +18,7 @@ from engine.protocol import Hello, Namespace
 from gateway.api.answers import Answer
 from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.api.openai.wire import error_json
-from gateway.api.sse import data, json_line, json_text
+from gateway.api.sse import COMMENT, data, json_line, json_text
 from gateway.api.stamps import Stamp, new_id
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, Started, TextDelta, Tier, Usage
@@ -88,6 +88,9 @@ class ChatShape:
     def stamp(self, *, stream: bool) -> Stamp:
         """What is new in each answer; ids of tool calls are not in it."""
         return _stamp(self._base, "chat.completion.chunk" if stream else "chat.completion")
+
+    def ping(self) -> bytes:
+        return COMMENT
 
     def prelude(self) -> bytes:
         """What goes out before everything: the role of each choice, in order, for SDKs that keep choices in a list."""
@@ -169,6 +172,9 @@ class CompletionShape:
     def stamp(self) -> Stamp:
         """What is new in each answer."""
         return _stamp(self._base, "text_completion")
+
+    def ping(self) -> bytes:
+        return COMMENT
 
     def prelude(self) -> bytes:
         """Nothing goes out before the first choice's own."""

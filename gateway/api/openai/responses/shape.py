@@ -18,7 +18,7 @@ from gateway.api.openai.response import new_call_id
 from gateway.api.openai.responses.items import Item, item_id
 from gateway.api.openai.responses.request import Asked
 from gateway.api.openai.responses.response import error_code, failed_response, logprobs_json, new_response, usage_json
-from gateway.api.sse import event, json_line, json_text
+from gateway.api.sse import COMMENT, event, json_line, json_text
 from gateway.config import LeaseSettings
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
@@ -62,6 +62,9 @@ class ResponseShape:
         return output
 
     # -- a stream ---------------------------------------------------------------------------------------------------
+
+    def ping(self) -> bytes:
+        return COMMENT
 
     def prelude(self) -> bytes:
         self.begun = True
