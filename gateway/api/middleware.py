@@ -38,6 +38,7 @@ from gateway.types import Trace
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvasir.access")
 
+_PLAIN = re.compile(r"[^\s\"=]+")
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 
 
@@ -144,7 +145,7 @@ def _line(record: Record) -> str:
     first, lease, lookup = told.first_token_ms, told.lease, told.lookup
     return (
         f"request_id={record.request_id} tenant={record.tenant or '-'} endpoint={record.endpoint} "
-        f"model={record.model or '-'} engine={told.engine or '-'} lane={record.lane if record.traces else '-'} "
+        f"model={_value(record.model or '-')} engine={told.engine or '-'} lane={record.lane if record.traces else '-'} "
         f"stream={record.stream:d} prompt_tokens={told.prompt_tokens} cached_tokens={told.cached_tokens} "
         f"lease={lease.state if lease else '-'} lease_read_tokens={told.lease_read_tokens} "
         f"lease_write_tokens={told.lease_write_tokens} completion_tokens={told.completion_tokens} "
@@ -153,3 +154,8 @@ def _line(record: Record) -> str:
         f"total_ms={record.total_ms:.1f} retries={sum(trace.retries for trace in record.traces)} "
         f"status={record.status} error={record.error or '-'}"
     )
+
+
+def _value(text: str) -> str:
+    """Of a field, so that a name with spaces in it cannot be taken for more fields."""
+    return text if _PLAIN.fullmatch(text) else orjson.dumps(text).decode()

@@ -1,6 +1,8 @@
 """How a line of the log is written; its traceback is tracebacks.py's.
 
-Lines say neither thread, process nor line of code; looking them up is a third of what a line costs.
+A record is one line: a line feed, an escape sequence or a mark that reorders text in what it quotes is escaped, so that
+no request can forge a line, or hide one from an operator with a terminal. Lines say neither thread, process nor line of
+code; looking them up is a third of what a line costs.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from gateway.logs.tracebacks import told
+from gateway.logs.tracebacks import escaped, told
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
@@ -35,6 +37,10 @@ class Lines(logging.Formatter):
         """As the module's own, to the millisecond."""
         return f"{self._second(record.created)},{int(record.msecs):03d}"
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Without its traceback."""
+        return escaped(super().formatMessage(record))
+
     def formatException(self, ei: Any) -> str:  # noqa: N802
         """Without what an error may quote of a request."""
         return "" if ei[1] is None else told(ei[1])
@@ -43,7 +49,7 @@ class Lines(logging.Formatter):
         """As `format` has a record's."""
         created, level, name, said = line
         milliseconds = int((created - int(created)) * 1000)
-        return f"{self._second(created)},{milliseconds:03d} {logging.getLevelName(level)} {name} {said()}"
+        return escaped(f"{self._second(created)},{milliseconds:03d} {logging.getLevelName(level)} {name} {said()}")
 
     def _second(self, created: float) -> str:
         second, written = self._made

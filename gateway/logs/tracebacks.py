@@ -22,6 +22,13 @@ def told(error: BaseException) -> str:
     return "".join(_told(error, set())).rstrip("\n")
 
 
+def escaped(text: str) -> str:
+    """On one line: characters that are not printed (str.isprintable) are written as Python escapes them."""
+    if text.isprintable():
+        return text
+    return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
+
+
 def _told(error: BaseException, seen: set[int]) -> Iterator[str]:
     seen.add(id(error))
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -42,7 +49,7 @@ def _text(error: BaseException) -> str:
     if isinstance(error, QUOTE_DATA) or type(error).__module__.partition(".")[0] == TEMPLATES:
         return LEFT_OUT
     try:
-        return str(error)
+        return escaped(str(error))
     except Exception:
         return "(its text cannot be made)"
 

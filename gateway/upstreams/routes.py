@@ -1,7 +1,8 @@
 """Which upstreams a model is asked of, in order. Pure: settings and names in, routes out.
 
 Exact names win over patterns: an upstream that names a model is never backed by one whose pattern happens to match, so
-that prompts go nowhere else than where the operator sent this model. Among those that are left the lowest priority is
+that prompts go nowhere else than where the operator sent this model. A pattern matches printable names only: a name
+that it matches is written into logs, labels and the ledger. Among those that are left the lowest priority is
 first, then the order of the file.
 """
 
@@ -88,7 +89,9 @@ class _Served:
         self._regex = re.compile(translate(item.served)) if item.is_pattern else None
 
     def matches(self, model: str) -> bool:
-        return model == self.item.served if self._regex is None else self._regex.match(model) is not None
+        if self._regex is None:
+            return model == self.item.served
+        return model.isprintable() and self._regex.match(model) is not None
 
     def renamed(self, model: str) -> str:
         """What the upstream calls it."""
@@ -105,7 +108,7 @@ class _Served:
         if upstream is None:
             return model if self.matches(model) else None
         starred = _starred(upstream, model)
-        return None if starred is None else self.item.served.replace("*", starred)
+        return self.item.served.replace("*", starred) if starred is not None and starred.isprintable() else None
 
 
 def _starred(pattern: str, name: str) -> str | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import io
 import logging
 import re
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import anthropic
@@ -17,7 +19,9 @@ import pytest
 from google import genai
 from yarl import URL
 
+from gateway.api.lines import Line
 from gateway.api.passthrough import _need
+from gateway.api.routes import RUNNER
 from gateway.config import ServerSettings, TenantSettings
 from gateway.types import Need, Tenant, UpstreamRequest
 from gateway.upstreams import stage
@@ -696,6 +700,48 @@ async def test_names_that_clients_make_up_are_no_labels_of_metrics() -> None:
         assert 'model="x-*"' in page
         assert 'model="x-there"' in page
         assert "x-made-up" not in page
+
+
+FORGED = "up-1\n2026-11-22 10:00:00,000 INFO kvasir.access request_id=forged status=200\x1b[2K"
+GENERATING = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+)
+
+
+async def test_a_model_name_that_cannot_be_printed_goes_to_no_upstream_and_into_no_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with upstream() as stub, contextlib.AsyncExitStack() as stack:
+        every = [stub.settings("*", name=name, dialect=name) for name in ("openai", "anthropic", "gemini")]
+        gateway = await stack.enter_async_context(running(upstreams=every))
+        for path in GENERATING:
+            status, *_ = await ask(gateway, {**ASK, "model": FORGED, "input": "x", "max_tokens": 1}, path)
+            assert status in (400, 404), path
+        for method in ("generateContent", "streamGenerateContent", "countTokens"):
+            path = f"/v1beta/models/{quote(FORGED)}:{method}"
+            assert (await ask(gateway, {"contents": [{"parts": [{"text": "x"}]}]}, path))[0] == 404, method
+        line = Line("/v1/chat/completions", Tenant("acme"), {**ASK, "model": FORGED}, "", "req_1")
+        assert (await gateway.app[RUNNER].lines.answer(line)).status == 404
+        assert stub.got == []
+        assert "forged" not in (await gateway.get("/metrics"))[1]
+    assert not [one for one in caplog.records if "forged" in one.getMessage()]
+
+
+async def test_a_name_with_spaces_and_equals_signs_is_one_field_of_the_access_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvasir.access")
+    async with upstream() as stub, running(upstreams=[stub.settings("*")]) as gateway:
+        assert (await ask(gateway, {**ASK, "model": 'up status=500 "x"'}))[0] == 200
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "kvasir.access"]
+    assert r' model="up status=500 \"x\"" ' in line
 
 
 async def test_names_of_models_are_labels_up_to_a_length_and_to_a_number_for_each_tenant(

@@ -3,8 +3,11 @@ from __future__ import annotations
 import logging
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.logs.lines import FORMAT, Later, Lines
+from gateway.logs.tracebacks import escaped
 
 
 @pytest.mark.parametrize("exact", [1732247999.0, 1732247999.9994, 1732247999.9996, 1732248000.0, 1732204800.123])
@@ -21,3 +24,26 @@ def test_a_line_that_is_made_later_is_what_it_would_have_been(created: float) ->
     record = logging.makeLogRecord({"name": "a.b", "levelname": "INFO", "msg": "%s", "args": ("one",)})
     record.created, record.msecs = created, int((created - int(created)) * 1000) + 0.0
     assert Lines().later(Later(created, logging.INFO, "a.b", lambda: "one")) == logging.Formatter(FORMAT).format(record)
+
+
+FORGED = "x\n2026-11-22 10:00:00,000 INFO kvasir.access request_id=forged status=200 \x1b[2K\r\u2028\u202e\x9b\0\x7f"
+
+
+@given(st.text() | st.just(FORGED))
+def test_whatever_is_logged_is_one_line_that_no_terminal_acts_upon(text: str) -> None:
+    class OddError(Exception):
+        pass
+
+    record = logging.makeLogRecord({"name": "a", "levelname": "INFO", "msg": "model=%s", "args": (text,)})
+    assert Lines().format(record).isprintable()
+    assert Lines().later(Later(1.0, logging.INFO, "a", lambda: text)).isprintable()
+    record.exc_info = (OddError, OddError(text), None)
+    first, second, *_, last = Lines().format(record).split("\n")
+    assert second == "Traceback (most recent call last):"
+    assert first.isprintable()
+    assert last.isprintable()
+
+
+def test_what_is_escaped_can_still_be_read() -> None:
+    assert escaped("é ✓ a\\b") == "é ✓ a\\b"
+    assert escaped("a\nb\x1b[1m\u2028\udc80") == "a\\nb\\x1b[1m\\u2028\\udc80"
