@@ -15,6 +15,7 @@ class Counters:
     refused: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     not_finite: int = 0
+    failed_rows: int = 0  # sequences that an error of their own ended, in a step that went on with the others
     preemptions: int = 0
     shared_waits: int = 0  # times a waiting sequence was passed over while another computed their common prefix
     shared_tokens: int = 0  # of cached_tokens, those that another computed after the sequence had arrived

@@ -1,6 +1,8 @@
-"""Who waits and who runs, by lane: the online lane before the batch lane, within a lane first come, first served.
+"""Which sequences wait and which run, by queue: online before batch, in a queue by tenant, of each tenant first come,
+first served.
 
-Knows nothing about blocks or steps. engine/planner.py moves sequences, engine/scheduler.py lets them in and out.
+Knows nothing about blocks or steps. engine/planner.py moves sequences, engine/scheduler.py lets them in and out,
+engine/turns.py says whose turn it is.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ class Lanes:
     """Every sequence that is not finished is in here once, where its status says."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Lane, OrderedDict[Sequence, None]] = {lane: OrderedDict() for lane in LANES}
+        self._waiting: dict[Lane, dict[str, OrderedDict[Sequence, None]]] = {lane: {} for lane in LANES}  # by tenant
         self._running: dict[Lane, dict[Sequence, None]] = {lane: {} for lane in LANES}
         self._waiting_tokens: dict[Lane, int] = dict.fromkeys(LANES, 0)
 
@@ -30,7 +32,7 @@ class Lanes:
         return sum(map(self.count_running, LANES))
 
     def count_waiting(self, lane: Lane) -> int:
-        return len(self._waiting[lane])
+        return sum(map(len, self._waiting[lane].values()))
 
     def count_running(self, lane: Lane) -> int:
         return len(self._running[lane])
@@ -45,12 +47,23 @@ class Lanes:
         """In the order in which they were started, lane by lane; of all lanes when none is named."""
         return (sequence for lane in lanes or LANES for sequence in self._running[lane])
 
-    def first_waiting(self, lane: Lane, count: int) -> list[Sequence]:
-        return list(islice(self._waiting[lane], count))
+    def unprefilled(self, lane: Lane, count: int) -> dict[str, Iterator[Sequence]]:
+        """Of each tenant what is to be prefilled: what runs, then the first `count` that wait. Sequences may be started
+        while it is iterated over."""
+        running: dict[str, list[Sequence]] = {}
+        for sequence in self._running[lane]:
+            if sequence.num_tokens - sequence.num_computed > 1:
+                running.setdefault(sequence.tenant, []).append(sequence)
+        tenants = dict.fromkeys([*running, *self._waiting[lane]])
+        return {tenant: self._of_tenant(lane, tenant, running.get(tenant, []), count) for tenant in tenants}
 
     def runs(self, lane: Lane) -> bool:
         """Whether any sequence of a lane runs."""
         return bool(self._running[lane])
+
+    def _of_tenant(self, lane: Lane, tenant: str, running: list[Sequence], count: int) -> Iterator[Sequence]:
+        yield from running
+        yield from list(islice(self._waiting[lane].get(tenant, ()), count))
 
     def choose_victim(self) -> Sequence:
         """The youngest running sequence of the batch lane, else of the online lane. There must be one."""
@@ -58,21 +71,20 @@ class Lanes:
         return max(reversed(running), key=lambda sequence: sequence.arrived_s)  # of equals the last admitted
 
     def add(self, sequence: Sequence) -> None:
-        """A new one waits at the end of its lane."""
-        self._waiting[sequence.lane][sequence] = None
+        """A new one waits behind those of its tenant."""
+        self._waiting[sequence.lane].setdefault(sequence.tenant, OrderedDict())[sequence] = None
         self._waiting_tokens[sequence.lane] += _unknown(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        del self._waiting[sequence.lane][sequence]
-        self._waiting_tokens[sequence.lane] -= _unknown(sequence)
+        self._take_out(sequence)
         self._running[sequence.lane][sequence] = None
         sequence.status = Status.RUNNING
 
     def put_back(self, sequence: Sequence) -> None:
-        """One that ran waits again, at the head of its lane."""
+        """One that ran waits again, as the first of its tenant."""
         del self._running[sequence.lane][sequence]
         sequence.status = Status.WAITING
-        queue = self._waiting[sequence.lane]
+        queue = self._waiting[sequence.lane].setdefault(sequence.tenant, OrderedDict())
         queue[sequence] = None
         queue.move_to_end(sequence, last=False)
         self._waiting_tokens[sequence.lane] += _unknown(sequence)
@@ -81,9 +93,15 @@ class Lanes:
         if sequence.status is Status.RUNNING:
             del self._running[sequence.lane][sequence]
         else:
-            del self._waiting[sequence.lane][sequence]
-            self._waiting_tokens[sequence.lane] -= _unknown(sequence)
+            self._take_out(sequence)
         sequence.status = Status.FINISHED
+
+    def _take_out(self, sequence: Sequence) -> None:
+        queues = self._waiting[sequence.lane]
+        del queues[sequence.tenant][sequence]
+        if not queues[sequence.tenant]:
+            del queues[sequence.tenant]
+        self._waiting_tokens[sequence.lane] -= _unknown(sequence)
 
 
 def _unknown(sequence: Sequence) -> int:

@@ -46,8 +46,9 @@ class Plan:
     forks: dict[Sequence, Sequence] = field(default_factory=dict)  # who samples from the row of whom
     fresh: dict[int, None] = field(default_factory=dict)  # new blocks, each once
     too_small: bool = False  # a prefill waits because the budget that is left does not reach its next cut
+    first_too_small: bool = False  # and nothing is prefilled before it in this step
     preempted: bool = False  # for want of blocks: nobody is admitted unless nothing else would run
-    blocked: bool = False  # an online sequence waits for a slot or blocks: nobody of the batch lane is admitted
+    blocked: bool = False  # an online sequence waits for a slot or blocks: nothing of the batch lane is admitted
 
     def add(self, sequence: Sequence, count: int) -> None:
         """The next `count` tokens of a sequence that is not in the plan yet."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineSettings
 from engine.counters import Counters
@@ -27,7 +28,7 @@ from engine.planner import Planner
 from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES, FinishReason, Load, Namespace, SequenceUpdate, Submit, split_digests
 from engine.refusals import Limits, find_mistake
-from engine.sequence import NO_TOKEN, NOT_FINITE, Fork, Sequence, Status, Step, Work
+from engine.sequence import NO_TOKEN, NOT_FINITE, ROW_FAILED, Fork, Sequence, Status, Step, Work
 from engine.tables import BlockTables, digests_fit
 from engine.tiers.tiers import Tier, Tiers
 
@@ -208,19 +209,31 @@ class Scheduler:
         self.tables.settle()
         sequences = step.sequences
         for sequence, result in zip(sequences, results, strict=True):
-            if sequence.status is Status.RUNNING and result == NOT_FINITE:
-                self._fail_not_finite(sequence)
+            if result == NOT_FINITE:
+                self._guard(sequence, self._fail_not_finite, sequence)
+            elif result == ROW_FAILED:
+                self._guard(sequence, self._fail_row, sequence)
         for work in step.work:
-            if work.sequence.status is Status.RUNNING:  # neither failed nor aborted since it was scheduled
-                self._take_computed(work, now)
+            self._guard(work.sequence, self._take_computed, work, now)
         for fork in step.forks:
-            if fork.sequence.status is Status.RUNNING:
-                self._take_forked(fork, now)
+            self._guard(fork.sequence, self._take_forked, fork, now)
         for sequence, result in zip(sequences, results, strict=True):
-            if sequence.status is Status.RUNNING and result == NO_TOKEN:
-                self._fail(sequence, "the grammar became too complex to go on with")
-            elif sequence.status is Status.RUNNING and result is not None:
-                self._append(sequence, result, now)
+            if result == NO_TOKEN:
+                self._guard(sequence, self._fail, sequence, "the grammar became too complex to go on with")
+            elif result is not None:
+                self._guard(sequence, self._append, sequence, result, now)
+
+    def _guard(self, sequence: Sequence, take: Callable[..., None], *values: Any) -> None:
+        """Takes a result of a sequence, unless it has failed or was aborted since it was scheduled. An error ends that
+        sequence alone; what the step wrote for it and is not registered yet never is."""
+        if sequence.status is not Status.RUNNING:
+            return
+        try:
+            take(*values)
+        except Exception:
+            log.exception("a result of a step could not be taken (request %s)", sequence.request_id or "-")
+            if sequence.status is Status.RUNNING:
+                self._fail_row(sequence)
 
     def fail(self, step: Step, error: str) -> None:
         """The step did not succeed: its sequences end with an error, and nothing that it wrote becomes findable."""
@@ -337,6 +350,10 @@ class Scheduler:
             sequence.request_id or "-",
         )
         self._fail(sequence, "the model computed numbers that are not finite")
+
+    def _fail_row(self, sequence: Sequence) -> None:
+        self.counters.failed_rows += 1
+        self._fail(sequence, "the engine had an internal error with this sequence")
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         self._finish(sequence, "error", SequenceUpdate(sequence.seq, error=error))

@@ -151,7 +151,8 @@ class Runner(Protocol):
         work that does not sample. The row of logits behind a prompt is left with the siblings that want it
         (Siblings.row), and forks sample from it. A work whose hidden state is not finite gets NOT_FINITE, whether it
         samples or not: the loop fails that sequence and registers nothing that the step wrote for it. One whose
-        grammar allows nothing gets NO_TOKEN. Any exception fails the whole step. Log probabilities that a sequence
+        grammar allows nothing gets NO_TOKEN. One whose token or log probabilities cannot be found gets ROW_FAILED, and
+        nothing of it is registered either. Any other exception fails the whole step. Log probabilities that a sequence
         asks for are appended to its `logprobs`. Raises StepGivenUp once `unwanted` says so, unless it is about to end:
         then only zeroing and copying are done, and slots that it would have written may hold anything.
         """
@@ -167,3 +168,6 @@ NOT_FINITE = -1
 
 NO_TOKEN = -2
 """In place of a token id: the sequence's grammar allows none, because it became too complex."""
+
+ROW_FAILED = -3
+"""In place of a token id: something went wrong with this sequence alone; the log has it."""

@@ -7,6 +7,7 @@ below them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 
 from engine.plan import MIN_TAIL_TOKENS
@@ -88,6 +89,18 @@ class BlockTables:
         sequence.num_registered = len(reused)
         sequence.restored = False
         return fresh
+
+    def fits_without(self, victims: Several[Sequence], sequence: Sequence, headroom: int, *, is_fork: bool) -> bool:
+        """Whether `admit`, or `fork`, would find room for a sequence if the victims were released. Looks at every block
+        that they hold."""
+        held = [block for victim in victims for block in victim.block_table]
+        held += [chain.tip for victim in victims if (chain := self._chains[victim]).lent and chain.tip is not None]
+        if is_fork:
+            return self.pool.available_without(held, ()) >= headroom + bool(sequence.num_tokens % self.pool.block_size)
+        reusable = self.count_reusable(sequence)
+        reused = self.pool.prefixes.find(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:reusable])
+        missing = self.blocks_for(sequence.num_tokens) - len(reused)
+        return self.pool.available_without(held, reused) >= missing + headroom
 
     def fork(self, sequence: Sequence, source: Sequence, headroom: int) -> list[int] | None:
         """Gives a sequence the blocks of another one's prompt, which is its own, too: nothing is left to compute. The

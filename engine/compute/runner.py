@@ -23,7 +23,7 @@ from engine.protocol import Sampling
 from engine.sampling.constrain import MaskThread
 from engine.sampling.logprobs import note_prompt_logprobs
 from engine.sampling.sampler import Sampler, highest
-from engine.sequence import NOT_FINITE, Sequence, Step, Work
+from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, Work
 
 LEAST_ROWS = 2  # oneDNN's fp32 kernel for a single row rounds otherwise than the one for two and more
 
@@ -71,13 +71,18 @@ class ModelRunner:
         if step.copies:
             self.cache.copy(step.copies)
         self._mask_thread.begin(step.sampled)
-        return self._sample(step, self._compute(step) if step.work else step.forks[0].row[None][:0])
+        failed = set[Sequence]()
+        results = self._sample(step, self._compute(step, failed) if step.work else step.forks[0].row[None][:0])
+        if failed:
+            results = [ROW_FAILED if s in failed else r for s, r in zip(step.sequences, results, strict=True)]
+        return results
 
-    def _compute(self, step: Step) -> torch.Tensor:
-        """Logits of the last row of each work, (num_work, vocab_size). Those of scored rows are taken note of."""
+    def _compute(self, step: Step, failed: set[Sequence]) -> torch.Tensor:
+        """Logits of the last row of each work, (num_work, vocab_size). Those of scored rows are taken note of;
+        sequences for which that fails are added to `failed`."""
         logits, num_works = self._forward(make_batch(step, self._block_size), step.unwanted), len(step.work)
         if len(logits) > num_works:
-            note_prompt_logprobs(logits[num_works:], step)
+            failed |= note_prompt_logprobs(logits[num_works:], step)
         return logits[:num_works]
 
     def _forward(self, batch: Batch, unwanted: Callable[[], bool] | None = None) -> torch.Tensor:

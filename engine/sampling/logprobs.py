@@ -6,6 +6,7 @@ logits, nothing of sampling; engine/sampling/sampler.py asks for the rows whose 
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from engine.compute.batch import scored_positions
 from engine.protocol import TokenLogprobs
-from engine.sequence import Step
+from engine.sequence import Sequence, Step
+
+log = logging.getLogger(__name__)
 
 LEAST: Final = -9999.0
 """In place of minus infinity, which JSON does not have; OpenAI's number for the same."""
@@ -37,19 +40,24 @@ def find_logprobs(logits: Tensor, tokens: list[int], counts: list[int]) -> list[
     ]
 
 
-def note_prompt_logprobs(logits: Tensor, step: Step) -> None:
-    """Appends to the sequences' `prompt_logprobs`.
+def note_prompt_logprobs(logits: Tensor, step: Step) -> set[Sequence]:
+    """Appends to the sequences' `prompt_logprobs`. Returns those for which that failed.
 
     logits  (num_scored, vocab_size), of the rows of engine/compute/batch.py's `scored`, in that order
     """
-    row = 0
+    row, failed = 0, set[Sequence]()
     for work in step.work:
         if positions := scored_positions(work):
             sequence, count = work.sequence, work.sequence.sampling.prompt_logprobs or 0
             tokens = list(sequence.tokens[positions.start + 1 : positions.stop + 1])
             rows = logits[row : row + len(positions)]
-            sequence.prompt_logprobs += find_logprobs(rows, tokens, [count] * len(positions))
+            try:
+                sequence.prompt_logprobs += find_logprobs(rows, tokens, [count] * len(positions))
+            except Exception:
+                log.exception("log probabilities of a prompt failed (request %s)", sequence.request_id or "-")
+                failed.add(sequence)
             row += len(positions)
+    return failed
 
 
 def _plain(logprob: float) -> float:

@@ -11,6 +11,7 @@ order. Knows tensors of logits and sequences; its neighbour is engine/compute/ru
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,9 @@ from engine.protocol import Sampling
 from engine.sampling.constrain import Masks
 from engine.sampling.grammar import Mask
 from engine.sampling.logprobs import find_logprobs
-from engine.sequence import NO_TOKEN, NOT_FINITE, Sequence
+from engine.sequence import NO_TOKEN, NOT_FINITE, ROW_FAILED, Sequence
+
+log = logging.getLogger(__name__)
 
 _SEED_BITS: Final = (1 << 64) - 1
 _STREAM: Final = 0x6B7661736972  # the generator's second key word: our own stream of every seed
@@ -35,8 +38,9 @@ class Sampler:
         self._unseeded = np.random.default_rng()
 
     def choose(self, logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> list[int]:
-        """One token id for each row; NOT_FINITE where a row's logits are not finite, NO_TOKEN where its mask failed.
-        Sequences that ask for log probabilities get one more in their `logprobs`.
+        """One token id for each row; NOT_FINITE where a row's logits are not finite, NO_TOKEN where its mask failed,
+        ROW_FAILED where an error is that row's alone. Sequences that ask for log probabilities get one more in their
+        `logprobs`.
 
         logits  (num_rows, vocab_size), any floating dtype; left as they are
         """
@@ -49,9 +53,16 @@ class Sampler:
             elif row in masks and masks[row] is None:
                 tokens[row] = NO_TOKEN
             elif not is_plain_greedy(sequence):
-                tokens[row] = self._choose_one(logits[row].float(), sequence, masks.get(row))
+                tokens[row] = self._try_one(logits[row], sequence, masks.get(row))
         _note_logprobs(logits, tokens, sequences)
         return tokens
+
+    def _try_one(self, logits: Tensor, sequence: Sequence, mask: Mask | None) -> int:
+        try:
+            return self._choose_one(logits.float(), sequence, mask)
+        except Exception:
+            log.exception("sampling failed (request %s)", sequence.request_id or "-")
+            return ROW_FAILED
 
     def _choose_one(self, logits: Tensor, sequence: Sequence, mask: Mask | None = None) -> int:
         sampling = sequence.sampling
@@ -74,9 +85,20 @@ def _note_logprobs(logits: Tensor, tokens: list[int], sequences: list[Sequence])
     if not asked:
         return
     rows = list(asked)
-    found = find_logprobs(logits[rows], [tokens[row] for row in rows], list(asked.values()))
-    for row, one in zip(rows, found, strict=True):
-        sequences[row].logprobs.append(one)
+    try:
+        found = find_logprobs(logits[rows], [tokens[row] for row in rows], list(asked.values()))
+    except Exception:
+        if len(sequences) > 1:  # each for itself
+            for row in rows:
+                one = [tokens[row]]
+                _note_logprobs(logits[row : row + 1], one, [sequences[row]])
+                tokens[row] = one[0]
+            return
+        log.exception("log probabilities failed (request %s)", sequences[0].request_id or "-")
+        tokens[0] = ROW_FAILED
+        return
+    for row, told in zip(rows, found, strict=True):
+        sequences[row].logprobs.append(told)
 
 
 def _choose_greedily(logits: Tensor, tokens: list[int], sequences: list[Sequence], masks: Masks) -> None:

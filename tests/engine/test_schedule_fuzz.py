@@ -63,13 +63,14 @@ class Fuzz:
             self.abort,
             self.hang_up,
             self.poison,
+            self.break_row,
             self.fail,
             self.wait,
             self.give_way,
             self.give_up,
         ]
         for _ in range(COMMANDS):
-            (rule,) = self.rng.choices(rules, [24, 6, 8, 60, 3, 0.5, 0.5, 0.5, 2, 1, 4])
+            (rule,) = self.rng.choices(rules, [24, 6, 8, 60, 3, 0.5, 0.5, 0.5, 0.5, 2, 1, 4])
             rule()
             self.check()
         self.bench.finish()
@@ -88,6 +89,7 @@ class Fuzz:
             cached_tokens=counters.cached_tokens,
             shared_waits=counters.shared_waits,
             not_finite=counters.not_finite,
+            failed_rows=counters.failed_rows,
             evictions=pool.evictions,
             shared_tokens=counters.shared_tokens,
             leases_granted=leases.counters.granted,
@@ -166,6 +168,11 @@ class Fuzz:
         if self.asked:
             seq = self.rng.choice(sorted(self.asked)[-6:])
             self.bench.runner.poisoned.add((self.asked[seq][0], seq))
+
+    def break_row(self) -> None:
+        if self.asked:
+            seq = self.rng.choice(sorted(self.asked)[-6:])
+            self.bench.runner.broken.add((self.asked[seq][0], seq))
 
     def fail(self) -> None:
         self.bench.runner.fails = True

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.plan import MIN_TAIL_TOKENS, choose_cut
 from engine.protocol import DIGEST_BYTES, Sampling, Submit
-from engine.sequence import Status
+from engine.sequence import ROW_FAILED, Status
 from tests.fakes.oracle_runner import choose_token
 from tests.fakes.scheduler_bench import SIZE, VOCAB, digests_of, expected, make, prompt
 
@@ -580,6 +580,47 @@ def test_a_failed_step_ends_its_sequences_and_registers_nothing() -> None:
     assert bench.pool.num_free == bench.pool.num_blocks
     bench.finish()
     assert bench.answer(3) == expected(prompt(10, 2))
+
+
+def test_an_error_with_one_row_ends_that_sequence_alone_and_registers_nothing_of_the_step() -> None:
+    bench = make()
+    bench.submit(1, prompt(12), max_tokens=4)
+    bench.submit(2, prompt(12, 1), max_tokens=4)
+    run = bench.runner.run
+    bench.runner.run = lambda step: [ROW_FAILED, *run(step)[1:]]  # type: ignore[method-assign]
+    bench.step()
+    bench.runner.run = run  # type: ignore[method-assign]
+    bench.finish()
+    (update,) = bench.of(1)
+    assert (update.finish, update.tokens) == ("error", [])
+    assert bench.answer(2) == expected(prompt(12, 1))
+    assert bench.scheduler.counters.failed_rows == 1
+    bench.submit(3, prompt(12), max_tokens=4)
+    bench.finish()
+    assert bench.of(3)[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize("where", ["tables.register", "claims.register", "_describe_start"])
+def test_an_error_in_the_bookkeeping_of_one_sequence_ends_that_one_alone(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    first = bench.submit(1, prompt(12), max_tokens=4)
+    bench.submit(2, prompt(12, 1), max_tokens=4)
+    owner, _, name = where.rpartition(".")
+    target = getattr(bench.scheduler, owner) if owner else bench.scheduler
+    usual, broken = getattr(target, name), [first]
+
+    def fail(sequence: Any, *values: Any) -> Any:
+        if sequence in broken:
+            broken.clear()
+            raise ValueError("a bug")
+        return usual(sequence, *values)
+
+    monkeypatch.setattr(target, name, fail)
+    bench.finish()
+    assert [bench.of(seq)[-1].finish for seq in (1, 2)] == ["error", "length"]
+    assert bench.answer(2) == expected(prompt(12, 1))
 
 
 def test_load_counts_what_is_left_to_prefill() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.pool.blocks import BlockPool
-from engine.sequence import NOT_FINITE, Fork, Sequence, Step, StepGivenUp, Work
+from engine.sequence import NOT_FINITE, ROW_FAILED, Fork, Sequence, Step, StepGivenUp, Work
 
 GARBAGE = (-1, -1)
 """In a slot: numbers that nobody may ever read."""
@@ -56,6 +56,7 @@ class OracleRunner:
     budget: int  # tokens of one step at most
     model: str = ""  # another one computes other keys, values and answers
     poisoned: set[tuple[str, int]] = field(default_factory=set)  # (owner, seq) whose next work is not finite
+    broken: set[tuple[str, int]] = field(default_factory=set)  # (owner, seq) of which the next row cannot be sampled
     fails: bool = False  # the next step writes something and raises
     steps: list[list[tuple[int, int, int, bool]]] = field(default_factory=list)  # seq, start, count, samples
 
@@ -81,6 +82,10 @@ class OracleRunner:
         if self.fails:
             self.fails = False
             raise RuntimeError("the fake model fails")
+        for number, sequence in enumerate(step.sequences):
+            if results[number] != NOT_FINITE and (sequence.owner, sequence.seq) in self.broken:
+                self.broken.discard((sequence.owner, sequence.seq))
+                results[number] = ROW_FAILED
         return results
 
     def _leave_garbage(self, step: Step) -> None:

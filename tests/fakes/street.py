@@ -51,6 +51,7 @@ class FakeEngine:
     hello: Hello
     name: str = "engine-1"
     load: Load = field(default_factory=Load)
+    prefilling: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

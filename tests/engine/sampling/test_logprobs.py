@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.protocol import Sampling
 from engine.sampling.logprobs import LEAST, find_logprobs
 from engine.sampling.sampler import Sampler
-from engine.sequence import NOT_FINITE
+from engine.sequence import NOT_FINITE, ROW_FAILED
 from tests.engine.sampling.test_sampler import VOCABULARY, make_sequence
 from tests.fakes.model_bench import make_model_bench
 from tests.fakes.tiny_models import make_module, random_ids
@@ -53,6 +53,15 @@ def test_they_are_those_of_the_raw_distribution_whatever_is_sampled_from(
         assert [logprob for _, logprob in found.top] == pytest.approx(
             np.sort(expected)[::-1][:count].tolist(), abs=1e-5
         )
+
+
+@pytest.mark.parametrize("broken", [Sampling(1, logprobs="2"), Sampling(1, seed="s")])
+def test_a_row_that_cannot_be_sampled_or_described_fails_alone(broken: Sampling) -> None:
+    sequences = [make_sequence(Sampling(1, temperature=0.0, logprobs=2)), make_sequence(broken)]
+    sequences.append(make_sequence(Sampling(1, temperature=0.0)))
+    logits = torch.arange(3.0 * VOCABULARY).view(3, VOCABULARY)
+    assert Sampler().choose(logits, sequences) == [VOCABULARY - 1, ROW_FAILED, VOCABULARY - 1]
+    assert [len(sequence.logprobs) for sequence in sequences] == [1, 0, 0]
 
 
 def test_what_cannot_come_is_told_as_a_number_that_json_has() -> None:

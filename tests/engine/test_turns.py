@@ -1,0 +1,87 @@
+"""Tenants take turns in the prefills of a queue. Counted in steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.fakes.scheduler_bench import Bench, expected, make, prompt
+
+
+def steps_until(bench: Bench, seq: int, limit: int = 400) -> int:
+    """Steps until the first token of a sequence."""
+    for number in range(1, limit):
+        bench.step()
+        if bench.answer(seq):
+            return number
+    raise AssertionError(f"no token in {limit} steps")
+
+
+def test_a_short_prompt_is_in_the_next_step_whatever_another_tenant_sent_before() -> None:
+    bench = make(num_blocks=4000, context_tokens=4000, max_sequences=64)
+    for seq in range(1, 65):
+        bench.submit(seq, prompt(800, seq), tenant="much", use_cache=False, max_tokens=1)
+    for _ in range(3):
+        bench.step()
+    for seq in range(100, 105):
+        bench.submit(seq, prompt(20, seq), tenant="little", max_tokens=3)
+        assert steps_until(bench, seq) == 1
+    for seq in range(200, 203):  # several at a time, and more than a step
+        bench.submit(seq, prompt(60, seq), tenant="little", max_tokens=3)
+    assert steps_until(bench, 202) <= 2 * 3 * 60 // 64 + 1
+    bench.finish()
+    assert len(bench.answer(64)) == 1
+
+
+def test_tenants_with_long_prompts_share_the_steps_and_each_is_served_in_order() -> None:
+    bench = make(num_blocks=4000, context_tokens=4000, step_tokens=64)
+    tenants = {seq: "abc"[seq // 100] for seq in (*range(8), *range(100, 104), *range(200, 202))}
+    for seq, tenant in tenants.items():
+        bench.submit(seq, prompt(320, seq), tenant=tenant, use_cache=False, max_tokens=1)
+    while not all(bench.answer(seq) for seq in (200, 201)):
+        bench.step()
+    computed = Counter(dict.fromkeys("abc", 0))
+    for step in bench.runner.steps:
+        for seq, _, count, _ in step:
+            computed[tenants[seq]] += count
+    assert max(computed.values()) - min(computed.values()) <= 64
+    bench.finish()
+    ends = [seq for step in bench.runner.steps for seq, _, _, samples in step if samples]
+    assert [[seq for seq in ends if tenants[seq] == tenant] for tenant in "abc"] == [
+        [seq for seq in tenants if tenants[seq] == tenant] for tenant in "abc"
+    ]
+
+
+def test_a_tenant_without_room_for_its_next_prompt_is_not_in_the_way_of_one_that_holds_less() -> None:
+    bench = make(num_blocks=40)
+    bench.submit(1, prompt(80), tenant="much", max_tokens=40)
+    bench.step()
+    bench.submit(2, prompt(80, 1), tenant="much", max_tokens=4)  # waits until the first has ended
+    for seq in range(3, 6):
+        bench.submit(seq, prompt(8, seq), tenant="little", max_tokens=4)
+        assert steps_until(bench, seq) == 1
+    bench.finish()
+    assert bench.answer(2) == expected(prompt(80, 1))
+
+
+def test_a_large_prompt_is_not_passed_for_ever_by_small_ones_of_other_tenants() -> None:
+    bench = make(num_blocks=40)
+    bench.submit(1, prompt(40), tenant="small", max_tokens=8)
+    bench.step()
+    bench.submit(2, prompt(130, 1), tenant="large", max_tokens=4)  # nearly the whole pool
+    for seq in range(3, 60):
+        bench.submit(seq, prompt(40, seq), tenant="small", max_tokens=8)
+    assert steps_until(bench, 2) <= 20
+    bench.finish()
+
+
+def test_a_prefill_that_never_fits_beside_decodes_is_not_starved_by_small_ones_of_others() -> None:
+    bench = make(num_blocks=400, step_tokens=24, prefill_grid_tokens=16, max_sequences=20, context_tokens=1000)
+    for seq in range(10):
+        bench.submit(seq, prompt(4, seq), tenant="small", max_tokens=300)
+    for _ in range(10):
+        bench.step()
+    bench.submit(50, prompt(100, 3), tenant="large", max_tokens=1)
+    for seq in range(100, 300):
+        bench.submit(seq, prompt(6, seq), tenant="other", max_tokens=1)
+    assert steps_until(bench, 50) <= 30
+    bench.finish()
