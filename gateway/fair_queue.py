@@ -129,6 +129,10 @@ class FairQueue(Generic[W]):
         """Requests by tenant, of those who have some."""
         return {tenant: len(line) for tenant, line in self._tenants.items()}
 
+    def count_tenants(self) -> int:
+        """Tenants with requests that wait."""
+        return len(self._tenants)
+
     def waiting_of(self, tenant: str) -> int:
         return len(self._tenants.get(tenant, ()))
 

@@ -94,6 +94,11 @@ class Engine(Protocol):
     @property
     def load(self) -> Load: ...
 
+    @property
+    def prefilling(self) -> Mapping[str, int]:
+        """Tenant -> prompt tokens of its online requests from this gateway that have no token yet."""
+        ...
+
     def generate(
         self, prompt: EncodedPrompt, sampling: Sampling, request: Request
     ) -> AsyncGenerator[SequenceUpdate, None]:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -147,6 +147,14 @@ class BundledEngine:
             batch_running=load.batch_running,
             batch_backlog=load.batch_backlog + batch_backlog,
         )
+
+    @property
+    def prefilling(self) -> Mapping[str, int]:
+        """Tenant -> prompt tokens of its online requests from this gateway that have no token yet."""
+        tokens: dict[str, int] = {}
+        for tenant, cost in self._connection.unstarted.values() if self._connection else ():
+            tokens[tenant] = tokens.get(tenant, 0) + cost
+        return tokens
 
     @property
     def in_flight(self) -> int:

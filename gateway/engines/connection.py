@@ -85,6 +85,9 @@ class Connection:
         self.load = Load()
         self.streams: dict[int, Stream] = {}
         self.unseen: dict[int, tuple[int, int, Lane]] = {}  # seq -> (frames then, tokens to prefill, lane)
+        self.unstarted: dict[
+            int, tuple[str, int]
+        ] = {}  # online: seq -> (tenant, tokens to prefill), until it has a token
         self._frames = 0
         self._seqs = itertools.count(1)
         self._buffer_updates = buffer_updates
@@ -116,17 +119,21 @@ class Connection:
         )
         self.streams[stream.seq] = stream
         self.unseen[stream.seq] = (self._frames, cost, request.lane)
+        if request.lane == "online":
+            self.unstarted[stream.seq] = (request.tenant.name, cost)
         return stream
 
     def ended(self, stream: Stream) -> None:
         """The engine has finished the sequence: there is nothing left to abort."""
         self.streams.pop(stream.seq, None)
         self.unseen.pop(stream.seq, None)
+        self.unstarted.pop(stream.seq, None)
 
     def abort(self, stream: Stream) -> None:
         """Tells the engine that nobody wants the sequence any more. Nothing happens when it has ended."""
         if self.streams.pop(stream.seq, None) is not None:
             self.unseen.pop(stream.seq, None)
+            self.unstarted.pop(stream.seq, None)
             if self._failed is None:
                 self._send(Abort(stream.seq))
 
@@ -140,6 +147,7 @@ class Connection:
             if (stream := self.streams.get(update.seq)) is not None:
                 stream.push(update)
             self.unseen.pop(update.seq, None)
+            self.unstarted.pop(update.seq, None)
         if not self.unseen:
             return True
         # The frame after next was made by a step that began when the engine had the sequence: its load includes it.
@@ -154,6 +162,7 @@ class Connection:
             stream.fail(error)
         self.streams.clear()
         self.unseen.clear()
+        self.unstarted.clear()
         self._unsent.clear()
 
     async def write(self, send: Callable[[bytes], Awaitable[None]]) -> None:

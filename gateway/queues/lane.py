@@ -8,6 +8,8 @@
     an engine  is chosen when a place is free, for requests in that order: each goes where its first token comes
                soonest, given those before it. Who is better off waiting for a busy engine waits, and counts as in front
                of that engine; when that line grows too long, a free engine takes the next of it
+    a backlog  at an engine holds back the requests behind it, but not a short one of another tenant: the engine
+               prefills in turns of tenants, so most of the backlog is not in front of that
 
 places.py puts futures, limits and deadlines around it; tests/bench/routing_replay.py drives it in virtual time.
 """
@@ -38,6 +40,8 @@ class Picture(Protocol):
     def choose(self, ask: Ask, closed: Collection[str] = ()) -> Any | None: ...
 
     def is_ready(self, incarnation: str) -> bool: ...
+
+    def passes_backlog(self, incarnation: str, ask: Ask) -> bool: ...
 
     def add(self, incarnation: str, ask: Ask) -> None: ...
 
@@ -152,6 +156,7 @@ class Lane(Generic[E, W]):
         if not open_seats and not any(seat.held_back for seat in seats.values()):
             return []
         sent: list[tuple[W, Seat[E]]] = []
+        refused, tenants = set[str](), self._waiting.count_tenants()
         looked_at = held_back = 0
         doors = self._doors() if self.overload.holds else None
         for waiter in self._waiting.in_order():
@@ -163,7 +168,7 @@ class Lane(Generic[E, W]):
             if (engine := picture.choose(waiter.ask, closed)) is None:
                 continue
             seat = seats[engine.hello.incarnation]
-            has_place = seat.incarnation in open_seats or (waiter.ask.only is not None and seat.free > 0)
+            has_place = seat.incarnation in open_seats or self._has_way(waiter, seat, picture)
             picture.add(seat.incarnation, waiter.ask)
             held_back += not has_place and bool(closed)
             if has_place:
@@ -173,7 +178,9 @@ class Lane(Generic[E, W]):
                 sent.append((waiter, seat))
                 if not self._is_open(seat, picture):
                     open_seats.discard(seat.incarnation)
-            if not open_seats:
+            else:
+                refused.add(waiter.ask.tenant)
+            if not open_seats and (tenants == 1 or len(refused) == tenants):
                 break
         for waiter, _ in sent:
             self.remove(waiter)
@@ -200,12 +207,19 @@ class Lane(Generic[E, W]):
         seat.held_back = seat.free > 0 and seat.taken > 0 and not picture.is_ready(seat.incarnation)
         return seat.free > 0 and not seat.held_back
 
+    def _has_way(self, waiter: W, seat: Seat[E], picture: Picture) -> bool:
+        """Whether it is sent to an engine that others wait for: it may go to no other, or has little in front of it."""
+        if seat.free <= 0:
+            return False
+        passes = self.name == "online" and picture.passes_backlog(seat.incarnation, waiter.ask)
+        return waiter.ask.only is not None or passes
+
     def _seat_now(self, waiter: W, picture: Picture) -> Seat[E] | None:
         """What `_assign` would come to if nobody else waited."""
         if (engine := picture.choose(waiter.ask)) is None:
             return None
         seat = self.seats[engine.hello.incarnation]
-        if not self._is_open(seat, picture) and (waiter.ask.only is None or seat.free <= 0):
+        if not self._is_open(seat, picture) and not self._has_way(waiter, seat, picture):
             return None
         self._take(waiter, seat, picture)
         return seat

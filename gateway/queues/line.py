@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +27,9 @@ class Engine(Protocol):
 
     @property
     def load(self) -> Load: ...
+
+    @property
+    def prefilling(self) -> Mapping[str, int]: ...
 
 
 E = TypeVar("E", bound=Engine)

@@ -10,7 +10,7 @@ queue asks for a picture of the engines, and adds to it what it means to send th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Lane, Load
@@ -37,6 +37,9 @@ class _Engine(Protocol):
 
     @property
     def load(self) -> Load: ...
+
+    @property
+    def prefilling(self) -> Mapping[str, int]: ...
 
 
 E = TypeVar("E", bound=_Engine)
@@ -112,10 +115,20 @@ class Picture(Generic[E]):
             return False
         return not outlook.measured or outlook.backlog_s <= self._settings.max_backlog_s
 
+    def passes_backlog(self, incarnation: str, ask: Ask) -> bool:
+        """Whether the engine should be given an online request though it has a backlog. Tenants take turns in its
+        prefills: in front of the request is what its tenant has there, and of others no more than that and its own
+        prompt, each."""
+        outlook = self._outlooks.get(incarnation)
+        if outlook is None:
+            return False
+        in_front = outlook.in_front_of(ask.tenant, _own_tokens(ask, incarnation))
+        return in_front / outlook.tokens_per_s <= self._settings.max_backlog_s
+
     def add(self, incarnation: str, ask: Ask) -> None:
         """The engine will have this request before any that is asked about from now on."""
         outlook = self._outlooks[incarnation]
-        outlook.add(_own_tokens(ask, incarnation))
+        outlook.add(_own_tokens(ask, incarnation), ask.tenant)
 
     def cost_s(self, ask: Ask) -> float:
         """What the request takes of the engine that holds most of it, in seconds of its time."""
@@ -147,6 +160,7 @@ class _Outlook(Generic[E]):
         "incarnation",
         "measured",
         "places",
+        "prefilling_now",
         "step_s",
         "tokens_per_s",
         "turn_s",
@@ -163,6 +177,7 @@ class _Outlook(Generic[E]):
             running -= load.batch_running
             waiting -= load.batch_waiting
         self.backlog_s = backlog / tokens_per_s
+        self.prefilling_now: dict[str, int] | None = None  # tokens by tenant, when it has been asked for
         self.step_s = running / decode_tokens_per_s
         self.busy = max(running + waiting, seat.taken)  # those of all gateways; a load may be a moment old
         self.places = min(hello.max_sequences, seat.places)
@@ -174,7 +189,24 @@ class _Outlook(Generic[E]):
         excess = self.busy + 1 - self.places
         return self.step_s + self.backlog_s + (excess * self.turn_s if excess > 0 else 0.0)
 
-    def add(self, own_tokens: int) -> None:
+    def in_front_of(self, tenant: str, own_tokens: int) -> float:
+        """Tokens that are prefilled before a request of the tenant, when all tenants take turns. What other gateways
+        sent is taken to be one other tenant's."""
+        prefilling = self._prefilling()
+        theirs = prefilling.get(tenant, 0)
+        turn = theirs + own_tokens
+        strange = max(0.0, self.backlog_s * self.tokens_per_s - sum(prefilling.values()))
+        others = sum(min(tokens, turn) for other, tokens in prefilling.items() if other != tenant)
+        return theirs + others + min(strange, turn)
+
+    def _prefilling(self) -> dict[str, int]:
+        if self.prefilling_now is None:
+            self.prefilling_now = dict(self.engine.prefilling)
+        return self.prefilling_now
+
+    def add(self, own_tokens: int, tenant: str) -> None:
+        prefilling = self._prefilling()
+        prefilling[tenant] = prefilling.get(tenant, 0) + own_tokens
         self.backlog_s += own_tokens / self.tokens_per_s
         self.busy += 1
         self.given += own_tokens

@@ -64,6 +64,7 @@ class Reported:
         self.hello = _hello(server)
         self.server = server
         self.load = Load()
+        self.prefilling: dict[str, int] = {}
 
     def step(self, now: float) -> None:
         server = self.server
@@ -74,6 +75,7 @@ class Reported:
             prefill_tokens_per_s=server.tokens_per_s,
             decode_tokens_per_s=1 / OUTPUT_TOKEN_S,
         )
+        self.prefilling = {"everybody": self.load.prefill_backlog}
 
 
 def _hello(server: Server) -> Hello:

@@ -408,8 +408,14 @@ def test_the_load_counts_what_was_sent_since_the_last_report() -> None:
         connection.dispatch(StepFrame([], Load(waiting=3, prefill_backlog=300)))
         assert (engine.load.waiting, engine.load.prefill_backlog) == (3, 300)
         assert engine.in_flight == 3
+        name = asked.tenant.name
+        assert engine.prefilling == {name: 3 * (160 - 64)}
+        connection.dispatch(StepFrame([SequenceUpdate(1, tokens=[1])], Load(waiting=2)))
+        assert engine.prefilling == {name: 2 * (160 - 64)}
         connection.fail(EngineLostError("gone"))
-        assert {type(error) for error in await asyncio.gather(*running, return_exceptions=True)} == {EngineLostError}
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert [type(one) for one in ended] == [SequenceUpdate, EngineLostError, EngineLostError]
+        assert engine.prefilling == {}
 
     asyncio.run(run())
 

@@ -116,6 +116,24 @@ def test_a_tenant_that_sends_one_is_next_however_many_another_sent() -> None:
     assert rig.drain().index(one) <= 1
 
 
+def test_a_short_prompt_is_sent_past_the_backlog_of_another_tenant_and_a_long_one_is_not() -> None:
+    rig = Rig(places=16)
+    engine = rig.lane.seats["e0"].engine
+    assert rig.enter(8000, "much")[1]
+    engine.load = Load(prefill_backlog=8000, prefill_tokens_per_s=RATE)
+    engine.prefilling = {"much": 8000}
+    waiting = [rig.enter(8000, "much") for _ in range(2 * PLAN_DEPTH)]
+    assert not any(sent for _, sent in waiting)
+    assert [rig.enter(50, "little")[1] for _ in range(3)] == [True] * 3
+    assert not rig.enter(8000, "little")[1]
+    engine.prefilling["little"] = 400
+    assert not rig.enter(120, "little")[1]
+    engine.prefilling["little"] = 0
+    assert [waiter.ask.prompt_tokens for waiter, _ in rig.lane.assign(0.0)] == [120]
+    rig.lane.seats["e0"].taken = 16
+    assert not rig.enter(50, "third")[1]
+
+
 def test_a_flex_request_is_behind_those_of_its_time_and_a_priority_request_before_them() -> None:
     rig = Rig()
     rig.block()
@@ -457,9 +475,10 @@ class LaneMachine(RuleBasedStateMachine):
         seat.taken -= 1
         self.sent(self.lane.assign(0.0))
 
-    @rule(which=st.integers(0, 3), backlog=st.sampled_from([0, 400, 10**5]))
-    def load(self, which: int, backlog: int) -> None:
+    @rule(which=st.integers(0, 3), backlog=st.sampled_from([0, 400, 10**5]), tenant=st.sampled_from("abc"))
+    def load(self, which: int, backlog: int, tenant: str) -> None:
         seats = list(self.lane.seats.values())
+        seats[which % len(seats)].engine.prefilling = {tenant: backlog // 2}
         seats[which % len(seats)].engine.load = Load(prefill_backlog=backlog, prefill_tokens_per_s=RATE)
         self.sent(self.lane.assign(0.0))
 

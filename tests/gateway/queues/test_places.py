@@ -333,6 +333,7 @@ def test_an_engine_with_much_to_prefill_is_given_more_when_it_says_that_it_has_l
         guests.come("first")
         await turn()
         engine.load = Load(running=1, prefill_backlog=10_000, prefill_tokens_per_s=1000.0)
+        engine.prefilling = {ask().tenant: 10_000}
         guests.come("second")
         await turn()
         assert guests.served == ["first"]
@@ -514,6 +515,7 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
                 lose(given_[0])
             elif kind == "load":
                 here[given_[0]].load = Load(prefill_backlog=given_[1], prefill_tokens_per_s=1000.0)
+                here[given_[0]].prefilling = {TENANTS[0]: given_[1]}
                 queue.heard(here[given_[0]])
             elif kind == "wait":
                 await asyncio.sleep(given_[0])

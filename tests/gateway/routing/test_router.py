@@ -28,6 +28,7 @@ class Candidate:
     places: int = 16
     taken: int = 0
     given_tokens: float = 0.0
+    prefilling: dict[str, int] = field(default_factory=dict)
 
     @property
     def engine(self) -> Candidate:
@@ -112,6 +113,28 @@ def test_an_engine_is_ready_for_more_until_it_has_half_a_second_to_prefill() -> 
     assert picture.is_ready("i-c"), "it has measured nothing yet"
     picture.add("i-a", asked(2))
     assert not picture.is_ready("i-a")
+
+
+def test_a_backlog_is_in_front_of_another_tenants_prompt_only_as_far_as_their_turns_go() -> None:
+    (busy,) = engines(a={"prefill_backlog": 8000, "prefill_tokens_per_s": 1000.0})
+    busy.prefilling = {"much": 8000}
+
+    def passes(tenant: str, tokens: int) -> bool:
+        return ROUTER.picture([busy]).passes_backlog("i-a", replace(asked(tokens), tenant=tenant))
+
+    assert not passes("much", 1)
+    assert passes("little", 499)
+    assert not passes("little", 501), "turns with a backlog as long as its own prompt take twice as long"
+    busy.prefilling |= {"little": 100, "third": 60}
+    assert passes("little", 230)  # 100 of its own, 330 of the first, 60 of the third
+    assert not passes("little", 250)
+    busy.prefilling = {}
+    assert passes("anybody", 499), "what other gateways sent is another tenant's"
+    assert not passes("anybody", 501)
+    busy.prefilling = {"much": 8000}
+    picture = ROUTER.picture([busy])
+    picture.add("i-a", replace(asked(600), tenant="little"))
+    assert not picture.passes_backlog("i-a", replace(asked(1), tenant="little"))
 
 
 def test_of_equals_the_one_that_was_given_less_wins() -> None:
