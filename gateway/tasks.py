@@ -1,14 +1,31 @@
-"""Background tasks that cannot get lost: kept, named, and logged when they fail. And waiting with patience."""
+"""Background tasks that cannot get lost: kept, named, and logged when they fail. Waiting with patience, and work that
+is too long for the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
+
+AT_ONCE_BYTES: Final = 64 << 10
+"""Of a request whose parsing, checking and hashing does not leave the event loop: some milliseconds at worst, of one
+with thousands of tiny messages."""
+
+SWITCH_S: Final = 0.001
+"""After which a thread that runs Python gives way to one that waits, the event loop's above all. Python's own is 5 ms,
+which a small request would wait several times over."""
+
+_threads: Final = ThreadPoolExecutor(2, thread_name_prefix="large")
+"""For large requests. Few, because each may hold up the event loop for as long as SWITCH_S."""
 
 LOOKS: Final = 8
 """So often the loop has to come round before somebody who does not answer is given up."""
@@ -22,6 +39,19 @@ def spawn(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
     _running.add(task)
     task.add_done_callback(_done)
     return task
+
+
+def share_interpreter() -> None:
+    """Makes threads that run Python give way sooner (SWITCH_S). Called once, at start."""
+    sys.setswitchinterval(SWITCH_S)
+
+
+async def off_loop(num_bytes: int, work: Callable[[], _T]) -> _T:
+    """What `work` returns or raises. Where it is about more than AT_ONCE_BYTES it runs in a thread, and must touch
+    nothing that others change."""
+    if num_bytes <= AT_ONCE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:

@@ -5,7 +5,7 @@ The dialects parse and write; nothing here knows a wire format.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -26,6 +26,7 @@ from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream, st
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.stages import Engine
+from gateway.tasks import off_loop
 from gateway.types import (
     Need,
     Request,
@@ -34,6 +35,8 @@ from gateway.types import (
     TokenPrompt,
     Usage,
 )
+
+_T = TypeVar("_T")
 
 
 class Models(Protocol):
@@ -85,6 +88,11 @@ class Asked(NamedTuple):
     shape: AnswerShape
     street: Answers | None = None
     stamp: Stamp | None = None
+
+
+async def parsed(record: Record, parse: Callable[[Record, dict[str, Any]], _T], body: dict[str, Any]) -> _T:
+    """What a dialect makes of a body. That of a large one is made in a thread."""
+    return await off_loop(record.body_bytes, lambda: parse(record, body))
 
 
 class Answering:

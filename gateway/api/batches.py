@@ -15,6 +15,7 @@ from gateway.api.lines import OK, Answered, Line, Lines
 from gateway.api.upstream_lines import Headers
 from gateway.errors import OverloadedError
 from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
+from gateway.tasks import off_loop
 from gateway.types import Tenant
 
 COMPLETION_TOKENS: Final = 256
@@ -54,7 +55,7 @@ class BatchRunner:
 
     async def plan(self, job: Job, row: bytes) -> LinePlan | None:
         """See Runner."""
-        line = self._line(job, orjson.loads(row), "")
+        line = self._line(job, await _loaded(row), "", len(row))
         model = line.body.get("model")
         try:
             beginning = await self.lines.find_beginning(line)
@@ -65,8 +66,8 @@ class BatchRunner:
 
     async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
         """See Runner."""
-        value = orjson.loads(row)
-        answered = await self.lines.answer(self._line(job, value, request_id))
+        value = await _loaded(row)
+        answered = await self.lines.answer(self._line(job, value, request_id, len(row)))
         return LineResult(
             ok=answered.status == OK,
             body=self._formats[job.dialect].answered(value, request_id, answered),
@@ -79,10 +80,16 @@ class BatchRunner:
         """See Runner."""
         return self._formats[job.dialect].unrun(orjson.loads(row) if row else {}, why)
 
-    def _line(self, job: Job, row: Row, request_id: str) -> Line:
+    def _line(self, job: Job, row: Row, request_id: str, num_bytes: int) -> Line:
         rows = self._formats[job.dialect]
         endpoint, body = rows.request(job, row)
-        return Line(endpoint, Tenant(job.tenant), body, job.namespace or "", request_id, rows.headers(job))
+        return Line(endpoint, Tenant(job.tenant), body, job.namespace or "", request_id, rows.headers(job), num_bytes)
+
+
+async def _loaded(row: bytes) -> Row:
+    """In a thread where it is large. It was counted and checked when it was read (RowFormat.check)."""
+    value: Row = await off_loop(len(row), lambda: orjson.loads(row))
+    return value
 
 
 def _expected_tokens(body: Mapping[str, Any], beginning: Beginning | None, num_bytes: int) -> int:

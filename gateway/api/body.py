@@ -16,9 +16,12 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
+from gateway.api.bodies import BODIES, Claim
 from gateway.api.record import RECORD
+from gateway.api.structure import VALUE_BYTES, check_structure
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, BodyTooLargeError
+from gateway.tasks import off_loop
 
 ENCODING_UNSUPPORTED: Final = "request_body_encoding_unsupported"
 ENCODING_INVALID: Final = "request_body_encoding_invalid"
@@ -28,6 +31,9 @@ ENCODING_CODES: Final = (ENCODING_UNSUPPORTED, ENCODING_INVALID, DECODED_TOO_LAR
 
 PIECE_BYTES: Final = 8 << 10
 """Of a body that is read in pieces. Reading what is in one takes milliseconds, which others wait."""
+
+DECODED_BYTES: Final = 64 << 10
+"""Of a compressed body that are decoded before others have their turn."""
 
 
 class BodyLimit(NamedTuple):
@@ -55,32 +61,39 @@ async def expect_continue(http: web.Request) -> None:
 async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]:
     """The body as a JSON object.
 
-    Raises as `read_raw`, and BadRequestError for what is not a JSON object, or nested deeper than
-    server.max_json_depth.
+    Raises as `read_raw`, and BadRequestError for what is not a JSON object, has more values than structure.py allows,
+    or is nested deeper than server.max_json_depth. A large one is parsed in a thread.
     """
-    return parse_object(await read_raw(http, server), server.max_json_depth)
+    body = await read_raw(http, server)
+    structure = await off_loop(len(body), lambda: check_structure(body))
+    if (claim := http[RECORD].body) is not None:
+        claim.grow_to(len(body) + VALUE_BYTES * structure.values)
+    return await off_loop(len(body), lambda: _parse(body, server.max_json_depth))
 
 
 async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
     """The body, decoded; read once, however often it is asked for.
 
-    Raises BodyTooLargeError from Content-Length alone where there is one, and BadRequestError for what does not arrive.
-    The limit also holds for what a compressed body becomes.
+    Raises BodyTooLargeError from Content-Length alone where there is one, QueueFullError and OverloadedError where
+    bodies in flight have no memory left (bodies.py), and BadRequestError for what does not arrive. The limits also hold
+    for what a compressed body becomes.
     """
     if RAW in http:
         return http[RAW]
+    record = http[RECORD]
+    claim = record.body = http.app[BODIES].claim(record.tenant or "")
     try:
         _check_headers(http, server.max_body_bytes)
-        if http.content.is_eof():  # a small body comes together with its headers
+        if http.content.is_eof() and _encoding(http) == "identity":  # a small body comes together with its headers
             body = http.content.read_nowait()
             if len(body) > server.max_body_bytes:
                 raise BodyTooLargeError(server.max_body_bytes)
+            claim.grow_to(len(body))
         else:
+            claim.grow_to(http.content_length or 0)
             async with asyncio.timeout(server.body_timeout_s):
-                body = await _read(http, server.max_body_bytes)
-        if "Content-Encoding" in http.headers:
-            body = _decoded(http, body, server.max_body_bytes)
-        http[RECORD].body_bytes = len(body)
+                body = await _read(http, server.max_body_bytes, claim)
+        record.body_bytes = len(body)
     except _BROKEN as error:
         raise _unreadable(error, "server.body_timeout_s") from None
     http[RAW] = body
@@ -96,11 +109,10 @@ async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> 
         _ask_for_body(http)
         size = 0
         async with asyncio.timeout(timeout_s):
-            async for piece in _decoded_pieces(http):
+            async for piece in _decoded_pieces(http, PIECE_BYTES):
                 if (size := size + len(piece)) > limit_bytes:
                     raise BodyTooLargeError(limit_bytes, setting=setting)
                 yield piece
-                await asyncio.sleep(0)
     except _BROKEN as error:
         raise _unreadable(error, "files.upload_timeout_s") from None
 
@@ -114,17 +126,20 @@ def _unreadable(error: Exception, timeout: str) -> BadRequestError:
     return BadRequestError(f"The request body cannot be read: {type(error).__name__}.")
 
 
-async def _decoded_pieces(http: web.Request) -> AsyncIterator[bytes]:
+async def _decoded_pieces(http: web.Request, most: int) -> AsyncIterator[bytes]:
+    """Pieces of `most` bytes at most; others have their turn between two."""
     if _encoding(http) == "identity":
-        while piece := await http.content.read(PIECE_BYTES):
+        while piece := await http.content.read(most):
             yield piece
+            await asyncio.sleep(0)
         return
     decoder = zlib.decompressobj(_GZIP_OR_ZLIB)
     while piece := await http.content.readany():
         decoded = b" "
         while decoded and not decoder.eof:
-            if decoded := decoder.decompress(piece, PIECE_BYTES):
+            if decoded := decoder.decompress(piece, most):
                 yield decoded
+                await asyncio.sleep(0)
             piece = decoder.unconsumed_tail
     if not decoder.eof:
         raise BadRequestError("The compressed request body is cut short.", code=ENCODING_INVALID)
@@ -132,6 +147,11 @@ async def _decoded_pieces(http: web.Request) -> AsyncIterator[bytes]:
 
 def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
     """Strict JSON whose outermost value is an object. Raises BadRequestError."""
+    check_structure(body)
+    return _parse(body, max_depth)
+
+
+def _parse(body: bytes, max_depth: int) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -180,24 +200,14 @@ def _ask_for_body(http: web.Request) -> None:
         http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-async def _read(http: web.Request, limit_bytes: int) -> bytes:
+async def _read(http: web.Request, limit_bytes: int, claim: Claim) -> bytes:
     _ask_for_body(http)
+    plain = _encoding(http) == "identity"
     pieces: list[bytes] = []
     size = 0
-    while piece := await http.content.readany():
+    async for piece in http.content.iter_any() if plain else _decoded_pieces(http, DECODED_BYTES):
         pieces.append(piece)
         if (size := size + len(piece)) > limit_bytes:
-            raise BodyTooLargeError(limit_bytes)
+            raise BodyTooLargeError(limit_bytes, code=None if plain else DECODED_TOO_LARGE)
+        claim.grow_to(size)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def _decoded(http: web.Request, body: bytes, limit_bytes: int) -> bytes:
-    if _encoding(http) == "identity":
-        return body
-    decoder = zlib.decompressobj(_GZIP_OR_ZLIB)
-    decoded = decoder.decompress(body, limit_bytes + 1)
-    if len(decoded) > limit_bytes:
-        raise BodyTooLargeError(limit_bytes, code=DECODED_TOO_LARGE)
-    if not decoder.eof:
-        raise BadRequestError("The compressed request body is cut short.", code=ENCODING_INVALID)
-    return decoded

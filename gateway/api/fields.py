@@ -20,6 +20,11 @@ _T = TypeVar("_T", covariant=True)
 JsonSchema = dict[str, Any]
 INT64 = 2**63
 SHOWN_CHARS = 64  # of a client's own string in an error message
+MAX_ITEMS = 10_000
+"""Elements of an array of objects: messages, parts, blocks, items. Agents send some hundreds; each costs about ten
+microseconds to check and as much to render."""
+MAX_STOP_CHARS = 1024
+"""Of a stop string; while text may become one it is held back."""
 _LITERAL = re.compile(r"true|false|-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?")
 
 _TYPE_NAMES = {
@@ -175,6 +180,21 @@ def array_too_long(path: str, limit: int, length: int) -> BadRequestError:
     return invalid(path, why, code="array_above_max_length")
 
 
+def too_many_properties(path: str, limit: int, number: int) -> BadRequestError:
+    why = (
+        f"too many properties. Expected an object with at most {limit} properties, but got an object with {number} "
+        "properties instead"
+    )
+    return invalid(path, why, code="object_above_max_properties")
+
+
+def at_most(most: int, value: list[Any], path: str) -> list[Any]:
+    """The list. Raises BadRequestError for one that is longer."""
+    if len(value) > most:
+        raise array_too_long(path, most, len(value))
+    return value
+
+
 # -- the fields of an object -----------------------------------------------------------------------------------------
 
 
@@ -214,14 +234,14 @@ def an_object(value: Any, path: str) -> dict[str, Any]:
     return value
 
 
-@takes({"type": "array", "minItems": 1})
+@takes({"type": "array", "minItems": 1, "maxItems": MAX_ITEMS})
 def an_array(value: Any, path: str) -> list[Any]:
-    """A list that is not empty."""
+    """A list that is neither empty nor longer than MAX_ITEMS."""
     if type(value) is not list:
         raise wrong_type(path, "an array", value)
     if not value:
         raise empty_array(path)
-    return value
+    return at_most(MAX_ITEMS, value, path)
 
 
 def integer(low: int, high: int) -> Check[int]:
@@ -315,12 +335,7 @@ def string_map(max_pairs: int, max_key_chars: int, max_value_chars: int) -> Chec
     )
     def check(value: Any, path: str) -> dict[str, str]:
         if len(an_object(value, path)) > max_pairs:
-            raise invalid(
-                path,
-                f"too many properties. Expected an object with at most {max_pairs} properties, but got an object with "
-                f"{len(value)} properties instead",
-                code="object_above_max_properties",
-            )
+            raise too_many_properties(path, max_pairs, len(value))
         for key, item in value.items():
             if len(key) > max_key_chars:
                 raise invalid(path, f"a key is longer than {max_key_chars} characters", code="string_above_max_length")

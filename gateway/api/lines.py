@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import orjson
 
-from gateway.api.answering import Answering, Asked
+from gateway.api.answering import Answering, Asked, parsed
 from gateway.api.beginnings import Beginning, beginning_of_body, beginning_of_call
 from gateway.api.call import Call
 from gateway.api.dialect import Dialect
@@ -71,10 +71,10 @@ def asking(answering: Answering, dialect: Dialect, target: Target, ask: Callable
     """Of requests that are all in what they ask: `ask` makes it of a body."""
 
     async def answer(record: Record, tenant: Tenant, body: Body) -> bytes:
-        return await answering.whole(record, tenant, _checked(ask(record, body)))
+        return await answering.whole(record, tenant, _checked(await parsed(record, ask, body)))
 
     async def call(record: Record, _: Tenant, body: Body) -> Call:
-        return _checked(ask(record, body)).call
+        return _checked(await parsed(record, ask, body)).call
 
     return Endpoint(dialect, target, answer, call)
 
@@ -100,7 +100,8 @@ def check_body(body: Body) -> None:
 
 
 class Line(NamedTuple):
-    """A line. `endpoint` is the name of one that there is; `headers` are for upstreams, besides those of its target."""
+    """A line. `endpoint` is the name of one that there is; `headers` are for upstreams, besides those of its target.
+    `num_bytes` are those of its row."""
 
     endpoint: str
     tenant: Tenant
@@ -108,6 +109,7 @@ class Line(NamedTuple):
     namespace: str = ""
     request_id: str = ""
     headers: Headers = ()
+    num_bytes: int = 0
 
 
 class Answered(NamedTuple):
@@ -225,6 +227,7 @@ class Lines:
             tenant=line.tenant.name,
             namespace=line.namespace,
             lane="batch",
+            body_bytes=line.num_bytes,
         )
 
 

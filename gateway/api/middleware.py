@@ -75,6 +75,8 @@ def noted(observer: Observer, record: Record) -> Iterator[None]:
 
 
 def _finish(observer: Observer, record: Record) -> None:
+    if record.body is not None:
+        record.body.release()
     record.total_ms = elapsed_ms(record)
     if record.hold is not None:
         record.hold.settle(record.usage)

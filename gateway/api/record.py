@@ -12,6 +12,7 @@ from typing import Protocol
 from aiohttp import web
 
 from engine.protocol import Lane
+from gateway.api.bodies import Claim
 from gateway.api.dialect import Dialect
 from gateway.errors import KvasirError
 from gateway.types import PLAIN_REUSE, Allowance, Lease, Lookup, Reuse, Tier, Trace, Usage
@@ -54,6 +55,7 @@ class Record:
     model: str | None = None
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
     hold: Hold | None = None  # of a tenant with limits, once the request was let in
+    body: Claim | None = None  # on memory for it; middleware.py lets go of it
     body_bytes: int = 0  # of what was sent, decoded
     traces: list[Trace] = field(default_factory=list)  # one for each prompt
     embedded_tokens: int = 0  # of texts whose vectors were computed

@@ -26,6 +26,7 @@ from gateway.api.anthropic.handlers import Anthropic
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.auth import Auth
 from gateway.api.batches import BatchRunner
+from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import expect_continue
 from gateway.api.dialect import PIECES, Route
 from gateway.api.dialects import DIALECTS, handlers_of
@@ -175,6 +176,7 @@ def build_app(
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(observer)], client_max_size=0)
     app[ROUTES] = docs.routes
+    app[BODIES] = Bodies(server.max_bodies_bytes, server.max_body_bytes)
     row_limits = RowLimits(
         batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, server.max_json_depth
     )

@@ -36,6 +36,12 @@ class ServerSettings(Section):
     max_body_bytes: Annotated[int, Field(ge=1024)] = Field(
         32 << 20, description="Bytes; a larger request body is refused with 413."
     )
+    max_bodies_bytes: Annotated[int, Field(ge=1024)] = Field(
+        512 << 20,
+        description="Bytes that the bodies of all requests in flight may take, decoded and parsed, and one tenant's "
+        "half of that; one body of `max_body_bytes` fits in any case. Beyond it requests get 503, beyond a tenant's "
+        "half 429.",
+    )
     max_json_depth: Annotated[int, Field(ge=8, le=240)] = Field(
         128, description="Levels; a request body nested deeper is refused with 400."
     )

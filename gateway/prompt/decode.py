@@ -105,13 +105,14 @@ class Decoder:
 
 class StopStrings:
     """Finds the stop string that is complete first (of several that end there, the longest) in text that comes in
-    pieces. Knuth-Morris-Pratt for each: the work per character is constant however the strings look.
+    pieces. Knuth-Morris-Pratt for each: the work per character is constant however the strings look. Its tables grow
+    with what was matched, so that an answer which never comes near a long stop string pays nothing for it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops` are not empty."""
         self.met: str | None = None
-        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._stops = [(stop, [0]) for stop in stops]  # each with the table `_grow` makes
         self._firsts = {stop[0] for stop in stops}
         self._matched = [0] * len(stops)  # characters of each that the text ends with
         self._held = ""  # as long as the longest of those
@@ -142,22 +143,22 @@ class StopStrings:
             while matched and stop[matched] != char:
                 matched = borders[matched - 1]
             matched += stop[matched] == char
+            if matched > len(borders):
+                _grow(borders, stop)
             self._matched[i] = matched
             if matched == len(stop):
                 longest = max(longest, matched)
         return longest
 
 
-def _borders(text: str) -> list[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its end."""
-    borders = [0] * len(text)
-    length = 0
-    for i in range(1, len(text)):
-        while length and text[i] != text[length]:
-            length = borders[length - 1]
-        length += text[i] == text[length]
-        borders[i] = length
-    return borders
+def _grow(borders: list[int], text: str) -> None:
+    """The table has, for each prefix of `text`, the length of its longest proper prefix that is also its end; here it
+    gets that of the next prefix. There is one for the first character."""
+    at = len(borders)
+    length = borders[-1]
+    while length and text[at] != text[length]:
+        length = borders[length - 1]
+    borders.append(length + (text[at] == text[length]))
 
 
 class _TableText:

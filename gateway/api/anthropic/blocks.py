@@ -12,6 +12,7 @@ import orjson
 
 from gateway.api.body import deeper_than
 from gateway.api.fields import (
+    MAX_ITEMS,
     JsonSchema,
     an_array,
     an_object,
@@ -234,7 +235,7 @@ def _block(kind: str, fields: Mapping[str, JsonSchema], *needed: str) -> JsonSch
 
 
 def _blocks(*schemas: JsonSchema) -> JsonSchema:
-    return {"type": "array", "items": {"anyOf": list(schemas)}, "minItems": 1}
+    return {"type": "array", "items": {"anyOf": list(schemas)}, "minItems": 1, "maxItems": MAX_ITEMS}
 
 
 _written: Final[JsonSchema] = {"type": "string", "minLength": 1}

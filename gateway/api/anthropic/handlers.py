@@ -9,7 +9,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from gateway.api.admission import Admission
-from gateway.api.answering import Answering, Asked
+from gateway.api.answering import Answering, Asked, parsed
 from gateway.api.anthropic.accounting import Accounted
 from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.pages import MODELS, read_page
@@ -101,7 +101,9 @@ class Anthropic:
         body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told
-        return await self._answering.answer(http, tenant, self._message(http[RECORD], body, read_version(http)))
+        version = read_version(http)
+        asked = await parsed(http[RECORD], lambda record, body: self._message(record, body, version), body)
+        return await self._answering.answer(http, tenant, asked)
 
     def _message(self, record: Record, body: dict[str, Any], version: Version) -> Asked:
         asked = parse_message(body, version, self._settings, self._leases)
@@ -121,7 +123,10 @@ class Anthropic:
         passed = self._answering.passthrough.answer(http, tenant, body.get("model"), body, metered=False)
         if (told := await passed) is not None:
             return told
-        call = parse_count(body, read_version(http), self._settings, self._leases)
+        version = read_version(http)
+        call = await parsed(
+            http[RECORD], lambda _, body: parse_count(body, version, self._settings, self._leases), body
+        )
         model = self._answering.model(call.model, http[RECORD])
         count = await self._answering.count(http[RECORD], tenant, call, model)
         return reply_json({"input_tokens": count})

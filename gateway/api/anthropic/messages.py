@@ -33,9 +33,10 @@ from gateway.api.anthropic.blocks import (
     tool_use,
 )
 from gateway.api.fields import (
+    MAX_ITEMS,
     JsonSchema,
     an_object,
-    array_too_long,
+    at_most,
     empty_array,
     invalid,
     missing,
@@ -45,7 +46,6 @@ from gateway.api.fields import (
     wrong_value,
 )
 
-MAX_MESSAGES: Final = 100_000
 BETWEEN_TURNS: Final = "\n\n"
 MAX_WORD_CHARS: Final = 64
 
@@ -64,7 +64,7 @@ ROLES: Final = ("user", "assistant", "system")
 
 def _content_of(*blocks: JsonSchema) -> JsonSchema:
     """A string, or these blocks."""
-    items = {"type": "array", "items": {"anyOf": list(blocks)}, "minItems": 1}
+    items = {"type": "array", "items": {"anyOf": list(blocks)}, "minItems": 1, "maxItems": MAX_ITEMS}
     return {"anyOf": [{"type": "string", "minLength": 1}, items]}
 
 
@@ -122,17 +122,15 @@ def read_system(value: Any, path: str) -> list[Part]:
     return [] if value == "" else _content(value, path, "system")
 
 
-@takes({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES})
+@takes({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": MAX_ITEMS})
 def read_turns(value: Any, path: str) -> list[_Turn]:
     """Checks every message by itself. Raises BadRequestError with the path of what is wrong."""
     if type(value) is not list:
         raise wrong_type(path, "an array of objects", value)
     if not value:
         raise empty_array(path)
-    if len(value) > MAX_MESSAGES:
-        raise array_too_long(path, MAX_MESSAGES, len(value))
     turns: list[_Turn] = []
-    for index, item in enumerate(value):
+    for index, item in enumerate(at_most(MAX_ITEMS, value, path)):
         where = f"{path}[{index}]"
         role, content = _role_and_content(item, where)
         # Nearly all messages of a long conversation are this plain.
@@ -194,7 +192,9 @@ def _content(value: Any, path: str, role: str) -> list[Part]:
     if not value:
         raise invalid(path, f"{role} messages must have non-empty content")
     readers = _READERS[role]
-    return [read_block(block, f"{path}[{index}]", readers) for index, block in enumerate(value)]
+    return [
+        read_block(block, f"{path}[{index}]", readers) for index, block in enumerate(at_most(MAX_ITEMS, value, path))
+    ]
 
 
 def _check_place(turns: Sequence[_Turn], number: int) -> None:

@@ -12,6 +12,7 @@ from gateway.api.anthropic.structured import check_output_config
 from gateway.api.anthropic.tools import read_choice, read_tools
 from gateway.api.cache_control import check_cache
 from gateway.api.fields import (
+    MAX_STOP_CHARS,
     Parameter,
     an_object,
     anything,
@@ -37,6 +38,7 @@ SAMPLING: Final = ("temperature", "top_p", "top_k")
 """Parameters that version 2026-10-21 does not have."""
 
 _string = text()
+_stop = text(MAX_STOP_CHARS)
 _display = choice("summarized", "omitted")
 _budget = integer(MIN_THINKING, MAX_TOKENS)
 _message_id = text(256)
@@ -48,7 +50,7 @@ _thinking: Final = {
 }
 
 
-@takes({"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS})
+@takes({"type": "array", "items": {**_stop.schema, "minLength": 1}, "maxItems": MAX_STOPS})
 def stop_sequences(value: Any, path: str) -> tuple[str, ...]:
     """Strings that are not blank."""
     if type(value) is not list:
@@ -56,7 +58,7 @@ def stop_sequences(value: Any, path: str) -> tuple[str, ...]:
     if len(value) > MAX_STOPS:
         raise array_too_long(path, MAX_STOPS, len(value))
     for index, item in enumerate(value):
-        if not _string(item, f"{path}[{index}]").strip():
+        if not _stop(item, f"{path}[{index}]").strip():
             raise invalid(f"{path}[{index}]", "each stop sequence must contain non-whitespace")
     return tuple(value)
 
@@ -96,7 +98,7 @@ def _table(*parameters: Parameter) -> dict[str, Parameter]:
 
 MESSAGES: Final = _table(
     Parameter("model", _string, "string, required", "Name of a served model, as in `GET /v1/models`."),
-    Parameter("messages", read_turns, "array of 1 to 100,000 messages, required", "The conversation; see below."),
+    Parameter("messages", read_turns, "array of 1 to 10,000 messages, required", "The conversation; see below."),
     Parameter(
         "max_tokens",
         integer(0, MAX_TOKENS),
@@ -109,7 +111,7 @@ MESSAGES: Final = _table(
     Parameter(
         "stop_sequences",
         stop_sequences,
-        "array of up to 64 strings, none of them blank",
+        "array of up to 64 strings of up to 1024 characters, none of them blank",
         "Each ends the answer, is told in `stop_sequence`, and is not part of the text.",
     ),
     Parameter(

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 
 from gateway.api.admission import Admission
-from gateway.api.answering import Answering
+from gateway.api.answering import Answering, parsed
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, Route
 from gateway.api.fields import read_query, shown
@@ -109,12 +109,12 @@ class CachedContents:
         """POST /v1/cachedContents"""
         tenant = self._admission.admit(http)
         body = await read_json(http, self._server)
-        values = read(body, CREATE)
+        values = await parsed(http[RECORD], lambda _, body: read(body, CREATE), body)
         if not values.get("model"):
             raise BadRequestError("'model' is not specified.", param="model", code="missing_required_parameter")
         name, now_s = model_name(values["model"]), in_ms(self._now())
         end_s = expires_s(values, now_s, self._settings, default=True)
-        kept = kept_part(body, self._settings)
+        kept = await parsed(http[RECORD], lambda _, body: kept_part(body, self._settings), body)
         tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s)
         content = CachedContent(
             name=new_name(),
@@ -170,7 +170,7 @@ class CachedContents:
         self, http: web.Request, tenant: Tenant, name: str, values: dict[str, Any], ttl_s: float
     ) -> tuple[int, Lease | None]:
         """Has the prefix computed and leased. Its tokens up to the breakpoint, and what became of that."""
-        call = prefix_call(name, values, ttl_s)
+        call = await parsed(http[RECORD], lambda _, values: prefix_call(name, values, ttl_s), values)
         model = self._answering.model(name, http[RECORD])
         least = self._settings.min_tokens
         if least and (found := await self._answering.tokens(http[RECORD], tenant, call, model)) < least:

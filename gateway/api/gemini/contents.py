@@ -11,13 +11,14 @@ they are numbered, and a response belongs to the first call of its name that has
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
 
-from gateway.api.fields import an_object, anything, boolean, takes, text, wrong_value
+from gateway.api.fields import MAX_ITEMS, an_object, anything, at_most, boolean, takes, text, wrong_value
 from gateway.api.gemini.proto import (
     message,
     message_schema,
@@ -166,7 +167,8 @@ def contents(value: Any, path: str) -> list[Content]:
     if type(value) is not list:
         return _several(value, path)
     # Nearly all turns of a long conversation are one text, and need nothing else looked at.
-    return [_plain(item) or content(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    several = enumerate(at_most(MAX_ITEMS, value, path))
+    return [_plain(item) or content(item, f"{path}[{index}]") for index, item in several]
 
 
 def _plain(item: Any) -> Content | None:
@@ -188,6 +190,9 @@ def to_messages(system: str | None, turns: Iterable[Content]) -> list[Message]:
             _answer(messages, turn.parts, calls)
         else:
             messages += _question(turn.parts, calls)
+    for said in messages:
+        if said["role"] == "assistant":
+            said["content"] = "".join(said["content"])
     return messages
 
 
@@ -196,28 +201,33 @@ class _Calls:
 
     def __init__(self) -> None:
         self._number = 0
-        self._open: list[tuple[str, str]] = []  # id and name of calls without a response
+        # Numbers of the calls without a response, in their order; those that have one by now are taken out late.
+        self._by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._by_function: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._open: dict[int, str] = {}  # number -> id
 
     def made(self, call: FunctionCall) -> str:
         self._number += 1
         name = call.id or f"call{self._number:05d}"  # nine characters, as the templates of Mistral want
-        self._open.append((name, call.name))
+        self._open[self._number] = name
+        self._by_id[name].append(self._number)
+        self._by_function[call.name].append(self._number)
         return name
 
     def answered(self, response: FunctionResponse) -> str | None:
-        for index, (name, function) in enumerate(self._open):
-            if name == response.id if response.id else function == response.name:
-                del self._open[index]
+        calls = self._by_id[response.id] if response.id else self._by_function[response.name]
+        while calls:
+            if (name := self._open.pop(calls.popleft(), None)) is not None:
                 return name
         return response.id
 
 
 def _answer(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> None:
-    """Puts a turn of the model behind the messages; one of thoughts alone is none."""
+    """Puts a turn of the model behind the messages, its texts as a list; one of thoughts alone is none."""
     if not parts:
         return
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": []})
     said = messages[-1]
     for part in parts:
         if isinstance(part, FunctionCall):
@@ -225,20 +235,21 @@ def _answer(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> No
             call = {"id": calls.made(part), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
         elif isinstance(part, str):
-            said["content"] += part
+            said["content"].append(part)
 
 
 def _question(parts: Sequence[Part], calls: _Calls) -> list[Message]:
     messages: list[Message] = []
-    for part in parts:
+    texts: list[str] = []  # of the message that is not among them yet
+    for part in (*parts, None):
+        if texts and not isinstance(part, str):
+            messages.append({"role": "user", "content": "".join(texts)})
+            texts = []
         if isinstance(part, FunctionResponse):
             tool: Message = {"role": "tool", "content": orjson.dumps(part.response).decode(), "name": part.name}
             if (name := calls.answered(part)) is not None:
                 tool["tool_call_id"] = name
             messages.append(tool)
         elif isinstance(part, str):
-            if messages and messages[-1]["role"] == "user":
-                messages[-1]["content"] += part
-            else:
-                messages.append({"role": "user", "content": part})
+            texts.append(part)
     return messages

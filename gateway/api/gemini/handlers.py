@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.protocol import Hello
 from gateway.api.admission import Admission
-from gateway.api.answering import Answering, Asked
+from gateway.api.answering import Answering, Asked, parsed
 from gateway.api.body import read_json
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import text
@@ -83,11 +83,14 @@ class Gemini:
         body, name = await read_json(http, self._server), model_name(http.match_info["model"])
         if (told := await self._answering.passthrough.answer(http, tenant, name, body)) is not None:
             return told
-        asked = parse_generate(body)
+        asked = await parsed(http[RECORD], lambda _, body: parse_generate(body), body)
         kept = None
         if asked.cached_content is not None:
             _, kept = await self._cached.use(tenant, asked.cached_content, name)
-        call = to_call(name, asked, kept, stream=stream, max_answers=self._server.max_prompts)
+        most = self._server.max_prompts
+        call = await parsed(
+            http[RECORD], lambda _, body: to_call(name, asked, kept, stream=stream, max_answers=most), body
+        )
         model = self._answering.model(name, http[RECORD])
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)
@@ -103,11 +106,11 @@ class Gemini:
         body, name = await read_json(http, self._server), model_name(http.match_info["model"])
         if (passed := await self._answering.passthrough.answer(http, tenant, name, body, metered=False)) is not None:
             return passed
-        asked, kept, told = parse_count(body), None, {}
+        asked, kept, told = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
         if asked.cached_content is not None:
             content, kept = await self._cached.use(tenant, asked.cached_content, name)
             told = {"cachedContentTokenCount": content.tokens}
-        call = to_call(name, asked, kept, max_answers=MAX_CANDIDATES)
+        call = await parsed(http[RECORD], lambda _, body: to_call(name, asked, kept, max_answers=MAX_CANDIDATES), body)
         tokens = await self._answering.count(http[RECORD], tenant, call, self._answering.model(name, http[RECORD]))
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         return reply_json({"totalTokens": tokens, "promptTokensDetails": details, **told})

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gateway.api.fields import anything, boolean, choice, string_map, text
+from gateway.api.fields import MAX_STOP_CHARS, anything, boolean, choice, string_map, text
 from gateway.api.gemini.contents import contents, instruction
 from gateway.api.gemini.proto import (
     enum,
@@ -74,8 +74,8 @@ GENERATION: Final = table(
     ),
     used(
         "stopSequences",
-        repeated(made(_string, _not_empty), MAX_STOPS),
-        "array of up to 5 strings",
+        repeated(made(text(MAX_STOP_CHARS), _not_empty), MAX_STOPS),
+        "array of up to 5 strings of up to 1024 characters",
         "End the answer; none of them is ever returned.",
     ),
     used("seed", whole(-(2**31), 2**31 - 1), "32-bit integer", "The same seed gives the same answer."),

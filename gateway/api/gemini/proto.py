@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from gateway.api.fields import (
+    MAX_ITEMS,
     Check,
     JsonSchema,
     Parameter,
     an_object,
-    array_too_long,
+    at_most,
     choice,
     integer,
     number,
@@ -158,10 +159,10 @@ def enum(*names: str) -> Check[str]:
     return check
 
 
-def repeated(check_one: Check[_T], most: int | None = None) -> Check[list[_T]]:
+def repeated(check_one: Check[_T], most: int = MAX_ITEMS) -> Check[list[_T]]:
     """An array, possibly empty, which is as good as none. One object may be written without the array around it, as
     the examples of this API do."""
-    several: JsonSchema = {"type": "array", "items": check_one.schema, **({} if most is None else {"maxItems": most})}
+    several: JsonSchema = {"type": "array", "items": check_one.schema, "maxItems": most}
 
     @takes({"anyOf": [several, {"type": "object"}]})
     def check(value: Any, path: str) -> list[_T]:
@@ -169,9 +170,7 @@ def repeated(check_one: Check[_T], most: int | None = None) -> Check[list[_T]]:
             return [check_one(value, path)]
         if type(value) is not list:
             raise wrong_type(path, "an array", value)
-        if most is not None and len(value) > most:
-            raise array_too_long(path, most, len(value))
-        return [check_one(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return [check_one(item, f"{path}[{index}]") for index, item in enumerate(at_most(most, value, path))]
 
     return check
 

@@ -14,13 +14,14 @@ import orjson
 from aiohttp import web
 
 from gateway.api.admission import Admission
-from gateway.api.answering import Answering
+from gateway.api.answering import Answering, parsed
 from gateway.api.body import read_json
 from gateway.api.dialect import Route
 from gateway.api.fields import (
+    MAX_ITEMS,
     Parameter,
-    an_array,
     array_too_long,
+    at_most,
     choice,
     empty_array,
     empty_text,
@@ -85,11 +86,12 @@ class Embedder(Protocol):
     {
         "anyOf": [
             {"type": "string", "minLength": 1},
-            {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+            {"type": "array", "minItems": 1, "maxItems": MAX_ITEMS, "items": {"type": "string", "minLength": 1}},
             {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
             {
                 "type": "array",
                 "minItems": 1,
+                "maxItems": MAX_ITEMS,
                 "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
             },
         ]
@@ -100,10 +102,12 @@ def check_input(value: Any, path: str) -> Inputs:
         return {path: _text(value, path)}
     if type(value) is not list:
         raise wrong_type(path, "a string or an array", value)
-    first = type(an_array(value, path)[0])
+    if not value:
+        raise empty_array(path)
+    first = type(value[0])
     if first is not str and first is not list:
         return {path: _ids(value, path)}
-    paths = [f"{path}[{index}]" for index in range(len(value))]
+    paths = [f"{path}[{index}]" for index in range(len(at_most(MAX_ITEMS, value, path)))]
     if first is str:
         return {where: _text(item, where) for where, item in zip(paths, value, strict=True)}
     return {where: _ids(item, where) for where, item in zip(paths, value, strict=True)}
@@ -179,7 +183,7 @@ class Embeddings:
         return reply(await self._answer(http[RECORD], tenant, body))
 
     async def _answer(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
-        values = read(body, EMBEDDINGS, ("model", "input"))
+        values = await parsed(record, lambda _, body: read(body, EMBEDDINGS, ("model", "input")), body)
         name: str = values["model"]
         self._check_model(name)
         record.model = name

@@ -10,7 +10,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from gateway.api.admission import Admission
-from gateway.api.answering import Answering, Asked
+from gateway.api.answering import Answering, Asked, parsed
 from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
@@ -93,7 +93,7 @@ class OpenAI:
         body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told
-        return await self._answering.answer(http, tenant, self._chat(http[RECORD], body))
+        return await self._answering.answer(http, tenant, await parsed(http[RECORD], self._chat, body))
 
     async def list_chats(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/chat/completions"""
@@ -110,7 +110,7 @@ class OpenAI:
         body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told
-        return await self._answering.answer(http, tenant, self._completion(http[RECORD], body))
+        return await self._answering.answer(http, tenant, await parsed(http[RECORD], self._completion, body))
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""

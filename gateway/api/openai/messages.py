@@ -6,16 +6,18 @@ deprecated `function` forms become their `tool` forms, because chat templates kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import orjson
 
 from gateway.api.body import deeper_than
 from gateway.api.fields import (
+    MAX_ITEMS,
     JsonSchema,
     an_array,
     an_object,
+    at_most,
     empty_array,
     missing,
     object_schema,
@@ -27,10 +29,14 @@ from gateway.api.fields import (
     wrong_value,
 )
 from gateway.api.openai.caching import check_breakpoint
+from gateway.api.structure import count_structure
 from gateway.errors import UnsupportedError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_ARGUMENT_DEPTH = 64  # deeper tool arguments in the history reach the template as text
+MAX_ARGUMENT_VALUES = 200_000
+"""In the arguments of all calls of a conversation, names and objects among them; those behind stay text, too."""
+_PLAINLY_FEW = 100
 
 _AS_THEY_ARE = ("user", "assistant", "system")
 
@@ -50,7 +56,8 @@ def _text_content(*kinds: str) -> JsonSchema:
         )
         for kind in kinds
     ]
-    return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": parts}, "minItems": 1}]}
+    several = {"type": "array", "items": {"anyOf": parts}, "minItems": 1, "maxItems": MAX_ITEMS}
+    return {"anyOf": [{"type": "string"}, several]}
 
 
 _text: JsonSchema = {"type": "string"}
@@ -71,7 +78,7 @@ MESSAGE: Final[JsonSchema] = {
                 "content": _text_content("text", "refusal"),
                 "name": _text,
                 "refusal": _text,
-                "tool_calls": {"type": "array", "items": _call_schema, "minItems": 1},
+                "tool_calls": {"type": "array", "items": _call_schema, "minItems": 1, "maxItems": MAX_ITEMS},
                 "function_call": _called_schema,
                 "reasoning_content": _text,
                 "annotations": {"type": "array"},
@@ -89,7 +96,7 @@ MESSAGE: Final[JsonSchema] = {
 }
 
 
-@takes({"type": "array", "items": MESSAGE, "minItems": 1})
+@takes({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": MAX_ITEMS})
 def parse_messages(value: Any, path: str) -> list[Message]:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for images, audio and files."""
     if type(value) is not list:
@@ -97,7 +104,7 @@ def parse_messages(value: Any, path: str) -> list[Message]:
     if not value:
         raise empty_array(path)
     messages = []
-    for index, item in enumerate(value):
+    for index, item in enumerate(at_most(MAX_ITEMS, value, path)):
         # Nearly all messages of a long conversation are this plain, and need nothing else looked at.
         plain = (
             type(item) is dict
@@ -106,6 +113,7 @@ def parse_messages(value: Any, path: str) -> list[Message]:
             and type(item.get("content")) is str
         )
         messages.append(item if plain else _message(item, f"{path}[{index}]"))
+    read_arguments(messages)
     return messages
 
 
@@ -194,7 +202,8 @@ def _content(item: Message, path: str, role: str) -> str:
         raise wrong_type(f"{path}.content", "a string or an array of objects", value)
     if not value:
         raise empty_array(f"{path}.content")
-    return "".join([_part(part, f"{path}.content[{index}]", role) for index, part in enumerate(value)])
+    parts = enumerate(at_most(MAX_ITEMS, value, f"{path}.content"))
+    return "".join([_part(part, f"{path}.content[{index}]", role) for index, part in parts])
 
 
 def _part(part: Any, path: str, role: str) -> str:
@@ -241,10 +250,29 @@ def _called(function: Any, path: str) -> Message:
     only(an_object(function, path), ("name", "arguments"), path)
     for key in ("name", "arguments"):
         required_text(function, key, path)
-    return {"name": function["name"], "arguments": call_arguments(function["arguments"])}
+    return {"name": function["name"], "arguments": function["arguments"]}
 
 
-def call_arguments(written: str) -> Any:
+def read_arguments(messages: Iterable[Message]) -> None:
+    """Puts objects in place of the arguments of all calls that are written as one. Those behind the limit of values,
+    for all calls together, stay text."""
+    left = MAX_ARGUMENT_VALUES
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            written = call["function"]["arguments"]
+            left -= _num_values(written)
+            if left < 0:
+                return
+            call["function"]["arguments"] = _call_arguments(written)
+
+
+def _num_values(written: str) -> int:
+    """Those of arguments, or a bound where they are few anyway: code has many commas and colons in its strings."""
+    bound = sum(map(written.count, ",:[{"))
+    return bound if bound <= _PLAINLY_FEW else sum(count_structure(written.encode()))
+
+
+def _call_arguments(written: str) -> Any:
     """The object where they are one that is not too deep, else the text."""
     try:
         parsed = orjson.loads(written)

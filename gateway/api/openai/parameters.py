@@ -9,6 +9,7 @@ from typing import Any
 from gateway.api.cache_control import check_cache
 from gateway.api.fields import (
     INT64,
+    MAX_STOP_CHARS,
     Check,
     Parameter,
     an_array,
@@ -24,6 +25,7 @@ from gateway.api.fields import (
     string_map,
     takes,
     text,
+    too_many_properties,
     wrong_type,
 )
 from gateway.api.openai.caching import check_options
@@ -37,25 +39,27 @@ PRIORITY_MAX = 2**31 - 1
 MAX_N = 128
 MAX_STOPS = 4
 MAX_STOP_IDS = 64
+MAX_BIASES = 10_000
 REPETITION_MIN, REPETITION_MAX = 0.01, 10.0
 TOKEN_ID_MAX = 2**32 - 1
 
 _token_id = integer(0, TOKEN_ID_MAX)
 _bias = number(-100, 100)
 _string = text()
+_stop = text(MAX_STOP_CHARS)
 _salt = text(128)
 
 
 @takes(
     {
         "anyOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS},
+            {**_stop.schema, "minLength": 1},
+            {"type": "array", "items": {**_stop.schema, "minLength": 1}, "maxItems": MAX_STOPS},
         ]
     }
 )
 def stop(value: Any, path: str) -> tuple[str, ...]:
-    """One string or up to four, none of them empty."""
+    """One string or up to four, none of them empty or longer than MAX_STOP_CHARS."""
     if type(value) is str:
         value = [value]
         paths = [path]
@@ -66,7 +70,7 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     if len(value) > MAX_STOPS:
         raise array_too_long(path, MAX_STOPS, len(value))
     for item, where in zip(value, paths, strict=True):
-        _not_empty(_string(item, where), where)
+        _not_empty(_stop(item, where), where)
     return tuple(value)
 
 
@@ -90,11 +94,20 @@ def _not_empty(value: str, path: str) -> str:
     return value
 
 
-@takes({"type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}, "additionalProperties": _bias.schema})
+@takes(
+    {
+        "type": "object",
+        "maxProperties": MAX_BIASES,
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": _bias.schema,
+    }
+)
 def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
-    """Token id, as a string, to -100..100."""
+    """Token id, as a string, to -100..100; up to MAX_BIASES of them."""
     pairs = []
-    for key, item in an_object(value, path).items():
+    if len(an_object(value, path)) > MAX_BIASES:
+        raise too_many_properties(path, MAX_BIASES, len(value))
+    for key, item in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise BadRequestError(
                 f"Invalid key in '{path}': every key must be a token id, written as a string of digits.",
@@ -154,7 +167,12 @@ _SHARED = (
         "object, only with `stream`",
         "`include_usage`: one more chunk with the usage before `[DONE]`. `include_obfuscation` has no effect.",
     ),
-    _used("stop", stop, "string, or array of up to 4 strings", "Ends the answer; the string itself is never returned."),
+    _used(
+        "stop",
+        stop,
+        "string, or array of up to 4 strings, of up to 1024 characters",
+        "Ends the answer; the string itself is never returned.",
+    ),
     _used("temperature", number(0, 2), "number 0 to 2, default 1", "0 takes the likeliest token."),
     _used("top_p", number(0, 1), "number 0 to 1, default 1", "Samples from the likeliest tokens of this total."),
     _used(
@@ -181,7 +199,7 @@ _SHARED = (
     _used(
         "logit_bias",
         logit_bias,
-        "object of token id to number, -100 to 100",
+        "object of token id to number, -100 to 100; up to 10,000 of them",
         "Added to the logits; ids must be in the model's vocabulary.",
     ),
     _used(

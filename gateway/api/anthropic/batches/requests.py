@@ -24,6 +24,7 @@ from gateway.api.fields import (
     unknown_parameter,
     wrong_type,
 )
+from gateway.api.structure import MAX_CONTAINERS, MAX_VALUES
 from gateway.errors import BadRequestError, BodyTooLargeError
 
 _CUSTOM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -149,16 +150,24 @@ class RequestReader:
     def _check_depth(self) -> Generator[None, tuple[str, Any], None]:
         """Until the end of the array."""
         depth, most, index = 1, self._limits.depth + _OUTER, 0
+        containers = events = 0  # of one request
         while depth:
             event, _ = yield
+            events += 1
+            if containers > MAX_CONTAINERS or events > MAX_VALUES:
+                why = f"more than {MAX_CONTAINERS} objects and arrays, or {MAX_VALUES} values and names"
+                raise invalid(f"requests[{index}]", why, code="too_many_json_values")
             if event in ("start_map", "start_array"):
                 depth += 1
+                containers += 1
                 if depth > most:
                     why = f"nested deeper than {self._limits.depth} levels (server.max_json_depth)"
                     raise invalid(f"requests[{index}]", why)
             elif event in ("end_map", "end_array"):
                 depth -= 1
-                index += depth == 1
+                if depth == 1:
+                    index += 1
+                    containers = events = 0
 
     def _row(self, item: Any) -> bytes:
         path = f"requests[{self.num_requests}]"

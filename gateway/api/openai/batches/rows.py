@@ -17,6 +17,8 @@ from gateway.api.batches import Row, RowFormat
 from gateway.api.body import deeper_than
 from gateway.api.fields import shown
 from gateway.api.lines import Answered
+from gateway.api.structure import check_structure
+from gateway.errors import BadRequestError
 from gateway.queues.batch.base import Checked, JobError, Line, Unrun
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -123,7 +125,10 @@ def _read(row: bytes, number: int, endpoint: str, limits: RowLimits, seen: _Seen
         told = f"This line has more than {limits.row_bytes} bytes (server.max_body_bytes)."
         return JobError("line_too_long", told, None, number)
     try:
+        check_structure(row, "This line")
         value = orjson.loads(row)
+    except BadRequestError as error:
+        return JobError("too_many_json_values", error.message, None, number)
     except orjson.JSONDecodeError as error:
         return JobError("invalid_json_line", f"This line is not parseable as valid JSON: {error.msg}.", None, number)
     if type(value) is not dict or deeper_than(value, limits.depth):

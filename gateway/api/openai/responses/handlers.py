@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -10,7 +11,7 @@ from aiohttp import web
 
 from engine.protocol import Hello
 from gateway.api.admission import Admission
-from gateway.api.answering import Answering
+from gateway.api.answering import Answering, parsed
 from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
@@ -33,6 +34,7 @@ from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
+from gateway.tasks import off_loop
 from gateway.types import Tenant
 
 
@@ -104,7 +106,7 @@ class Responses:
         body = await read_json(http, self._server)
         if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
             return told
-        asked = parse(body)
+        asked = await parsed(record, lambda _, body: parse(body), body)
         wanted = await self._wanted(record, tenant, asked)
         if asked.values.get("background"):
             return await self._begin(http, tenant, wanted)
@@ -123,16 +125,18 @@ class Responses:
         return {"/v1/responses": Endpoint(OPENAI, Target("/v1/responses"), self._answer_line, self._call_of_line)}
 
     async def _answer_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
-        asked = _parse_line(body)
+        asked = await parsed(record, lambda _, body: _parse_line(body), body)
         return await self._whole(record, tenant, asked, await self._wanted(record, tenant, asked))
 
     async def _call_of_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> Call:
-        return (await self._wanted(record, tenant, _parse_line(body))).call
+        asked = await parsed(record, lambda _, body: _parse_line(body), body)
+        return (await self._wanted(record, tenant, asked)).call
 
     async def _wanted(self, record: Record, tenant: Tenant, asked: Asked) -> _Wanted:
         model = self._answering.model(asked.values["model"], record)
         token = new_token()
-        items = with_ids(await self._items(tenant, asked), token)
+        found = await self._items(tenant, asked)
+        items = await off_loop(record.body_bytes, lambda: with_ids(found, token))
         call = await self._call(record, tenant, asked, items, model)
         diagnosis = await self._diagnosis(tenant, asked, items)
         shape = ResponseShape(
@@ -179,7 +183,7 @@ class Responses:
         passed = self._answering.passthrough.answer(http, tenant, body.get("model"), body, metered=False)
         if (told := await passed) is not None:
             return told
-        asked = parse_count(body)
+        asked = await parsed(http[RECORD], lambda _, body: parse_count(body), body)
         model = self._answering.model(asked.values["model"], http[RECORD])
         call = await self._call(http[RECORD], tenant, asked, await self._items(tenant, asked), model)
         tokens = await self._answering.count(http[RECORD], tenant, call, model)
@@ -275,19 +279,25 @@ class Responses:
 
     async def _call(self, record: Record, tenant: Tenant, asked: Asked, items: list[Item], model: Hello) -> Call:
         """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""
-        whole = to_call(asked, items, self._leases)
+        size = record.body_bytes
+        whole = await off_loop(size, lambda: to_call(asked, items, self._leases))
         starts = turns(items)
         if asked.values.get("truncation") != "auto" or await self._fits(record, tenant, whole, model):
             return whole
         first, last = 1, len(starts)  # the turn to begin with is one of these; the last is none
         while first < last:
             middle = (first + last) // 2
-            shorter = to_call(asked, shortened(items, starts[middle]), self._leases)
+            shorter = await off_loop(size, partial(self._shortened, asked, items, starts[middle]))
             if await self._fits(record, tenant, shorter, model):
                 last = middle
             else:
                 first = middle + 1
-        return to_call(asked, shortened(items, starts[first]), self._leases) if first < len(starts) else whole
+        if first == len(starts):
+            return whole
+        return await off_loop(size, partial(self._shortened, asked, items, starts[first]))
+
+    def _shortened(self, asked: Asked, items: list[Item], start: int) -> Call:
+        return to_call(asked, shortened(items, start), self._leases)
 
     async def _fits(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bool:
         try:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from gateway.api.fields import (
+    MAX_ITEMS,
     JsonSchema,
     an_array,
     an_object,
+    at_most,
     choice,
     missing,
     object_schema,
@@ -41,7 +43,7 @@ _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_outp
 
 def _parts(*schemas: JsonSchema) -> JsonSchema:
     """A string, or parts of these kinds."""
-    parts = {"type": "array", "items": {"anyOf": list(schemas)}, "minItems": 1}
+    parts = {"type": "array", "items": {"anyOf": list(schemas)}, "minItems": 1, "maxItems": MAX_ITEMS}
     return {"anyOf": [{"type": "string"}, parts]}
 
 
@@ -117,14 +119,14 @@ ITEM: Final[JsonSchema] = {
 }
 
 
-@takes({"anyOf": [{"type": "string"}, {"type": "array", "items": ITEM}]})
+@takes({"anyOf": [{"type": "string"}, {"type": "array", "items": ITEM, "maxItems": MAX_ITEMS}]})
 def parse_input(value: Any, path: str) -> list[Item]:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for items that Kvasir has no use for."""
     if type(value) is str:
         return [_message({"role": "user", "content": value}, path)]
     if type(value) is not list:
         raise wrong_type(path, "a string or an array of items", value)
-    return [_item(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    return [_item(item, f"{path}[{index}]") for index, item in enumerate(at_most(MAX_ITEMS, value, path))]
 
 
 def with_ids(items: Sequence[Item], token: str) -> list[Item]:
@@ -197,7 +199,8 @@ def _function_call_output(item: Item, path: str) -> Item:
     if output is None:
         raise missing(f"{path}.output")
     if type(output) is list:
-        output = [_input_part(part, f"{path}.output[{index}]") for index, part in enumerate(output)]
+        several = at_most(MAX_ITEMS, output, f"{path}.output")
+        output = [_input_part(part, f"{path}.output[{index}]") for index, part in enumerate(several)]
     elif type(output) is not str:
         raise wrong_type(f"{path}.output", "a string or an array of parts", output)
     return _common(item, path, "function_call_output") | {
@@ -214,7 +217,8 @@ def _reasoning(item: Item, path: str) -> Item:
         if item.get(key) is not None:
             if type(item[key]) is not list:
                 raise wrong_type(f"{path}.{key}", "an array of objects", item[key])
-            kept[key] = [an_object(part, f"{path}.{key}[{index}]") for index, part in enumerate(item[key])]
+            several = at_most(MAX_ITEMS, item[key], f"{path}.{key}")
+            kept[key] = [an_object(part, f"{path}.{key}[{index}]") for index, part in enumerate(several)]
     if item.get("encrypted_content") is not None:
         kept["encrypted_content"] = _string(item["encrypted_content"], f"{path}.encrypted_content")
     return _common(item, path, "reasoning") | kept

@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gateway.api.fields import (
+    MAX_ITEMS,
     Parameter,
     an_object,
     anything,
+    at_most,
     boolean,
     choice,
     in_url,
@@ -47,12 +49,13 @@ _includable = choice(*INCLUDABLE)
 _tiers = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
 
 
-@takes({"type": "array", "items": _includable.schema})
+@takes({"type": "array", "items": _includable.schema, "maxItems": MAX_ITEMS})
 def include(value: Any, path: str) -> frozenset[str]:
     """May be empty."""
     if type(value) is not list:
         raise wrong_type(path, "an array of strings", value)
-    return frozenset(_includable(item, f"{path}[{index}]") for index, item in enumerate(value))
+    several = enumerate(at_most(MAX_ITEMS, value, path))
+    return frozenset(_includable(item, f"{path}[{index}]") for index, item in several)
 
 
 _verbosity = choice("low", "medium", "high")

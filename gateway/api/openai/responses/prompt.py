@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gateway.api.openai.caching import Point
-from gateway.api.openai.messages import Message, call_arguments
+from gateway.api.openai.messages import Message, read_arguments
 from gateway.api.openai.responses.items import Item
 from gateway.errors import BadRequestError
 
@@ -46,6 +46,7 @@ def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0
         elif kind == "function_call_output":
             turn = None
             _add_output(conversation, item, called, path)
+    read_arguments(conversation.messages)
     return conversation
 
 
@@ -58,7 +59,7 @@ def _add_message(conversation: Conversation, item: Item, path: str) -> Message |
 
 
 def _call(item: Item) -> dict[str, Any]:
-    function = {"name": item["name"], "arguments": call_arguments(item["arguments"])}
+    function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 

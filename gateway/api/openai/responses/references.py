@@ -15,7 +15,8 @@ MAX_REFERENCED: Final = 16
 
 
 async def resolved(store: ResponseStore, tenant: str, items: Sequence[Item]) -> list[Item]:
-    """`items`, with what is referred to in place of the references. Raises BadRequestError for what is not there."""
+    """`items`, with what is referred to in place of the references. Raises BadRequestError for what is not there, and
+    for what is referred to twice: a prompt would be longer than all that was ever sent."""
     known: dict[str, dict[str, Item]] = {}
     found = []
     for index, item in enumerate(items):
@@ -23,7 +24,7 @@ async def resolved(store: ResponseStore, tenant: str, items: Sequence[Item]) -> 
             response_id = response_of(item["id"]) or ""
             if response_id not in known:
                 known[response_id] = await _by_id(store, tenant, response_id, len(known))
-            item = known[response_id].get(item["id"]) or _missing(index, item["id"])
+            item = known[response_id].pop(item["id"], {}) or _missing(index, item["id"])
         found.append(item)
     return found
 
@@ -41,5 +42,5 @@ async def _by_id(store: ResponseStore, tenant: str, response_id: str, number: in
 
 def _missing(index: int, item_id: str) -> NoReturn:
     path = f"input[{index}].id"
-    message = f"Invalid '{path}': there is no item with the id '{shown(item_id)}'."
+    message = f"Invalid '{path}': there is no item with the id '{shown(item_id)}', or it was in the input before."
     raise BadRequestError(message, param=path, code="invalid_value")

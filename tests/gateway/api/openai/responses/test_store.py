@@ -120,11 +120,20 @@ async def test_references_lead_to_so_many_responses_and_no_more() -> None:
     async with running() as gateway, gateway.sdk() as client:
         said = [(await client.responses.create(model="demo", input="hi")).output[0].id for _ in range(17)]
         items: Any = [{"type": "item_reference", "id": item} for item in said]
-        await client.responses.create(model="demo", input=items[:16] * 2)
-        assert len(messages(gateway)) == 32
+        await client.responses.create(model="demo", input=items[:16])
+        assert len(messages(gateway)) == 16
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(model="demo", input=items)
         assert refused.value.param == "input"
+
+
+async def test_an_item_may_be_referred_to_once_so_that_no_input_becomes_longer_than_what_was_sent() -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        said = (await client.responses.create(model="demo", input="hi")).output[0].id
+        twice: Any = [{"type": "item_reference", "id": said}] * 2
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="demo", input=twice)
+        assert refused.value.param == "input[1].id"
 
 
 async def test_what_a_response_answered_is_listed_page_by_page() -> None:
