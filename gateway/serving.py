@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses, EngineStartError
 from gateway.redis_calls import connect
 from gateway.redis_server import RedisServer, RedisStartError
+from gateway.tasks import share_interpreter
 from gateway.version import installed_version
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ async def serve(
     say          prints a few lines about what was started
     Raises EngineStartError when an engine cannot work with its settings, OSError when the port is in use.
     """
+    share_interpreter()
     stop = _stop_at_signals()
     fatal: list[EngineStartError] = []
 
@@ -83,7 +86,10 @@ async def serve(
         worker = gateway.batches.worker(app[RUNNER])
         stack.push_async_callback(worker.close)
         worker.start()
-        # 4. Serve.
+        # 4. Serve. What was imported and loaded by now is not looked through again by the collector of cycles, which
+        # would stop all threads for some hundredths of a second each time.
+        gc.collect()
+        gc.freeze()
         if not stop.is_set():
             _introduce(gateway, port, own_engines, say)
         await stop.wait()
