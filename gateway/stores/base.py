@@ -20,6 +20,10 @@ class Store(Protocol):
         """In place of what was kept under this key. False, and nothing changed, if it is larger than one may be."""
         ...
 
+    async def replace(self, tenant: str, key: str, before: bytes, body: bytes) -> bool:
+        """As `put`, if `before` is what is kept. Atomic: nothing comes between. False, and nothing changed, if not."""
+        ...
+
     async def find(self, tenant: str, key: str) -> bytes | None: ...
 
     async def delete(self, tenant: str, key: str) -> bool:

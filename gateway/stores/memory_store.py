@@ -37,6 +37,9 @@ class MemoryStore:
         self._bytes[tenant] = self._bytes.get(tenant, 0) + len(body)
         return True
 
+    async def replace(self, tenant: str, key: str, before: bytes, body: bytes) -> bool:
+        return await self.find(tenant, key) == before and await self.put(tenant, key, body)  # neither waits
+
     async def find(self, tenant: str, key: str) -> bytes | None:
         found = self._held(tenant).get(key)
         return found.body if found is not None and self._now() < found.expires_s else None

@@ -1,11 +1,20 @@
 -- Keeps a body in place of what has its id. What is over its time goes, then what was kept first, until it fits.
--- KEYS  order, sizes, the beginning of the keys of bodies
--- ARGV  id, body, milliseconds to live, bodies at most, bytes at most; the body alone fits
+-- KEYS     order, sizes, the beginning of the keys of bodies
+-- ARGV     id, body, milliseconds to live, bodies at most, bytes at most; the body alone fits. May be followed by the
+--          SHA-1 of what has to be kept under the id until now
+-- returns  1; 0, and nothing was changed, if something else is kept, or nothing
 local order, sizes, prefix = KEYS[1], KEYS[2], KEYS[3]
 local id, body = ARGV[1], ARGV[2]
 local ttl_ms, max_bodies, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+
+if ARGV[6] then
+  local before = redis.call('GET', prefix .. id)
+  if not before or redis.sha1hex(before) ~= ARGV[6] then
+    return 0
+  end
+end
 
 local function unlist(one)
   local size = redis.call('HGET', sizes, one)

@@ -8,6 +8,7 @@ tenant say in which order they were kept and how large they are. All keys of a t
 
 from __future__ import annotations
 
+import hashlib
 from importlib.resources import files
 from typing import Any
 
@@ -33,12 +34,19 @@ class RedisStore:
         self._delete = redis.register_script(_source("delete.lua"))
 
     async def put(self, tenant: str, key: str, body: bytes) -> bool:
+        return await self._keep(tenant, key, body)
+
+    async def replace(self, tenant: str, key: str, before: bytes, body: bytes) -> bool:
+        return await self._keep(tenant, key, body, hashlib.sha1(before, usedforsecurity=False).hexdigest())
+
+    async def _keep(self, tenant: str, key: str, body: bytes, *before: str) -> bool:
         settings = self._settings
         if len(body) > settings.largest_bytes or not settings.max_responses:
             return False
         limits = [round(settings.ttl_s * 1e3), settings.max_responses, settings.max_bytes]
-        await self._calls.ask(self._put(keys=_keys(self._name, tenant), args=[key, body, *limits]))
-        return True
+        return bool(
+            await self._calls.ask(self._put(keys=_keys(self._name, tenant), args=[key, body, *limits, *before]))
+        )
 
     async def find(self, tenant: str, key: str) -> bytes | None:
         body: Any = await self._calls.ask(self._redis.get(f"{_prefix(self._name, tenant)}:{key}"))

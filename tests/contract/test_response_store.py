@@ -96,6 +96,31 @@ async def test_what_was_deleted_is_gone_and_makes_room(one: Made) -> None:
     assert await held(one.store) == ["2", "3"]
 
 
+async def test_a_body_replaces_what_is_kept_and_nothing_else(one: Made) -> None:
+    assert not await one.store.replace("a", "1", b"", b"x")
+    await one.store.put("a", "1", b"x")
+    assert not await one.store.replace("b", "1", b"x", b"y")
+    assert not await one.store.replace("a", "1", b"y", b"y")
+    assert not await one.store.replace("a", "1", b"x", b"y" * 101)
+    assert await one.store.find("a", "1") == b"x"
+    assert await one.store.replace("a", "1", b"x", b"y" * 60)
+    assert not await one.store.replace("a", "1", b"x", b"z")
+    assert await one.store.find("a", "1") == b"y" * 60
+    await one.store.put("a", "2", b"x" * 40)
+    assert await held(one.store) == ["1", "2"]
+    assert await one.store.delete("a", "1")
+    assert not await one.store.replace("a", "1", b"y" * 60, b"z")
+    assert await held(one.store) == ["2"]
+
+
+async def test_of_replacements_that_come_at_once_one_is_made(one: Made) -> None:
+    await one.store.put("a", "1", b"x")
+    bodies = [str(number).encode() for number in range(20)]
+    made = await asyncio.gather(*(one.store.replace("a", "1", b"x", body) for body in bodies))
+    assert made.count(True) == 1
+    assert await one.store.find("a", "1") == bodies[made.index(True)]
+
+
 async def test_past_the_count_the_first_goes(one: Made) -> None:
     for name in "12345":
         await one.store.put("a", name, b"x")
@@ -212,6 +237,7 @@ async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
         own_redis.kill()
         for _ in range(3):
             assert not await responses.put("a", KEPT)
+        assert not await responses.replace("a", KEPT.body, KEPT)
         for ask in (responses.find, responses.delete):
             with pytest.raises(OverloadedError) as down:
                 await ask("a", ID)
@@ -220,10 +246,12 @@ async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
         assert not await responses.put("a", KEPT)  # not asked again so soon
         clock[0] += 10.0
         assert await responses.put("a", KEPT)
-        assert await responses.find("a", ID) == KEPT
+        found = await responses.find("a", ID)
+        assert found == KEPT
+        assert await responses.replace("a", found.body, KEPT)
     finally:
         await redis.aclose()
-    assert responses.outcomes == {"kept": 2, "too_large": 0, "failed": 4}
+    assert responses.outcomes == {"kept": 3, "too_large": 0, "failed": 5}
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 

@@ -11,6 +11,9 @@ class DownStore:
     async def put(self, tenant: str, key: str, body: bytes) -> bool:
         raise StoreDownError("away")
 
+    async def replace(self, tenant: str, key: str, before: bytes, body: bytes) -> bool:
+        raise StoreDownError("away")
+
     async def find(self, tenant: str, key: str) -> bytes | None:
         raise StoreDownError("away")
 

@@ -2,7 +2,8 @@
 
 They run in the gateway that was asked, and are no more durable than it: one that is stopped gives them the time of its
 shutdown and keeps what is left as failed. Of a gateway that was killed, whoever looks finds the response past its time
-and tells that it failed (`settled`). What is cancelled or deleted through another gateway is thrown away at its end.
+and tells that it failed (`settled`). Its end takes the place of what was kept at its beginning, and of nothing else:
+what was cancelled or deleted meanwhile, here or through another gateway, stays so.
 """
 
 from __future__ import annotations
@@ -63,12 +64,13 @@ class Background:
     async def start(self, record: Record, shape: ResponseShape, items: list[Item], work: Work) -> None:
         """Begins `work`, once the response is kept as in progress. Raises OverloadedError when it cannot be kept."""
         tenant, response = record.tenant or "", shape.response
+        begun = Kept(response, items).body
         if not await self._store.put(tenant, Kept(response, items)):
             work.close()
             raise OverloadedError("A background response cannot be kept at the moment.", retry_after_s=RETRY_AFTER_S)
         own = replace(record, endpoint=ENDPOINT, traces=record.traces, status=200)
         record.traces, record.hold = [], None
-        task = tasks.spawn(self._run(own, tenant, shape, items, work), name="background response")
+        task = tasks.spawn(self._run(own, tenant, shape, items, work, begun), name="background response")
         self._running[response["id"]] = task
         task.add_done_callback(lambda _: self._running.pop(response["id"], None))
         await asyncio.sleep(0)  # it runs from here on, so that cancelling it meets its handlers
@@ -87,7 +89,9 @@ class Background:
         for task in list(self._running.values()):  # those that began meanwhile, too
             await tasks.cancel(task)
 
-    async def _run(self, record: Record, tenant: str, shape: ResponseShape, items: list[Item], work: Work) -> None:
+    async def _run(
+        self, record: Record, tenant: str, shape: ResponseShape, items: list[Item], work: Work, begun: bytes
+    ) -> None:
         with noted(self._observer, record):
             try:
                 (answer,), usage = await work
@@ -107,16 +111,7 @@ class Background:
                 told = KvasirError("The server had an error while it answered.")
                 failed(record, told)
                 shape.fail(told)
-            if await self._wanted(tenant, shape.response["id"]):
-                await self._store.put(tenant, Kept(shape.response, items))
-
-    async def _wanted(self, tenant: str, response_id: str) -> bool:
-        """Not one that was deleted, or cancelled through another gateway."""
-        try:
-            kept = await self._store.find(tenant, response_id)
-        except OverloadedError:
-            return True
-        return kept is not None and kept.response["status"] == "in_progress"
+            await self._store.replace(tenant, begun, Kept(shape.response, items))
 
 
 def settled(kept: Kept, timeout_s: float) -> Kept:

@@ -219,10 +219,18 @@ class Responses:
             await self._background.cancel(kept.response["id"])
             kept = await self._get(http, tenant)
         if kept.response["status"] == "in_progress":  # another gateway works on it, and will find it cancelled
-            kept.response["status"] = "cancelled"
-            if not await self._store.put(tenant.name, kept):
-                raise OverloadedError("Stored responses cannot be reached at the moment.", retry_after_s=RETRY_AFTER_S)
+            kept = await self._cancelled(http, tenant, kept)
         return reply_json(kept.response)
+
+    async def _cancelled(self, http: web.Request, tenant: Tenant, kept: Kept) -> Kept:
+        """The response, which may be complete by now. Raises NotFoundError for one that was deleted meanwhile."""
+        cancelled = Kept({**kept.response, "status": "cancelled"}, kept.items)
+        if await self._store.replace(tenant.name, kept.body, cancelled):
+            return cancelled
+        kept = await self._get(http, tenant)
+        if kept.response["status"] == "in_progress":  # it was not written
+            raise OverloadedError("Stored responses cannot be reached at the moment.", retry_after_s=RETRY_AFTER_S)
+        return kept
 
     async def input_items(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}/input_items"""

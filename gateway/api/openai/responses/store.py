@@ -38,6 +38,11 @@ class Kept:
     items: list[Item]
 
     @property
+    def body(self) -> bytes:
+        """As it is kept. The same bytes for what was found, until something of it is changed."""
+        return orjson.dumps({"response": self.response, "items": self.items})
+
+    @property
     def conversation(self) -> list[Item]:
         """What a next response goes on from."""
         return [*self.items, *self.response["output"]]
@@ -61,14 +66,28 @@ class ResponseStore:
 
     async def put(self, tenant: str, kept: Kept) -> bool:
         """Whether it is kept. Never raises."""
-        body = orjson.dumps({"response": kept.response, "items": kept.items})
+        body = kept.body
+        done = await self._put(lambda: self._store.put(tenant, kept.response["id"], body))
+        if done is not None:
+            self._outcomes["kept" if done else "too_large"] += 1
+        return bool(done)
+
+    async def replace(self, tenant: str, before: bytes, kept: Kept) -> bool:
+        """Whether it is kept now, in place of what was kept as `before`: not where that was deleted, or is another one
+        by now. Never raises."""
+        body = kept.body
+        done = await self._put(lambda: self._store.replace(tenant, kept.response["id"], before, body))
+        if done:
+            self._outcomes["kept"] += 1
+        return bool(done)
+
+    async def _put(self, put: Callable[[], Awaitable[bool]]) -> bool | None:
+        """None when the store is down."""
         try:
-            done = await self._ask(lambda: self._store.put(tenant, kept.response["id"], body))
+            return await self._ask(put)
         except StoreDownError:
             self._outcomes["failed"] += 1
-            return False
-        self._outcomes["kept" if done else "too_large"] += 1
-        return done
+            return None
 
     async def find(self, tenant: str, response_id: str) -> Kept | None:
         """Raises OverloadedError when it cannot be known. What is no id of ours is not there."""

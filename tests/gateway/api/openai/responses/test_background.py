@@ -129,6 +129,57 @@ async def test_one_that_was_cancelled_through_another_gateway_is_thrown_away() -
         assert (await client.responses.retrieve(begun.id)).status == "cancelled"
 
 
+class GatedStore(WatchedStore):
+    """Holds the second write back, once it is known what it will write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+        self.reached, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def hold_back(self) -> None:
+        self.writes += 1
+        if self.writes == 2:
+            self.reached.set()
+            await self.gate.wait()
+
+    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
+        await self.hold_back()
+        return await super().put(tenant, response_id, body)
+
+    async def replace(self, tenant: str, key: str, before: bytes, body: bytes) -> bool:
+        await self.hold_back()
+        return await self.find(tenant, key) == before and await MemoryStore.put(self, tenant, key, body)
+
+
+async def test_one_that_is_deleted_while_its_end_is_written_does_not_come_back() -> None:
+    store = GatedStore()
+    async with asyncio.timeout(LIMIT_S), running(response_store=store) as first, first.sdk() as client:
+        begun = await client.responses.create(model="demo", input="hi", background=True)
+        await store.reached.wait()
+        async with running(response_store=store) as second, second.sdk() as other:
+            await other.responses.delete(begun.id)
+            store.gate.set()
+        await first.app.shutdown()
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(begun.id)
+
+
+async def test_one_that_is_complete_before_its_cancelling_is_written_stays_complete() -> None:
+    store, street = GatedStore(), FakeStreet()
+    street.hold_after = asyncio.Event()
+    async with asyncio.timeout(LIMIT_S), running(street, response_store=store) as first, first.sdk() as client:
+        begun = await client.responses.create(model="demo", input="hi", background=True)
+        async with running(response_store=store) as second, second.sdk() as other:
+            cancelling = asyncio.ensure_future(other.responses.cancel(begun.id))
+            await store.reached.wait()
+            street.hold_after.set()
+            await first.app.shutdown()
+            store.gate.set()
+            assert (await cancelling).status == "completed"
+        assert (await client.responses.retrieve(begun.id)).status == "completed"
+
+
 async def test_a_failure_is_told_by_the_response() -> None:
     for street in (FakeStreet(fails_before=EngineFailedError("NaN")), FakeStreet(fails_after=RuntimeError("bug"))):
         async with held(street) as (gateway, client, store):
