@@ -66,14 +66,14 @@ class LeaseFile:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Callable[[], Path],
         identity: bytes,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """
-        folder    of the namespace; made when something is written
+        folder    of the engine's blocks; made when something is written. Raises OSError when there is none to be had
         identity  of namespace and layout, without a line break
         clock     of `expires_s`, in seconds, and
         wall      in Unix seconds
@@ -81,9 +81,13 @@ class LeaseFile:
         self._folder = folder
         self._head = MAGIC + identity + b"\n"
         self.clock, self._wall = clock, wall
-        self._path = f"{folder}/{secrets.token_hex(16)}.leases"
+        self._name = f"{secrets.token_hex(16)}.leases"
         self._file: int | None = None  # the one that is at the path, open for its lock
         self._claims: list[_Claim] = []
+
+    @property
+    def _path(self) -> str:
+        return f"{self._folder()}/{self._name}"
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +107,7 @@ class LeaseFile:
         """Deletes what a dead engine left half."""
         files: list[tuple[float, str]] = []
         try:
-            with os.scandir(self._folder) as entries:
+            with os.scandir(self._folder()) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):
                         written_s = entry.stat(follow_symlinks=False).st_mtime
@@ -190,8 +194,9 @@ class LeaseFile:
         try:
             return os.open(path, flags, 0o600)
         except FileNotFoundError:
-            for folder in (self._folder.parent, self._folder):
-                folder.mkdir(mode=0o700, parents=folder is self._folder.parent, exist_ok=True)
+            own = self._folder()
+            for folder in (own.parent, own):
+                folder.mkdir(mode=0o700, parents=folder is own.parent, exist_ok=True)
             return os.open(path, flags, 0o600)
 
     def _unlock(self) -> None:

@@ -1,7 +1,8 @@
 """What a folder of block files holds when an engine starts: what can be used again, and what is to go.
 
-What proves nothing, what hangs from nothing, what is too much and what other namespaces left too long ago is deleted.
-Never fails; an unreadable folder is an empty one. engine/tiers/disk_store.py asks once, on the tier's thread.
+What proves nothing, what hangs from nothing, what is too much and what engines left too long ago that are gone is
+deleted; nothing of an engine that lives. Never fails; an unreadable folder is an empty one. engine/tiers/disk_store.py
+asks once, on the tier's thread.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Final
 
 from engine.leases.file import LEASE_FILE
 from engine.tiers.block_file import BlockFormat, block_path, in_pages
+from engine.tiers.disk_folders import BLOCK_FOLDER, choosing, is_abandoned, remove_if_empty
 from engine.tiers.stores import BlockKey
 
 TEMPORARY_AGE_S: Final = 60.0
 """A file that was not renamed after so long was left behind by an engine that is gone."""
 
-_HEX_FOLDER: Final = re.compile(r"[0-9a-f]{32}")
 _SUBFOLDER: Final = re.compile(r"[0-9a-f]{2}")
 _BLOCK_FILE: Final = re.compile(r"([0-9a-f]{32})\.kv")
 _TEMPORARY: Final = re.compile(r"[0-9a-f]{32}\.\d+\.\d+\.tmp")
@@ -56,7 +57,7 @@ def scan(
     max_age_s: float,
     leased: Collection[bytes],
 ) -> Scan:
-    """See DiskStore.scan. `own` is the namespace's folder in `folder`."""
+    """See DiskStore.scan. `own` is the engine's folder in `folder`."""
     torn = 0
     found: dict[bytes, tuple[BlockKey, float]] = {}
     for path, digest, used_s in _own_files(own):
@@ -96,25 +97,35 @@ def _own_files(own: Path) -> Iterator[tuple[str, bytes, float]]:
 
 
 def _collect_others(folder: Path, own: Path, room_bytes: int, max_age_s: float) -> int:
-    """Deletes what other namespaces left: first what is too old, then the oldest until the rest fits."""
-    files: list[_File] = []
-    for namespace in _entries(str(folder)):
-        if namespace.path != str(own) and _HEX_FOLDER.fullmatch(namespace.name) and _is_folder(namespace):
-            files += _files(namespace.path, LEASE_FILE)
-            for entry in _block_folders(Path(namespace.path)):
-                files += _files(entry.path, _BLOCK_FILE, _TEMPORARY)
-    files.sort(key=lambda file: file.used_s)
-    total, oldest_s, deleted = sum(file.num_bytes for file in files), time.time() - max_age_s, 0
-    for file in files:
-        if file.used_s >= oldest_s and total <= room_bytes:
-            break
-        delete(file.path)
-        total -= file.num_bytes
-        deleted += 1
-        for above in Path(file.path).relative_to(folder).parents[:-1]:
-            with contextlib.suppress(OSError):  # not empty yet
-                (folder / above).rmdir()
+    """Deletes what engines left that are gone: first what is too old, then the oldest of other namespaces until the
+    rest of these fits. What other engines of this namespace left is their successors', who may start right now."""
+    root, oldest_s, deleted = own.name.partition("-")[0], time.time() - max_age_s, 0
+    with contextlib.suppress(OSError), choosing(folder):
+        left = [Path(entry.path) for entry in _entries(str(folder)) if entry.path != str(own) and _is_folder(entry)]
+        left = [path for path in left if BLOCK_FOLDER.fullmatch(path.name) and is_abandoned(path)]
+        files = [(file, path.name.partition("-")[0] == root) for path in left for file in _all_files(path)]
+        files.sort(key=lambda entry: entry[0].used_s)
+        total = sum(file.num_bytes for file, is_kin in files if not is_kin)
+        for file, is_kin in files:
+            if file.used_s >= oldest_s and (is_kin or total <= room_bytes):
+                continue
+            delete(file.path)
+            total -= 0 if is_kin else file.num_bytes
+            deleted += 1
+        for path in left:
+            for entry in _block_folders(path):
+                with contextlib.suppress(OSError):  # not empty
+                    os.rmdir(entry.path)
+            remove_if_empty(path)
     return deleted
+
+
+def _all_files(own: Path) -> list[_File]:
+    """Blocks, leases, and what was left half, of one engine's folder."""
+    files = _files(str(own), LEASE_FILE)
+    for entry in _block_folders(own):
+        files += _files(entry.path, _BLOCK_FILE, _TEMPORARY)
+    return files
 
 
 def _with_parents(found: dict[bytes, tuple[BlockKey, float]]) -> dict[bytes, tuple[BlockKey, float]]:

@@ -2,10 +2,10 @@
 
     <folder>/<root of the namespace, hex>/<first two digits>/<digest, hex>.kv        folders 0700, files 0600
                                          /<writer, hex>.leases                       see engine/leases/file.py
+                                         /lock                                       see engine/tiers/disk_folders.py
 
 A file is written beside its place and renamed into it, and never synced: one that a power cut tore fails its checksum.
-What is not sound is a miss, and is deleted. Engines of one model may share a folder: each keeps its own account of it,
-and what another one deleted is a miss.
+What is not sound is a miss, and is deleted. Engines of one model that share a folder have a folder of blocks each.
 
 No torch. A store of engine/tiers/stores.py; engine/tiers/block_file.py is what is in a file, engine/tiers/disk_scan.py
 what is found at the start; engine/tiers/tiers.py decides what is kept.
@@ -25,12 +25,13 @@ import numpy as np
 from engine.leases.file import LeaseFile
 from engine.protocol import Namespace
 from engine.tiers.block_file import BlockFormat, block_path
+from engine.tiers.disk_folders import OwnFolder, claim
 from engine.tiers.disk_scan import Scan, delete, scan
 from engine.tiers.stores import BlockKey, Payload
 
 
 class DiskStore:
-    """The files of one namespace. `read`, `write`, `drop` and `scan` are called by one thread."""
+    """The files of one engine. Everything but `file_bytes` and `lease_file` is called by one thread."""
 
     def __init__(self, folder: Path, namespace: Namespace, layout: str, block_bytes: int) -> None:
         """
@@ -38,7 +39,8 @@ class DiskStore:
         layout     of the payload, in words that change when it does
         """
         self._folder = folder
-        self._own = folder / namespace.root().hex()
+        self._root = namespace.root().hex()
+        self._claimed: OwnFolder | None = None
         self._format = BlockFormat(namespace, layout, block_bytes)
         self._nonce = secrets.randbits(64)  # engines in several containers may share a folder, and process ids
         self._written = 0
@@ -52,7 +54,7 @@ class DiskStore:
         self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> LeaseFile:
         """A new engine's file beside these blocks. See engine.leases.file.LeaseFile for the clocks."""
-        return LeaseFile(self._own, self._format.identity, clock=clock, wall=wall)
+        return LeaseFile(lambda: self._own, self._format.identity, clock=clock, wall=wall)
 
     def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Payload:
         """See engine.tiers.stores.Store. Deletes the file of the first block that is not sound."""
@@ -72,8 +74,9 @@ class DiskStore:
             self._write(key, row)
 
     def drop(self, digests: Sequence[bytes]) -> None:
-        for digest in digests:
-            delete(self._path(digest))
+        with contextlib.suppress(OSError):  # without a folder there is nothing
+            for digest in digests:
+                delete(self._path(digest))
 
     def scan(self, most: int, budget_bytes: int, max_age_s: float, leased: Collection[bytes] = ()) -> Scan:
         """Reads the headers of all files, and deletes what is of no use: what proves nothing, what hangs from nothing,
@@ -82,15 +85,32 @@ class DiskStore:
 
         leased  digests of blocks that go last, with all that they hang from
         """
+        try:
+            own = self._own
+        except OSError:
+            return Scan([], [], 0, 0)
         return scan(
             self._folder,
-            self._own,
+            own,
             self._format,
             most=most,
             budget_bytes=budget_bytes,
             max_age_s=max_age_s,
             leased=leased,
         )
+
+    def close(self) -> None:
+        """Another engine may have the folder from now on."""
+        if self._claimed is not None:
+            self._claimed.release()
+            self._claimed = None
+
+    @property
+    def _own(self) -> Path:
+        """This engine's folder. Raises OSError when there is none to be had."""
+        if self._claimed is None:
+            self._claimed = claim(self._folder, self._root)
+        return self._claimed.path
 
     def _write(self, key: BlockKey, row: Payload) -> None:
         path = self._path(key.digest)
@@ -112,8 +132,8 @@ class DiskStore:
         try:
             return os.open(path, flags, 0o600)
         except FileNotFoundError:
-            for folder in (self._folder, self._own, Path(path).parent):
-                folder.mkdir(mode=0o700, parents=folder is self._folder, exist_ok=True)
+            for folder in (self._own, Path(path).parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
             return os.open(path, flags, 0o600)
 
     def _path(self, digest: bytes) -> str:

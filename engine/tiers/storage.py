@@ -40,7 +40,7 @@ def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool,
         disk = DiskStore(settings.disk_dir.absolute(), namespace, _layout(cache), store.block_bytes)
         slots = _slots("disk_bytes", settings.disk_bytes, disk.file_bytes)
         scan = partial(disk.scan, slots, settings.disk_bytes, settings.disk_max_age_s)
-        tiers.append(Tier("disk", _pool(slots, pool), disk, disk.file_bytes, scan, disk.lease_file()))
+        tiers.append(Tier("disk", _pool(slots, pool), disk, disk.file_bytes, scan, disk.lease_file(), disk.close))
     at_once = max(1, COPY_BYTES // store.block_bytes)
     return Tiers(
         tiers,

@@ -75,6 +75,7 @@ class Tier:
     store   needed as soon as there are two tiers
     scan    what the store holds at the start, called on the tier's thread with the digests that leases end in
     leases  on disk, beside the blocks of this tier
+    close   ends the store, on the tier's thread, after everything else
     ready   everything that the start found is accounted for; nothing is saved before
     number  place among the tiers, 0 for the first
     late    copies that were given up and have not ended: while there are any, nothing is saved or restored here
@@ -86,6 +87,7 @@ class Tier:
     block_bytes: int = 0
     scan: Callable[[Collection[bytes]], Scan] | None = None
     leases: LeaseFile | None = None
+    close: Callable[[], object] | None = None
     number: int = 0
     worker: Worker | None = None
     ready: bool = True

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from engine.leases.leases import Leases
@@ -87,7 +88,8 @@ class Tiers:
         for tier in self.lower:
             if tier.worker is not None:
                 saving = None if tier.leases is None else self._lease_saving
-                tier.worker.close(None if saving is None else saving.last())
+                last = [saving.last() if saving is not None else None, tier.close]
+                tier.worker.close(partial(_each, [call for call in last if call is not None]))
 
     @property
     def busy(self) -> bool:
@@ -198,3 +200,8 @@ class Tiers:
         """Makes a prefix unfindable in the lower tiers, with everything that hangs from it: it is not trusted."""
         for tier in self.lower:
             self._account.forget(tier, tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests))
+
+
+def _each(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()

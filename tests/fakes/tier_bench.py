@@ -286,7 +286,7 @@ def make(
     if rows is not None:
         levels.append(Tier("host", BlockPool(host, SIZE), rows, 1))
     bench: TierBench
-    file = leases and LeaseFile(leases, b"w", clock=lambda: bench.now, wall=lambda: wall(bench.now))
+    file = leases and LeaseFile(lambda: leases, b"w", clock=lambda: bench.now, wall=lambda: wall(bench.now))
     levels.append(Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan, file))
     tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
     runner.tiers = tiers

@@ -38,7 +38,7 @@ class Desk:
         self.made: list[LeaseFile] = []
 
     def start(self, identity: bytes = IDENTITY) -> LeaseFile:
-        file = LeaseFile(self.folder, identity, clock=lambda: self.clocks.now, wall=lambda: self.clocks.wall)
+        file = LeaseFile(lambda: self.folder, identity, clock=lambda: self.clocks.now, wall=lambda: self.clocks.wall)
         self.made.append(file)
         return file
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from array import array
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +29,26 @@ LAYOUT = "1x4x2x1x12"
 DAY_S = 86400.0
 
 
-def make(folder: Path, namespace: Namespace = NAMESPACE, layout: str = LAYOUT) -> DiskStore:
-    return DiskStore(folder, namespace, layout, BLOCK_BYTES)
+LIVING: list[DiskStore] = []
+
+
+@pytest.fixture(autouse=True)
+def all_end() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def end_all() -> None:
+    while LIVING:
+        LIVING.pop().close()
+
+
+def make(folder: Path, namespace: Namespace = NAMESPACE, layout: str = LAYOUT, *, alone: bool = True) -> DiskStore:
+    """Of a new engine; those before it are gone."""
+    if alone:
+        end_all()
+    LIVING.append(DiskStore(folder, namespace, layout, BLOCK_BYTES))
+    return LIVING[-1]
 
 
 def keys_of(tokens: list[int], salt: str = "", namespace: Namespace = NAMESPACE) -> list[BlockKey]:
@@ -54,7 +74,7 @@ def read(store: DiskStore, keys: list[BlockKey]) -> Payload:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
 
 
 def scan(store: DiskStore, most: int = 100, budget_bytes: int = 1 << 30, max_age_s: float = DAY_S) -> Scan:
@@ -173,8 +193,11 @@ def test_another_namespace_finds_nothing_even_in_a_folder_of_the_same_name(
     assert scan(stranger).found == []
     assert len(read(stranger, keys)) == 0
     assert (read(store, keys) == rows).all()
+    end_all()
+    store.close()
+    shutil.rmtree(tmp_path / other.root().hex())
     (tmp_path / NAMESPACE.root().hex()).rename(tmp_path / other.root().hex())
-    assert scan(stranger).found == []
+    assert scan(make(tmp_path, other)).found == []
     assert files(tmp_path) == [], "what cannot be read is deleted"
 
 
@@ -299,7 +322,7 @@ def test_leases_of_another_namespace_go_with_its_blocks(tmp_path: Path) -> None:
     for path in files(tmp_path):
         age(path, 2 * DAY_S)
     scan(make(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", NAMESPACE.root().hex()}
 
 
 def test_reading_a_block_makes_it_young(written: tuple[DiskStore, list[BlockKey], Payload], tmp_path: Path) -> None:
@@ -322,6 +345,7 @@ def test_other_namespaces_go_when_they_are_too_old_or_do_not_fit(tmp_path: Path)
         make(tmp_path, namespace).write(slots(chain), chain, payload(2, 2))
         for path in files(tmp_path / namespace.root().hex()):
             age(path, days * DAY_S)
+    end_all()
     assert scan(own, max_age_s=2.5 * DAY_S).collected == 2
     assert not (tmp_path / others[1].root().hex()).exists(), "empty folders go too"
     assert own.file_bytes == PAGE_BYTES
@@ -332,14 +356,51 @@ def test_other_namespaces_go_when_they_are_too_old_or_do_not_fit(tmp_path: Path)
     assert len(files(tmp_path)) == 2
 
 
-def test_two_engines_may_share_a_folder(tmp_path: Path) -> None:
-    first, second = make(tmp_path), make(tmp_path)
+def test_two_engines_that_share_a_folder_delete_nothing_of_each_other_and_leave_it_to_their_successors(
+    tmp_path: Path,
+) -> None:
+    first, second = make(tmp_path), make(tmp_path, alone=False)
     keys, rows = keys_of([*range(8)]), payload(1, 2)
     first.write(slots(keys), keys, rows)
+    for path in files(tmp_path):
+        age(path, 2 * DAY_S)  # an engine that lives looks after its own files
+    assert scan(second, most=1).found == []
     second.write(slots(keys), keys, rows)
-    assert (read(first, keys) == rows).all()
     second.drop([keys[1].digest])
-    assert len(read(first, keys)) == 1
+    assert (read(first, keys) == rows).all()
+    assert len(read(second, keys)) == 1
+    first.close()
+    third = make(tmp_path, alone=False)
+    assert len(scan(third).found) == 2
+    second.close()
+    fourth = make(tmp_path, alone=False)
+    assert len(scan(fourth).found) == 1
+
+
+def test_what_an_engine_left_whose_place_nobody_takes_goes_when_it_is_too_old(tmp_path: Path) -> None:
+    first, second = make(tmp_path), make(tmp_path, alone=False)
+    keys, rows = keys_of([*range(8)]), payload(1, 2)
+    for store in (first, second):
+        scan(store)
+        store.write(slots(keys), keys, rows)
+    assert scan(make(tmp_path), budget_bytes=0).collected == 0
+    for path in files(tmp_path):
+        age(path, 2 * DAY_S)
+    assert scan(make(tmp_path), max_age_s=1.5 * DAY_S).collected == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", NAMESPACE.root().hex()}
+
+
+def test_where_there_are_no_locks_the_folder_is_used_and_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    store, keys, rows = make(tmp_path), keys_of([*range(8)]), payload(1, 2)
+    store.write(slots(keys), keys, rows)
+    assert (read(store, keys) == rows).all()
+    assert "engine.disk_dir" in caplog.text
 
 
 def test_a_failed_write_raises_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
