@@ -21,6 +21,7 @@ from engine.config import ConfigError
 from gateway import redis_or_memory
 from gateway.admin.accounting import audit_entry
 from gateway.admin.sources import EngineState, EngineStatus, Sources
+from gateway.api.malformed import MALFORMED
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.replays import REPLAYS
 from gateway.api.routes import build_app
@@ -163,6 +164,7 @@ class Gateway:
                 redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
                 batches=self.batches.figures,
                 lost_lines=lost_lines,
+                malformed=lambda: MALFORMED.counts,
                 draining=lambda: self.draining,
                 version=installed_version(),
             ),

@@ -243,6 +243,12 @@ class _Scraped(Collector):
         for outcome, count in self._sources.responses().items():
             responses.add_metric([outcome], count)
         yield responses
+        malformed = CounterMetricFamily(
+            "kvasir_malformed_requests", "Requests refused before they had a route.", labels=("reason",)
+        )
+        for reason, count in self._sources.malformed().items():
+            malformed.add_metric([reason], count)
+        yield malformed
         yield from self._limits()
         yield from self._batches()
         yield GaugeMetricFamily(

@@ -120,6 +120,7 @@ class Sources:
     response_cache: Callable[[], Mapping[str, Any]]
     batches: Callable[[], Mapping[str, int]]
     lost_lines: Callable[[], int]  # of the log
+    malformed: Callable[[], Mapping[str, int]]  # requests that were refused before they had a route, by reason
     draining: Callable[[], bool]
     version: str
 

@@ -8,7 +8,6 @@ surrogates by itself.
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +16,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from gateway.api.bodies import BODIES, Claim
+from gateway.api.encodings import BROKEN, DECODERS, NAMES
 from gateway.api.record import RECORD
 from gateway.api.structure import VALUE_BYTES, check_structure
 from gateway.config import ServerSettings
@@ -43,12 +43,10 @@ class BodyLimit(NamedTuple):
     setting: str
 
 
-_BROKEN: Final = (TimeoutError, zlib.error, web.RequestPayloadError, BadHttpMessage)
+_BROKEN: Final = (TimeoutError, *BROKEN, web.RequestPayloadError, BadHttpMessage)
 """What a body that does not arrive whole raises."""
 
 _CONTAINERS = frozenset((dict, list))
-_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
-
 
 RAW: web.RequestKey[bytes] = web.RequestKey("raw", bytes)
 """The body that `read_raw` read, decoded, until passthrough.py takes it away."""
@@ -121,7 +119,7 @@ def _unreadable(error: Exception, timeout: str) -> BadRequestError:
     """For one of _BROKEN. `timeout` is the setting that says for how long the body was waited for."""
     if isinstance(error, TimeoutError):
         return BadRequestError(f"The request body did not arrive in time ({timeout}).")
-    if isinstance(error, zlib.error):
+    if isinstance(error, BROKEN):
         return BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID)
     return BadRequestError(f"The request body cannot be read: {type(error).__name__}.")
 
@@ -133,14 +131,12 @@ async def _decoded_pieces(http: web.Request, most: int) -> AsyncIterator[bytes]:
             yield piece
             await asyncio.sleep(0)
         return
-    decoder = zlib.decompressobj(_GZIP_OR_ZLIB)
+    decoder = DECODERS[_encoding(http)]()
     while piece := await http.content.readany():
-        decoded = b" "
-        while decoded and not decoder.eof:
-            if decoded := decoder.decompress(piece, most):
-                yield decoded
-                await asyncio.sleep(0)
-            piece = decoder.unconsumed_tail
+        while not decoder.eof and (decoded := decoder.decode(piece, most)):
+            yield decoded
+            await asyncio.sleep(0)
+            piece = b""
     if not decoder.eof:
         raise BadRequestError("The compressed request body is cut short.", code=ENCODING_INVALID)
 
@@ -186,8 +182,8 @@ def deeper_than(value: Any, levels: int) -> bool:
 def _check_headers(http: web.Request, limit_bytes: int, setting: str = "server.max_body_bytes") -> None:
     if (http.content_length or 0) > limit_bytes:
         raise BodyTooLargeError(limit_bytes, setting=setting)
-    if "Content-Encoding" in http.headers and _encoding(http) not in ("identity", "gzip", "x-gzip", "deflate"):
-        why = "Content-Encoding must be gzip, deflate or identity."
+    if "Content-Encoding" in http.headers and _encoding(http) not in ("identity", *DECODERS):
+        why = f"Content-Encoding must be {NAMES}."
         raise BadRequestError(why, code=ENCODING_UNSUPPORTED)
 
 

@@ -17,6 +17,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from gateway.api.cors import Cors
 from gateway.api.dialect import JSON, Handler, retry_headers
 from gateway.api.dialects import dialect_of
 from gateway.api.record import (
@@ -31,7 +32,8 @@ from gateway.api.record import (
     is_final,
 )
 from gateway.api.stamps import new_id
-from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
+from gateway.api.unknown_urls import unknown_url
+from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError
 from gateway.logs import later
 from gateway.types import Trace
 
@@ -42,15 +44,16 @@ _PLAIN = re.compile(r"[^\s\"=]+")
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 
 
-def observed(observer: Observer) -> Middleware:
+def observed(observer: Observer, cors: Cors) -> Middleware:
     """The one middleware of the gateway."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = _record(request)
+        record.cors = cors.headers(request)
         observer.started(record)
         try:
-            response = await _answered(request, handler, record)
+            response = cors.preflight(request) or await _answered(request, handler, record)
             record.status = record.status or response.status
             if not response.prepared:
                 response.headers.update(common_headers(record))
@@ -90,12 +93,14 @@ async def _answered(http: web.Request, handler: Handler, record: Record) -> web.
     except KvasirError as error:
         return _refuse(error, record)
     except web.HTTPNotFound:
-        return _refuse(_unknown_url(http), record)
+        return _refuse(await unknown_url(http), record)
     except web.HTTPMethodNotAllowed as error:
         if record.dialect.unknown(http):
-            return _refuse(_unknown_url(http), record)
+            return _refuse(await unknown_url(http), record)
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{http.path} cannot be asked with {error.method}; it takes {allowed}."
+        if error.method == "OPTIONS" and "Origin" in http.headers:
+            message += " Pages of this origin are not among server.cors_origins."
         return _refuse(MethodNotAllowedError(message), record, {"Allow": allowed})
     except web.HTTPException as error:
         refused = BadRequestError(error.reason)
@@ -124,10 +129,6 @@ def _record(http: web.Request) -> Record:
         received_s=time.monotonic(),
         dialect=dialect_of(http),
     )
-
-
-def _unknown_url(http: web.Request) -> NotFoundError:
-    return NotFoundError(f"Unknown request URL: {http.method} {http.path[:200]}.", code="unknown_url")
 
 
 def _log(record: Record) -> None:

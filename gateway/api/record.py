@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,6 +54,7 @@ class Record:
     tier: Tier = "default"  # of its requests
     reuse: Reuse = PLAIN_REUSE  # what its headers say of the response cache
     model: str | None = None
+    cors: Mapping[str, str] = field(default_factory=dict)  # headers for browsers
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
     hold: Hold | None = None  # of a tenant with limits, once the request was let in
     body: Claim | None = None  # on memory for it; middleware.py lets go of it
@@ -180,6 +182,8 @@ def elapsed_ms(record: Record) -> float:
 def common_headers(record: Record) -> dict[str, str]:
     """What every answer carries, in its dialect."""
     headers = record.dialect.headers(record.request_id, elapsed_ms(record))
+    if record.cors:
+        headers |= record.cors
     return headers if record.allowance is None else headers | record.dialect.allowance(record.allowance)
 
 

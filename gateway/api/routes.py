@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.admin.accounting import Accounting
 from gateway.admin.cache.handlers import CachePages
@@ -28,6 +27,7 @@ from gateway.api.auth import Auth
 from gateway.api.batches import BatchRunner
 from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import expect_continue
+from gateway.api.cors import Cors
 from gateway.api.dialect import PIECES, Route
 from gateway.api.dialects import DIALECTS, handlers_of
 from gateway.api.docs import Docs
@@ -36,6 +36,7 @@ from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.limiting import Limits
 from gateway.api.lines import Lines
+from gateway.api.malformed import MALFORMED
 from gateway.api.middleware import observed
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.batches.handlers import OpenAIBatches
@@ -174,7 +175,7 @@ def build_app(
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
-    app = web.Application(middlewares=[observed(observer)], client_max_size=0)
+    app = web.Application(middlewares=[observed(observer, Cors(server.cors_origins))], client_max_size=0)
     app[ROUTES] = docs.routes
     app[BODIES] = Bodies(server.max_bodies_bytes, server.max_body_bytes)
     row_limits = RowLimits(
@@ -204,15 +205,10 @@ def routes(app: web.Application) -> list[tuple[str, str]]:
     return [one for one in every if one[0] != "HEAD"]
 
 
-def _our_errors(record: logging.LogRecord) -> bool:
-    """Not those of clients that do not speak HTTP: any port scanner could fill the log with tracebacks."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
 def app_runner(app: web.Application, server: ServerSettings) -> web.AppRunner:
     """Runs `app` with what its handlers rely on: they are cancelled when the client leaves, and get bodies as sent."""
     log = logging.getLogger("gateway.http")
-    log.addFilter(_our_errors)
+    log.addFilter(MALFORMED)
     return web.AppRunner(
         app,
         logger=log,

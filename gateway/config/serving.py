@@ -71,7 +71,17 @@ class ServerSettings(Section):
     prompts_at_once: Annotated[int, Field(ge=1)] = Field(
         16, description="Prompts of one completion request that are worked on at the same time."
     )
+    cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = Field(
+        (),
+        description="Origins of web pages that may read answers, as `https://example.com`, or `*` for all; several "
+        "separated by commas. None: browsers keep answers from pages of other origins.",
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_origins(cls, data: object) -> object:
+        return split(data, "cors_origins")
 
 
 class RedisSettings(Section):

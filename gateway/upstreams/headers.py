@@ -60,6 +60,9 @@ def returned(headers: Iterable[tuple[str, str]], is_secret: Callable[[bytes], bo
         for name, value in told
         if name.lower() not in _DROPPED
         and name.lower() not in named
+        and not name.lower().startswith(
+            "access-control-"
+        )  # which pages may read answers is server.cors_origins' to say
         and not is_secret(value.encode("utf-8", "surrogateescape"))
     )
 

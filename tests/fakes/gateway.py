@@ -18,6 +18,7 @@ import openai
 from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
+from gateway.api.malformed import MALFORMED
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.replays import REPLAYS
 from gateway.api.routes import RUNNER, app_runner, build_app
@@ -242,6 +243,7 @@ def make_app(
             response_cache=given.response_cache.stats,
             batches=lambda: state.get("batches", {}),
             lost_lines=lambda: state.get("lost_lines", 0),
+            malformed=lambda: MALFORMED.counts,
             draining=lambda: state["draining"],
             version="0.0.test",
         ),

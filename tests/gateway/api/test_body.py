@@ -3,12 +3,18 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import sys
 import zlib
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import CompressionParameter, ZstdCompressor, compress
+else:
+    from backports.zstd import CompressionParameter, ZstdCompressor, compress
 
 from gateway.api.body import deeper_than, parse_object
 from gateway.config import ServerSettings
@@ -81,6 +87,15 @@ async def test_over_http_it_is_a_400_with_all_four_keys(name: str) -> None:
         assert headers["x-request-id"]
 
 
+def _with_window(data: bytes, log: int) -> bytes:
+    """A frame whose decoder has to remember 2**log bytes."""
+    compressor = ZstdCompressor(options={CompressionParameter.window_log: log})
+    return compressor.compress(data) + compressor.flush()
+
+
+WIDE = _with_window(BODY, 27)
+
+
 @pytest.mark.parametrize(
     ("encoding", "data"),
     [
@@ -89,6 +104,7 @@ async def test_over_http_it_is_a_400_with_all_four_keys(name: str) -> None:
         ("x-gzip", gzip.compress(BODY)),
         ("deflate", zlib.compress(BODY)),
         ("GZIP", gzip.compress(BODY)),
+        ("zstd", compress(BODY)),
     ],
 )
 async def test_compressed_bodies_are_understood(encoding: str, data: bytes) -> None:
@@ -105,6 +121,11 @@ async def test_compressed_bodies_are_understood(encoding: str, data: bytes) -> N
         ("deflate", b"\x00", 400),
         ("br", BODY, 400),
         ("zstd", BODY, 400),
+        ("zstd", b"", 400),
+        ("zstd", compress(BODY)[:-3], 400),
+        ("zstd", WIDE, 400),
+        ("zstd", compress(b" " * 2001), 413),
+        ("zstd", compress(b" " * 500_000_000), 413),
         ("gzip, gzip", BODY, 400),
         ("gzip", gzip.compress(b" " * 2001), 413),
         ("gzip", gzip.compress(b" " * 50_000_000), 413),
@@ -185,3 +206,27 @@ async def test_what_is_not_http_gets_a_400_and_leaves_no_traceback(caplog: pytes
     async with running() as gateway:
         assert (await exchange(gateway, b"\x16\x03\x01 hello\r\n\r\n")).startswith(b"HTTP/1.0 400 ")
     assert "Traceback" not in caplog.text
+
+
+TWICE = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nUser-Agent: one-secret\r\nUser-Agent: two\r\n\r\n"
+
+
+async def test_what_aiohttp_refuses_by_itself_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as gateway:
+        series = 'kvasir_malformed_requests_total{reason="DuplicateHeader"}'
+
+        async def counted() -> float:
+            lines = (await gateway.get("/metrics"))[1].splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(series))
+
+        before = await counted()
+        answer = await exchange(gateway, TWICE)
+        assert answer.startswith(b"HTTP/1.0 400 ")
+        assert b"User-Agent" in answer
+        assert await counted() == before + 1
+        long = TWICE.replace(b"User-Agent: two", b"Authorization: Bearer " + b"k" * 9000)
+        assert (await exchange(gateway, long)).startswith(b"HTTP/1.0 400 ")
+    assert "the header User-Agent came twice" in caplog.text
+    assert "LineTooLong" in caplog.text
+    assert "secret" not in caplog.text
+    assert "kkk" not in caplog.text

@@ -5,8 +5,10 @@ import logging
 import re
 import socket
 
+import openai
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from gateway.errors import EngineLostError, NoEngineError, QueueFullError
 from tests.fakes.gateway import Gateway, running
@@ -50,6 +52,42 @@ async def test_unknown_urls_are_404_in_the_shape_of_the_api(path: str) -> None:
     async with running() as gateway:
         status, body, _ = await gateway.post(path, {})
         assert (status, set(body["error"]), body["error"]["code"]) == (404, KEYS, "unknown_url")
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("//v1//chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/v1/v1/responses", "/v1/responses"),
+        ("/openai/v1/embeddings", "/v1/embeddings"),
+        ("/v1/v1beta/models/demo:generateContent", "/v1beta/models/demo:generateContent"),
+        ("/models/org%2Fdemo:generateContent", "/v1/models/org%2Fdemo:generateContent"),
+    ],
+)
+async def test_a_url_that_is_nearly_right_is_told_the_right_one(path: str, meant: str) -> None:
+    async with running() as gateway, gateway.session.post(URL(gateway.url + path, encoded=True), json={}) as answer:
+        assert answer.status == 404
+        assert f"Did you mean {meant}?" in (await answer.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/conversations", "/v1/conversations/conv_1/items", "/v1/moderations", "/v1/images/generations"]
+)
+async def test_an_api_that_is_not_served_here_is_named(path: str) -> None:
+    async with running() as gateway, gateway.sdk() as client:
+        with pytest.raises(openai.NotFoundError, match=f"The {path.split('/')[2]} API is not served here"):
+            await client.post(path.removeprefix("/v1"), cast_to=object)
+
+
+async def test_what_is_like_nothing_gets_no_hint() -> None:
+    async with running() as gateway:
+        for path in ("/nothing", "/" + "v1/" * 40, "/v1/" + "x" * 5000):
+            _, body, _ = await gateway.post(path, {})
+            assert "Did you mean" not in body["error"]["message"]
+            assert len(body["error"]["message"]) < 300
 
 
 @pytest.mark.parametrize(
