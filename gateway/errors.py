@@ -23,6 +23,7 @@ api/ writes these in its own shape.
     +-- UpstreamLostError          502  upstream_failed         no upstream answered, or one stopped in its answer
     +-- UpstreamTimeoutError       504  upstream_timeout        retry: the upstream was too slow
     +-- EngineFailedError          500                          the engine refused or failed this sequence
+    +-- NativeError                500                          a native library panicked on this request
     +-- StorageError               500                          the disk does not do what it should
     |   +-- StorageFullError       507  storage_full            retry: no, somebody has to make room
     +-- NotCachedError             504  not_cached              retry: no, nothing else was allowed than the cache
@@ -246,6 +247,10 @@ class UpstreamTimeoutError(UpstreamLostError):
 
 class EngineFailedError(KvasirError):
     """The engine is alive and cannot do this one."""
+
+
+class NativeError(KvasirError):
+    """A native library panicked. The same request would make it panic again; others are not concerned."""
 
 
 class StorageError(KvasirError):

@@ -33,6 +33,7 @@ from gateway.errors import (
     QueueFullError,
     UpstreamLostError,
 )
+from gateway.native import no_panic
 from gateway.types import Tenant, Usage
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,8 @@ class Lines:
         record = self._record(line)
         with noted(self._observer, record):
             try:
-                return await self._asked(line, record)
+                with no_panic():
+                    return await self._asked(line, record)
             except asyncio.CancelledError:
                 record.status = CLIENT_LEFT
                 raise
@@ -182,8 +184,9 @@ class Lines:
         try:
             if self._elsewhere.serves(line.body, line.tenant):
                 return beginning_of_body(line.body)
-            asked = await call(self._record(line), line.tenant, line.body)
-            return beginning_of_call(asked, self._namespaces.separating_key(line.tenant, asked.cache_key))
+            with no_panic():
+                asked = await call(self._record(line), line.tenant, line.body)
+                return beginning_of_call(asked, self._namespaces.separating_key(line.tenant, asked.cache_key))
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
                 raise OverloadedError(error.message, retry_after_s=error.retry_after_s) from error

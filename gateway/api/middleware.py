@@ -35,6 +35,7 @@ from gateway.api.stamps import new_id
 from gateway.api.unknown_urls import unknown_url
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError
 from gateway.logs import later
+from gateway.native import no_panic
 from gateway.types import Trace
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ def _finish(observer: Observer, record: Record) -> None:
 
 async def _answered(http: web.Request, handler: Handler, record: Record) -> web.StreamResponse:
     try:
-        return await handler(http)
+        with no_panic():
+            return await handler(http)
     except KvasirError as error:
         return _refuse(error, record)
     except web.HTTPNotFound:

@@ -35,6 +35,7 @@ from gateway.api.stream import LAST_WRITE_S
 from gateway.api.tiers import find_tier
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
+from gateway.native import no_panic
 from gateway.types import PLAIN_REUSE, Need, Reuse, Scope, Tenant, UpstreamAnswer, UpstreamRequest
 
 log = logging.getLogger(__name__)
@@ -189,10 +190,11 @@ async def _pass_back(
     response = web.StreamResponse(status=answer.status, headers=_told(record, answer))
     try:
         async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
-            await response.prepare(http)
-            async for piece in answer.pieces:
-                await response.write(piece)
-            await response.write_eof()
+            with no_panic():
+                await response.prepare(http)
+                async for piece in answer.pieces:
+                    await response.write(piece)
+                await response.write_eof()
     except ConnectionResetError:
         record.status = CLIENT_LEFT
     except Exception as error:

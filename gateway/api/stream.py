@@ -26,6 +26,7 @@ from gateway.api.dialect import SSE
 from gateway.api.pings import Pings
 from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, failed, kvasir_headers
 from gateway.errors import DeadlineError, KvasirError
+from gateway.native import no_panic
 from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,8 @@ async def stream(
     if first_byte_s:
         sse.pings.start_at(requests[0].received_s + first_byte_s, lambda: any(map(_has_engine, requests)))
     try:
-        ends = await _within(requests, _all(one, requests, at_once))
+        with no_panic():
+            ends = await _within(requests, _all(one, requests, at_once))
         usage = sum((usage for _, usage in ends), Usage(0, 0))
         if keeper is not None:
             await keeper.completed(usage)

@@ -31,6 +31,9 @@ import tiktoken
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models, normalizers
 
+from gateway.errors import NativeError
+from gateway.native import no_panic
+
 GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # The same behind a Digits(individual_digits) pre-tokeniser, whose pieces end before every digit.
 GPT2_DIGITS_PATTERN: Final = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
@@ -73,14 +76,12 @@ class ByteLevelBpe:
 
     def encode(self, text: str) -> array[int]:
         """Token ids. Raises TokenizingError for the rare text that only the tokenizers library can do."""
-        if len(text) >= _BLANK_RUN and _has_blank_run(text):
+        if len(text) >= _BLANK_RUN and has_blank_run(text, _BLANK_RUN):
             raise TokenizingError
         try:
-            ids = self._encoding.encode_ordinary(self.normalize(text))
-        except BaseException as error:
-            # A panic in Rust is a BaseException; everything else of that kind is not ours.
-            if type(error).__name__ != "PanicException":
-                raise
+            with no_panic("tiktoken"):
+                ids = self._encoding.encode_ordinary(self.normalize(text))
+        except NativeError:
             raise TokenizingError from None
         return array("I", ids if self._ids is None else map(self._ids.__getitem__, ids))
 
@@ -93,9 +94,10 @@ class ByteLevelBpe:
         return unicodedata.normalize("NFC", text)
 
 
-def _has_blank_run(text: str) -> bool:
+def has_blank_run(text: str, chars: int) -> bool:
+    """Whether so much white space, or more, is in a row."""
     blanks = len(text) - sum(map(len, text.split()))
-    return blanks >= _BLANK_RUN and any(len(run[0]) >= _BLANK_RUN for run in re.finditer(r"\s+", text))
+    return blanks >= chars and any(run.end() - run.start() >= chars for run in re.finditer(r"\s+", text))
 
 
 class TokenizingError(Exception):

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from gateway.native import no_panic
 from gateway.prompt.byte_level import BYTE_OF
 from gateway.prompt.signs import Signs
 from gateway.types import Spelled
@@ -201,8 +202,9 @@ class _WindowText:
     def _pending(self) -> str:
         if not self._new:
             return ""
-        whole = self._hf.decode(self._base + self._new, skip_special_tokens=False)
-        return whole[len(self._hf.decode(self._base, skip_special_tokens=False)) :]
+        with no_panic("tokenizers"):
+            whole = self._hf.decode(self._base + self._new, skip_special_tokens=False)
+            return whole[len(self._hf.decode(self._base, skip_special_tokens=False)) :]
 
 
 def _make_window(
@@ -227,7 +229,8 @@ def _look_up(table: Sequence[bytes], token: int) -> bytes:
 
 
 def _spell_alone(hf: HfTokenizer, seed: Sequence[int], token: int) -> bytes:
-    return str(hf.decode([*seed, token]))[len(hf.decode(seed)) :].encode()
+    with no_panic("tokenizers"):
+        return str(hf.decode([*seed, token]))[len(hf.decode(seed)) :].encode()
 
 
 def _byte_table(spec: dict[str, Any], special_ids: frozenset[int]) -> list[bytes] | None:

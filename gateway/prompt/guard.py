@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 import orjson
 from tokenizers import Tokenizer as HfTokenizer
 
+from gateway.native import no_panic
+
 Spec = dict[str, Any]
 """A tokenizer.json, as the tokenizers library writes it."""
 
 
 def build(spec: Spec) -> HfTokenizer:
     plain = {**spec, "truncation": None, "padding": None, "post_processor": None}
-    return HfTokenizer.from_str(orjson.dumps(plain).decode())
+    with no_panic("tokenizers"):
+        return HfTokenizer.from_str(orjson.dumps(plain).decode())
 
 
 def deaf_to_specials(spec: Spec) -> HfTokenizer:

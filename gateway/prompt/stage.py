@@ -20,6 +20,7 @@ import orjson
 from engine.protocol import TOKEN_BYTES, Hello, Namespace, TokenizerFiles, TokenLogprobs
 from gateway.config import PromptSettings
 from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
+from gateway.native import no_panic
 from gateway.prompt.loaded import LoadedModel, load_model
 from gateway.prompt.markers import find_markers
 from gateway.prompt.reader import AnswerReader
@@ -66,7 +67,7 @@ class PromptStage:
         if fingerprint not in self._models:
             task = self._loading.get(fingerprint)
             if task is None:
-                task = asyncio.ensure_future(self._in_thread(lambda: load_model(files, self._settings)))
+                task = asyncio.ensure_future(self._in_thread(partial(_load, files, self._settings)))
                 self._loading[fingerprint] = task
                 task.add_done_callback(lambda _: self._loading.pop(fingerprint, None))
             # Shielded: another engine may wait for the same one.
@@ -187,6 +188,11 @@ class PromptStage:
         if key is not None:
             model.prompts.put(key, prompt, encoded, num_chars)
         return encoded
+
+
+def _load(files: TokenizerFiles, settings: PromptSettings) -> LoadedModel:
+    with no_panic("a tokeniser's library"):
+        return load_model(files, settings)
 
 
 def _num_chars(tool: Tool) -> int:

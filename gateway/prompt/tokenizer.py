@@ -29,12 +29,23 @@ import orjson
 from tokenizers import Tokenizer as HfTokenizer
 
 from engine.protocol import TOKEN_BYTES
-from gateway.prompt.byte_level import ByteLevelBpe, NotConvertibleError, TokenizingError, vocabulary_texts
+from gateway.errors import BadRequestError
+from gateway.native import no_panic
+from gateway.prompt.byte_level import (
+    ByteLevelBpe,
+    NotConvertibleError,
+    TokenizingError,
+    has_blank_run,
+    vocabulary_texts,
+)
 from gateway.prompt.decode import Decoding
 from gateway.prompt.guard import Spec, deaf_to_specials, guard
 from gateway.prompt.masking import Masking, alternatives
 from gateway.prompt.samples import SAMPLES, class_samples
 
+MAX_BLANK_RUN: Final = 4_000_000
+"""Characters of white space in a row. The regex engine of tokenizers (Oniguruma) backtracks over all of
+them, and panics after ten million steps."""
 _BATCH: Final = 64  # texts that are compared at once when a tokeniser is loaded
 _NO_TEXT: Final = "(?!)"  # a regular expression that never matches
 
@@ -63,7 +74,8 @@ class Tokenizer:
         Raises ValueError for a tokeniser that cannot be read, or not be kept safe from special strings in users' text.
         """
         try:
-            original = HfTokenizer.from_str(tokenizer_json)
+            with no_panic("tokenizers"):
+                original = HfTokenizer.from_str(tokenizer_json)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"the tokeniser cannot be read: {error}") from None
         original.no_truncation()
@@ -105,7 +117,8 @@ class Tokenizer:
     def encode(self, links: Sequence[Link]) -> list[bytes]:
         """Token ids of each link, little-endian uint32.
 
-        Raises UnicodeEncodeError for text with lone surrogates, which no tokeniser has a token for.
+        Raises UnicodeEncodeError for text with lone surrogates, which no tokeniser has a token for, BadRequestError for
+        more white space in a row than the library can do, and NativeError when it panics.
         """
         if self.fallback:
             return [ids.tobytes() for ids in self._encode_slowly([self._named(link.text) for link in links])]
@@ -145,7 +158,8 @@ class Tokenizer:
             return False
 
     def _count_by_offsets(self, text: str, chars: int) -> int:
-        offsets = self._hf.encode(text, add_special_tokens=False).offsets
+        with no_panic("tokenizers"):
+            offsets = self._hf.encode(text, add_special_tokens=False).offsets
         return next((i for i, (_, end) in enumerate(offsets) if end > chars), len(offsets))
 
     def _load_fast(self, spec: Spec) -> None:
@@ -202,8 +216,11 @@ class Tokenizer:
     def _encode_slowly(self, texts: list[str]) -> list[array[int]]:
         for text in texts:
             text.encode()
-        # The batch call is the one that lets go of the GIL.
-        return [array("I", encoding.ids) for encoding in self._hf.encode_batch_fast(texts, add_special_tokens=False)]
+            _check_blank_runs(text)
+        # The batch call is the one that releases the GIL.
+        with no_panic("tokenizers"):
+            encodings = self._hf.encode_batch_fast(texts, add_special_tokens=False)
+        return [array("I", encoding.ids) for encoding in encodings]
 
     def _hears_specials(self) -> bool:
         encodings = self._hf.encode_batch_fast(list(self.specials), add_special_tokens=False)
@@ -232,6 +249,13 @@ class Tokenizer:
                 raise ValueError("the tokeniser depends on the names of its special tokens")
             return theirs.tobytes()
         return None if ids is None else ids.tobytes()
+
+
+def _check_blank_runs(text: str) -> None:
+    if len(text) > MAX_BLANK_RUN and has_blank_run(text, MAX_BLANK_RUN + 1):
+        raise BadRequestError(
+            f"The text has more than {MAX_BLANK_RUN} characters of white space in a row, which cannot be tokenised."
+        )
 
 
 def _vocabulary(spec: Spec) -> Iterable[tuple[str, int]]:

@@ -16,6 +16,7 @@ from typing import Final, Generic, TypeVar
 
 from gateway import tasks
 from gateway.errors import BadRequestError, KvasirError, OverloadedError, QueueFullError
+from gateway.native import no_panic
 from gateway.responses.bill import Bill
 from gateway.types import Hit, Lookup, Request, Trace, UpstreamRequest
 
@@ -126,11 +127,12 @@ class Flight(Generic[_T]):
 
     async def _run(self, work: Callable[[Flight[_T]], AsyncGenerator[_T, None]]) -> None:
         try:
-            async with aclosing(work(self)) as items:
-                async for item in items:
-                    self._add(item)
-                    if self._bytes > self._max_bytes:
-                        await self._make_room()
+            with no_panic():
+                async with aclosing(work(self)) as items:
+                    async for item in items:
+                        self._add(item)
+                        if self._bytes > self._max_bytes:
+                            await self._make_room()
         except asyncio.CancelledError:
             self._error = KvasirError("The answer was given up.")
             raise

@@ -25,6 +25,7 @@ from gateway.queues.batch.lines import Lines, MemoryLines
 from gateway.queues.batch.store import BatchStore
 from gateway.queues.batch.worker import Worker
 from gateway.types import StoredFile, Usage
+from tests.fakes.panic import Panic
 from tests.fakes.waiting import until
 
 START_S = 1_790_000_000.0
@@ -39,7 +40,7 @@ def rows(count: int, **more: Any) -> list[dict[str, Any]]:
 
 class FakeRunner:
     """Rows are JSON: {"id", "model"?, "fail"?, "again"?: times, "later"?: times, "away"?: times, "hold"?: true,
-    "broken"?: true}."""
+    "broken"?: true, "panics"?: true}."""
 
     def __init__(self, *, is_broken: bool = False, has_models: bool = False) -> None:
         """`has_models`: jobs may ask several."""
@@ -67,6 +68,8 @@ class FakeRunner:
         told = orjson.loads(row)
         if told.get("broken"):
             raise RuntimeError("broken")
+        if told.get("panics"):
+            raise Panic(told["id"])
         if told.get("away", 0) > self.asked[told["id"]]:
             self.asked[told["id"]] += 1
             return None
@@ -78,6 +81,8 @@ class FakeRunner:
         self.ran.append(name)
         if told.get("broken"):
             raise RuntimeError("broken")
+        if told.get("panics"):
+            raise Panic(told["id"])
         self.tries[name] += 1
         if told.get("hold"):
             self.holding.add(name)

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 from gateway import tasks
 from gateway.config import BatchSettings
 from gateway.errors import OverloadedError, StorageError, StorageFullError
+from gateway.native import no_panic
 from gateway.queues.batch.base import NO_USAGE, Job, LineResult, Runner
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.job import why_dropped
@@ -135,6 +136,7 @@ class RunningLines:
                 self._running[claim.ref] = (claim, tasks.spawn(self._answer(claim), name="batch line"))
 
     async def _answer(self, claim: Claim) -> None:
+        cancelled = False
         try:
             job = await self._surely(lambda: self._jobs.find(claim.ref.job))
             if job is None:  # it is forgotten, and this line with it
@@ -143,7 +145,11 @@ class RunningLines:
             elif (why := why_dropped(job, self._now())) is not None:
                 await self._done(job, claim, Result(why), NO_USAGE)
             else:
-                await self._run(job, claim)
+                with no_panic():
+                    await self._run(job, claim)
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
         except StorageFullError:
             self._wait_for_room()
             await self._back(claim, 0)
@@ -152,8 +158,10 @@ class RunningLines:
                 log.exception("a line of a batch could not be run")
             if await self._back(claim, self._settings.max_attempts) == "exhausted":
                 await self._surely(lambda: self._lines.complete(claim, Result("failed"), NO_USAGE))
-        self._running.pop(claim.ref, None)
-        self.room.set()
+        finally:
+            if not cancelled:  # `renew` and `let_go` forget what they cancel
+                self._running.pop(claim.ref, None)
+                self.room.set()
 
     async def _back(self, claim: Claim, most_attempts: int) -> Back:
         back = await self._surely(lambda: self._lines.put_back(self._owner, claim, most_attempts))
@@ -179,7 +187,8 @@ class RunningLines:
 
     async def _asked(self, job: Job, row: bytes) -> LineResult:
         try:
-            return await self._runner.run(job, row, f"req_{secrets.token_hex(16)}")
+            with no_panic():
+                return await self._runner.run(job, row, f"req_{secrets.token_hex(16)}")
         except Exception:
             log.exception("a line of a batch could not be run")
             return LineResult(ok=False, body=self._runner.unrun(job, row, "failed"), retry="again")

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Final, NoReturn
 
 from gateway.config import BatchSettings
-from gateway.errors import KvasirError, OverloadedError, QuotaError, StorageError
+from gateway.errors import KvasirError, NativeError, OverloadedError, QuotaError, StorageError
+from gateway.native import no_panic
 from gateway.queues.batch import job as states
 from gateway.queues.batch.base import Checked, Job, JobError, LinePlan, Runner, Unrun
 from gateway.queues.batch.folder import JobFolder, num_fitting
@@ -60,6 +61,9 @@ class HeldUpError(Exception):
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
         self.retry_s = retry_s
+
+
+_UNREADABLE: Final = JobError("server_error", "The input could not be read, for a fault of the server.")
 
 
 class Steps:
@@ -141,18 +145,23 @@ class Steps:
 
     def _check(self, job: Job) -> Checked:
         try:
-            with self._folder.rows(job) as rows:
+            with no_panic(), self._folder.rows(job) as rows:
                 return self._runner.check(job, rows)
+        except NativeError:
+            return Checked([], [_UNREADABLE])
         except KvasirError:
             raise
         except Exception:  # would be the same the next time
             log.exception("the input of a batch could not be checked")
-            return Checked([], [JobError("server_error", "The input could not be read, for a fault of the server.")])
+            return Checked([], [_UNREADABLE])
 
     async def _planned(self, job: Job, row: bytes) -> LinePlan | None:
         """None: it is to be asked for again."""
         try:
-            plan = await self._runner.plan(job, row)
+            with no_panic():
+                plan = await self._runner.plan(job, row)
+        except NativeError:
+            return LinePlan(job.model or "")
         except Exception:
             log.exception("a line of a batch could not be planned")
             return LinePlan(job.model or "")

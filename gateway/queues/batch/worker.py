@@ -20,6 +20,7 @@ from typing import Final
 from gateway import tasks
 from gateway.config import BatchSettings
 from gateway.errors import KvasirError, OverloadedError, StorageError
+from gateway.native import no_panic
 from gateway.queues.batch.base import Runner
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.jobs import Jobs
@@ -127,7 +128,9 @@ class Worker:
 
     async def _step(self, job_id: str) -> None:
         try:
-            if not await self._steps.advance(job_id):
+            with no_panic():
+                advanced = await self._steps.advance(job_id)
+            if not advanced:
                 self._pause(job_id, AWAY_S)
         except HeldUpError as error:
             self._pause(job_id, error.retry_s)
@@ -180,7 +183,8 @@ class Worker:
         """Does it, or finds out that it cannot be done now. One loop may have nothing to ask of a Redis that is away,
         or may do what a full one still does, while another one waits."""
         try:
-            await work()
+            with no_panic():
+                await work()
         except OverloadedError as error:
             if not self._down:
                 log.warning("the batch lane waits for Redis: %s", error.__cause__ or error)

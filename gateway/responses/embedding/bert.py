@@ -23,6 +23,8 @@ import numpy.typing as npt
 import threadpoolctl
 from safetensors import safe_open
 
+from gateway.native import no_panic
+
 Floats = npt.NDArray[np.float32]
 
 GELU_ROWS = 64
@@ -125,7 +127,8 @@ class Bert:
         """Reads config.json and model.safetensors. Raises OSError, and ValueError for another kind of model."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         _check(config, _pooling(folder))
-        with safe_open(folder / "model.safetensors", "np") as file:  # load_file holds the interpreter twice as long
+        # load_file holds the interpreter twice as long
+        with no_panic("safetensors"), safe_open(folder / "model.safetensors", "np") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         self.dimensions: int = config["hidden_size"]
         self.vocabulary: int = config["vocab_size"]

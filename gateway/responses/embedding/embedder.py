@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from gateway.config import EmbeddingSettings
 from gateway.errors import DeadlineError, EmbedderError, QueueFullError
+from gateway.native import no_panic
 from gateway.responses.embedding.text_model import TextModel, find_folder, load
 from gateway.tasks import spawn
 from gateway.types import EmbeddingInput
@@ -157,7 +158,8 @@ class Embedder:
         return model
 
     async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        with no_panic():
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 

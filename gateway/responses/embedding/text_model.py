@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import xxhash
 from tokenizers import Tokenizer
 
+from gateway.native import no_panic
 from gateway.types import EmbeddingInput
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class TextModel:
 
     def tokens(self, text: str) -> list[int]:
         """With the special tokens around it, however long. Special strings inside of the text are text."""
-        ids: list[int] = self.tokenizer.encode(text).ids
+        with no_panic("tokenizers"):
+            ids: list[int] = self.tokenizer.encode(text).ids
         return ids
 
     def completed(self, ids: Sequence[int]) -> Sequence[int]:

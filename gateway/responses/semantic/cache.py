@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from gateway.config import SemanticCacheSettings
-from gateway.errors import KvasirError
+from gateway.errors import KvasirError, NativeError
+from gateway.native import no_panic
 from gateway.responses.base import Anew, Asked, Match, Said
 from gateway.responses.removals import Removal
 from gateway.responses.semantic.background import Background
@@ -88,7 +89,11 @@ class SemanticCache:
 
     async def find(self, asked: Asked) -> Match | None:
         """See Semantic."""
-        outcome, match = await self._find(asked)
+        try:
+            with no_panic():
+                outcome, match = await self._find(asked)
+        except NativeError:
+            outcome, match = "failed", None
         self.outcomes[outcome] += 1
         return match
 

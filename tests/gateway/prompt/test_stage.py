@@ -155,6 +155,17 @@ def test_adding_a_turn_keeps_every_earlier_block_hash(loaded: Loaded, contents: 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("name", ["qwen", "gemma"])
+async def test_white_space_that_would_make_the_library_panic_is_refused_with_its_limit(name: str) -> None:
+    loaded = Loaded.__new__(Loaded)
+    files = tokenisers.ALL[name]()
+    loaded.stage, loaded.hello = await stage_for(files), tokenisers.hello(files)
+    with pytest.raises(BadRequestError, match="4000000 characters of white space in a row") as caught:
+        await loaded.encode(TextPrompt("x" + " " * 13_000_000))
+    assert caught.value.param == "prompt"
+    assert (await loaded.encode(TextPrompt("x"))).num_tokens
+
+
 async def test_an_added_turn_costs_what_the_turn_costs(qwen: Loaded) -> None:
     turns = [f"turn {i} about something" for i in range(20)]
     first = await qwen.encode(chat(*turns))

@@ -24,6 +24,7 @@ from gateway.api.openai.responses.shape import ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
 from gateway.errors import KvasirError, OverloadedError, QueueFullError
+from gateway.native import no_panic
 from gateway.types import Usage
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class Background:
     ) -> None:
         with noted(self._observer, record):
             try:
-                (answer,), usage = await work
+                with no_panic():
+                    (answer,), usage = await work
                 shape.take(answer)
                 shape.finish(usage)
             except asyncio.CancelledError:
