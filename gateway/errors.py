@@ -23,6 +23,7 @@ api/ writes these in its own shape.
     +-- UpstreamLostError          502  upstream_failed         no upstream answered, or one stopped in its answer
     +-- UpstreamTimeoutError       504  upstream_timeout        retry: the upstream was too slow
     +-- EngineFailedError          500                          the engine refused or failed this sequence
+    |   +-- EnginesDiedError       500                          retry: no, two engines died while they worked on it
     +-- NativeError                500                          a native library panicked on this request
     +-- StorageError               500                          the disk does not do what it should
     |   +-- StorageFullError       507  storage_full            retry: no, somebody has to make room
@@ -33,7 +34,10 @@ api/ writes these in its own shape.
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import Final, Self
+
+MAX_DEAD_ENGINES: Final = 2
+"""Engines that may die while they work on one request: the first may be chance, and a third would serve nobody."""
 
 
 class KvasirError(Exception):
@@ -209,9 +213,13 @@ class DeadlineError(OverloadedError):
 
 
 class EngineLostError(KvasirError):
-    """The connection to the engine ended while it worked on the request."""
+    """The engine cannot go on with the request.
+
+    died  its connection ended without notice while it worked on the request, which may be why
+    """
 
     status = 502
+    died = False
 
 
 class UpstreamsAwayError(OverloadedError):
@@ -247,6 +255,13 @@ class UpstreamTimeoutError(UpstreamLostError):
 
 class EngineFailedError(KvasirError):
     """The engine is alive and cannot do this one."""
+
+
+class EnginesDiedError(EngineFailedError):
+    """As many engines died while they worked on the request as may for one request."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{MAX_DEAD_ENGINES} engines ended while they worked on this request; it is not tried again.")
 
 
 class NativeError(KvasirError):

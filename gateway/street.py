@@ -25,6 +25,7 @@ from gateway.errors import (
     DeadlineError,
     EngineFailedError,
     EngineLostError,
+    EnginesDiedError,
     KvasirError,
     OverloadedError,
 )
@@ -87,6 +88,7 @@ class Street:
         request.trace.tokenized_tokens = prompt.new_tokens
 
         lost: set[str] = set()
+        dead: EngineLostError | None = None
         for attempt in range(1, self._max_attempts + 1):
             engine: Engine | None = None
             try:
@@ -107,6 +109,11 @@ class Street:
                 # Before the first byte another engine takes over; after it the dialect ends the stream with an error.
                 if request.trace.first_token_ms is not None:
                     raise
+                if error.died and request.lane == "batch":  # its line is counted, and tried again when it is alone
+                    raise
+                if error.died and dead is not None:
+                    raise EnginesDiedError from error
+                dead = error if error.died else dead
                 if attempt == self._max_attempts:
                     raise OverloadedError(f"No engine took the request. {error.message}", retry_after_s=1.0) from error
                 if engine is not None:
@@ -114,6 +121,10 @@ class Street:
                 request.trace.retries = attempt
                 name = engine.name if engine else "of a group"
                 log.warning("engine %s was lost before the first token; request %s goes on", name, request.request_id)
+            except OverloadedError as error:
+                if dead is None or request.trace.first_token_ms is not None:
+                    raise
+                raise dead from error
 
     async def _ask(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> tuple[Sequence[Engine], Ask]:
         """The engines that serve its model, and what it would cost them."""

@@ -18,6 +18,7 @@ from aiohttp import web
 from gateway.api.fields import JsonSchema, Parameter
 from gateway.errors import (
     DeadlineError,
+    EnginesDiedError,
     KvasirError,
     NotCachedError,
     QuotaError,
@@ -110,7 +111,7 @@ def retry_headers(error: KvasirError) -> dict[str, str]:
         headers["x-should-retry"] = "false"  # it is more than the tenant ever may send
     elif isinstance(error, UpstreamTimeoutError) and error.for_good:
         headers["x-should-retry"] = "false"  # as of a deadline
-    elif isinstance(error, QuotaError | StorageFullError | NotCachedError):
+    elif isinstance(error, QuotaError | StorageFullError | NotCachedError | EnginesDiedError):
         headers["x-should-retry"] = "false"  # something has to be deleted first, or to end; or it would be again
     elif error.status in (429, 502, 503, 504):
         headers["x-should-retry"] = "true"

@@ -26,6 +26,8 @@ from gateway.api.upstream_lines import Came, Headers, Target
 from gateway.errors import (
     BadRequestError,
     DeadlineError,
+    EngineLostError,
+    EnginesDiedError,
     KvasirError,
     ModelNotFoundError,
     NotCachedError,
@@ -39,7 +41,7 @@ from gateway.types import Tenant, Usage
 log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
-Retry = Literal["no", "again", "later"]
+Retry = Literal["no", "again", "died", "later"]
 
 OK: Final = 200
 
@@ -117,7 +119,8 @@ class Answered(NamedTuple):
     """What became of a line.
 
     body           of the answer, or of the error
-    retry          "again": it failed in a way that need not be its own fault; "later": nobody has worked on it yet, and
+    retry          "again": it failed in a way that need not be its own fault; "died": its engine died at work on it;
+                   "later": nobody has worked on it yet, and
                    somebody may after a while
     retry_after_s  its model is left alone for so long, at least; None: that is not known, or need not be
     """
@@ -241,9 +244,11 @@ def _usage(record: Record) -> Usage:
 
 def _retry(error: KvasirError) -> Retry:
     match error:
+        case EngineLostError(died=True):
+            return "died"
         case DeadlineError(retry_after_s=None):  # all its time went into the answer, and would again
             return "no"
-        case NotCachedError():
+        case NotCachedError() | EnginesDiedError():
             return "no"
         case OverloadedError() | QueueFullError() | UpstreamLostError(begun=False):
             return "later"

@@ -56,8 +56,8 @@ class BatchSettings(Section):
     )
     max_attempts: Annotated[int, Field(ge=1)] = Field(
         5,
-        description="Times that a line is tried which an engine or an upstream failed, or took with it, before that is "
-        "its result.",
+        description="Times that a line is tried which an engine or an upstream failed, or whose gateway ended, before "
+        "that is its result. One whose engine died is tried once more at most.",
     )
     lease_s: Annotated[float, Field(gt=0)] = Field(
         60.0, description="Seconds after which other gateways take over what one that is gone has been working on."

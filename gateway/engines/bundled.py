@@ -302,7 +302,9 @@ class BundledEngine:
             self._joined.clear()
         self._left_on_purpose = connection.load.draining
         self._on_lost(connection.hello.incarnation)
-        connection.fail(EngineLostError(f"The connection to engine {self.name} was lost."))
+        lost = EngineLostError(f"The connection to engine {self.name} was lost.")
+        lost.died = not self._left_on_purpose
+        connection.fail(lost)
 
     def _tell_away(self, error: BaseException) -> None:
         if self._told:

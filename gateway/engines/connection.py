@@ -99,7 +99,7 @@ class Connection:
     def open(self, prompt: EncodedPrompt, sampling: Sampling, request: Request, cost: int) -> Stream:
         """Sends a new sequence, without waiting. `cost` is how many tokens it will probably have to prefill."""
         if self._failed is not None:
-            raise self._failed
+            raise EngineLostError(self._failed.message)
         stream = Stream(next(self._seqs), self._buffer_updates)
         self._send(
             Submit(

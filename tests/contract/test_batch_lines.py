@@ -94,13 +94,33 @@ async def test_a_lease_that_is_over_goes_to_the_next_and_the_first_result_counts
     await put(lines, J1, plans(1))
     (claim,) = await lines.claim("x", "m", 1, 10)
     assert await lines.renew("x", [claim.ref, Ref(J1, 7)], 20) == [claim.ref]
-    assert await lines.take_over("y", 9, 19, 30) == []
-    assert await lines.take_over("y", 9, 20, 30) == [claim]
+    assert await lines.take_over("y", 9, 19, 30, 1) == []
+    assert await lines.take_over("y", 9, 20, 30, 1) == [claim._replace(attempts=1)]
     assert await lines.renew("x", [claim.ref], 99) == []
     assert await lines.complete(claim, DONE, NONE) == 1
     assert await lines.complete(claim, Result("failed", "other", 0, 1), NONE) is None
     assert await lines.results(J1, 0, 2) == [DONE, None]
-    assert await lines.take_over("x", 9, 1000, 2000) == []
+    assert await lines.take_over("x", 9, 1000, 2000, 1) == []
+
+
+async def test_a_lease_that_ends_counts_as_an_attempt_and_who_has_some_is_taken_over_one_by_one(lines: Lines) -> None:
+    await put(lines, J1, plans(1, 2, 3))
+    await lines.claim("x", "m", 3, 10)
+    assert [claim.attempts for claim in await lines.take_over("y", 2, 10, 20, 0)] == [1, 1]
+    assert [(claim.ref.line, claim.attempts) for claim in await lines.take_over("z", 9, 20, 30, 1)] == [(2, 1), (0, 2)]
+    assert [(claim.ref.line, claim.attempts) for claim in await lines.take_over("z", 9, 20, 30, 0)] == []
+    (again,) = await lines.take_over("z", 9, 20, 30, 9)
+    assert (again.ref.line, again.attempts) == (1, 2)
+    assert await lines.put_back("z", again, 3) == "exhausted"
+
+
+async def test_engines_that_died_are_counted_by_themselves(lines: Lines) -> None:
+    await put(lines, J1, plans(1))
+    for attempt in ({"died": True}, {"died": False}):
+        (claim,) = await lines.claim("x", "m", 1, 10)
+        assert await lines.put_back("x", claim, 2, **attempt) == "waits"
+    (claim,) = await lines.claim("x", "m", 1, 10)
+    assert await lines.put_back("x", claim, 2, died=True) == "exhausted"
 
 
 async def test_what_is_put_back_waits_at_its_place_until_it_was_tried_too_often(lines: Lines) -> None:
@@ -110,10 +130,10 @@ async def test_what_is_put_back_waits_at_its_place_until_it_was_tried_too_often(
     for _ in range(2):
         assert await lines.put_back("x", first, 3) == "waits"
         assert await lines.models(64) == ["m"]
-        assert await lines.claim("x", "m", 5, 10) == [first]
+        assert [claim[:3] for claim in await lines.claim("x", "m", 5, 10)] == [first[:3]]
     for _ in range(5):
         assert await lines.put_back("x", first, 0) == "waits", "this was no attempt"
-        assert await lines.claim("x", "m", 5, 10) == [first]
+        assert [claim[:3] for claim in await lines.claim("x", "m", 5, 10)] == [first[:3]]
     assert await lines.put_back("x", first, 3) == "exhausted"
     assert await lines.renew("x", [first.ref], 20) == [first.ref], "it is still there to be completed"
     assert await lines.complete(first, Result("failed", "s", 0, 1), NONE) == 1
@@ -124,7 +144,7 @@ async def test_what_is_put_back_waits_at_its_place_until_it_was_tried_too_often(
 async def test_a_result_of_who_lost_the_lease_takes_a_line_that_waits_again(lines: Lines) -> None:
     await put(lines, J1, plans(1))
     (claim,) = await lines.claim("slow", "m", 1, 10)
-    await lines.take_over("y", 1, 10, 20)
+    await lines.take_over("y", 1, 10, 20, 1)
     assert await lines.put_back("y", claim, 0) == "waits"
     assert await lines.complete(claim, DONE, NONE) == 1
     assert await lines.claim("y", "m", 1, 30) == []
@@ -193,7 +213,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("stage"), JOBS, PLANS),
         st.tuples(st.just("queue"), JOBS, st.integers(1, 4)),
         st.tuples(st.just("claim"), st.sampled_from("xy"), st.sampled_from("mn"), st.integers(1, 3)),
-        st.tuples(st.just("take_over"), st.sampled_from("xy"), st.integers(1, 3)),
+        st.tuples(st.just("take_over"), st.sampled_from("xy"), st.integers(1, 3), st.integers(0, 2)),
         st.tuples(st.just("renew"), st.sampled_from("xy")),
         st.tuples(st.just("put_back"), st.sampled_from("xy"), st.integers(0, 9), st.integers(0, 2)),
         st.tuples(st.just("complete"), st.integers(0, 9), st.sampled_from(["succeeded", "failed"])),
@@ -236,7 +256,8 @@ class History:
             assert not {claim.ref for claim in found} & set(self.seen), "what is done does not run again"
             self.claims += found
         elif what == "take_over":
-            self.claims += await self.both("take_over", *args, self.now_ms, self.now_ms + 10)
+            owner, most, tried = args
+            self.claims += await self.both("take_over", owner, most, self.now_ms, self.now_ms + 10, tried)
         elif what == "renew":
             await self.both("renew", args[0], [claim.ref for claim in self.claims], self.now_ms + 10)
         elif what == "drop":
@@ -276,7 +297,7 @@ class History:
         """Whoever comes last finds every line that was queued."""
         for model in "mn":
             self.claims += await self.both("claim", "z", model, 1000, self.now_ms)
-        self.claims += await self.both("take_over", "z", 1000, self.now_ms + 1000, self.now_ms + 2000)
+        self.claims += await self.both("take_over", "z", 1000, self.now_ms + 1000, self.now_ms + 2000, 1000)
         for claim in self.claims:
             await self.both("complete", claim, DONE, Usage(0, 0))
         for job, queued in self.queued.items():

@@ -19,6 +19,7 @@ from gateway.errors import (
     DeadlineError,
     EngineFailedError,
     EngineLostError,
+    EnginesDiedError,
     KvasirError,
     NoEngineError,
     OverloadedError,
@@ -445,6 +446,34 @@ async def test_a_lone_engine_is_tried_as_often_as_allowed() -> None:
         await walk(Stages([engine]), request())
     assert caught.value.retry_after_s
     assert len(engine.asked) == 3
+
+
+def death() -> EngineLostError:
+    error = EngineLostError("gone")
+    error.died = True
+    return error
+
+
+async def test_a_request_whose_engine_died_is_tried_on_one_other_engine_and_no_more() -> None:
+    engines = [ScriptedEngine(name, [[death()]]) for name in "abc"]
+    with pytest.raises(EnginesDiedError):
+        await walk(Stages(engines), request())
+    assert [len(engine.asked) for engine in engines] == [1, 1, 0]
+
+
+async def test_a_line_whose_engine_died_is_left_to_its_batch() -> None:
+    engines = [ScriptedEngine(name, [[death()]]) for name in "ab"]
+    with pytest.raises(EngineLostError, match="gone"):
+        await walk(Stages(engines), replace(request(), lane="batch"))
+    assert [len(engine.asked) for engine in engines] == [1, 0]
+
+
+async def test_who_finds_no_engine_after_one_died_is_told_of_that_one() -> None:
+    stages = Stages([ScriptedEngine("a", [[death(), OverloadedError("full")]])])
+    stages.engines[0].scripts.append([OverloadedError("full")])
+    with pytest.raises(EngineLostError) as caught:
+        await walk(stages, request())
+    assert caught.value.died
 
 
 async def test_a_sequence_that_failed_is_not_tried_again() -> None:

@@ -211,15 +211,15 @@ class LineResult:
 
     body           its result, one row of JSON without the line end
     retry          "again": it failed in a way that need not be its own fault; this is its result when it fails too
-                   often. "later": nobody has worked on it (no engine, no room, a limit); it is tried again until its
-                   time is over
+                   often. "died": as "again", and its engine died at work on it. "later": nobody has worked on it (no
+                   engine, no room, a limit); it is tried again until its time is over
     retry_after_s  no line of its model is begun for so long, or longer when this goes on; None: as the lane finds right
     """
 
     ok: bool
     body: bytes
     usage: Usage = NO_USAGE
-    retry: Literal["no", "again", "later"] = "no"
+    retry: Literal["no", "again", "died", "later"] = "no"
     retry_after_s: float | None = None
 
 

@@ -35,11 +35,14 @@ Back = Literal["waits", "exhausted", "gone"]
 
 
 class Claim(NamedTuple):
-    """A line that somebody may work on. `lane` and `place` are where it waited."""
+    """A line that somebody may work on. `lane` and `place` are where it waited, `attempts` how often it was tried in
+    vain, `deaths` how many engines died at work on it."""
 
     ref: Ref
     lane: str
     place: bytes
+    attempts: int = 0
+    deaths: int = 0
 
 
 class Result(NamedTuple):
@@ -72,17 +75,18 @@ class Lines(Protocol):
         """The next lines that ask a model, on a lease until `until_ms`."""
         ...
 
-    async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int) -> list[Claim]:
-        """Lines whose lease is over, those first whose was over first."""
+    async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
+        """Lines whose lease is over, those first whose was over first. That counts as an attempt. Of those with earlier
+        ones `tried` at most, so that a line which ends its gateway meets few others each time."""
         ...
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
         """Those that still are this owner's, whose lease ends at `until_ms` from now on."""
         ...
 
-    async def put_back(self, owner: str, claim: Claim, most_attempts: int) -> Back:
+    async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
         """ "waits": somebody will claim it again. "exhausted": it was tried so often by now, and is still the owner's.
-        "gone": it is not. `most_attempts` 0: this was no attempt."""
+        "gone": it is not. `most_attempts` 0: this was no attempt. `died`: an engine did, which is counted by itself."""
         ...
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
@@ -153,6 +157,7 @@ class MemoryLines:
         self._cursors: dict[str, bytes] = {}
         self._claims: dict[Ref, tuple[int, str, Claim]] = {}  # end of the lease, owner
         self._attempts: dict[Ref, int] = {}
+        self._deaths: dict[Ref, int] = {}
 
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
         """See Lines."""
@@ -195,17 +200,23 @@ class MemoryLines:
             one.now, one.last = one.turns[tenant], tenant
             for place in places:
                 one.turns[tenant] += tokens_at(place) + 1
-                claims.append(Claim(ref_at(place), lane, place))
+                ref = ref_at(place)
+                claims.append(Claim(ref, lane, place, self._attempts.get(ref, 0), self._deaths.get(ref, 0)))
         for claim in claims:
             self._claims[claim.ref] = (until_ms, owner, claim)
         return claims
 
-    async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int) -> list[Claim]:
+    async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
         """See Lines."""
-        over = sorted((until, ref) for ref, (until, _, _) in self._claims.items() if until <= now_ms)[:most]
-        claims = [self._claims[ref][2] for _, ref in over]
-        for claim in claims:
-            self._claims[claim.ref] = (until_ms, owner, claim)
+        claims: list[Claim] = []
+        for _, ref in sorted((until, ref) for ref, (until, _, _) in self._claims.items() if until <= now_ms):
+            before = self._attempts.get(ref, 0)
+            if len(claims) < most and (not before or tried > 0):
+                tried -= before > 0
+                claim = self._claims[ref][2]._replace(attempts=before + 1, deaths=self._deaths.get(ref, 0))
+                self._attempts[ref] = before + 1
+                self._claims[ref] = (until_ms, owner, claim)
+                claims.append(claim)
         return claims
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
@@ -215,13 +226,14 @@ class MemoryLines:
             self._claims[ref] = (until_ms, owner, self._claims[ref][2])
         return ours
 
-    async def put_back(self, owner: str, claim: Claim, most_attempts: int) -> Back:
+    async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
         """See Lines."""
         if self._claims.get(claim.ref, (0, "", claim))[1] != owner:
             return "gone"
+        counts = self._deaths if died else self._attempts
         if most_attempts:
-            self._attempts[claim.ref] = self._attempts.get(claim.ref, 0) + 1
-            if self._attempts[claim.ref] >= most_attempts:
+            counts[claim.ref] = counts.get(claim.ref, 0) + 1
+            if counts[claim.ref] >= most_attempts:
                 return "exhausted"
         del self._claims[claim.ref]
         self._wait(claim.lane, claim.place)
@@ -235,6 +247,7 @@ class MemoryLines:
         if claim.place in waiting:
             waiting.remove(claim.place)
         self._attempts.pop(claim.ref, None)
+        self._deaths.pop(claim.ref, None)
         one = self._jobs[claim.ref.job]
         one.results[claim.ref.line] = result
         one.usage += usage
@@ -263,6 +276,7 @@ class MemoryLines:
             if (ref := ref_at(place)).job == job:
                 waiting.remove(place)
                 self._attempts.pop(ref, None)
+                self._deaths.pop(ref, None)
                 self._jobs[job].results[ref.line] = Result(kind)
         return places[-1] if len(places) == most else b""
 

@@ -9,6 +9,7 @@ kvasir:{batches}:cursors         hash: lane -> place of the last line that was c
 kvasir:{batches}:claims          sorted set: lines that run, by the millisecond at which their lease ends
 kvasir:{batches}:claimed         hash: line -> owner, lane and place
 kvasir:{batches}:attempts        hash: line -> how often it was tried in vain
+kvasir:{batches}:deaths          hash: line -> how many engines died at work on it
 kvasir:{batches}:lanes:JOB       set: lanes in which the job had lines
 kvasir:{batches}:results:JOB     hash: number of a line -> its result
 kvasir:{batches}:counts:JOB      hash: planned, queued, results by kind, tokens
@@ -30,6 +31,9 @@ from gateway.types import Usage
 
 STAGE_AT_ONCE: Final = 1000
 """Lua takes some thousands of arguments."""
+
+LOOK_AT: Final = 1000
+"""Lines whose lease is over that are looked at to find those which may be taken over."""
 
 
 class RedisLines:
@@ -63,19 +67,20 @@ class RedisLines:
         """See Lines."""
         return _claims(await self._scripts.run("claim", owner, _bytes(model), most, until_ms, QUANTUM_TOKENS))
 
-    async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int) -> list[Claim]:
+    async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
         """See Lines."""
-        return _claims(await self._scripts.run("take_over", owner, most, now_ms, until_ms))
+        return _claims(await self._scripts.run("take_over", owner, most, now_ms, until_ms, tried, LOOK_AT))
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
         """See Lines."""
         return [ref_of(bytes(ref)) for ref in await self._scripts.run("renew", owner, until_ms, *map(ref_bytes, refs))]
 
-    async def put_back(self, owner: str, claim: Claim, most_attempts: int) -> Back:
+    async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
         """See Lines."""
         tenant, _, model = claim.lane.partition(":")
         ref, lane = ref_bytes(claim.ref), _bytes(claim.lane)
-        args = (owner, ref, lane, claim.place, tenant, _bytes(model), most_attempts)
+        counted = "deaths" if died else "attempts"
+        args = (owner, ref, lane, claim.place, tenant, _bytes(model), most_attempts, counted)
         return cast("Back", _text(await self._scripts.run("put_back", *args)))
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
@@ -136,9 +141,12 @@ def _plan(plan: LinePlan) -> bytes:
     return struct.pack(">H", len(model)) + model + struct.pack(">I", tokens) + path_of(plan.digests)
 
 
-def _claims(flat: Sequence[bytes]) -> list[Claim]:
-    pairs = zip(flat[::2], flat[1::2], strict=True)
-    return [Claim(ref_at(bytes(place)), _text(lane), bytes(place)) for lane, place in pairs]
+def _claims(flat: Sequence[Any]) -> list[Claim]:
+    each = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
+    return [
+        Claim(ref_at(bytes(place)), _text(lane), bytes(place), int(attempts), int(deaths))
+        for lane, place, attempts, deaths in each
+    ]
 
 
 def _result(result: Result) -> str:

@@ -15,8 +15,9 @@ from typing import Final, TypeVar
 
 from gateway import tasks
 from gateway.config import BatchSettings
-from gateway.errors import OverloadedError, StorageError, StorageFullError
+from gateway.errors import MAX_DEAD_ENGINES, OverloadedError, StorageError, StorageFullError
 from gateway.native import no_panic
+from gateway.queues.batch.apart import Apart
 from gateway.queues.batch.base import NO_USAGE, Job, LineResult, Runner
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.job import why_dropped
@@ -57,6 +58,7 @@ class RunningLines:
         """
         self.room = asyncio.Event()
         self.pauses = Pauses(clock)
+        self._apart = Apart()
         self._counted: Counter[str] = Counter()  # what became of lines
         self._owner = owner
         self._jobs = jobs
@@ -103,7 +105,8 @@ class RunningLines:
                 self._wait_for_room()
                 return
             now_ms = round(self._now() * 1e3)
-            claims = await self._lines.take_over(self._owner, self._room_for(), now_ms, self._until_ms())
+            tried = 0 if any(claim.attempts > 1 for claim, _ in self._running.values()) else 1
+            claims = await self._lines.take_over(self._owner, self._room_for(), now_ms, self._until_ms(), tried)
             self._counted["taken_over"] += len(claims)
             self._begin(claims)
         found = await self._lines.models(MODELS_AT_ONCE + self.pauses.num_paused())
@@ -114,6 +117,8 @@ class RunningLines:
             share = -(-self._room_for() // (len(models) - number))  # what one does not use, the others have
             if self.pauses.is_doubted(model):
                 share = min(share, 1)
+            if any(claim.deaths and _model_of(claim) == model for claim, _ in self._running.values()):
+                share = 0  # it runs by itself
             if share > 0:
                 claims = await self._lines.claim(self._owner, model, share, self._until_ms())
                 self._begin(claims)
@@ -144,6 +149,9 @@ class RunningLines:
                 await self._surely(lambda: self._lines.forget(claim.ref.job))
             elif (why := why_dropped(job, self._now())) is not None:
                 await self._done(job, claim, Result(why), NO_USAGE)
+            elif claim.attempts >= self._settings.max_attempts:
+                log.warning("a line of %s was tried %d times, and each gateway ended", job.tenant, claim.attempts)
+                await self._done(job, claim, Result("failed"), NO_USAGE)
             else:
                 with no_panic():
                     await self._run(job, claim)
@@ -163,22 +171,24 @@ class RunningLines:
                 self._running.pop(claim.ref, None)
                 self.room.set()
 
-    async def _back(self, claim: Claim, most_attempts: int) -> Back:
-        back = await self._surely(lambda: self._lines.put_back(self._owner, claim, most_attempts))
+    async def _back(self, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
+        back = await self._surely(lambda: self._lines.put_back(self._owner, claim, most_attempts, died=died))
         self._counted["put_back"] += back == "waits"
         return back
 
     async def _run(self, job: Job, claim: Claim) -> None:
         (row,) = await asyncio.to_thread(self._folder.read_lines, job, claim.ref.line, 1)
-        answer = await self._asked(job, row)
         model = _model_of(claim)
-        if answer.retry == "later" or (answer.retry == "again" and answer.retry_after_s is not None):
+        async with self._apart.turn(model, alone=claim.deaths > 0):
+            answer = await self._asked(job, row)
+        died = answer.retry == "died"
+        if died or answer.retry == "later" or (answer.retry == "again" and answer.retry_after_s is not None):
             self.pauses.pause(model, answer.retry_after_s, job.expires_s - self._now())
         else:
             self.pauses.answered(model)
         if answer.retry != "no":
-            attempts = self._settings.max_attempts if answer.retry == "again" else 0
-            if await self._back(claim, attempts) != "exhausted":
+            attempts = {"again": self._settings.max_attempts, "died": MAX_DEAD_ENGINES}.get(answer.retry, 0)
+            if await self._back(claim, attempts, died=died) != "exhausted":
                 return
         body = answer.body
         offset = await asyncio.to_thread(self._folder.append, job, self._owner, body)

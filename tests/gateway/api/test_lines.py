@@ -18,6 +18,7 @@ from gateway.errors import (
     DeadlineError,
     EngineFailedError,
     EngineLostError,
+    EnginesDiedError,
     KvasirError,
     NoEngineError,
     OverloadedError,
@@ -146,6 +147,12 @@ async def test_a_line_that_cannot_be_carried_out_gets_the_error_of_its_dialect(
         assert told["error"]["param"] == param
 
 
+def died() -> EngineLostError:
+    error = EngineLostError("is gone")
+    error.died = True
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "status", "retry"),
     [
@@ -155,6 +162,8 @@ async def test_a_line_that_cannot_be_carried_out_gets_the_error_of_its_dialect(
         (DeadlineError("was answered for too long"), 503, "no"),
         (EngineFailedError("cannot"), 500, "again"),
         (EngineLostError("is gone"), 502, "again"),
+        (died(), 502, "died"),
+        (EnginesDiedError(), 500, "no"),
         (RuntimeError("a bug"), 500, "again"),
     ],
 )

@@ -226,7 +226,7 @@ async def test_a_lost_connection_fails_everything_in_flight_and_comes_back() -> 
         assert client.engine.in_flight == 5
         await fake.cut()
         results = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), LIMIT_S)
-        assert [type(result) for result in results] == [EngineLostError] * 5
+        assert [isinstance(result, EngineLostError) and result.died for result in results] == [True] * 5
         await client.joined()
         fake.behaviour.silent = False
         assert tokens_in(await answer(client.engine, [9] * 20)) == [5, 6, 7, 8]
@@ -352,8 +352,9 @@ async def test_what_a_draining_engine_refuses_may_be_tried_elsewhere() -> None:
         await fake.wait_for(lambda: len(fake.submits) == 1)
         refused = SequenceUpdate(fake.submits[0].seq, finish="abort", error="the engine is draining")
         await fake.send(StepFrame([refused], Load(draining=True)))
-        with pytest.raises(EngineLostError, match="draining"):
+        with pytest.raises(EngineLostError, match="draining") as caught:
             await asked
+        assert not caught.value.died
 
 
 async def test_updates_that_waited_arrive_as_one() -> None:

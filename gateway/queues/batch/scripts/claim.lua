@@ -1,7 +1,7 @@
 -- The next lines that ask one model: those of the tenant whose turn it is, from behind the last one that was claimed.
 -- KEYS     the beginning of all keys
 -- ARGV     owner, model, lines at most, millisecond at which their lease ends, tokens of a turn
--- returns  lane and place of each
+-- returns  lane, place, tries in vain and dead engines of each
 local prefix, owner, model, most = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local turns, claimed = prefix .. 'turns:' .. model, {}
 
@@ -23,7 +23,7 @@ local function following(waiting, cursor, count)
   return places
 end
 
-while #claimed < 2 * most do
+while #claimed < 4 * most do
   if redis.call('ZCARD', turns) == 0 then
     redis.call('SREM', prefix .. 'models', model)
     redis.call('HDEL', prefix .. 'clock', model)
@@ -33,7 +33,7 @@ while #claimed < 2 * most do
   local tenant, turn = next_tenant()
   local lane = tenant .. ':' .. model
   local waiting, cost = prefix .. 'waiting:' .. lane, 0
-  local places = following(waiting, redis.call('HGET', prefix .. 'cursors', lane), most - #claimed / 2)
+  local places = following(waiting, redis.call('HGET', prefix .. 'cursors', lane), most - #claimed / 4)
   if #places == 0 then
     redis.call('ZREM', turns, tenant)
     redis.call('HDEL', prefix .. 'cursors', lane)
@@ -46,6 +46,8 @@ while #claimed < 2 * most do
       cost = cost + 1 + struct.unpack('>I4', place, #place - 3)
       claimed[#claimed + 1] = lane
       claimed[#claimed + 1] = place
+      claimed[#claimed + 1] = tonumber(redis.call('HGET', prefix .. 'attempts', ref) or 0)
+      claimed[#claimed + 1] = tonumber(redis.call('HGET', prefix .. 'deaths', ref) or 0)
     end
     redis.call('HSET', prefix .. 'cursors', lane, places[#places])
     redis.call('HSET', prefix .. 'clock', model, turn)

@@ -9,6 +9,7 @@ if redis.call('ZREM', prefix .. 'claims', ref) + redis.call('ZREM', prefix .. 'w
 end
 redis.call('HDEL', prefix .. 'claimed', ref)
 redis.call('HDEL', prefix .. 'attempts', ref)
+redis.call('HDEL', prefix .. 'deaths', ref)
 local results, counts = prefix .. 'results:' .. ARGV[4], prefix .. 'counts:' .. ARGV[4]
 redis.call('HSET', results, ARGV[5], ARGV[6])
 redis.call('HINCRBY', counts, ARGV[7], 1)

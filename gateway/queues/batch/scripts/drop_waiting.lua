@@ -9,6 +9,7 @@ for _, place in ipairs(places) do
   if place:sub(-24, -9) == ARGV[2] then
     redis.call('ZREM', waiting, place)
     redis.call('HDEL', prefix .. 'attempts', place:sub(-24, -5))
+    redis.call('HDEL', prefix .. 'deaths', place:sub(-24, -5))
     redis.call('HSET', prefix .. 'results:' .. job, struct.unpack('>I4', place, #place - 7), ARGV[5])
     redis.call('HINCRBY', prefix .. 'counts:' .. job, ARGV[5], 1)
   end

@@ -1,6 +1,6 @@
 -- A line waits again, unless it was tried too often.
 -- KEYS     the beginning of all keys
--- ARGV     owner, line, lane, place, tenant, model, attempts at most; 0 when this was none
+-- ARGV     owner, line, lane, place, tenant, model, attempts at most; 0 when this was none; where they are counted
 -- returns  "waits", "exhausted", or "gone" when it is not the owner's
 local prefix, ref = KEYS[1], ARGV[2]
 local claim = redis.call('HGET', prefix .. 'claimed', ref)
@@ -8,7 +8,7 @@ if not claim or struct.unpack('>I2c0', claim) ~= ARGV[1] then
   return 'gone'
 end
 local most = tonumber(ARGV[7])
-if most > 0 and redis.call('HINCRBY', prefix .. 'attempts', ref, 1) >= most then
+if most > 0 and redis.call('HINCRBY', prefix .. ARGV[8], ref, 1) >= most then
   return 'exhausted'
 end
 redis.call('ZREM', prefix .. 'claims', ref)

@@ -8,9 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
-from gateway.queues.batch.base import NO_USAGE, Counts
+from gateway.queues.batch.base import NO_USAGE, Counts, Job, LineResult
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.lines import Claim, Result
 from gateway.queues.batch.pauses import FIRST_S, Pauses
@@ -101,6 +102,56 @@ async def test_lines_of_a_model_that_had_no_room_begin_one_by_one_until_one_is_a
         assert (await lane.ended(job)).counts == Counts(8, succeeded=8)
 
 
+class OneEngine(FakeRunner):
+    """Lines run on one engine. One of them ends it, and with it all that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: dict[str, asyncio.Future[None]] = {}
+        self.most_died = 0
+
+    async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
+        name = orjson.loads(row)["id"]
+        self.tries[name] += 1
+        died = self.running[name] = asyncio.get_running_loop().create_future()
+        for _ in range(5):  # others come meanwhile
+            await asyncio.sleep(0)
+        if name == "poison":
+            self.most_died = len(self.running)
+            for one in self.running.values():
+                one.set_result(None)
+        del self.running[name]
+        if died.done():
+            return LineResult(ok=False, body=b"{}", retry="died", retry_after_s=0.001)
+        return LineResult(ok=True, body=orjson.dumps({"id": name}))
+
+
+async def test_a_line_that_ends_two_engines_is_failed_and_those_that_ran_with_it_are_not(lane: Lane) -> None:
+    runner = OneEngine()
+    job = await lane.create([*rows(6), {"id": "poison"}, *({"id": f"l{n}"} for n in range(6))])
+    async with lane.gateway(runner):
+        job = await lane.ended(job)
+    assert runner.tries["poison"] == 2
+    assert job.counts == Counts(13, succeeded=12, failed=1)
+    assert runner.most_died == 1, "the second time it was alone"
+
+
+async def test_a_line_that_ends_its_gateway_each_time_is_failed(lane: Lane) -> None:
+    runner = FakeRunner()
+    job = await lane.create(rows(2))
+    steps = lane.worker(runner)
+    assert await steps._steps.advance(job.id)
+    while await steps._steps.advance(job.id) and not await lane.lines.models(1):
+        pass
+    (claim,) = await lane.lines.claim("dead", "m", 1, 0)
+    for number in range(lane.settings.max_attempts - 1):
+        await lane.lines.take_over(f"dead {number}", 1, 0, 0, 1)
+    async with lane.gateway(runner):
+        job = await lane.ended(job)
+    assert job.counts == Counts(2, succeeded=1, failed=1)
+    assert str(claim.ref.line) not in runner.ran
+
+
 async def test_two_gateways_share_the_work_and_one_that_closes_leaves_its_lines_to_the_other(lane: Lane) -> None:
     one, other = FakeRunner(), FakeRunner()
     job = await lane.create(rows(12, hold=True))
@@ -137,7 +188,7 @@ async def test_a_gateway_stops_what_somebody_else_has_by_now(tmp_path: Path) -> 
     async with lane.gateway(runner) as worker:
         await until_holding(runner, {"0"})
         lane.now_s += 1.0
-        (claim,) = await lane.lines.take_over("other", 1, round(lane.now_s * 1e3), round(lane.now_s * 1e3) + 10**6)
+        (claim,) = await lane.lines.take_over("other", 1, round(lane.now_s * 1e3), round(lane.now_s * 1e3) + 10**6, 1)
         await until(lambda: worker.in_flight == 0)
         assert await lane.lines.complete(claim, Result("failed"), NO_USAGE) == 1
         job = await lane.ended(job)
