@@ -28,7 +28,7 @@ PIECE_BYTES: Final = 256 << 10
 MAX_PARTS: Final = 16
 MAX_VALUE_BYTES: Final = 1024
 MAX_FORM_BYTES: Final = 256 << 10  # of a request, besides those of its file
-MAX_NAME_CHARS: Final = 255
+MAX_NAME_CHARS: Final = 1024
 PIECE_TIMEOUT_S: Final = 60.0
 """For a client to take one piece of a file, which has 1 MiB at most."""
 UNNAMED: Final = "unnamed"
@@ -240,10 +240,11 @@ def _readable() -> Iterator[None]:
 
 
 def disposition(header: str) -> tuple[str, str | None]:
-    """The name of a part, and that of its file, without folders. Names may have any characters, as browsers and SDKs
-    write them: UTF-8, with `%22` for a quote. Raises BadRequestError."""
+    """The name of a part, and that of its file. A file's name is data, slashes and all: nothing is called so on disk.
+    Names may have any characters, as browsers and SDKs write them: UTF-8, with `%22` for a quote. Raises
+    BadRequestError."""
     found = {
-        name.lower(): re.sub(r"\\(.)", r"\1", quoted) if quoted else plain.strip()
+        name.lower(): re.sub(r'\\(["\\])', r"\1", quoted) if quoted else plain.strip()
         for name, quoted, plain in _PARAMETER.findall(header)
     }
     name, filename = found.get("name"), found.get("filename")
@@ -253,7 +254,7 @@ def disposition(header: str) -> tuple[str, str | None]:
         filename = unquote(extended.rpartition("'")[2], errors="surrogateescape")
     if filename is None:
         return name, None
-    filename = re.split(r"[/\\]", filename.replace("%22", '"'))[-1]
+    filename = filename.replace("%22", '"')
     try:
         filename.encode()
     except UnicodeEncodeError:

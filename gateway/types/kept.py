@@ -31,7 +31,7 @@ class StoredFile:
     """A file that a tenant had us keep, without its bytes. It never changes.
 
     id         32 characters, `0-9a-f`; in their order files were made
-    filename   as the client named it, without folders; nothing on disk is called so
+    filename   as the client named it; nothing on disk is called so
     purpose    what it is for, as in the OpenAI API
     mime_type  as the client said
     expires_s  seconds since 1970, as created_s; None: kept until it is deleted

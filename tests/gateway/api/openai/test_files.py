@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ async def test_a_file_goes_round_with_path_bytes_and_stream(tmp_path: Path) -> N
                 with pytest.raises(openai.NotFoundError, match=made.id):
                     await call(made.id)
         assert (await client.files.list()).data == []
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a/b.jsonl", "..", 'say "hi".txt', r"C:\x.txt", "x" * 300, "/"])
+async def test_a_name_is_data(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    async with running(files=settings(folder=folder)) as gateway:
+        made = await upload(gateway, (name, b"{}"))
+        assert made.filename == name
+        assert (await gateway.sdk().files.retrieve(made.id)).filename == name
+        assert (await gateway.sdk().files.content(made.id)).content == b"{}"
+    assert os.listdir(tmp_path) == ["files"]
 
 
 async def test_a_time_to_live_is_the_clients_or_that_of_the_purpose() -> None:
