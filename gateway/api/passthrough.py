@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Protocol
 from urllib.parse import unquote_plus
 
@@ -57,6 +58,9 @@ PASSED_ON: Final = frozenset(
 )
 """Headers of a client that an upstream gets, besides those that begin with x-stainless-. No others: they are for us, or
 secrets."""
+
+RESPONSES: Final = "/v1/responses"
+"""Whose answers an upstream keeps unless it is asked not to."""
 
 MAX_ANSWERS: Final = 128
 """To one prompt, that a request is taken to want."""
@@ -102,7 +106,10 @@ class Passthrough:
         embedding_models: Mapping[str, int],
         limits: Limits,
         namespaces: Namespaces,
+        made: Callable[[str, str, str], Awaitable[None]],
     ) -> None:
+        """`made` is told tenant, upstream and id of a response that an upstream keeps, and never raises."""
+        self._made = made
         self._limits = limits
         self._namespaces = namespaces
         self._server = server
@@ -127,6 +134,38 @@ class Passthrough:
         """Who may get an answer of its request again. Raises ForbiddenError for a namespace that the tenant may not
         use."""
         return self._namespaces.scope(record.namespace, tenant)
+
+    def made(
+        self, path: str, values: Mapping[str, Any], tenant: Tenant
+    ) -> Callable[[str, str], Awaitable[None]] | None:
+        """For a request whose answer the upstream keeps, who is told its id (UpstreamRequest)."""
+        stored = path == RESPONSES and values.get("store") is not False
+        return partial(self._made, tenant.name) if stored else None
+
+    async def kept(self, http: web.Request, tenant: Tenant, upstream: str, path: str) -> web.StreamResponse:
+        """What the upstream says of a response that it keeps. Raises only while nothing was sent."""
+        record = http[RECORD]
+        request = UpstreamRequest(
+            request_id=record.request_id,
+            tenant=tenant,
+            dialect=OPENAI.name,
+            model="",
+            path=path,
+            query=_query(http.rel_url.raw_query_string),
+            headers=tuple(header for header in _headers(http) if header[0] != "content-type"),
+            body=b"",
+            values={},
+            received_s=record.received_s,
+            deadline_s=record.received_s + self._server.request_timeout_s,
+            metered=False,
+            method="GET" if http.method == "HEAD" else http.method,
+            only=upstream,
+        )
+        await set_aside(self._limits, record, lambda: ONLY_COUNTED)
+        record.traces = [request.trace]
+        async with self._upstreams.answer(request) as answer:
+            record.stream = SSE in dict(_lower(answer.headers)).get("content-type", "")
+            return await _pass_back(http, record, answer, request.deadline_s)
 
     async def answer(
         self,
@@ -165,6 +204,7 @@ class Passthrough:
             scope=self.scope(record, tenant),
             tier=find_tier(dialect, values, tenant),
             priority=_priority(values),
+            made=self.made(record.endpoint, values, tenant),
         )
         await set_aside(self._limits, record, lambda: _need(request))
         record.traces = [request.trace]
@@ -192,8 +232,9 @@ async def _pass_back(
         async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
             with no_panic():
                 await response.prepare(http)
-                async for piece in answer.pieces:
-                    await response.write(piece)
+                if http.method != "HEAD":  # aiohttp would write the body
+                    async for piece in answer.pieces:
+                        await response.write(piece)
                 await response.write_eof()
     except ConnectionResetError:
         record.status = CLIENT_LEFT

@@ -132,7 +132,7 @@ def build_app(
     metrics = Metrics(sources)
     observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
     named = Namespaces(namespaces, tenants, cache_key)
-    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named)
+    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses.remember_upstream)
     admission = Admission(keys, named, allowance, limits)
     answering = Answering(
         server,

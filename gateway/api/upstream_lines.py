@@ -70,6 +70,7 @@ class UpstreamLines:
             reuse=reuse_of(body),
             lane="batch",
             scope=self._passthrough.scope(record, tenant),
+            made=self._passthrough.made(target.path, body, tenant),
         )
         record.traces = [request.trace]
         request.trace.by_upstream = True  # also where its cached answer is given again: it is paid as upstreams are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,9 @@ class UpstreamRequest:
     metered  whether its answer tells a usage
     lane     one of the batch lane waits for a place that the online lane leaves
     tier, priority  as in Request, where requests wait for an upstream
+    method   of the client's request
+    only     name of the one upstream that is asked, whatever it serves; empty: those of the model
+    made     is told the upstream and the id of a response that is kept there, before the client has it. Never raises
     scope    who may get its answer again; None is the tenant alone. What clients separate theirs with is in the body
     """
 
@@ -42,6 +45,9 @@ class UpstreamRequest:
     tier: Tier = "default"
     priority: int = 0
     scope: Scope | None = None
+    method: str = "POST"
+    only: str = ""
+    made: Callable[[str, str], Awaitable[None]] | None = None
     trace: Trace = field(default_factory=Trace)
 
     @property

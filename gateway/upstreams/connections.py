@@ -27,6 +27,8 @@ _KEY_HEADERS: Final = {"openai": "authorization", "anthropic": "x-api-key", "gem
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
 """Of every request, unless the client or the settings say something else. What comes uncompressed can be metered."""
 
+_WITHOUT_BODY: Final = {"accept-encoding": "identity"}
+
 _VERSIONS: Final = {"anthropic": {"anthropic-version": "2023-06-01"}}
 """What a request of the gateway's own needs besides."""
 
@@ -96,13 +98,15 @@ class Connections:
             name = _KEY_HEADERS[settings.dialect]
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
 
-    async def post(self, request: UpstreamRequest, model: str, body: bytes) -> aiohttp.ClientResponse:
+    async def send(self, request: UpstreamRequest, model: str, body: bytes) -> aiohttp.ClientResponse:
         """Sends it. The answer, whose body is the caller's to read (with `read_some`) and to close. Raises what aiohttp
         raises."""
-        response = await self._of(request.lane).post(
+        own = _HEADERS if body else _WITHOUT_BODY
+        response = await self._of(request.lane).request(
+            request.method,
             self._url(request, model),
             data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
-            headers={**_HEADERS, **joined(request.headers), **self._headers},
+            headers={**own, **joined(request.headers), **self._headers},
             allow_redirects=False,
         )
         _fail_when_closed(response)

@@ -34,9 +34,14 @@ class Meter:
         self._max_bytes = max_bytes
 
     @property
+    def is_stream(self) -> bool:
+        """Server-sent events."""
+        return self._events is not None
+
+    @property
     def is_plain_stream(self) -> bool:
         """Server-sent events that are not compressed."""
-        return self._events is not None and self._decode is _as_it_is
+        return self.is_stream and self._decode is _as_it_is
 
     @property
     def between_events(self) -> bool:

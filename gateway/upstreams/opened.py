@@ -76,6 +76,11 @@ class Opened:
         self.final = response.headers.get("x-should-retry", "").lower() == "false"  # the upstream wants no retry
 
     @property
+    def is_stream(self) -> bool:
+        """Server-sent events."""
+        return self._meter.is_stream
+
+    @property
     def is_plain_stream(self) -> bool:
         """Server-sent events that are not compressed."""
         return self._meter.is_plain_stream

@@ -53,6 +53,14 @@ class Routes:
             if not (exact and served.item.is_pattern)
         ]
 
+    def named(self, name: str, tenant: str) -> list[Route]:
+        """The upstream of this name, for no model; empty when there is none, or none for the tenant."""
+        return [
+            Route(upstream.name, upstream.dialect, "", "", upstream.over_engines)
+            for upstream, _ in self._served
+            if upstream.name == name and may(upstream.tenants, tenant)
+        ]
+
     def listed(self, dialect: str, tenant: str, told: Mapping[str, Iterable[str]]) -> list[str]:
         """Names of models that can be asked for in this dialect: the exact ones of the settings, and of what upstreams
         told (by upstream) those that lead back to them."""

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 from engine.protocol import Lane
@@ -27,6 +28,7 @@ from gateway.errors import (
     DeadlineError,
     KvasirError,
     ModelNotFoundError,
+    NotFoundError,
     QueueFullError,
     UpstreamLostError,
     UpstreamsAwayError,
@@ -40,6 +42,7 @@ from gateway.upstreams.listing import Listing
 from gateway.upstreams.opened import Opened
 from gateway.upstreams.placing import take_place
 from gateway.upstreams.routes import Route, Routes, may
+from gateway.upstreams.stored import telling_id
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
 from gateway.upstreams.upstream import Upstream
 
@@ -111,9 +114,9 @@ class Upstreams:
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
         """The answer, once its first byte is there; leaving the context ends the request at the upstream.
 
-        Raises ModelNotFoundError and BadRequestError before anybody was asked, QueueFullError and DeadlineError when
-        there was no place to be asked in, UpstreamsAwayError, UpstreamLostError and UpstreamTimeoutError when nobody
-        answered.
+        Raises ModelNotFoundError, NotFoundError and BadRequestError before anybody was asked, QueueFullError and
+        DeadlineError when there was no place to be asked in, UpstreamsAwayError, UpstreamLostError and
+        UpstreamTimeoutError when nobody answered.
         """
         routes = self._routes_of(request)
         request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
@@ -125,7 +128,12 @@ class Upstreams:
                 yield answer
 
     def _routes_of(self, request: UpstreamRequest) -> list[Route]:
-        routes = self._routes.find(request.model, request.tenant.name)
+        tenant = request.tenant.name
+        if request.only:
+            if named := self._routes.named(request.only, tenant):
+                return named
+            raise NotFoundError("The upstream that keeps this response is not there any more.")
+        routes = self._routes.find(request.model, tenant)
         if not routes:
             raise ModelNotFoundError(request.model)
         if spoken := [route for route in routes if route.dialect == request.dialect]:
@@ -158,7 +166,7 @@ class Upstreams:
         if refused is not None and (failed is None or failed.kind in _AWAY):
             raise refused
         assert failed is not None, "there is at least one route"
-        raise self._error(request.model, request.lane, routes, failed)
+        raise self._error(request.model or request.only, request.lane, routes, failed)
 
     async def _ask(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
         """One upstream, in a place where one is needed. Raises AttemptFailed when it never answered, QueueFullError and
@@ -208,6 +216,8 @@ class Upstreams:
 
     def _body(self, request: UpstreamRequest, route: Route, upstream: Upstream) -> tuple[bytes, bool]:
         """What it is sent, and whether its usage was asked for by us."""
+        if request.only:
+            return request.body, False
         body, tenant, settings = _renamed(request, route), request.tenant.name, upstream.settings
         if may(settings.hints, tenant):
             hint = hinted(request, body, upstream.seen)
@@ -221,8 +231,12 @@ class Upstreams:
         self, opened: Opened, request: UpstreamRequest, route: Route, *, take_usage_out: bool
     ) -> UpstreamAnswer:
         pieces, headers = opened.pieces(request), opened.headers
+        max_bytes = self._by_name[route.upstream].settings.max_metered_bytes
+        if request.made is not None and opened.status == 200:
+            told = partial(request.made, route.upstream)
+            pieces = telling_id(pieces, told, stream=opened.is_stream, max_bytes=max_bytes)
         if take_usage_out and opened.is_plain_stream:
-            pieces = without_usage(pieces, self._by_name[route.upstream].settings.max_metered_bytes)
+            pieces = without_usage(pieces, max_bytes)
             headers = tuple(item for item in headers if item[0].lower() != "content-length")
         return UpstreamAnswer(route.upstream, opened.status, headers, pieces, self._label(request, route))
 

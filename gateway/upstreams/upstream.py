@@ -154,7 +154,7 @@ class Upstream:
         response: aiohttp.ClientResponse | None = None
         try:
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
-                response = await self.connections.post(request, model, body)
+                response = await self.connections.send(request, model, body)
                 self._check(response)
                 first = await read_some(response)
             if response.status < 400 and self.hidden.is_key_quoted(first):

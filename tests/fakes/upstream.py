@@ -61,6 +61,7 @@ class Got:
     path: str  # with the query, as it came
     headers: Mapping[str, str]
     body: bytes
+    method: str = "POST"
 
     @property
     def json(self) -> Any:
@@ -233,7 +234,7 @@ class StubUpstream:
     async def handle(self, http: web.Request) -> web.StreamResponse:
         body = await http.read()
         told = self.answers[min(len(self.got), len(self.answers) - 1)]
-        self.got.append(Got(http.raw_path, http.headers.copy(), body))
+        self.got.append(Got(http.raw_path, http.headers.copy(), body, http.method))
         assert http.transport is not None
         self.connections.add(http.transport)
         self.open += 1

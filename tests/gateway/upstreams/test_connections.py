@@ -62,7 +62,7 @@ async def serving(written: bytes) -> AsyncIterator[tuple[Server, Connections]]:
 async def ask(connections: Connections) -> bytes:
     now = time.monotonic()
     request = UpstreamRequest("r", Tenant("a"), "openai", "m", "/v1/x", "", (), b"{}", {}, now, now + 10)
-    async with await connections.post(request, "m", b"{}") as response:
+    async with await connections.send(request, "m", b"{}") as response:
         return await response.read()
 
 
@@ -108,7 +108,7 @@ async def test_broken_chunk_framing_ends_the_read_that_waits(before: bytes, fram
     async with serving(BROKEN + before + LATER + framing) as (server, connections):
         now = time.monotonic()
         request = UpstreamRequest("r", Tenant("a"), "openai", "m", "/v1/x", "", (), b"{}", {}, now, now + 10)
-        async with asyncio.timeout(10), await connections.post(request, "m", b"{}") as response:
+        async with asyncio.timeout(10), await connections.send(request, "m", b"{}") as response:
             if before:
                 assert await read_some(response) == b"fine"
             reading = asyncio.ensure_future(_rest(response))
@@ -127,7 +127,7 @@ async def test_a_read_that_begins_after_the_connection_was_closed_fails_as_one_t
     async with serving(BROKEN + b"4\r\nfine\r\n" + LATER + b"zz\r\n") as (server, connections):
         now = time.monotonic()
         request = UpstreamRequest("r", Tenant("a"), "openai", "m", "/v1/x", "", (), b"{}", {}, now, now + 10)
-        async with asyncio.timeout(10), await connections.post(request, "m", b"{}") as response:
+        async with asyncio.timeout(10), await connections.send(request, "m", b"{}") as response:
             assert await read_some(response) == b"fine"
             assert response.connection is not None
             assert response.connection.protocol is not None

@@ -28,6 +28,7 @@ from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.openai.wire import OPENAI
+from gateway.api.passthrough import RESPONSES
 from gateway.api.record import RECORD, Record, kvasir_headers
 from gateway.api.replies import reply, reply_json
 from gateway.api.tiers import grant
@@ -197,6 +198,8 @@ class Responses:
     async def retrieve(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}"""
         tenant = self._admission.admit(http)
+        if (told := await self._kept_elsewhere(http, tenant)) is not None:
+            return told
         read_query(http.query, IN_RESPONSE_URL)
         return reply_json((await self._get(http, tenant)).response)
 
@@ -204,6 +207,10 @@ class Responses:
         """DELETE /v1/responses/{response_id}"""
         tenant = self._admission.admit(http)
         response_id = http.match_info["response_id"]
+        if (told := await self._kept_elsewhere(http, tenant)) is not None:
+            if told.status == 200:
+                await self._store.forget_upstream(tenant.name, response_id)
+            return told
         if not await self._store.delete(tenant.name, response_id):
             raise _not_found(response_id)
         await self._background.cancel(response_id)
@@ -212,6 +219,8 @@ class Responses:
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{response_id}/cancel"""
         tenant = self._admission.admit(http)
+        if (told := await self._kept_elsewhere(http, tenant, "/cancel")) is not None:
+            return told
         kept = await self._get(http, tenant)
         if not kept.response["background"]:
             raise BadRequestError("Only a response that runs in the background can be cancelled; close the stream.")
@@ -235,6 +244,8 @@ class Responses:
     async def input_items(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}/input_items"""
         tenant = self._admission.admit(http)
+        if (told := await self._kept_elsewhere(http, tenant, "/input_items")) is not None:
+            return told
         asked = read_query(http.query, IN_ITEMS_URL)
         items = (await self._get(http, tenant)).items
         if asked.get("order", "desc") == "desc":
@@ -244,6 +255,14 @@ class Responses:
         page = items[: asked.get("limit", 20)]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
         return reply_json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+
+    async def _kept_elsewhere(self, http: web.Request, tenant: Tenant, what: str = "") -> web.StreamResponse | None:
+        """The answer of the upstream that keeps the response of the URL; None for one that is ours, or nobody's."""
+        response_id = http.match_info["response_id"]
+        if (upstream := await self._store.find_upstream(tenant.name, response_id)) is None:
+            return None
+        path = f"{RESPONSES}/{response_id}{what}"
+        return await self._answering.passthrough.kept(http, tenant, upstream, path)
 
     async def _get(self, http: web.Request, tenant: Tenant) -> Kept:
         """The response of the URL. Raises NotFoundError."""
