@@ -124,6 +124,7 @@ class Gateway:
         return build_app(
             server=settings.server,
             leases=settings.leases,
+            api=settings.api,
             anthropic=settings.anthropic,
             gemini=settings.gemini,
             auth=settings.auth,

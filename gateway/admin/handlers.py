@@ -14,7 +14,7 @@ from gateway.admin.metrics import CONTENT_TYPE, Metrics
 from gateway.admin.report import grouped, told
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.auth import Auth
-from gateway.api.dialect import JSON, Route
+from gateway.api.dialect import JSON, UNLISTED, Route
 from gateway.api.docs import base_url
 
 _SHARING = ("prefilled_tokens", "shared_tokens", "shared_waits", "forks")
@@ -66,6 +66,7 @@ class Admin:
             f"{route.method:<7}{route.resource.canonical}"
             for route in http.app.router.routes()
             if route.resource is not None and route.method != "HEAD"
+            if route.resource.canonical not in http.app[UNLISTED]
         ]
         page = FRONT_PAGE.format(version=self._sources.version, base=base_url(http))
         return web.Response(text=page + "\n".join(lines) + "\n")

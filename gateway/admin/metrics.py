@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from engine.protocol import LANES
 from gateway.admin.engine_metrics import engine_metrics
+from gateway.admin.ignored_fields import IgnoredFieldCounts
 from gateway.admin.ledger_metrics import ledger_metrics
 from gateway.admin.response_cache_metrics import response_cache_metrics
 from gateway.admin.sources import Sources
@@ -98,6 +99,8 @@ class Metrics:
         self._queue = self._histogram("queue", "Waiting for a place, in the gateway and the engine.", TOKEN_SECONDS)
         self._overhead = self._histogram("overhead", "The gateway's own time for a request.", OVERHEAD_SECONDS)
         self._duration = self._histogram("request", "From arrival to the last byte.", REQUEST_SECONDS)
+        self._ignored = IgnoredFieldCounts()
+        self.registry.register(self._ignored)
         in_flight = Gauge("kvasir_requests_in_flight", "Requests being answered.", registry=self.registry)
         in_flight.set_function(lambda: self.in_flight)
         self.registry.register(_Scraped(sources))
@@ -137,6 +140,8 @@ class Metrics:
             self._add_up(record, tenant)
         if record.traces:
             self._meter(record, model, tenant)
+        if record.ignored.names:
+            self._ignored.add(record.ignored.names, record.endpoint, tenant)
         if record.embedded_tokens:
             self._embedded.of(model, tenant).value += record.embedded_tokens
             self._duration.of(model).add(record.total_ms / 1e3)

@@ -20,14 +20,23 @@ from gateway.types import Allowance, Room, Tenant
 class Admission:
     """Holds what it takes to tell."""
 
-    def __init__(self, auth: Auth, namespaces: Namespaces, allowance: Callable[[str], Room], limits: Limits) -> None:
-        """allowance  requests of a tenant, by name, that may wait for a place
-        limits     what tenants may ask for
+    def __init__(
+        self,
+        auth: Auth,
+        namespaces: Namespaces,
+        allowance: Callable[[str], Room],
+        limits: Limits,
+        refuses_unknown: Callable[[str], bool],
+    ) -> None:
+        """allowance        requests of a tenant, by name, that may wait for a place
+        limits           what tenants may ask for
+        refuses_unknown  whether unknown fields of a tenant's requests are refused
         """
         self._auth = auth
         self._namespaces = namespaces
         self._allowance = allowance
         self._limits = limits
+        self._refuses_unknown = refuses_unknown
 
     def admit(self, http: web.Request) -> Tenant:
         """Whose request this is. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a
@@ -35,6 +44,7 @@ class Admission:
         tenant = self._auth.tenant(http)
         record = http[RECORD]
         record.tenant = tenant.name
+        record.ignored.refuse = self._refuses_unknown(tenant.name)
         record.allowance = Allowance(self._allowance(tenant.name))
         if rooms := self._limits.rooms(tenant.name):
             record.allowance = record.allowance._replace(**rooms)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from multidict import CIMultiDictProxy
 
-from gateway.api.fields import boolean, invalid, number, record, shown, text
+from gateway.api.fields import boolean, closed_record, invalid, number, shown, text
 from gateway.errors import BadRequestError
 from gateway.types import PLAIN_REUSE, Reuse
 
@@ -29,7 +29,7 @@ _NUMBERS: Final = {"max-age": "max_age_s", "ttl": "ttl_s", "similarity": "simila
 _seconds = number(0, MAX_SECONDS)
 _share = number(0, 1)
 
-check_cache: Final = record(
+check_cache: Final = closed_record(
     **{
         "ttl": _seconds,
         "s-maxage": _seconds,

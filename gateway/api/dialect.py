@@ -38,6 +38,9 @@ PIECES = frozenset({BYTES, JSONL})
 
 EXAMPLE_MODEL = "demo"
 
+UNLISTED: web.AppKey[frozenset[str]] = web.AppKey("unlisted", frozenset)
+"""Paths of an application whose routes refuse everything."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,6 +56,7 @@ class Route(NamedTuple):
     media       content types of its answers, the ordinary one first
     example     a body that is answered, whose model is `EXAMPLE_MODEL`, or one that embeds
     key         whose key it wants, where the server has any
+    refuses     every request of it is an error that says why: it is not listed to clients
     """
 
     method: str
@@ -66,6 +70,7 @@ class Route(NamedTuple):
     media: tuple[str, ...] = (JSON,)
     example: Mapping[str, Any] | None = None
     key: Literal["tenant", "admin", "none"] = "tenant"
+    refuses: bool = False
 
 
 @dataclass(frozen=True, slots=True)

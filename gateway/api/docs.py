@@ -36,8 +36,9 @@ class Docs:
         own = [*routes.get(OWN, ()), *self._own()]
         self.routes: dict[str, Sequence[Route]] = {**routes, OWN: own}
         """With these two."""
-        self._openapi = orjson.dumps(document(self.routes, dialects, version))
-        self._page = _page(self.routes, dialects, version)
+        listed = {name: [route for route in own if not route.refuses] for name, own in self.routes.items()}
+        self._openapi = orjson.dumps(document(listed, dialects, version))
+        self._page = _page(listed, dialects, version)
 
     def _own(self) -> list[Route]:
         return [

@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import orjson
 
+from gateway.api.unknown_fields import ignored, typo_of
 from gateway.errors import BadRequestError, UnsupportedError
 
 _T = TypeVar("_T", covariant=True)
@@ -75,7 +76,8 @@ class Parameter:
 
 
 def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tuple[str, ...]) -> dict[str, Any]:
-    """The checked values of the parameters that were given. null is "not given", as everywhere in this API."""
+    """The checked values of the parameters that were given. null is "not given", as everywhere in this API. Raises
+    BadRequestError, also for an unknown one that may not be ignored."""
     for name in required:
         if body.get(name) is None:
             raise missing(name)
@@ -85,7 +87,8 @@ def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tupl
             continue
         parameter = table.get(name)
         if parameter is None:
-            raise unknown_parameter(name)
+            unknown(name, name, table, body)
+            continue
         checked = parameter.check(value, name)
         if parameter.effect == "used":
             values[name] = checked
@@ -103,18 +106,22 @@ def read_query(given: Mapping[str, str], table: Mapping[str, Parameter]) -> dict
 
 
 def object_schema(properties: Mapping[str, JsonSchema], *required: str) -> JsonSchema:
-    """Of an object without any other properties, where null is "not given"."""
+    """Of an object where null is "not given". Other properties are ignored, or refused: see unknown_fields.py."""
     return {
         "type": "object",
         "properties": {name: schema if name in required else or_null(schema) for name, schema in properties.items()},
         "required": list(required),
-        "additionalProperties": False,
     }
+
+
+def closed_schema(properties: Mapping[str, JsonSchema], *required: str) -> JsonSchema:
+    """As `object_schema`, without any other properties."""
+    return {**object_schema(properties, *required), "additionalProperties": False}
 
 
 def closed_object(properties: Mapping[str, JsonSchema]) -> JsonSchema:
     """Of an object with all of these properties and no others."""
-    return object_schema(properties, *properties)
+    return closed_schema(properties, *properties)
 
 
 def or_null(schema: JsonSchema) -> JsonSchema:
@@ -140,13 +147,22 @@ def invalid(path: str, why: str, *, code: str = "invalid_value") -> BadRequestEr
     return BadRequestError(f"Invalid '{path}': {why}.", param=path, code=code, reason=why)
 
 
-def unknown_parameter(path: str) -> BadRequestError:
+def unknown_parameter(path: str, meant: str | None = None) -> BadRequestError:
+    """`meant` is the known name that it looks like."""
+    hint = f" Did you mean '{meant}'?" if meant else ""
     return BadRequestError(
-        f"Unknown parameter: '{shown(path)}'.",
+        f"Unknown parameter: '{shown(path)}'.{hint}",
         param=shown(path),
         code="unknown_parameter",
-        reason="Extra inputs are not permitted",
+        reason=f"Extra inputs are not permitted{f'. Did you mean {meant!r}?' if meant else ''}",
     )
+
+
+def unknown(path: str, name: str, known: Collection[str], given: Collection[str]) -> None:
+    """Ignores the field `name` at this path, or raises BadRequestError. `known` are those of its object, `given` all
+    that the object has."""
+    if not ignored(path, name, known, given):
+        raise unknown_parameter(path, typo_of(name, known, given))
 
 
 def wrong_type(path: str, expected: str, value: Any) -> BadRequestError:
@@ -198,11 +214,19 @@ def at_most(most: int, value: list[Any], path: str) -> list[Any]:
 # -- the fields of an object -----------------------------------------------------------------------------------------
 
 
-def only(item: Mapping[str, Any], known: Collection[str], path: str) -> None:
-    """Raises BadRequestError for a field that is none of these. null is "not given"."""
+def check_names(item: Mapping[str, Any], known: Collection[str], path: str) -> None:
+    """Ignores fields that are none of these, or raises BadRequestError. null is "not given"."""
     for key, value in item.items():
         if value is not None and key not in known:
-            raise unknown_parameter(f"{path}.{key}")
+            unknown(f"{path}.{key}", key, known, item)
+
+
+def only(item: Mapping[str, Any], known: Collection[str], path: str) -> None:
+    """Raises BadRequestError for a field that is none of these, where ignoring one would change what was asked for.
+    null is "not given"."""
+    for key, value in item.items():
+        if value is not None and key not in known:
+            raise unknown_parameter(f"{path}.{key}", typo_of(key, known, item))
 
 
 def required_text(item: Mapping[str, Any], key: str, path: str) -> str:
@@ -234,14 +258,20 @@ def an_object(value: Any, path: str) -> dict[str, Any]:
     return value
 
 
+@takes({"type": "array", "maxItems": MAX_ITEMS})
+def a_list(value: Any, path: str) -> list[Any]:
+    """A list of at most MAX_ITEMS, which may be empty."""
+    if type(value) is not list:
+        raise wrong_type(path, "an array", value)
+    return at_most(MAX_ITEMS, value, path)
+
+
 @takes({"type": "array", "minItems": 1, "maxItems": MAX_ITEMS})
 def an_array(value: Any, path: str) -> list[Any]:
     """A list that is neither empty nor longer than MAX_ITEMS."""
-    if type(value) is not list:
-        raise wrong_type(path, "an array", value)
-    if not value:
+    if not (items := a_list(value, path)):
         raise empty_array(path)
-    return at_most(MAX_ITEMS, value, path)
+    return items
 
 
 def integer(low: int, high: int) -> Check[int]:
@@ -306,20 +336,27 @@ def in_url(check: Check[_T]) -> Check[_T]:
 
 
 def record(**fields: Check[Any]) -> Check[dict[str, Any]]:
-    """An object that has these keys and no others, all optional."""
+    """An object of these keys, all optional. Others are ignored, or refused."""
+    schema = object_schema({name: field.schema for name, field in fields.items()})
+    return takes(schema)(_record(fields, check_names))
 
-    @takes(object_schema({name: field.schema for name, field in fields.items()}))
-    def check(value: Any, path: str) -> dict[str, Any]:
-        checked: dict[str, Any] = {}
-        for key, item in an_object(value, path).items():
-            if item is None:
-                continue
-            if key not in fields:
-                raise unknown_parameter(f"{path}.{key}")
-            checked[key] = fields[key](item, f"{path}.{key}")
-        return checked
 
-    return check
+def closed_record(**fields: Check[Any]) -> Check[dict[str, Any]]:
+    """An object that has these keys and no others, all optional: for what changes its meaning with each of them."""
+    schema = closed_schema({name: field.schema for name, field in fields.items()})
+    return takes(schema)(_record(fields, only))
+
+
+def _record(
+    fields: Mapping[str, Check[Any]], check: Callable[[Mapping[str, Any], Collection[str], str], None]
+) -> Callable[[Any, str], dict[str, Any]]:
+    def read_fields(value: Any, path: str) -> dict[str, Any]:
+        check(an_object(value, path), fields, path)
+        return {
+            key: fields[key](item, f"{path}.{key}") for key, item in value.items() if item is not None and key in fields
+        }
+
+    return read_fields
 
 
 def string_map(max_pairs: int, max_key_chars: int, max_value_chars: int) -> Check[dict[str, str]]:

@@ -22,6 +22,7 @@ from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
 from gateway.api.namespaces import Namespaces
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
+from gateway.api.unknown_fields import IgnoredFields, collected
 from gateway.api.upstream_lines import Came, Headers, Target
 from gateway.errors import (
     BadRequestError,
@@ -154,8 +155,12 @@ class Lines:
         all_joined: Callable[[], bool],
         elsewhere: Elsewhere,
         namespaces: Namespaces,
+        refuses_unknown: Callable[[str], bool],
     ) -> None:
-        """all_joined  every engine has said which model it has, so that one which nobody has does not exist"""
+        """all_joined       every engine has said which model it has, so that one which nobody has does not exist
+        refuses_unknown  whether unknown fields of a tenant's lines are refused
+        """
+        self._refuses_unknown = refuses_unknown
         self._all_joined = all_joined
         self._elsewhere = elsewhere
         self._namespaces = namespaces
@@ -187,8 +192,9 @@ class Lines:
         try:
             if self._elsewhere.serves(line.body, line.tenant):
                 return beginning_of_body(line.body)
-            with no_panic():
-                asked = await call(self._record(line), line.tenant, line.body)
+            record = self._record(line)
+            with no_panic(), collected(record.ignored):
+                asked = await call(record, line.tenant, line.body)
                 return beginning_of_call(asked, self._namespaces.separating_key(line.tenant, asked.cache_key))
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
@@ -234,6 +240,7 @@ class Lines:
             namespace=line.namespace,
             lane="batch",
             body_bytes=line.num_bytes,
+            ignored=IgnoredFields(self._refuses_unknown(line.tenant.name)),
         )
 
 

@@ -32,6 +32,7 @@ from gateway.api.record import (
     is_final,
 )
 from gateway.api.stamps import new_id
+from gateway.api.unknown_fields import collected
 from gateway.api.unknown_urls import unknown_url
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError
 from gateway.logs import later
@@ -54,7 +55,8 @@ def observed(observer: Observer, cors: Cors) -> Middleware:
         record.cors = cors.headers(request)
         observer.started(record)
         try:
-            response = cors.preflight(request) or await _answered(request, handler, record)
+            with collected(record.ignored):
+                response = cors.preflight(request) or await _answered(request, handler, record)
             record.status = record.status or response.status
             if not response.prepared:
                 response.headers.update(common_headers(record))
@@ -73,7 +75,8 @@ def noted(observer: Observer, record: Record) -> Iterator[None]:
     """Around what is done for one record: it is counted, and has its line in the log, however it ends."""
     observer.started(record)
     try:
-        yield
+        with collected(record.ignored):
+            yield
     finally:
         _finish(observer, record)
 

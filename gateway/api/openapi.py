@@ -85,25 +85,23 @@ def template(path: str) -> str:
 
 
 def body_schema(route: Route) -> JsonSchema:
-    """Of the JSON body. Nothing else may be in it, and null is "not given"."""
+    """Of the JSON body, where null is "not given". What else is in it is ignored, or refused."""
     table = route.parameters or {}
     return {
         "type": "object",
         "properties": {name: _property(parameter, name in route.required) for name, parameter in table.items()},
         "required": list(route.required),
-        "additionalProperties": False,
     }
 
 
 def form_schema(route: Route) -> JsonSchema:
-    """Of the parts of a form. Nothing else may be in it."""
+    """Of the parts of a form. Others are ignored, or refused."""
     table = route.form or {}
     file = {"type": "string", "format": "binary", "description": "The bytes, and a filename."}
     return {
         "type": "object",
         "properties": {"file": file, **{name: _property(parameter, True) for name, parameter in table.items()}},
         "required": ["file", *route.required],
-        "additionalProperties": False,
     }
 
 

@@ -15,6 +15,8 @@ from aiohttp import web
 from engine.protocol import Lane
 from gateway.api.bodies import Claim
 from gateway.api.dialect import Dialect
+from gateway.api.unknown_fields import HEADER as IGNORED_FIELDS
+from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
 from gateway.types import PLAIN_REUSE, Allowance, Lease, Lookup, Reuse, Tier, Trace, Usage
 
@@ -60,6 +62,7 @@ class Record:
     body: Claim | None = None  # on memory for it; middleware.py lets go of it
     body_bytes: int = 0  # of what was sent, decoded
     traces: list[Trace] = field(default_factory=list)  # one for each prompt
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)  # that its body has, and the gateway does not know
     embedded_tokens: int = 0  # of texts whose vectors were computed
     stream: bool = False
     status: int = 0  # what the client got, or would have got had the first byte not been sent
@@ -184,6 +187,8 @@ def common_headers(record: Record) -> dict[str, str]:
     headers = record.dialect.headers(record.request_id, elapsed_ms(record))
     if record.cors:
         headers |= record.cors
+    if record.ignored.names:
+        headers[IGNORED_FIELDS] = record.ignored.header
     return headers if record.allowance is None else headers | record.dialect.allowance(record.allowance)
 
 

@@ -28,7 +28,7 @@ from gateway.api.batches import BatchRunner
 from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import expect_continue
 from gateway.api.cors import Cors
-from gateway.api.dialect import PIECES, Route
+from gateway.api.dialect import PIECES, UNLISTED, Route
 from gateway.api.dialects import DIALECTS, handlers_of
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
@@ -52,10 +52,12 @@ from gateway.api.openapi import OWN
 from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.record import Observers
 from gateway.api.short_way import ShortWay
+from gateway.api.unknown_fields import refusing
 from gateway.api.uploads import FileStore
 from gateway.api.upstream_lines import UpstreamLines
 from gateway.config import (
     AnthropicSettings,
+    ApiSettings,
     AuthSettings,
     BatchSettings,
     CacheKeyMode,
@@ -83,6 +85,7 @@ def build_app(
     *,
     server: ServerSettings,
     leases: LeaseSettings,
+    api: ApiSettings,
     gemini: GeminiSettings,
     auth: AuthSettings,
     tenants: Sequence[TenantSettings],
@@ -133,7 +136,8 @@ def build_app(
     observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
     named = Namespaces(namespaces, tenants, cache_key)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses.remember_upstream)
-    admission = Admission(keys, named, allowance, limits)
+    refuses_unknown = refusing(api, tenants)
+    admission = Admission(keys, named, allowance, limits, refuses_unknown)
     answering = Answering(
         server,
         named,
@@ -178,6 +182,7 @@ def build_app(
     app = web.Application(middlewares=[observed(observer, Cors(server.cors_origins))], client_max_size=0)
     app[ROUTES] = docs.routes
     app[BODIES] = Bodies(server.max_bodies_bytes, server.max_body_bytes)
+    app[UNLISTED] = frozenset(route.path for own in docs.routes.values() for route in own if route.refuses)
     row_limits = RowLimits(
         batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, server.max_json_depth
     )
@@ -188,7 +193,8 @@ def build_app(
         timeout_s=batches.line_timeout_s,
         max_answer_bytes=batches.max_answer_bytes,
     )
-    app[RUNNER] = BatchRunner(Lines(endpoints, observer, sources.all_joined, elsewhere, named), formats)
+    lines = Lines(endpoints, observer, sources.all_joined, elsewhere, named, refuses_unknown)
+    app[RUNNER] = BatchRunner(lines, formats)
     app.on_shutdown.append(lambda _: background.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}

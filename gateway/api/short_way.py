@@ -34,6 +34,7 @@ from gateway.api.record import (
 )
 from gateway.api.sent import header_lines, send
 from gateway.api.stamps import Stamp
+from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
 from gateway.types import Lookup, Need, Tenant, Tier, Trace
 
@@ -123,6 +124,7 @@ class _Known:
     model: str | None
     stream: bool
     tier: Tier
+    ignored: IgnoredFields
     num_bytes: int
 
 
@@ -177,7 +179,7 @@ class ShortWay:
             return None
         if key in self._known:
             self._known.move_to_end(key)
-        record.model, record.stream = known.model, known.stream
+        record.model, record.stream, record.ignored = known.model, known.stream, known.ignored
         passed_ms = elapsed_ms(record)
         record.traces = [_again(known.trace, lookup, passed_ms)]
         new = known.parts[0] if known.written.stamp is None else known.written.stamp.make().join(known.parts)
@@ -197,7 +199,9 @@ class ShortWay:
         while self.num_bytes + num_bytes > self._max_bytes:
             self._drop(next(iter(self._known)))
         kept = replace(written, body=b"", headers={})
-        self._known[key] = _Known(sent, kept, lines, parts, trace, record.model, record.stream, record.tier, num_bytes)
+        self._known[key] = _Known(
+            sent, kept, lines, parts, trace, record.model, record.stream, record.tier, record.ignored, num_bytes
+        )
         self.num_bytes += num_bytes
 
     def _stands(self, written: Written, tenant: Tenant) -> bool:

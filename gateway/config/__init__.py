@@ -4,7 +4,7 @@ A section goes to the stage it is named after and to nobody else; app.py hands t
 """
 
 from gateway.config.batches import BatchSettings
-from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
+from gateway.config.dialects import AnthropicSettings, ApiSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
@@ -22,6 +22,7 @@ __all__ = [
     "EVERYBODY",
     "PRIVATE",
     "AnthropicSettings",
+    "ApiSettings",
     "AuthSettings",
     "BatchSettings",
     "CacheKeyMode",

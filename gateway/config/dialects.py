@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from engine.config import Section
 from gateway.config.kept import StoredResponseSettings
 from gateway.config.units import Duration, duration_s, split
+
+
+class ApiSettings(Section):
+    """[api]: what all APIs have in common."""
+
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        "ignore",
+        description="Fields of a request that the gateway does not know: `ignore` names them in the answer's header, "
+        "`refuse` is a 400. One that looks like a typo of a known field is always refused.",
+    )
 
 
 class GeminiSettings(Section):

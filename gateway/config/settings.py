@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from engine.config import SHORT_FLAGS, EngineSettings
 from gateway.config.batches import BatchSettings
-from gateway.config.dialects import AnthropicSettings, EmbeddingSettings, GeminiSettings
+from gateway.config.dialects import AnthropicSettings, ApiSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
@@ -52,6 +52,7 @@ class Settings(BaseModel):
     engine: EngineSettings = EngineSettings()
     prompt: PromptSettings = PromptSettings()
     leases: LeaseSettings = LeaseSettings()
+    api: ApiSettings = ApiSettings()
     anthropic: AnthropicSettings = AnthropicSettings()
     stored_responses: StoredResponseSettings = StoredResponseSettings()
     files: FileSettings = FileSettings()

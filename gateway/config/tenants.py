@@ -51,6 +51,9 @@ class TenantSettings(Section):
     semantic_cache: Literal["on", "ask", "off"] | None = Field(
         None, description="Which of its requests the semantic cache is for; as `semantic_cache.mode` when not set."
     )
+    unknown_fields: Literal["ignore", "refuse"] | None = Field(
+        None, description="What becomes of unknown fields of its requests; as `api.unknown_fields` when not set."
+    )
 
 
 EVERYBODY = "*"

@@ -24,6 +24,7 @@ from gateway.api.replays import REPLAYS
 from gateway.api.routes import RUNNER, app_runner, build_app
 from gateway.config import (
     AnthropicSettings,
+    ApiSettings,
     AuthSettings,
     BatchSettings,
     CacheKeyMode,
@@ -151,6 +152,7 @@ class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
     queue: PlaceQueue[Any] | None = None
     leases: LeaseSettings = field(default_factory=LeaseSettings)
+    api: ApiSettings = field(default_factory=ApiSettings)
     anthropic: AnthropicSettings = field(default_factory=AnthropicSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     tenants: Sequence[TenantSettings] = ()
@@ -203,6 +205,7 @@ def make_app(
     return build_app(
         server=given.server,
         leases=given.leases,
+        api=given.api,
         anthropic=given.anthropic,
         gemini=given.gemini,
         auth=given.auth,

@@ -17,6 +17,7 @@ from gateway.api.fields import (
     an_array,
     an_object,
     boolean,
+    check_names,
     choice,
     invalid,
     missing,
@@ -25,7 +26,6 @@ from gateway.api.fields import (
     required_text,
     takes,
     text,
-    unknown_parameter,
     wrong_type,
     wrong_value,
 )
@@ -218,10 +218,8 @@ def required(value: dict[str, Any], key: str, path: str) -> str:
 
 
 def only(value: dict[str, Any], path: str, *known: str) -> None:
-    """Raises BadRequestError for a field besides `type` and these that is not null."""
-    for key, item in value.items():
-        if item is not None and key != "type" and key not in known:
-            raise unknown_parameter(f"{path}.{key}")
+    """Ignores fields besides `type` and these, or raises BadRequestError."""
+    check_names(value, ("type", *known), path)
 
 
 # -- what all this takes ----------------------------------------------------------------------------------------------

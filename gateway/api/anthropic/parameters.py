@@ -8,12 +8,14 @@ from typing import Any, Final
 
 from gateway.api.anthropic.blocks import check_control, only
 from gateway.api.anthropic.messages import read_system, read_turns
-from gateway.api.anthropic.structured import check_output_config
+from gateway.api.anthropic.structured import check_format, check_output_config
 from gateway.api.anthropic.tools import read_choice, read_tools
+from gateway.api.anthropic.wire import NO_THREADS
 from gateway.api.cache_control import check_cache
 from gateway.api.fields import (
     MAX_STOP_CHARS,
     Parameter,
+    a_list,
     an_object,
     anything,
     array_too_long,
@@ -25,10 +27,12 @@ from gateway.api.fields import (
     number,
     object_schema,
     record,
+    required_text,
     takes,
     text,
     wrong_type,
 )
+from gateway.errors import UnsupportedError
 
 MAX_TOKENS: Final = 2**31 - 1
 MAX_STOPS: Final = 64
@@ -92,6 +96,24 @@ def diagnostics(value: Any, path: str) -> str | None:
     return None if previous is None else _message_id(previous, f"{path}.previous_message_id")
 
 
+@takes({"type": "object", "properties": {"edits": {"anyOf": [{"type": "array"}, {"type": "null"}]}}})
+def context_management(value: Any, path: str) -> None:
+    """Nothing, where all edits are those that have no effect here. Raises UnsupportedError for any other."""
+    edits = an_object(value, path).get("edits")
+    for index, edit in enumerate(() if edits is None else a_list(edits, f"{path}.edits")):
+        where = f"{path}.edits[{index}]"
+        if not required_text(an_object(edit, where), "type", where).startswith("clear_thinking_"):
+            why = "Of a conversation nothing is removed or summarised here."
+            raise UnsupportedError(why, param=f"{where}.type", reason=why)
+
+
+@takes({})
+def no_threads(value: Any, path: str) -> None:
+    """Raises UnsupportedError with the code by which the SDK's tool runner goes on without threads."""
+    why = "No threads are kept: send the whole conversation."
+    raise UnsupportedError(why, param=path, reason=why, code=NO_THREADS)
+
+
 def _table(*parameters: Parameter) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in parameters}
 
@@ -137,6 +159,12 @@ MESSAGES: Final = _table(
         check_output_config,
         "object: `format` of type `json_schema`, `effort`",
         "`format`: what the answer has to be; see below. `effort` has no effect: the model works as it was made to.",
+    ),
+    Parameter(
+        "output_format",
+        check_format,
+        "object: `type` `json_schema`, `schema`",
+        "The older form of `output_config.format`.",
     ),
     Parameter(
         "thinking",
@@ -199,6 +227,23 @@ MESSAGES: Final = _table(
         "refused",
         ("global",),
     ),
+    Parameter(
+        "context_management",
+        context_management,
+        "object: `edits` of the type `clear_thinking_*`",
+        "Which thoughts of earlier turns stay is for the chat template to say. Other edits are refused.",
+        "none",
+    ),
+    Parameter(
+        "mcp_servers", anything, "array; only `[]`", "No tools of other servers are called from here.", "refused", ([],)
+    ),
+    Parameter(
+        "thread",
+        no_threads,
+        "-",
+        "No threads are kept. SDKs know the error, and send the whole conversation.",
+        "refused",
+    ),
     Parameter("container", anything, "-", "There are no containers.", "refused"),
 )
 
@@ -212,7 +257,10 @@ COUNT: Final = {
         "tool_choice",
         "thinking",
         "output_config",
+        "output_format",
         "cache_control",
+        "context_management",
+        "mcp_servers",
         "speed",
     )
 }

@@ -15,11 +15,11 @@ from gateway.api.anthropic.tools import DefinedTool, use_of
 from gateway.api.anthropic.wire import Version
 from gateway.api.cache_control import from_body
 from gateway.api.call import Call
-from gateway.api.fields import invalid, read, unknown_parameter
+from gateway.api.fields import invalid, read
 from gateway.api.tiers import ANTHROPIC_TIERS
 from gateway.config import AnthropicSettings, LeaseSettings
-from gateway.errors import UnsupportedError
-from gateway.types import ChatPrompt
+from gateway.errors import BadRequestError, UnsupportedError
+from gateway.types import ChatPrompt, Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,24 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
     if version != "2023-06-01":
         for name in SAMPLING:
             if name in body:
-                raise unknown_parameter(name)
+                raise BadRequestError(
+                    f"Invalid '{name}': version {version} has no sampling parameters; 2023-06-01 has.",
+                    param=name,
+                    code="unknown_parameter",
+                    reason=f"Extra inputs are not permitted: version {version} of the API has no sampling parameters, "
+                    "which `anthropic-version: 2023-06-01` has",
+                )
     values = read(body, MESSAGES, required=("model", "max_tokens", "messages"))
     _check_citations(values, version)
     max_tokens, stream = values["max_tokens"], values.get("stream", False)
     _check_thinking(values)
     if not max_tokens:
         _check_prewarm(values)
-    if values["messages"][-1].role == "assistant" and (_forced(values) or "format" in values.get("output_config", {})):
+    if values["messages"][-1].role == "assistant" and (_forced(values) or _format(values) is not None):
         raise invalid(
             "messages", "an answer that goes on with the last message is text, and nothing else can be forced"
         )
-    constraint = values.get("output_config", {}).get("format")
+    constraint = _format(values)
     tool_use = use_of(values.get("tools", ()), values.get("tool_choice"))
     prompt, caching = _prompt(values, settings, leases)
     call = Call(
@@ -153,13 +159,19 @@ def _forced(values: dict[str, Any]) -> bool:
     return values.get("tool_choice", {}).get("type") in ("any", "tool")
 
 
+def _format(values: dict[str, Any]) -> Constraint | None:
+    """What the text has to be: the older form of it counts where the newer one says nothing."""
+    constraint: Constraint | None = values.get("output_config", {}).get("format", values.get("output_format"))
+    return constraint
+
+
 def _check_prewarm(values: dict[str, Any]) -> None:
     """What cannot be asked of an answer that is not generated."""
     refused = {
         "stream": values.get("stream", False),
         "thinking": values.get("thinking", {}).get("type") in ("enabled", "adaptive", "between_tools"),
         "tool_choice": _forced(values),
-        "output_config.format": values.get("output_config", {}).get("format") is not None,
+        "output_config.format": _format(values) is not None,
     }
     for path, there in refused.items():
         if there:

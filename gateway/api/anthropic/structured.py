@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gateway.api.constraints import json_schema
-from gateway.api.fields import an_object, choice, invalid, missing, object_schema, record, takes, unknown_parameter
+from gateway.api.fields import an_object, choice, closed_schema, invalid, missing, record, takes, unknown_parameter
 from gateway.types import Constraint
 
 MAX_OPTIONAL: Final = 24
@@ -43,8 +43,8 @@ _FORBIDDEN: Final = (
 )
 
 
-@takes(object_schema({"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "type", "schema"))
-def _format(value: Any, path: str) -> Constraint:
+@takes(closed_schema({"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "type", "schema"))
+def check_format(value: Any, path: str) -> Constraint:
     kind = an_object(value, path).get("type")
     if kind is None:
         raise missing(f"{path}.type")
@@ -61,7 +61,7 @@ def _format(value: Any, path: str) -> Constraint:
     return json_schema(schema, where)
 
 
-check_output_config = record(effort=choice("low", "medium", "high", "xhigh", "max"), format=_format)
+check_output_config = record(effort=choice("low", "medium", "high", "xhigh", "max"), format=check_format)
 
 
 def read_schema(schema: dict[str, Any], path: str) -> tuple[dict[str, Any], int]:

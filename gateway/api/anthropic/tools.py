@@ -19,10 +19,11 @@ from gateway.api.fields import (
     array_too_long,
     boolean,
     choice,
+    closed_record,
+    closed_schema,
     invalid,
     missing,
     object_schema,
-    record,
     takes,
     text,
     wrong_type,
@@ -133,20 +134,20 @@ def _unsupported(path: str, why: str) -> UnsupportedError:
 
 _parallel = {"type": _string, "disable_parallel_tool_use": boolean}
 _CHOICES: Final = {
-    "auto": record(**_parallel),
-    "any": record(**_parallel),
-    "tool": record(**_parallel, name=_string),
-    "none": record(type=_string),
+    "auto": closed_record(**_parallel),
+    "any": closed_record(**_parallel),
+    "tool": closed_record(**_parallel, name=_string),
+    "none": closed_record(type=_string),
 }
 
 
 @takes(
     {
         "anyOf": [
-            object_schema(
+            closed_schema(
                 {"type": {"enum": ["auto", "any"]}, "disable_parallel_tool_use": {"type": "boolean"}}, "type"
             ),
-            object_schema(
+            closed_schema(
                 {
                     "type": {"const": "tool"},
                     "name": {"type": "string"},
@@ -155,7 +156,7 @@ _CHOICES: Final = {
                 "type",
                 "name",
             ),
-            object_schema({"type": {"const": "none"}}, "type"),
+            closed_schema({"type": {"const": "none"}}, "type"),
         ]
     }
 )

@@ -25,6 +25,7 @@ from gateway.api.fields import (
     takes,
     wrong_type,
 )
+from gateway.api.unknown_fields import ignored, typo_of
 from gateway.errors import BadRequestError, UnsupportedError
 
 _T = TypeVar("_T")
@@ -57,14 +58,17 @@ def refused(name: str, check: Check[Any], accepts: str, does: str, *harmless: An
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def given(value: Any, fields: Table, path: str = "") -> dict[str, Any]:
+def given(value: Any, fields: Table, path: str = "", *, is_open: bool = True) -> dict[str, Any]:
     """The fields that are there, unchecked, by their camelCase names. Raises BadRequestError for what is no message,
-    for an unknown field, and for one that is there in both spellings. `path` is empty for the body itself."""
+    for an unknown field that may not be ignored, and for one that is there in both spellings. `path` is empty for the
+    body itself; where not `is_open`, ignoring an unknown field would change what is asked for."""
     found: dict[str, Any] = {}
     for key, item in an_object(value, path or "the body").items():
         name = key if key in fields else _UNDERSCORE.sub(lambda letter: letter[1].upper(), key)
         if name not in fields:
-            raise _unknown(key, path)
+            if not (is_open and ignored(under(path, key), name, fields, value)):
+                raise _unknown(key, path, typo_of(name, fields, value))
+            continue
         if item is None:
             continue
         if name in found:
@@ -108,10 +112,11 @@ def under(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _unknown(key: str, path: str) -> BadRequestError:
+def _unknown(key: str, path: str, meant: str | None) -> BadRequestError:
     at = f" at '{path}'" if path else ""
+    hint = f" Did you mean '{meant}'?" if meant else ""
     return BadRequestError(
-        f'Invalid JSON payload received. Unknown name "{shown(key)}"{at}: Cannot find field.',
+        f'Invalid JSON payload received. Unknown name "{shown(key)}"{at}: Cannot find field.{hint}',
         param=under(path, shown(key)),
         code="unknown_parameter",
     )

@@ -81,7 +81,8 @@ def schema(value: Any, path: str) -> dict[str, Any]:
 def _convert(value: Any, path: str, depth: int) -> dict[str, Any]:
     if depth > MAX_DEPTH:
         raise BadRequestError(f"Invalid '{path}': schemas may be {MAX_DEPTH} levels deep.", param=path)
-    fields = {name: SCHEMA[name].check(item, under(path, name)) for name, item in given(value, SCHEMA, path).items()}
+    found = given(value, SCHEMA, path, is_open=False)
+    fields = {name: SCHEMA[name].check(item, under(path, name)) for name, item in found.items()}
 
     def inner(item: Any, where: str) -> dict[str, Any]:
         return _convert(item, where, depth + 1)

@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gateway.api.fields import choice, record, text, wrong_value
+from gateway.api.fields import choice, closed_record, record, text, wrong_value
 from gateway.config import LeaseSettings, duration_s
 from gateway.types import MAX_BREAKPOINTS, Marker
 
 _string = text()
-check_options = record(mode=choice("implicit", "explicit"), ttl=_string)
-check_breakpoint = record(mode=choice("explicit"), ttl=_string)
+check_options = closed_record(mode=choice("implicit", "explicit"), ttl=_string)
+check_breakpoint = closed_record(mode=choice("explicit"), ttl=_string)
+check_control = record(type=choice("ephemeral"), ttl=_string)
+"""Anthropic's `cache_control` in a message or a part, as LiteLLM sends it: a breakpoint. A ttl that the operator does
+not allow is the default one here, because it was chosen for another server."""
 
 
 class Point(NamedTuple):
@@ -41,9 +44,9 @@ class Caching(NamedTuple):
 
 def read_caching(messages: Sequence[Any], options: dict[str, Any] | None, leases: LeaseSettings) -> Caching:
     """`messages` and `options` as they came. Raises BadRequestError for a ttl that the operator does not allow."""
-    if not options and not any(type(message.get("content")) is list for message in messages):
+    if not options and not any(type(one.get("content")) is list or "cache_control" in one for one in messages):
         return Caching()  # as nearly all are
-    return place_markers(messages, list(_points(messages)), options or {}, leases)
+    return place_markers(messages, list(_points(messages, leases)), options or {}, leases)
 
 
 def place_markers(
@@ -65,18 +68,25 @@ def place_markers(
     return Caching(tuple(markers))
 
 
-def _points(messages: Sequence[Any]) -> Iterator[Point]:
+def _points(messages: Sequence[Any], leases: LeaseSettings) -> Iterator[Point]:
     """In their order."""
     for index, message in enumerate(messages):
-        content = message.get("content")
-        if type(content) is not list:
-            continue
-        chars = 0
-        for number, part in enumerate(content):
+        content, chars = message.get("content"), 0
+        for number, part in enumerate(content if type(content) is list else ()):
             chars += len(part[part["type"]])
             if (point := part.get("prompt_cache_breakpoint")) is not None:
                 path = f"messages[{index}].content[{number}].prompt_cache_breakpoint.ttl"
                 yield Point(index, chars, point.get("ttl"), path)
+            elif (control := part.get("cache_control")) is not None:
+                yield _controlled(index, chars, control, leases)
+        if content and (control := message.get("cache_control")) is not None:
+            yield _controlled(index, _num_chars(content), control, leases)
+
+
+def _controlled(message: int, chars: int, control: dict[str, Any], leases: LeaseSettings) -> Point:
+    """A breakpoint of a `cache_control`."""
+    ttl = control.get("ttl")
+    return Point(message, chars, ttl if ttl in leases.ttls else None, "")
 
 
 def _latest_eligible(messages: Sequence[Any]) -> tuple[int, int] | None:

@@ -6,20 +6,22 @@ Pure. The engine compiles the grammar and says what in it cannot be carried out;
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any, Final
 
 import orjson
 
 from gateway.api.constraints import constraint, json_object, json_schema
 from gateway.api.fields import (
+    Check,
     JsonSchema,
     an_array,
     an_object,
     boolean,
     choice,
+    closed_schema,
     invalid,
     missing,
-    object_schema,
     only,
     takes,
     text,
@@ -45,15 +47,15 @@ _NAMED: Final[JsonSchema] = {
     "schema": {"type": "object"},
     "strict": {"type": "boolean"},
 }
-_WITHOUT_SCHEMA: Final = object_schema({"type": {"enum": ["text", "json_object"]}}, "type")
+_WITHOUT_SCHEMA: Final = closed_schema({"type": {"enum": ["text", "json_object"]}}, "type")
 
 
 @takes(
     {
         "anyOf": [
             _WITHOUT_SCHEMA,
-            object_schema(
-                {"type": {"const": "json_schema"}, "json_schema": object_schema(_NAMED, "name")}, "type", "json_schema"
+            closed_schema(
+                {"type": {"const": "json_schema"}, "json_schema": closed_schema(_NAMED, "name")}, "type", "json_schema"
             ),
         ]
     }
@@ -69,7 +71,7 @@ def response_format(value: Any, path: str) -> Constraint | None:
     return _json_schema(value.get("json_schema"), f"{path}.json_schema")
 
 
-@takes({"anyOf": [_WITHOUT_SCHEMA, object_schema({"type": {"const": "json_schema"}, **_NAMED}, "type", "name")]})
+@takes({"anyOf": [_WITHOUT_SCHEMA, closed_schema({"type": {"const": "json_schema"}, **_NAMED}, "type", "name")]})
 def text_format(value: Any, path: str) -> Constraint | None:
     """`text.format` of the Responses API, which is flat. None for plain text."""
     kind = choice(*_FIELDS)(an_object(value, path).get("type"), f"{path}.type")
@@ -79,16 +81,19 @@ def text_format(value: Any, path: str) -> Constraint | None:
     return json_object(path) if kind == "json_object" else None
 
 
+_STRUCTURED: Final[dict[str, JsonSchema]] = {
+    "json": {"type": ["object", "boolean", "string"]},
+    "json_object": {"const": True},
+    "regex": {"type": "string"},
+    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
+    "grammar": {"type": "string"},
+}
+
+
 @takes(
     {
         "type": "object",
-        "properties": {
-            "json": {"type": ["object", "boolean", "string"]},
-            "json_object": {"const": True},
-            "regex": {"type": "string"},
-            "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
-            "grammar": {"type": "string"},
-        },
+        "properties": _STRUCTURED,
         "additionalProperties": False,
         "minProperties": 1,
         "maxProperties": 1,
@@ -97,11 +102,19 @@ def text_format(value: Any, path: str) -> Constraint | None:
 def structured_outputs(value: Any, path: str) -> Constraint | None:
     """One of `json`, `json_object`, `regex`, `choice` and `grammar` (Lark)."""
     given = {key: item for key, item in an_object(value, path).items() if item is not None}
-    only(given, {"json", "json_object", "regex", "choice", "grammar"}, path)
+    only(given, _STRUCTURED, path)
     if len(given) != 1:
         raise invalid(path, "exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar' is expected")
     ((kind, item),) = given.items()
-    where = f"{path}.{kind}"
+    return _structured(kind, item, f"{path}.{kind}")
+
+
+def guided(kind: str) -> Check[Constraint | None]:
+    """One of them as a parameter of its own, as older clients of vLLM send it."""
+    return Check(partial(_structured, kind), _STRUCTURED[kind])
+
+
+def _structured(kind: str, item: Any, where: str) -> Constraint | None:
     if kind == "json":
         return json_schema(orjson_loads(item, where) if type(item) is str else item, where)
     if kind == "json_object":

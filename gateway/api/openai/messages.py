@@ -15,20 +15,20 @@ from gateway.api.body import deeper_than
 from gateway.api.fields import (
     MAX_ITEMS,
     JsonSchema,
-    an_array,
+    a_list,
     an_object,
     at_most,
+    check_names,
     empty_array,
     missing,
     object_schema,
-    only,
     required_text,
     takes,
     text,
     wrong_type,
     wrong_value,
 )
-from gateway.api.openai.caching import check_breakpoint
+from gateway.api.openai.caching import check_breakpoint, check_control
 from gateway.api.structure import count_structure
 from gateway.errors import UnsupportedError
 
@@ -50,7 +50,12 @@ def _text_content(*kinds: str) -> JsonSchema:
     """A string, or parts of these kinds."""
     parts = [
         object_schema(
-            {"type": {"const": kind}, kind: {"type": "string"}, "prompt_cache_breakpoint": check_breakpoint.schema},
+            {
+                "type": {"const": kind},
+                kind: {"type": "string"},
+                "prompt_cache_breakpoint": check_breakpoint.schema,
+                "cache_control": check_control.schema,
+            },
             "type",
             kind,
         )
@@ -78,7 +83,7 @@ MESSAGE: Final[JsonSchema] = {
                 "content": _text_content("text", "refusal"),
                 "name": _text,
                 "refusal": _text,
-                "tool_calls": {"type": "array", "items": _call_schema, "minItems": 1, "maxItems": MAX_ITEMS},
+                "tool_calls": {"type": "array", "items": _call_schema, "maxItems": MAX_ITEMS},
                 "function_call": _called_schema,
                 "reasoning_content": _text,
                 "annotations": {"type": "array"},
@@ -127,13 +132,20 @@ def _message(item: Any, path: str) -> Message:
         raise wrong_type(f"{path}.role", "a string", role)
     if (parse := _BY_ROLE.get(role)) is None:
         raise wrong_value(f"{path}.role", role, ROLES)
+    _check_control(item, path)
     return parse(item, path)
+
+
+def _check_control(item: Message, path: str) -> None:
+    """Of a message or a part; caching.py makes a breakpoint of it."""
+    if item.get("cache_control") is not None:
+        check_control(item["cache_control"], f"{path}.cache_control")
 
 
 def _plain(item: Message, path: str) -> Message:
     role = "system" if item["role"] == "developer" else item["role"]
     if len(item) > 2:
-        only(item, ("role", "content", "name"), path)
+        check_names(item, ("role", "content", "name", "cache_control"), path)
     message = {"role": role, "content": _content(item, path, role)}
     return _named(message, item, path)
 
@@ -141,7 +153,7 @@ def _plain(item: Message, path: str) -> Message:
 def _assistant(item: Message, path: str) -> Message:
     if len(item) > 2:
         known = ("role", "content", "name", "tool_calls", "function_call", "refusal", "audio", "annotations")
-        only(item, (*known, "reasoning_content"), path)
+        check_names(item, (*known, "reasoning_content", "cache_control"), path)
     calls = _tool_calls(item, path)
     refusal = item.get("refusal")
     if refusal is not None:
@@ -163,7 +175,7 @@ def _assistant(item: Message, path: str) -> Message:
 
 
 def _tool(item: Message, path: str) -> Message:
-    only(item, ("role", "content", "name", "tool_call_id"), path)
+    check_names(item, ("role", "content", "name", "tool_call_id", "cache_control"), path)
     if item.get("tool_call_id") is None:
         raise missing(f"{path}.tool_call_id")
     message = {
@@ -175,7 +187,7 @@ def _tool(item: Message, path: str) -> Message:
 
 
 def _function(item: Message, path: str) -> Message:
-    only(item, ("role", "content", "name"), path)
+    check_names(item, ("role", "content", "name", "cache_control"), path)
     if item.get("name") is None:
         raise missing(f"{path}.name")
     content = "" if item.get("content") is None else _content(item, path, "function")
@@ -213,9 +225,10 @@ def _part(part: Any, path: str, role: str) -> str:
     allowed = ("text", "refusal") if role == "assistant" else ("text",)
     if kind not in allowed:
         raise wrong_value(f"{path}.type", kind, allowed)
-    only(part, ("type", kind, "prompt_cache_breakpoint"), path)
+    check_names(part, ("type", kind, "prompt_cache_breakpoint", "cache_control"), path)
     if part.get("prompt_cache_breakpoint") is not None:
         check_breakpoint(part["prompt_cache_breakpoint"], f"{path}.prompt_cache_breakpoint")
+    _check_control(part, path)
     if part.get(kind) is None:
         raise missing(f"{path}.{kind}")
     said: str = _string(part[kind], f"{path}.{kind}")
@@ -225,7 +238,7 @@ def _part(part: Any, path: str, role: str) -> str:
 def _tool_calls(item: Message, path: str) -> list[Message]:
     calls = []
     if item.get("tool_calls") is not None:
-        for index, call in enumerate(an_array(item["tool_calls"], f"{path}.tool_calls")):
+        for index, call in enumerate(a_list(item["tool_calls"], f"{path}.tool_calls")):
             calls.append(_tool_call(call, f"{path}.tool_calls[{index}]"))
     if item.get("function_call") is not None:
         calls.append({"type": "function", "function": _called(item["function_call"], f"{path}.function_call")})
@@ -233,7 +246,7 @@ def _tool_calls(item: Message, path: str) -> list[Message]:
 
 
 def _tool_call(call: Any, path: str) -> Message:
-    only(an_object(call, path), ("id", "type", "function", "custom", "index"), path)
+    check_names(an_object(call, path), ("id", "type", "function", "custom", "index"), path)
     for key in ("id", "type"):
         required_text(call, key, path)
     if call["type"] == "custom":
@@ -247,7 +260,7 @@ def _tool_call(call: Any, path: str) -> Message:
 
 def _called(function: Any, path: str) -> Message:
     """A function call. Templates write the arguments as JSON themselves, so they get the object where it is one."""
-    only(an_object(function, path), ("name", "arguments"), path)
+    check_names(an_object(function, path), ("name", "arguments"), path)
     for key in ("name", "arguments"):
         required_text(function, key, path)
     return {"name": function["name"], "arguments": function["arguments"]}

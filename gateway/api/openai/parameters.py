@@ -29,7 +29,7 @@ from gateway.api.fields import (
     wrong_type,
 )
 from gateway.api.openai.caching import check_options
-from gateway.api.openai.formats import response_format, structured_outputs
+from gateway.api.openai.formats import guided, response_format, structured_outputs
 from gateway.api.openai.messages import parse_messages
 from gateway.api.openai.tools import function_call, functions, tool_choice, tools
 from gateway.errors import BadRequestError
@@ -227,6 +227,15 @@ _SHARED = (
         "object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
         "Extension, as in vLLM: the same, and regular expressions, choices and Lark grammars.",
     ),
+    *(
+        _used(
+            f"guided_{kind}",
+            guided(kind),
+            f"as `structured_outputs.{kind}`",
+            "Extension, as in vLLM: an older form of `structured_outputs`.",
+        )
+        for kind in ("json", "regex", "choice", "grammar")
+    ),
     _used(
         "prompt_cache_key",
         text(512),
@@ -254,7 +263,11 @@ _SHARED = (
         "`similarity`",
         "Extension, as in other gateways: what may be done with earlier answers; see The response cache.",
     ),
-    _no_effect("user", _string, "string", "The key decides who asks."),
+    *(
+        _refused(name, anything, "-", "Other servers know it; ask with `structured_outputs`.")
+        for name in ("regex", "ebnf", "grammar", "json_schema", "format")
+    ),
+    _no_effect("user", anything, "string, or an object as Open WebUI sends it", "The key decides who asks."),
     _used(
         "n", integer(1, MAX_N), "integer 1 to 128, default 1", "Answers to each prompt; the prompt is computed once."
     ),
@@ -283,7 +296,7 @@ CHAT = _table(
         "integer 0 to 20, default 0; only with `logprobs`",
         "And of so many of the likeliest tokens in the place of each.",
     ),
-    _used("tools", tools, "array of 1 to 128 functions", "What the model may call; see below."),
+    _used("tools", tools, "array of up to 128 functions", "What the model may call; see below."),
     _used(
         "tool_choice",
         tool_choice,
@@ -291,7 +304,7 @@ CHAT = _table(
         "Default `auto`, where there are tools; `required` and a function by name make the model call.",
     ),
     _used("parallel_tool_calls", boolean, "boolean, default true", "Whether there may be more than one call."),
-    _used("functions", functions, "array of 1 to 128 functions", "Deprecated: the older form of `tools`."),
+    _used("functions", functions, "array of up to 128 functions", "Deprecated: the older form of `tools`."),
     _used(
         "function_call",
         function_call,

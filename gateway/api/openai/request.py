@@ -20,6 +20,14 @@ from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt
 
 DEFAULT_COMPLETION_TOKENS = 16
+_CONSTRAINTS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
 def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int) -> Call:
@@ -126,12 +134,13 @@ def check_min_tokens(values: dict[str, Any], max_tokens: int, *, unlimited: bool
 
 def _constraint(values: dict[str, Any]) -> Constraint | None:
     """What the text has to be. At most one parameter may ask for something, and not for more than that."""
-    asked = [values[name] for name in ("response_format", "structured_outputs") if values.get(name) is not None]
+    asked = [name for name in _CONSTRAINTS if values.get(name) is not None]
     if len(asked) > 1:
-        raise _together("response_format", "structured_outputs")
+        raise _together(asked[0], asked[1])
     if asked and values.get("ignore_eos"):
-        raise _together(asked[0].param.partition(".")[0], "ignore_eos")
-    return asked[0] if asked else None
+        raise _together(asked[0], "ignore_eos")
+    constraint: Constraint | None = values[asked[0]] if asked else None
+    return constraint
 
 
 def _together(one: str, other: str) -> BadRequestError:

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.api.fields import (
+    a_list,
     an_array,
     an_object,
     boolean,
+    check_names,
     choice,
+    closed_schema,
     object_schema,
     only,
     required_text,
@@ -27,8 +30,8 @@ from gateway.types import Tool, ToolUse
 _string = text()
 _mode = choice("none", "auto", "required")
 
-_NAMED = object_schema({"name": {"type": "string"}}, "name")
-_FUNCTION = object_schema({"type": {"const": "function"}, "function": _NAMED}, "type", "function")
+_NAMED = closed_schema({"name": {"type": "string"}}, "name")
+_FUNCTION = closed_schema({"type": {"const": "function"}, "function": _NAMED}, "type", "function")
 _DECLARED: dict[str, dict[str, Any]] = {
     "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
     "description": {"type": "string"},
@@ -47,29 +50,28 @@ _DECLARED: dict[str, dict[str, Any]] = {
             "type",
             "function",
         ),
-        "minItems": 1,
         "maxItems": MAX_TOOLS,
     }
 )
 def tools(value: Any, path: str) -> tuple[Tool, ...]:
-    """Functions; tools of any other type are refused."""
+    """Functions; tools of any other type are refused. An empty array is none."""
     declared = []
-    for index, item in enumerate(an_array(value, path)):
+    for index, item in enumerate(a_list(value, path)):
         where = f"{path}[{index}]"
         kind = required_text(an_object(item, where), "type", where)
         if kind == "custom":
             raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{where}.type")
-        only(item, ("type", "function"), where)
+        check_names(item, ("type", "function"), where)
         if kind != "function":
             raise wrong_value(f"{where}.type", kind, ("function",))
         declared.append(_function(item.get("function"), f"{where}.function", "strict"))
     return check_together(declared, path, "function.name")
 
 
-@takes({"type": "array", "items": object_schema(_DECLARED, "name"), "minItems": 1, "maxItems": MAX_TOOLS})
+@takes({"type": "array", "items": object_schema(_DECLARED, "name"), "maxItems": MAX_TOOLS})
 def functions(value: Any, path: str) -> tuple[Tool, ...]:
     """The deprecated form of `tools`."""
-    declared = [_function(item, f"{path}[{index}]") for index, item in enumerate(an_array(value, path))]
+    declared = [_function(item, f"{path}[{index}]") for index, item in enumerate(a_list(value, path))]
     return check_together(declared, path, "name")
 
 
@@ -78,10 +80,10 @@ def functions(value: Any, path: str) -> tuple[Tool, ...]:
         "anyOf": [
             _mode.schema,
             _FUNCTION,
-            object_schema(
+            closed_schema(
                 {
                     "type": {"const": "allowed_tools"},
-                    "allowed_tools": object_schema(
+                    "allowed_tools": closed_schema(
                         {
                             "mode": {"enum": ["auto", "required"]},
                             "tools": {"type": "array", "items": _FUNCTION, "minItems": 1},
@@ -124,8 +126,8 @@ def function_call(value: Any, path: str) -> ToolChoice:
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
-    """The tools of a checked chat, and what the answer may do with them. Raises BadRequestError for a choice without
-    tools or of one that is not there, and for both forms together."""
+    """The tools of a checked chat, and what the answer may do with them. Raises BadRequestError for a call that has to
+    be made without tools, for a choice of one that is not there, and for both forms together."""
     if values.get("tools") and values.get("functions"):
         raise BadRequestError(
             "Setting 'tools' and 'functions' at the same time is not supported.",
@@ -134,13 +136,13 @@ def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | N
         )
     for declared, chosen in (("tools", "tool_choice"), ("functions", "function_call")):
         wanted = values.get(chosen, ToolChoice())
-        if declared not in values and chosen in values and wanted.mode != "none":
+        if not values.get(declared) and (wanted.mode == "required" or wanted.names):
             raise BadRequestError(
                 f"Invalid value for '{chosen}': it is only allowed when '{declared}' are specified.",
                 param=chosen,
                 code="invalid_value",
             )
-        if declared in values:
+        if values.get(declared):
             parallel = declared == "tools" and values.get("parallel_tool_calls", True)
             return values[declared], use_of(values[declared], wanted, parallel=parallel)
     return (), None
@@ -153,7 +155,7 @@ def names_a_function(body: Mapping[str, Any]) -> bool:
 
 
 def _function(item: Any, path: str, *more: str) -> Tool:
-    only(an_object(item, path), ("name", "description", "parameters", *more), path)
+    check_names(an_object(item, path), ("name", "description", "parameters", *more), path)
     name = required_text(item, "name", path)
     description, schema = item.get("description"), item.get("parameters")
     if description is not None:

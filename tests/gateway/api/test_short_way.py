@@ -44,6 +44,7 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (CHAT, {**ASK, "service_tier": "flex"}, {}),
     (CHAT, {**ASK, "cache": {"max-age": 20}}, {}),
     (CHAT, {**ASK, "messages": [{"role": "user", "content": 3}]}, {}),
+    (CHAT, {**ASK, "client_metadata": {"turn": 1}, "provider": {}}, {}),
     ("/v1/completions", {"model": "demo", "prompt": "Hi", "temperature": 0}, {}),
     ("/v1/completions", {"model": "demo", "prompt": "Hi", "temperature": 0, "stream": True, "echo": True}, {}),
     ("/v1/messages", MESSAGE, OLDER),

@@ -16,10 +16,10 @@ import orjson
 from gateway.api.fields import (
     Check,
     anything,
+    closed_schema,
     empty_array,
     invalid,
     missing,
-    object_schema,
     shown,
     unknown_parameter,
     wrong_type,
@@ -28,7 +28,7 @@ from gateway.api.structure import MAX_CONTAINERS, MAX_VALUES
 from gateway.errors import BadRequestError, BodyTooLargeError
 
 _CUSTOM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_REQUEST: Final = object_schema(
+_REQUEST: Final = closed_schema(
     {"custom_id": {"type": "string", "pattern": f"^{_CUSTOM_ID.pattern}$"}, "params": {"type": "object"}},
     "custom_id",
     "params",

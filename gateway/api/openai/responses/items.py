@@ -16,10 +16,10 @@ from gateway.api.fields import (
     an_array,
     an_object,
     at_most,
+    check_names,
     choice,
     missing,
     object_schema,
-    only,
     required_text,
     takes,
     text,
@@ -165,7 +165,7 @@ def _item(item: Any, path: str) -> Item:
 
 
 def _message(item: Item, path: str) -> Item:
-    only(item, ("type", "id", "role", "content", "status", "phase"), path)
+    check_names(item, ("type", "id", "role", "content", "status", "phase"), path)
     role = required_text(item, "role", path)
     if role not in ROLES:
         raise wrong_value(f"{path}.role", role, ROLES)
@@ -188,13 +188,13 @@ def _message(item: Item, path: str) -> Item:
 
 
 def _function_call(item: Item, path: str) -> Item:
-    only(item, ("type", "id", "call_id", "name", "arguments", "status"), path)
+    check_names(item, ("type", "id", "call_id", "name", "arguments", "status"), path)
     fields = {key: required_text(item, key, path) for key in ("call_id", "name", "arguments")}
     return _common(item, path, "function_call") | fields
 
 
 def _function_call_output(item: Item, path: str) -> Item:
-    only(item, ("type", "id", "call_id", "name", "output", "status"), path)
+    check_names(item, ("type", "id", "call_id", "name", "output", "status"), path)
     output = item.get("output")
     if output is None:
         raise missing(f"{path}.output")
@@ -211,7 +211,7 @@ def _function_call_output(item: Item, path: str) -> Item:
 
 def _reasoning(item: Item, path: str) -> Item:
     """Kept as it is: what another model thought is no part of a prompt here."""
-    only(item, ("type", "id", "summary", "content", "encrypted_content", "status"), path)
+    check_names(item, ("type", "id", "summary", "content", "encrypted_content", "status"), path)
     kept: Item = {"summary": []}
     for key in ("summary", "content"):
         if item.get(key) is not None:
@@ -225,7 +225,7 @@ def _reasoning(item: Item, path: str) -> Item:
 
 
 def _reference(item: Item, path: str) -> Item:
-    only(item, ("type", "id"), path)
+    check_names(item, ("type", "id"), path)
     return {"type": "item_reference", "id": required_text(item, "id", path)}
 
 
@@ -244,7 +244,7 @@ def _input_part(part: Any, path: str) -> Item:
         raise UnsupportedError(f"{MEDIA[kind]} are not supported by this model.", param=f"{path}.type")
     if kind != "input_text":
         raise wrong_value(f"{path}.type", kind, ("input_text",))
-    only(part, ("type", "text", "prompt_cache_breakpoint"), path)
+    check_names(part, ("type", "text", "prompt_cache_breakpoint"), path)
     checked: Item = {"type": kind, "text": required_text(part, "text", path)}
     if part.get("prompt_cache_breakpoint") is not None:
         where = f"{path}.prompt_cache_breakpoint"
@@ -255,11 +255,11 @@ def _input_part(part: Any, path: str) -> Item:
 def _assistant_part(part: Any, path: str) -> Item:
     kind = _kind(part, path)
     if kind == "refusal":
-        only(part, ("type", "refusal"), path)
+        check_names(part, ("type", "refusal"), path)
         return {"type": kind, "refusal": required_text(part, "refusal", path)}
     if kind != "output_text":
         raise wrong_value(f"{path}.type", kind, ("output_text", "refusal"))
-    only(part, ("type", "text", "annotations", "logprobs", "parsed"), path)
+    check_names(part, ("type", "text", "annotations", "logprobs", "parsed"), path)
     return _told(required_text(part, "text", path))
 
 

@@ -15,6 +15,7 @@ from gateway.api.fields import (
     at_most,
     boolean,
     choice,
+    closed_record,
     in_url,
     integer,
     object_schema,
@@ -22,7 +23,7 @@ from gateway.api.fields import (
     string_map,
     takes,
     text,
-    unknown_parameter,
+    unknown,
     wrong_type,
 )
 from gateway.api.openai.formats import text_format
@@ -73,11 +74,11 @@ def text_options(value: Any, path: str) -> Constraint | None:
         elif key == "verbosity":
             _verbosity(item, f"{path}.verbosity")
         else:
-            raise unknown_parameter(f"{path}.{key}")
+            unknown(f"{path}.{key}", key, ("format", "verbosity"), value)
     return constraint
 
 
-check_options = record(
+check_options = closed_record(
     mode=choice("implicit", "explicit"), ttl=_string, prewarm=boolean, comparison_response_id=_string
 )
 check_reasoning = record(
@@ -121,7 +122,7 @@ _INPUT = (
         "`auto` or `disabled`, the default",
         "`auto`: an input that does not fit loses its oldest turns, instructions aside, until it does; see below.",
     ),
-    _used("tools", tools, "array of 1 to 128 functions", "What the model may call; see below."),
+    _used("tools", tools, "array of up to 128 functions", "What the model may call; see below."),
     _used(
         "tool_choice",
         tool_choice,
@@ -220,7 +221,7 @@ _TABLE = (
         "Answers at once that the response is `in_progress`; see below.",
     ),
     _refused("background_options", anything, "-", "There is one speed in the background, and no priority."),
-    _refused("context_management", anything, "-", "Conversations are not compacted."),
+    _refused("context_management", anything, "-; only `[]`", "Conversations are not compacted.", []),
     _refused("prompt", anything, "-", "Prompt templates are not kept here; send `instructions` and `input`."),
     _refused("moderation", anything, "-", "Moderation is not supported."),
     _refused("image", anything, "-", "Images are not supported."),

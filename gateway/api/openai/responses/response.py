@@ -63,7 +63,7 @@ def new_response(asked: Asked, token: str, tier: Tier, leases: LeaseSettings) ->
         "top_p": values.get("top_p", 1.0),
         "truncation": values.get("truncation", "disabled"),
         "usage": None,
-        "user": body.get("user"),
+        "user": user if type(user := body.get("user")) is str else None,
     }
 
 

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gateway.api.fields import (
+    a_list,
     an_array,
     an_object,
     boolean,
+    check_names,
     choice,
+    closed_schema,
     object_schema,
     only,
     required_text,
@@ -25,7 +28,7 @@ from gateway.types import Tool, ToolUse
 
 _string = text()
 _mode = choice("none", "auto", "required")
-_NAMED: Final = object_schema({"type": {"const": "function"}, "name": {"type": "string"}}, "type", "name")
+_NAMED: Final = closed_schema({"type": {"const": "function"}, "name": {"type": "string"}}, "type", "name")
 
 
 @takes(
@@ -42,13 +45,12 @@ _NAMED: Final = object_schema({"type": {"const": "function"}, "name": {"type": "
             "type",
             "name",
         ),
-        "minItems": 1,
         "maxItems": MAX_TOOLS,
     }
 )
 def tools(value: Any, path: str) -> tuple[Tool, ...]:
     """Functions; tools that OpenAI runs, and those of any other type, are refused."""
-    declared = [_function(item, f"{path}[{index}]") for index, item in enumerate(an_array(value, path))]
+    declared = [_function(item, f"{path}[{index}]") for index, item in enumerate(a_list(value, path))]
     return check_together(declared, path, "name")
 
 
@@ -57,7 +59,7 @@ def tools(value: Any, path: str) -> tuple[Tool, ...]:
         "anyOf": [
             _mode.schema,
             _NAMED,
-            object_schema(
+            closed_schema(
                 {
                     "type": {"const": "allowed_tools"},
                     "mode": {"enum": ["auto", "required"]},
@@ -110,7 +112,7 @@ def tool_json(tool: Tool) -> dict[str, Any]:
 def _function(item: Any, path: str) -> Tool:
     if required_text(an_object(item, path), "type", path) != "function":
         raise UnsupportedError("Only functions are supported, which the client runs.", param=f"{path}.type")
-    only(item, ("type", "name", "description", "parameters", "strict"), path)
+    check_names(item, ("type", "name", "description", "parameters", "strict"), path)
     name = required_text(item, "name", path)
     description, schema, strict = item.get("description"), item.get("parameters"), item.get("strict")
     where = f"{path}.parameters"

@@ -59,8 +59,8 @@ def test_sampling_parameters_are_of_the_older_version_alone() -> None:
     call = message("2023-06-01", temperature=0, top_p=0.5, top_k=4)
     assert (call.sampling.temperature, call.sampling.top_p, call.sampling.top_k) == (0.0, 0.5, 4)
     for name in ("temperature", "top_p", "top_k"):
-        assert refusal(**{name: 1}) == f"{name}: Extra inputs are not permitted"
-        assert refusal(**{name: None}) == f"{name}: Extra inputs are not permitted"
+        assert refusal(**{name: 1}).startswith(f"{name}: Extra inputs are not permitted")
+        assert refusal(**{name: None}).startswith(f"{name}: Extra inputs are not permitted")
     assert refusal(version="2023-06-01", temperature=1.5).startswith("temperature: decimal above maximum value.")
 
 

@@ -221,7 +221,7 @@ async def test_an_engine_that_is_away_leaves_the_end_where_it_was() -> None:
         ({"kmsKeyName": "k"}, "kmsKeyName"),
         ({"displayName": "x" * 129}, "displayName"),
         ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, "toolConfig.functionCallingConfig.mode"),
-        ({"generationConfig": {}}, "generationConfig"),
+        ({"toolsConfig": {}}, "toolsConfig"),
     ],
 )
 async def test_what_cannot_be_kept_is_refused_with_its_path(fields: Any, path: str) -> None:
@@ -239,7 +239,7 @@ async def test_what_cannot_be_kept_is_refused_with_its_path(fields: Any, path: s
         ("", {"displayName": "new"}, "displayName"),
         ("", {"contents": [DOCUMENT], "ttl": "60s"}, "contents"),
         ("?updateMask=contents", {"ttl": "60s"}, "updateMask"),
-        ("", {"ttl": "60s", "tll": "60s"}, "tll"),
+        ("", {"expireTime": timestamp(NOW_S + 60), "tll": "60s"}, "tll"),
     ],
 )
 async def test_nothing_but_the_end_can_be_changed(query: str, body: Any, path: str) -> None:

@@ -111,7 +111,7 @@ async def test_null_is_not_given_and_the_user_has_no_effect() -> None:
         ({"model": NAME, "input": "a", "encoding_format": "int8"}, "encoding_format", "invalid_value", "base64"),
         ({"model": NAME, "input": "a", "dimensions": 0}, "dimensions", "integer_below_min_value", ">= 1"),
         ({"model": NAME, "input": "a", "dimensions": 5}, "dimensions", "integer_above_max_value", "<= 4"),
-        ({"model": NAME, "input": "a", "normalize": True}, "normalize", "unknown_parameter", "normalize"),
+        ({"model": NAME, "input": "a", "dimension": 3}, "dimension", "unknown_parameter", "Did you mean 'dimensions'"),
     ],
 )
 async def test_a_wrong_field_is_a_400_that_names_it(body: object, param: str, code: str, said: str) -> None:

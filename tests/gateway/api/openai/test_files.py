@@ -127,7 +127,7 @@ async def test_another_tenants_file_is_a_file_that_is_not_there() -> None:
         ({"expires_after": {"anchor": "now", "seconds": 3600}}, "expires_after[anchor]", "invalid_value"),
         ({"expires_after": {"seconds": 3600}}, "expires_after[anchor]", "missing_required_parameter"),
         ({"expires_after": {"anchor": "created_at"}}, "expires_after[seconds]", "missing_required_parameter"),
-        ({"extra_body": {"note": "x"}}, "note", "unknown_parameter"),
+        ({"extra_body": {"expires_after[ancor]": "x"}}, "expires_after[ancor]", "unknown_parameter"),
     ],
 )
 async def test_a_wrong_field_is_refused_with_its_name_and_nothing_is_kept(

@@ -230,7 +230,7 @@ async def test_the_sdk_pages_through_all_batches_newest_first() -> None:
         ({"output_expires_after": {"anchor": "created_at"}}, "output_expires_after.seconds"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
         ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
-        ({"priority": 1}, "priority"),
+        ({"meta_data": {}}, "meta_data"),
     ],
 )
 async def test_what_is_wrong_with_a_batch_is_told_at_once(changed: dict[str, Any], param: str) -> None:

@@ -285,8 +285,10 @@ async def test_a_kept_response_is_not_streamed() -> None:
         assert (refused.value.param, refused.value.code) == ("stream", "unsupported_parameter")
 
 
-async def test_conversations_are_not_compacted() -> None:
+async def test_conversations_are_not_compacted_and_the_route_that_says_so_is_not_listed() -> None:
     async with running() as gateway, gateway.sdk() as client:
+        for page in ("/", "/docs", "/openapi.json"):
+            assert "/v1/responses/compact" not in (await gateway.get(page))[1]
         with pytest.raises(openai.BadRequestError, match="not compacted"):
             await client.responses.compact(model="demo", input="hi")
 

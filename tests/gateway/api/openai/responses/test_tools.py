@@ -95,7 +95,6 @@ def test_a_prewarmed_prompt_has_its_tools_and_calls_none() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": []}, "tools", "empty_array"),
     ({"tools": [{}]}, "tools[0].type", "missing_required_parameter"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "unsupported_parameter"),
