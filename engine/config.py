@@ -154,7 +154,11 @@ def load(root: type[_Root], *, file: Path | None, environ: Mapping[str, str], fl
     try:
         return root.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item, origin, file) for item in error.errors())) from None
+        items = error.errors()
+        within = [item["loc"] for item in items]
+        # A list whose item is wrong is then called too short as well.
+        told = [item for item in items if not any(_is_inside(loc, item["loc"]) for loc in within)]
+        raise ConfigError("\n".join(_explain(item, origin, file) for item in told)) from None
 
 
 def sections(root: type[BaseModel]) -> dict[str, type[Section]]:
@@ -203,12 +207,25 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
         table[key] = value
 
 
+_BRACKETS: dict[str, str] = {
+    "tuple_type": "[[{0}]] for each of them, not [{0}]",
+    "model_type": "[{0}] once, not [[{0}]]",
+}
+"""For a table where a list of tables is wanted, and the other way round."""
+
+
+def _is_inside(loc: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
+    return len(loc) > len(outer) and loc[: len(outer)] == outer
+
+
 def _explain(item: Any, origin: Mapping[str, str], file: Path | None) -> str:
     path = ".".join(str(part) for part in item["loc"])
     setting = ".".join(str(part) for part in item["loc"][:2])
     where = origin.get(setting) or (str(file) if file else "default")
     if item["type"] == "extra_forbidden":
         return f"{path} ({where}): there is no such setting (docs/configuration.md lists all)"
+    if len(item["loc"]) == 1 and item["type"] in _BRACKETS and isinstance(item["input"], dict | list):
+        return f"{path} ({where}): write {_BRACKETS[item['type']].format(path)}"
     message = item["msg"].removeprefix("Value error, ")
     if not path:  # a rule about several settings names them itself
         return f"{message} ({where})"

@@ -13,8 +13,9 @@ import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
@@ -35,6 +36,36 @@ COMMANDS = {
     "serve": "start everything on this machine: Redis, engines, gateway",
     "gateway": "start only a gateway, in front of engines that run elsewhere",
     "engine": "start only an engine",
+}
+
+
+MAIN = (
+    "server.host",
+    "server.port",
+    "server.data_dir",
+    "server.log_level",
+    "redis.url",
+    "engines.count",
+    "engines.urls",
+    "engine.model",
+    "engine.served_name",
+    "engine.dtype",
+    "engine.device",
+    "engine.listen",
+    "engine.kv_cache_bytes",
+    "engine.max_context_tokens",
+)
+"""Settings that --help shows; --help-all has every one."""
+
+MORE = "All other settings: --help-all, and docs/configuration.md."
+
+_UNITS = {
+    "_bytes": "BYTES",
+    "_s": "SECONDS",
+    "_ms": "MILLISECONDS",
+    "_tokens": "TOKENS",
+    "port": "PORT",
+    "dir": "FOLDER",
 }
 
 
@@ -138,6 +169,39 @@ def _paths() -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    short, every = _shared(*MAIN), _shared(*_paths())
+    parser = argparse.ArgumentParser(prog="kvasir", description="A prompt-caching gateway.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"kvasir {installed_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        usage = f"kvasir {name} [--config FILE] [--SETTING VALUE ...]"
+        told = argparse.ArgumentParser(
+            prog=f"kvasir {name}", usage=usage, parents=[every], description=text, add_help=False
+        )
+        command = commands.add_parser(
+            name, parents=[short], help=text, description=text, usage=usage, epilog=MORE, allow_abbrev=False
+        )
+        command.add_argument("--help-all", action=_HelpAll, nargs=0, told=told, help="show all settings, by section")
+        if name == "engine":
+            command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
+    add_batch_parser(commands)
+    return parser
+
+
+class _HelpAll(argparse.Action):
+    """Prints another parser's help, and ends."""
+
+    def __init__(self, *args: Any, told: argparse.ArgumentParser, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._told = told
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        self._told.print_help()
+        parser.exit()
+
+
+def _shared(*shown: str) -> argparse.ArgumentParser:
+    """A parser of all settings, whose help has those that are `shown`."""
     shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     shared.add_argument("--config", metavar="FILE", help=f"TOML file with settings ({CONFIG_VARIABLE})")
     for section, model in sections(Settings).items():
@@ -146,16 +210,19 @@ def _parser() -> argparse.ArgumentParser:
             path = f"{section}.{name}"
             default = "" if field.default in (None, PydanticUndefined, ()) else f" Default: {field.default}."
             text = f"{field.description}{default} ({variable_name(path)})".replace("%", "%%")
-            group.add_argument(flag_name(path), dest=path, metavar="VALUE", help=text)
-    parser = argparse.ArgumentParser(prog="kvasir", description="A prompt-caching gateway.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"kvasir {installed_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        command = commands.add_parser(name, parents=[shared], help=text, description=text, allow_abbrev=False)
-        if name == "engine":
-            command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
-    add_batch_parser(commands)
-    return parser
+            told = text if path in shown else argparse.SUPPRESS
+            group.add_argument(flag_name(path), dest=path, metavar=_unit(name, field), help=told)
+    return shared
+
+
+def _unit(name: str, field: FieldInfo) -> str:
+    """What a flag's value is, in a word."""
+    if get_origin(field.annotation) is Literal:
+        return "|".join(map(str, get_args(field.annotation)))
+    if field.annotation is bool:
+        return "true|false"
+    unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
+    return unit or ("NUMBER" if isinstance(field.default, int | float) else "TEXT")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 import engine.serving
+from engine.config import flag_name
 from gateway import cli
 
 
@@ -29,6 +31,26 @@ def test_the_help_of_a_command_names_the_flags_that_everybody_needs(
     shown = capsys.readouterr().out
     for flag in ("--host", "--port", "--model", "--engines", "--redis-url", "--data-dir", "--config", "--dtype"):
         assert f"{flag} " in shown
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_is_one_page_and_help_all_has_every_setting_with_its_unit(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, flag])
+        assert ended.value.code == 0
+        pages.append(capsys.readouterr().out)
+    short, every = pages
+    assert len(short.splitlines()) < 70
+    assert "--help-all" in short
+    assert set(cli.MAIN) <= set(cli._paths())
+    assert {flag_name(path) for path in cli._paths()} <= set(re.findall(r"^  (--[a-z-]+) ", every, re.MULTILINE))
+    assert "--port PORT" in short
+    assert "--server-request-timeout-s SECONDS" in every
+    assert "VALUE " not in every.partition("\n")[2]
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -102,6 +102,28 @@ def test_a_key_that_is_too_short_is_refused_without_showing_it(tmp_path: Path) -
     assert "abc" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ('[tenants]\nname = "a"\n', "tenants ({}): write [[tenants]] for each of them, not [tenants]"),
+        ("[upstreams]\n", "upstreams ({}): write [[upstreams]] for each of them, not [upstreams]"),
+        ("[[server]]\nport = 1\n", "server ({}): write [server] once, not [[server]]"),
+        (
+            '[[tenants]]\nname = "a"\nkeys = ["short"]\n',
+            "tenants.0.keys.0 ({}): string should have at least 8 characters",
+        ),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_told_once_and_as_it_has_to_be_written(
+    tmp_path: Path, toml: str, said: str
+) -> None:
+    file = tmp_path / "kvasir.toml"
+    file.write_text(toml, encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load(Settings, file=file, environ={}, flags={})
+    assert str(refused.value) == said.format(file)
+
+
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load(Settings, file=tmp_path / "nowhere.toml", environ={}, flags={})
