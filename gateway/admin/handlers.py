@@ -82,14 +82,29 @@ class Admin:
 
     async def health(self, http: web.Request) -> web.Response:
         """GET /health: readiness with a few details."""
-        reason = self._not_ready()
-        body = {
-            "status": "ok" if reason is None else "not ready",
-            "version": self._sources.version,
-            "engines": {engine.name: engine.state for engine in self._sources.engines()},
-            "redis": "up" if self._sources.redis().get("up") else "down",
+        reason, sources = self._not_ready(), self._sources
+        body: dict[str, Any] = {
+            "status": "ok",
+            "version": sources.version,
+            "engines": {engine.name: engine.state for engine in sources.engines()},
+            "redis": "up" if sources.redis().get("up") else "down",
         }
-        return _json(body if reason is None else {**body, "reason": reason}, 200 if reason is None else 503)
+        if upstreams := sources.upstreams():
+            body["upstreams"] = {
+                name: "up" if one["breaker"] == "closed" else "down" for name, one in upstreams.items()
+            }
+        if reason is not None:
+            return _json({**body, "status": "not ready", "reason": reason}, 503)
+        if degraded := self._degraded():
+            body |= {"status": "degraded", "reason": ", ".join(degraded)}
+        return _json(body)
+
+    def _degraded(self) -> list[str]:
+        """What does not work, though requests can be answered."""
+        engines, upstreams, redis = self._sources.engines(), self._sources.upstreams(), self._sources.redis()
+        told = [f"engine {engine.name} is {engine.state}" for engine in engines if engine.state != "ready"]
+        told += [f"upstream {name} is down" for name, one in upstreams.items() if one["breaker"] != "closed"]
+        return [*told, "redis is down"] if redis.get("outages") and not redis.get("up") else told
 
     async def prometheus(self, http: web.Request) -> web.Response:
         """GET /metrics"""

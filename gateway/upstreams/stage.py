@@ -13,6 +13,7 @@ Nothing is tried again once an answer has begun.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter
@@ -45,6 +46,8 @@ from gateway.upstreams.routes import Route, Routes, may
 from gateway.upstreams.stored import telling_id
 from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
 from gateway.upstreams.upstream import Upstream
+
+log = logging.getLogger(__name__)
 
 MAX_LABEL_CHARS: Final = 256
 """Of a model's name that is a label of metrics, a row of the ledger and in the log; some servers answer to any."""
@@ -153,6 +156,8 @@ class Upstreams:
                 last = await self._ask(request, route, closing, others=number < len(routes))
             except AttemptFailed as error:
                 failed = error if failed is None or failed.kind in _AWAY else failed
+                if error.kind not in _AWAY:  # what is left alone has its line
+                    _log_failover(request, routes[number - 1 :], error.kind)
                 continue
             except (QueueFullError, DeadlineError) as error:
                 refused = refused or error
@@ -161,6 +166,7 @@ class Upstreams:
                 continue
             if not _retriable(last.status):
                 break
+            _log_failover(request, routes[number - 1 :], f"status {last.status}")
         if last is not None:
             return last
         if refused is not None and (failed is None or failed.kind in _AWAY):
@@ -292,6 +298,13 @@ _AWAY: Final = ("open", "busy")
 
 _UNBEGUN: Final = ("connect", "key", "redirect")
 """Kinds of failures after which nobody has begun to work on the request."""
+
+
+def _log_failover(request: UpstreamRequest, routes: Sequence[Route], failure: str) -> None:
+    """That the first one failed and the next one is asked. The log writes so many of these in a minute."""
+    if len(routes) > 1:
+        failed, other = routes[0].upstream, routes[1].upstream
+        log.warning("upstream %s failed request %s (%s): %s is asked", failed, request.request_id, failure, other)
 
 
 def _retriable(status: int) -> bool:

@@ -7,6 +7,7 @@ from gateway.admin.sources import EngineStatus
 from gateway.api.dialect import UNLISTED
 from gateway.api.routes import routes
 from tests.fakes.gateway import running
+from tests.fakes.upstream import CHAT, error, upstream
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -34,6 +35,33 @@ async def test_a_redis_that_is_down_does_not_make_the_server_unhealthy() -> None
         gateway.state["redis"] = {"up": False}
         status, text, _ = await gateway.get("/health")
         assert (status, json.loads(text)["redis"]) == (200, "down")
+
+
+async def test_health_is_degraded_while_a_part_is_away_and_readiness_stays() -> None:
+    async with upstream(error(500), error(500), CHAT) as stub:
+        settings = stub.settings(retries=0, breaker_failures=2, breaker_open_s=0.001)
+        async with running(upstreams=[settings]) as gateway:
+
+            async def health() -> tuple[int, str, str | None]:
+                status, text, _ = await gateway.get("/health")
+                assert (await gateway.get("/health/readiness"))[0] == 200
+                body = json.loads(text)
+                return status, body["status"], body.get("reason")
+
+            assert await health() == (200, "ok", None)
+            for _ in range(2):
+                await gateway.post("/v1/chat/completions", {**ASK, "model": "up-1"})
+            assert await health() == (200, "degraded", "upstream up is down")
+            gateway.state["engines"].append(EngineStatus("engine-2", "http://x", "lost", "demo", "i"))
+            gateway.state["redis"] = {"up": False, "outages": 1}
+            reason = "engine engine-2 is lost, upstream up is down, redis is down"
+            assert await health() == (200, "degraded", reason)
+            del gateway.state["engines"][1]
+            gateway.state["redis"] = {"up": False, "outages": 0}  # none is configured
+            assert await health() == (200, "degraded", "upstream up is down")
+            assert json.loads((await gateway.get("/health"))[1])["upstreams"] == {"up": "down"}
+            status, *_ = await gateway.post("/v1/chat/completions", {**ASK, "model": "up-1"})
+            assert (status, await health()) == (200, (200, "ok", None))
 
 
 async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:

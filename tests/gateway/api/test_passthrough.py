@@ -310,6 +310,22 @@ async def test_fallbacks_are_asked_in_order_and_at_once_when_an_upstream_wants_t
             assert [len(stub.got) for stub in (one, two, three)] == [1, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("failure", "why"), [(error(500), "status 500"), (error(429), "status 429"), (Told(refuse=True), "lost")]
+)
+async def test_failing_over_is_in_the_log_without_what_was_asked_or_a_key(
+    failure: Told, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        upstream(failure) as first,
+        upstream() as second,
+        running(upstreams=[first.settings(name="a", retries=0), second.settings(name="b")]) as gateway,
+    ):
+        assert (await ask(gateway, **{"X-Request-Id": "r1"}))[0] == 200
+    (line,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert line == f"upstream a failed request r1 ({why}): b is asked"
+
+
 async def test_an_answered_error_is_told_before_one_of_ours() -> None:
     async with upstream(error(500, "theirs")) as stub, running(upstreams=[stub.settings(), nowhere()]) as gateway:
         status, _, body = await ask(gateway)
