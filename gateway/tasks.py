@@ -16,9 +16,11 @@ _T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
-AT_ONCE_BYTES: Final = 64 << 10
-"""Of a request whose parsing, checking and hashing does not leave the event loop: some milliseconds at worst, of one
-with thousands of tiny messages."""
+AT_ONCE: Final = 64 << 10
+"""Work on a request that does not leave the event loop, at most: ten milliseconds at worst (see `work_of`)."""
+
+CONTAINER_WORK: Final = 128
+TEXT_WORK: Final = 8
 
 SWITCH_S: Final = 0.001
 """After which a thread that runs Python gives way to one that waits, the event loop's above all. Python's own is 5 ms,
@@ -46,10 +48,16 @@ def share_interpreter() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-async def off_loop(num_bytes: int, work: Callable[[], _T]) -> _T:
-    """What `work` returns or raises. Where it is about more than AT_ONCE_BYTES it runs in a thread, and must touch
-    nothing that others change."""
-    if num_bytes <= AT_ONCE_BYTES:
+def work_of(num_chars: int, containers: int = 0) -> int:
+    """How much work it is to parse, check, render or hash a text, or one with so many messages, parts or other objects:
+    each costs as much as a thousand characters."""
+    return num_chars // TEXT_WORK + CONTAINER_WORK * containers
+
+
+async def off_loop(amount: int, work: Callable[[], _T]) -> _T:
+    """What `work` returns or raises. Where the amount of it (`work_of`) is beyond AT_ONCE it runs in a thread, and must
+    touch nothing that others change."""
+    if amount <= AT_ONCE:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 

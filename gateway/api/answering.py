@@ -92,7 +92,7 @@ class Asked(NamedTuple):
 
 async def parsed(record: Record, parse: Callable[[Record, dict[str, Any]], _T], body: dict[str, Any]) -> _T:
     """What a dialect makes of a body. That of a large one is made in a thread."""
-    return await off_loop(record.body_bytes, lambda: parse(record, body))
+    return await off_loop(record.work, lambda: parse(record, body))
 
 
 class Answering:

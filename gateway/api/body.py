@@ -21,7 +21,7 @@ from gateway.api.record import RECORD
 from gateway.api.structure import VALUE_BYTES, check_structure
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, BodyTooLargeError
-from gateway.tasks import off_loop
+from gateway.tasks import off_loop, work_of
 
 ENCODING_UNSUPPORTED: Final = "request_body_encoding_unsupported"
 ENCODING_INVALID: Final = "request_body_encoding_invalid"
@@ -62,11 +62,12 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
     Raises as `read_raw`, and BadRequestError for what is not a JSON object, has more values than structure.py allows,
     or is nested deeper than server.max_json_depth. A large one is parsed in a thread.
     """
-    body = await read_raw(http, server)
-    structure = await off_loop(len(body), lambda: check_structure(body))
-    if (claim := http[RECORD].body) is not None:
-        claim.grow_to(len(body) + VALUE_BYTES * structure.values)
-    return await off_loop(len(body), lambda: _parse(body, server.max_json_depth))
+    body, record = await read_raw(http, server), http[RECORD]
+    structure = await off_loop(work_of(len(body)), lambda: check_structure(body))
+    if record.body is not None:
+        record.body.grow_to(len(body) + VALUE_BYTES * structure.values)
+    record.work = work_of(len(body), structure.containers)
+    return await off_loop(record.work, lambda: _parse(body, server.max_json_depth))
 
 
 async def read_raw(http: web.Request, server: ServerSettings) -> bytes:

@@ -14,8 +14,10 @@ from engine.protocol import Hello, Sampling
 from gateway.api.choices import ONE_CHOICE, Choices
 from gateway.api.record import Record
 from gateway.errors import BadRequestError
+from gateway.tasks import work_of
 from gateway.types import (
     PLAIN_REUSE,
+    ChatPrompt,
     Constraint,
     Prompt,
     PromptParam,
@@ -114,12 +116,24 @@ def requests_of(
             group=group,
             number=number,
             trace=Trace(fork=number > 0),
+            work=work,
             stream=call.stream,
             reuse=reuse,
         )
-        for prompt in prompts
+        for prompt, work in [(prompt, max(record.work, _work_of(prompt))) for prompt in prompts]
         for number, group, sampling in call.choices.samplings(call.sampling)
     ]
+
+
+def _work_of(prompt: Prompt) -> int:
+    """Of its texts; what was stored is not in the request's body."""
+    match prompt:
+        case ChatPrompt(messages=messages):
+            return work_of(sum([len(message.get("content") or "") for message in messages]), len(messages))
+        case TextPrompt(text):
+            return work_of(len(text))
+        case TokenPrompt(tokens):
+            return work_of(len(tokens))
 
 
 def _begin(model: Hello) -> Prompt:

@@ -241,6 +241,7 @@ class Lines:
             lane="batch",
             body_bytes=line.num_bytes,
             ignored=IgnoredFields(self._refuses_unknown(line.tenant.name)),
+            work=line.num_bytes,
         )
 
 

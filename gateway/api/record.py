@@ -61,6 +61,7 @@ class Record:
     hold: Hold | None = None  # of a tenant with limits, once the request was let in
     body: Claim | None = None  # on memory for it; middleware.py lets go of it
     body_bytes: int = 0  # of what was sent, decoded
+    work: int = 0  # that it is to check and render it (tasks.work_of)
     traces: list[Trace] = field(default_factory=list)  # one for each prompt
     ignored: IgnoredFields = field(default_factory=IgnoredFields)  # that its body has, and the gateway does not know
     embedded_tokens: int = 0  # of texts whose vectors were computed

@@ -39,6 +39,8 @@ GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{
 GPT2_DIGITS_PATTERN: Final = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 _NEVER_IN_UTF8: Final = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 _BATCH: Final = 4096
+_NFC_SHRINKS: Final = 4
+"""Characters that one composed character stands for, at most."""
 _BLANK_RUN: Final = 500_000
 """Characters of white space in a row; the regex engine of tiktoken 0.14 overflows its stack at about twice as many."""
 
@@ -84,6 +86,10 @@ class ByteLevelBpe:
         except NativeError:
             raise TokenizingError from None
         return array("I", ids if self._ids is None else map(self._ids.__getitem__, ids))
+
+    def shrinks(self, text: str) -> int:
+        """By how much the text may become shorter when it is normalised, in bytes, at most."""
+        return _NFC_SHRINKS if self._nfc and not text.isascii() else 1
 
     def normalize(self, text: str) -> str:
         """What the normaliser makes of it. Raises TokenizingError as `encode` does."""

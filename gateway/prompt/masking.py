@@ -22,6 +22,9 @@ from typing import Any, Final
 from gateway.types import MAX_MARKERS
 
 _CANDIDATES: Final = "⸻⸺⸹⸸⸷⸶⸵⸴⹀⹁⹂⹃⹄⹅⹆⹇⹈⹉"  # printable, caseless, not whitespace, the same in every normal form
+SLICE: Final = 1 << 20
+"""Characters that are looked through at once: about a millisecond."""
+
 _KEYS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "type", "text", "function", "arguments", "id")
 
 
@@ -99,7 +102,7 @@ class Masking:
     def _mask(self, text: str) -> str:
         # 1. Marks of the text's own, so that every mark from here on is one of ours.
         if any(char in text for char in self._watched):
-            text = text.translate(self._coded)
+            text = "".join([text[at : at + SLICE].translate(self._coded) for at in range(0, len(text), SLICE)])
         # 2. Beginnings of special strings at the end.
         tail = text[-self._max_prefix :] if self._max_prefix else ""
         for first in self._firsts:
@@ -114,11 +117,9 @@ class Masking:
     def _mask_whole(self, text: str, pattern: re.Pattern[str]) -> str:
         parts: list[str] = []
         done = 0
-        found = pattern.search(text)
-        while found:
+        for found in find_all(pattern, text, 0, self._max_prefix + 1, overlapping=True):
             parts += (text[done : found.start() + 1], self._break)
             done = found.start() + 1
-            found = pattern.search(text, done)
         return "".join(parts) + text[done:] if parts else text
 
     def _mask_end(self, text: str) -> str:
@@ -127,6 +128,23 @@ class Masking:
             if text[start] in self._firsts and text[start:].replace(self._break, "") in self._prefixes:
                 text = text[: start + 1] + self._break + text[start + 1 :]
         return text
+
+
+def find_all(
+    pattern: re.Pattern[str], text: str, start: int, longest: int, *, overlapping: bool = False
+) -> Iterator[re.Match[str]]:
+    """As `pattern.finditer(text, start)`, for matches of `longest` characters at most, of a pattern that does not look
+    around; `overlapping` finds those that begin inside of others, too. In a long text other threads have their turn
+    after each SLICE that holds none."""
+    end = start
+    while start < len(text):
+        end = max(end, start + SLICE)
+        found = pattern.search(text, start, min(end + longest, len(text)))
+        if found is None or found.start() >= end:
+            start = end
+            continue
+        yield found
+        start = found.start() + 1 if overlapping else found.end()
 
 
 def alternatives(strings: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ from gateway.prompt.scores import Scores
 from gateway.prompt.tool_calls import CallParser
 from gateway.prompt.tool_grammar import calls_only, calls_or, calls_within
 from gateway.prompt.walk import Walk
+from gateway.tasks import off_loop
 from gateway.types import (
     ChatPrompt,
     Constraint,
@@ -37,14 +38,11 @@ from gateway.types import (
     TextPrompt,
     TokenPrompt,
     Tool,
-    ToolUse,
 )
 
 _T = TypeVar("_T")
 
 _THREADS: Final = 4
-_RENDERED: Final = 100
-"""Characters are masked and rendered about as quickly as a hundredth as many are tokenised."""
 
 
 class PromptStage:
@@ -93,9 +91,10 @@ class PromptStage:
         try:
             match request.prompt:
                 case ChatPrompt() as prompt:
-                    encoded = await self._encode_chat(loaded, namespace, prompt, request.tool_use)
+                    encoded = await self._encode_chat(loaded, namespace, prompt, request, model)
                 case TextPrompt(text):
-                    masked = loaded.tokenizer.masking.mask(text)
+                    masked = await off_loop(request.work, partial(loaded.tokenizer.masking.mask, text))
+                    self._check_chars(loaded, model, masked, request)
                     encoded = (await self._walk.text(loaded, namespace, masked, prefix=loaded.prefix)).joined()
                 case TokenPrompt(tokens):
                     if len(tokens) > model.context_tokens * TOKEN_BYTES:
@@ -159,12 +158,21 @@ class PromptStage:
             raise NoEngineError(model.model, retry_after_s=1.0)
         return loaded
 
+    def _check_chars(self, model: LoadedModel, hello: Hello, text: str, request: Request) -> None:
+        """Raises ContextLengthError for masked text that cannot fit whatever its tokens are, before they are made."""
+        least = model.tokenizer.least_tokens(text)
+        if least > hello.context_tokens:
+            raise ContextLengthError(
+                hello.context_tokens, least, request.sampling.max_tokens, param=request.prompt_param
+            )
+
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _encode_chat(
-        self, model: LoadedModel, namespace: Namespace, prompt: ChatPrompt, use: ToolUse | None
+        self, model: LoadedModel, namespace: Namespace, prompt: ChatPrompt, request: Request, hello: Hello
     ) -> EncodedPrompt:
+        use = request.tool_use
         if model.template is None:
             raise BadRequestError(f"This model cannot chat: {model.no_template}. Use /v1/completions.", param="model")
         if prompt.tools and not model.template.takes_tools:
@@ -172,18 +180,17 @@ class PromptStage:
         style = None if use is None else model.calls
         opener = style.forced_opener if style is not None and use is not None and use.mode == "required" else ""
         render = partial(model.render, prompt, opener if prompt.add_generation_prompt else "")
-        num_chars = sum([len(content) for message in prompt.messages if type(content := message.get("content")) is str])
-        num_chars += sum(map(_num_chars, prompt.tools))
+        num_chars = await off_loop(request.work, partial(_prompt_chars, prompt))
         key = model.prompts.key(namespace, prompt, num_chars, opener) if model.template.is_timeless else None
         if key is not None and (encoded := model.prompts.find(key, prompt)) is not None:
             return encoded
-        long = num_chars > _RENDERED * self._settings.thread_chars
-        text = await self._in_thread(render) if long else render()
+        text = await off_loop(request.work, render)
+        self._check_chars(model, hello, text, request)
         path = await self._walk.text(model, namespace, text)
         encoded = path.joined()
         if prompt.markers:
             find = partial(find_markers, text, prompt.markers, render, model.tokenizer.masking)
-            places = await self._in_thread(find) if long else find()
+            places = await off_loop(request.work, find)
             encoded = replace(encoded, breakpoints=await self._walk.breakpoints(model, path, prompt, places))
         if key is not None:
             model.prompts.put(key, prompt, encoded, num_chars)
@@ -193,6 +200,11 @@ class PromptStage:
 def _load(files: TokenizerFiles, settings: PromptSettings) -> LoadedModel:
     with no_panic("a tokeniser's library"):
         return load_model(files, settings)
+
+
+def _prompt_chars(prompt: ChatPrompt) -> int:
+    contents = [len(content) for message in prompt.messages if type(content := message.get("content")) is str]
+    return sum(contents) + sum(map(_num_chars, prompt.tools))
 
 
 def _num_chars(tool: Tool) -> int:

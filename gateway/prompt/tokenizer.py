@@ -40,7 +40,7 @@ from gateway.prompt.byte_level import (
 )
 from gateway.prompt.decode import Decoding
 from gateway.prompt.guard import Spec, deaf_to_specials, guard
-from gateway.prompt.masking import Masking, alternatives
+from gateway.prompt.masking import Masking, alternatives, find_all
 from gateway.prompt.samples import SAMPLES, class_samples
 
 MAX_BLANK_RUN: Final = 4_000_000
@@ -89,6 +89,7 @@ class Tokenizer:
         self.added: Final = {token["content"]: token["id"] for token in added}
         self._special_bytes = {special: array("I", [index]).tobytes() for special, index in self.specials.items()}
         self._special = re.compile(alternatives(self.specials) if self.specials else _NO_TEXT)
+        self._longest_special = max(map(len, self.specials), default=1)
         guarded = guard(spec)
         self._names = guarded.names if guarded else None
         self._hf = guarded.hf if guarded else deaf_to_specials(spec)
@@ -108,11 +109,19 @@ class Tokenizer:
     def cut(self, text: str, start: int = 0) -> Iterator[Link]:
         """The links of masked text from `start` on, which is 0 or the end of a link. None for the end of the text."""
         if not self.fallback:
-            for special in self._special.finditer(text, start):
+            for special in find_all(self._special, text, start, self._longest_special):
                 yield Link(text[start : special.end()], special.start() - start)
                 start = special.end()
         if start < len(text):
             yield Link(text[start:], len(text) - start)
+
+    def least_tokens(self, text: str) -> int:
+        """Fewer than this masked text can have, whatever it says: as many as if all were the longest token there is. 0
+        where a token may stand for more text than it spells."""
+        if self._fast is None or self.fallback:
+            return 0
+        # A mark, and what is inserted with it, is at most two characters more than what it stands for.
+        return (len(text) - 2 * text.count(self.masking.mark)) // self._fast.shrinks(text) // self._longest
 
     def encode(self, links: Sequence[Link]) -> list[bytes]:
         """Token ids of each link, little-endian uint32.
@@ -171,6 +180,7 @@ class Tokenizer:
         # In a byte-level vocabulary a token has one character for each byte; added tokens are written as they are.
         self._num_bytes = {index: len(token) for token, index in _vocabulary(spec)}
         self._num_bytes |= {token["id"]: len(token["content"].encode()) for token in spec["added_tokens"]}
+        self._longest = max(self._num_bytes.values(), default=1)
         raw = [token["content"] for token in others if not token["normalized"]]
         self._raw_other = re.compile(f"({alternatives(raw) if raw else _NO_TEXT})")
         normal = [token["content"] for token in others if token["normalized"]]

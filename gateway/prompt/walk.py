@@ -6,16 +6,19 @@ gateway/prompt/segments.py holds the memos, gateway/prompt/stage.py renders the 
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final, Protocol, TypeVar
 
 from engine.protocol import TOKEN_BYTES, Breakpoint, Namespace
 from gateway.errors import BadRequestError
 from gateway.prompt.loaded import LoadedModel
-from gateway.prompt.segments import ChainState, Node, Path
+from gateway.prompt.segments import ChainState, Node, Path, SegmentMemo
 from gateway.prompt.tokenizer import Link, Tokenizer
+from gateway.tasks import off_loop, work_of
 from gateway.types import ChatPrompt
 
 _T = TypeVar("_T")
@@ -26,6 +29,12 @@ _HASHED: Final = 10
 """Characters, or their tokens, are hashed about as quickly as a tenth as many are tokenised."""
 _IDS_PER_LINK: Final = 4096
 """Prompts of token ids are cut everywhere after this many, for want of special tokens to cut at."""
+
+
+_LINKS_AT_ONCE: Final = 1000
+"""Links that are looked up or kept before others have their turn: about a millisecond."""
+_MAX_NODES: Final = 4096
+"""Of one prompt that are remembered. What lies behind them is looked up in the memo of segments, and hashed again."""
 
 
 class InThread(Protocol):
@@ -47,26 +56,28 @@ class Walk:
         tokenizer, chains, segments = model.tokenizer, model.chains, model.segments
         # 1. Walk down as far as this text has come before. On the warm path that is all.
         root = chains.root((namespace, prefix), namespace, prefix)
-        path, covered = chains.walk(root, text, tokenizer.cut)
+        work = work_of(len(text))
+        path, covered = await off_loop(work, partial(chains.walk, root, text, tokenizer.cut))
         new_tokens = 0
         if covered < len(text):
             # 2. Cut the rest; look up what was tokenised in another place.
-            links = list(tokenizer.cut(text, covered))
-            known, missing = segments.find(namespace.salt, links)
+            links = await off_loop(work, lambda: list(tokenizer.cut(text, covered)))
+            known, missing = await _find(segments, namespace.salt, links)
             # 3. Tokenise what is new and hash it on, in a thread when that takes long. Touches nothing shared.
             state = path[-1].state if path else root.state
-            work = partial(_go_on, tokenizer, namespace, state, links, known, missing)
+            go_on = partial(_go_on, tokenizer, namespace, state, links, known, missing)
             new_chars = sum(len(link.text) for link in missing)
-            takes_long = self._takes_long(tokenizer, new_chars, len(text) - covered)
-            fresh, nodes = await self._in_thread(work) if takes_long else work()
+            takes_long = len(links) > _LINKS_AT_ONCE
+            takes_long = takes_long or self._takes_long(tokenizer, new_chars, len(text) - covered)
+            fresh, nodes = await self._in_thread(go_on) if takes_long else go_on()
             new_tokens = sum(map(len, fresh.values())) // TOKEN_BYTES
-            segments.put(namespace.salt, fresh)
+            await _put(segments, namespace.salt, fresh)
             chains.count(path, nodes)
             path += nodes
         else:
             chains.count(path, ())
         # 4. Remember.
-        chains.keep(root, path)
+        chains.keep(root, path[:_MAX_NODES])
         return Path(root, path, new_tokens)
 
     async def ids(self, model: LoadedModel, namespace: Namespace, ids: bytes, vocab_size: int) -> Path:
@@ -113,6 +124,26 @@ class Walk:
         if tokenizer.library == "tokenizers":
             new_chars *= _SLOWER
         return new_chars + unhashed_chars / _HASHED > limit
+
+
+async def _find(segments: SegmentMemo, salt: str, links: Sequence[Link]) -> tuple[dict[str, bytes], list[Link]]:
+    """As SegmentMemo.find."""
+    known, missing = segments.find(salt, links[:_LINKS_AT_ONCE])
+    for start in range(_LINKS_AT_ONCE, len(links), _LINKS_AT_ONCE):
+        await asyncio.sleep(0)
+        more, others = segments.find(salt, links[start : start + _LINKS_AT_ONCE])
+        known |= more
+        missing += others
+    return known, missing
+
+
+async def _put(segments: SegmentMemo, salt: str, fresh: Mapping[str, bytes]) -> None:
+    """As SegmentMemo.put."""
+    items = iter(fresh.items())
+    while some := dict(islice(items, _LINKS_AT_ONCE)):
+        segments.put(salt, some)
+        if len(some) == _LINKS_AT_ONCE:
+            await asyncio.sleep(0)
 
 
 def _go_on(

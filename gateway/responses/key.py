@@ -40,6 +40,7 @@ IGNORED: Final[Mapping[type, frozenset[str]]] = {
             "group",
             "stream",
             "trace",
+            "work",
         )
     ),
     ChatPrompt: frozenset(("markers", "min_breakpoint_tokens")),  # what is kept of it, not what is answered

@@ -27,6 +27,7 @@ from gateway.responses.key import entry_id
 from gateway.responses.lookups import Lookups
 from gateway.responses.recording import Recording, decode, encode, record, text_of
 from gateway.responses.upstream_answers import RememberedUpstreams, Upstreams
+from gateway.tasks import off_loop
 from gateway.types import CallDelta, Event, Finished, Hit, Lookup, Replay, Request, Started, TextDelta, Trace, Usage
 
 
@@ -91,14 +92,14 @@ class ResponseCache:
         settings = self._settings
         reason = find_bypass(request, settings, self._modes.get(request.tenant.name, settings.mode))
         if reason is None:
-            return self._answer(EngineAsked.of(request, model), generate)
+            return self._answer(request, model, generate)
         self._lookups.note(request.trace, Lookup("bypass", reason))
         if request.reuse.only_kept:
             raise _not_cached(reason)
         return generate(request)
 
-    async def _answer(self, asked: EngineAsked, generate: Generate) -> AsyncGenerator[Event, None]:
-        request, reuse = asked.request, asked.request.reuse
+    async def _answer(self, request: Request, model: Hello, generate: Generate) -> AsyncGenerator[Event, None]:
+        asked, reuse = await off_loop(request.work, lambda: EngineAsked.of(request, model)), request.reuse
         entry = self._lookups.peek(asked)
         if entry is not None:
             lookup, request.trace.repeat = self._lookups.given(asked, entry)

@@ -194,6 +194,7 @@ class Request:
     tool_use: ToolUse | None = None  # None: what the model writes is text, whatever it looks like
     group: Group | None = None
     number: int = 0  # among the requests of its group; the prompt is accounted for with the first
+    work: int = 0  # that it is to render and hash its prompt (tasks.work_of)
     stream: bool = False  # the client gets pieces as they come; else it is all one how an answer is cut
     reuse: Reuse = PLAIN_REUSE
     trace: Trace = field(default_factory=Trace)

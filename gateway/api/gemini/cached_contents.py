@@ -34,6 +34,7 @@ from gateway.api.record import RECORD, kvasir_headers
 from gateway.api.replies import reply_json
 from gateway.config import GeminiSettings, ServerSettings
 from gateway.errors import BadRequestError, NotFoundError
+from gateway.tasks import off_loop
 from gateway.types import CachedContent, Lease, Tenant
 
 VERSIONS: Final = ("v1", "v1beta")
@@ -102,7 +103,7 @@ class CachedContents:
                 "be the same.",
                 param="cachedContent",
             )
-        values = kept_values(content)
+        values = await off_loop(content.num_bytes, lambda: kept_values(content))
         return content, Kept(values, marker(values, content.expires_s - self._now()))
 
     async def create(self, http: web.Request) -> web.StreamResponse:
@@ -153,7 +154,9 @@ class CachedContents:
         content = await self._find(tenant, http.match_info["name"])
         lease = None
         if end_s > content.expires_s:  # a lease cannot be made shorter; one that is long enough stays as it is
-            _, lease = await self._lease(http, tenant, content.model, kept_values(content), end_s - now_s)
+            http[RECORD].work += content.num_bytes
+            kept = await off_loop(content.num_bytes, lambda: kept_values(content))
+            _, lease = await self._lease(http, tenant, content.model, kept, end_s - now_s)
         changed = await self._store.extend(tenant.name, content.name, end_s)
         if changed is None:
             raise _not_found(content.name)

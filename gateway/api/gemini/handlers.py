@@ -86,7 +86,8 @@ class Gemini:
         asked = await parsed(http[RECORD], lambda _, body: parse_generate(body), body)
         kept = None
         if asked.cached_content is not None:
-            _, kept = await self._cached.use(tenant, asked.cached_content, name)
+            content, kept = await self._cached.use(tenant, asked.cached_content, name)
+            http[RECORD].work += content.num_bytes
         most = self._server.max_prompts
         call = await parsed(
             http[RECORD], lambda _, body: to_call(name, asked, kept, stream=stream, max_answers=most), body
@@ -109,6 +110,7 @@ class Gemini:
         asked, kept, told = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
         if asked.cached_content is not None:
             content, kept = await self._cached.use(tenant, asked.cached_content, name)
+            http[RECORD].work += content.num_bytes
             told = {"cachedContentTokenCount": content.tokens}
         call = await parsed(http[RECORD], lambda _, body: to_call(name, asked, kept, max_answers=MAX_CANDIDATES), body)
         tokens = await self._answering.count(http[RECORD], tenant, call, self._answering.model(name, http[RECORD]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prompt.masking import Masking
+from gateway.prompt import masking as masking_module
+from gateway.prompt.masking import Masking, alternatives, find_all
 
 SETS = {
     "chatml": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
@@ -75,3 +78,25 @@ def test_every_string_in_a_message_is_masked() -> None:
     assert "<s>" not in repr(masked)
     assert masked["plain"] == "a"
     assert masked[masking.mask("<s>")][1]["n"] == 1
+
+
+@given(text=st.text("ab<|x>", max_size=40), start=st.integers(0, 5), size=st.integers(1, 7))
+def test_what_is_found_slice_by_slice_is_what_is_found_at_once(text: str, start: int, size: int) -> None:
+    strings = ["<|x|>", "<|x", "ab", "ba", "<<", "b"]
+    pattern, longest = re.compile(alternatives(strings)), max(map(len, strings))
+    overlapping = [found for at in range(start, len(text)) if (found := pattern.match(text, at))]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(masking_module, "SLICE", size)
+        found = find_all(pattern, text, start, longest)
+        assert [one.span() for one in found] == [one.span() for one in pattern.finditer(text, start)]
+        every = find_all(pattern, text, start, longest, overlapping=True)
+        assert [one.span() for one in every] == [one.span() for one in overlapping]
+
+
+@given(text=texts(SETS["single"]), size=st.integers(1, 7))
+def test_long_texts_are_masked_slice_by_slice(text: str, size: int) -> None:
+    masking = Masking(SETS["single"])
+    whole = masking.mask(text)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(masking_module, "SLICE", size)
+        assert masking.mask(text) == whole

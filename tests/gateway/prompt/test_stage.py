@@ -444,3 +444,28 @@ async def test_log_probabilities_are_told_of_the_text_around_a_call_and_not_of_t
         scored = b"".join(one.token.bytes or b"" for event in texts for one in event.scored)
         assert scored in (b"I look. Done, well.", b"I look Done, well.")  # the last token may reach into the call
     stage.close()
+
+
+async def test_a_prompt_beyond_the_context_is_refused_by_its_characters_before_it_is_tokenised(
+    qwen: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.prompt.tokenizer.Tokenizer.encode", lambda *_: pytest.fail("it was tokenised"))
+    for prompt in (chat("a" * 30_000_000), TextPrompt("a" * 30_000_000)):
+        with pytest.raises(ContextLengthError):
+            await qwen.stage.encode(request(prompt), replace(qwen.hello, context_tokens=8192))
+
+
+async def test_a_conversation_of_thousands_of_messages_is_the_same_as_at_once(
+    qwen: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = chat(*(str(number) for number in range(300)))
+    once = await qwen.encode(prompt)
+    monkeypatch.setattr("gateway.prompt.walk._LINKS_AT_ONCE", 7)
+    monkeypatch.setattr("gateway.prompt.walk._MAX_NODES", 20)
+    sliced = await stage_for(qwen.files, prompt_memo_bytes=0)
+    first, again = [await sliced.encode(request(prompt), qwen.hello) for _ in range(2)]
+    assert first.tokens == again.tokens == once.tokens
+    assert first.digests == again.digests == once.digests
+    assert again.new_tokens == 0  # what is not in the tree is in the memo of segments
+    assert sliced.stats()[qwen.hello.model]["chain_memo_entries"] == 21
+    sliced.close()

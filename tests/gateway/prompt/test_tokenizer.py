@@ -55,6 +55,21 @@ def texts(tokenizer: Tokenizer) -> st.SearchStrategy[str]:
 
 @UNHURRIED
 @given(data=st.data())
+def test_no_text_has_fewer_tokens_than_it_is_refused_for(twins: Twins, data: st.DataObject) -> None:
+    ours = twins.ours
+    parts = st.lists(texts(ours).map(ours.masking.mask) | st.sampled_from(sorted(ours.specials) or [""]), max_size=4)
+    marks = st.text("\u03b1\u0313\u0300\u0345\u1100\u1161\u11a8e\u0301", max_size=30)  # compose to few characters
+    masked = "".join(data.draw(parts)) + data.draw(marks)
+    assert ours.least_tokens(masked) <= len(twins.ids(masked))
+
+
+def test_a_text_that_is_longer_than_any_context_is_known_to_be_so_by_its_characters() -> None:
+    ours = twins_of("qwen").ours
+    assert ours.least_tokens("a" * 10_000_000) > 10_000
+
+
+@UNHURRIED
+@given(data=st.data())
 def test_without_typed_special_strings_ids_are_those_of_the_whole_text(twins: Twins, data: st.DataObject) -> None:
     ours = twins.ours
     parts: list[str] = []

@@ -69,6 +69,7 @@ OTHER: dict[type, dict[str, Any]] = {
         "group": Group(2),
         "number": 1,
         "stream": True,
+        "work": 9,
         "reuse": Reuse(partition="p"),
         "trace": Trace(engine="e"),
     },

@@ -35,7 +35,7 @@ from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
-from gateway.tasks import off_loop
+from gateway.tasks import off_loop, work_of
 from gateway.types import Tenant
 
 
@@ -143,7 +143,8 @@ class Responses:
         model = self._answering.model(asked.values["model"], record)
         token = new_token()
         found = await self._items(tenant, asked)
-        items = await off_loop(record.body_bytes, lambda: with_ids(found, token))
+        record.work = max(record.work, work_of(0, len(found)))
+        items = await off_loop(record.work, lambda: with_ids(found, token))
         call = await self._call(record, tenant, asked, items, model)
         diagnosis = await self._diagnosis(tenant, asked, items)
         shape = ResponseShape(
@@ -312,7 +313,7 @@ class Responses:
 
     async def _call(self, record: Record, tenant: Tenant, asked: Asked, items: list[Item], model: Hello) -> Call:
         """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""
-        size = record.body_bytes
+        size = record.work
         whole = await off_loop(size, lambda: to_call(asked, items, self._leases))
         starts = turns(items)
         if asked.values.get("truncation") != "auto" or await self._fits(record, tenant, whole, model):

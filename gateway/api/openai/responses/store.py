@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -20,6 +21,7 @@ import orjson
 from gateway.api.openai.responses.items import Item
 from gateway.errors import OverloadedError
 from gateway.stores.base import Store, StoreDownError
+from gateway.tasks import off_loop, work_of
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class ResponseStore:
 
     async def put(self, tenant: str, kept: Kept) -> bool:
         """Whether it is kept. Never raises."""
-        body = kept.body
+        body = await off_loop(work_of(0, len(kept.items)), lambda: kept.body)
         done = await self._put(lambda: self._store.put(tenant, kept.response["id"], body))
         if done is not None:
             self._outcomes["kept" if done else "too_large"] += 1
@@ -99,7 +101,7 @@ class ResponseStore:
         if not _ID.fullmatch(response_id):
             return None
         body = await self._ask_for(lambda: self._store.find(tenant, response_id))
-        return None if body is None else Kept(**orjson.loads(body))
+        return None if body is None else Kept(**await off_loop(len(body), partial(orjson.loads, body)))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there. Raises OverloadedError when it cannot be known."""
