@@ -146,7 +146,6 @@ class Gateway:
             batches=settings.batches,
             jobs=self.batches.store,
             now=time.time,
-            allowance=self.queue.allowance,
             ledger=self.ledger,
             answers=self.answers,
             rendered_bytes=settings.response_cache.max_rendered_bytes,

@@ -14,7 +14,7 @@ from gateway.api.limiting import Limits
 from gateway.api.namespaces import HEADER as NAMESPACE_HEADER
 from gateway.api.namespaces import Namespaces
 from gateway.api.record import RECORD, Record
-from gateway.types import Allowance, Room, Tenant
+from gateway.types import Allowance, Tenant
 
 
 class Admission:
@@ -24,17 +24,14 @@ class Admission:
         self,
         auth: Auth,
         namespaces: Namespaces,
-        allowance: Callable[[str], Room],
         limits: Limits,
         refuses_unknown: Callable[[str], bool],
     ) -> None:
-        """allowance        requests of a tenant, by name, that may wait for a place
-        limits           what tenants may ask for
+        """limits           what tenants may ask for
         refuses_unknown  whether unknown fields of a tenant's requests are refused
         """
         self._auth = auth
         self._namespaces = namespaces
-        self._allowance = allowance
         self._limits = limits
         self._refuses_unknown = refuses_unknown
 
@@ -45,9 +42,8 @@ class Admission:
         record = http[RECORD]
         record.tenant = tenant.name
         record.ignored.refuse = self._refuses_unknown(tenant.name)
-        record.allowance = Allowance(self._allowance(tenant.name))
         if rooms := self._limits.rooms(tenant.name):
-            record.allowance = record.allowance._replace(**rooms)
+            record.allowance = Allowance(**rooms)
         record.reuse = from_headers(http.headers)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         record.may_have_priority = tenant.priority

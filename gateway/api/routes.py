@@ -72,7 +72,6 @@ from gateway.config import (
 from gateway.queues.batch.base import Batches
 from gateway.responses.listing import Answers
 from gateway.stores.base import Store
-from gateway.types import Room
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
@@ -108,7 +107,6 @@ def build_app(
     jobs: Batches,
     now: Callable[[], float],
     ledger: Ledger,
-    allowance: Callable[[str], Room],
     limits: Limits,
     answers: Answers,
     rendered_bytes: int,
@@ -125,7 +123,6 @@ def build_app(
     jobs                       the batch lane; its runner is the application's `RUNNER`
     contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
     ledger                     takes what requests used and saved, and tells it by day
-    allowance                  requests of a tenant, by name, that may wait for a place
     limits                     what tenants may ask for
     answers                    what the response cache remembers, for /admin/cache
     rendered_bytes             of its answers, that are kept as they were written
@@ -137,7 +134,7 @@ def build_app(
     named = Namespaces(namespaces, tenants, cache_key)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses.remember_upstream)
     refuses_unknown = refusing(api, tenants)
-    admission = Admission(keys, named, allowance, limits, refuses_unknown)
+    admission = Admission(keys, named, limits, refuses_unknown)
     answering = Answering(
         server,
         named,

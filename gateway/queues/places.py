@@ -28,7 +28,7 @@ from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, EngineLostError, KvasirError, QueueFullError
 from gateway.queues.lane import Lane, Router, Seat
 from gateway.queues.line import E, Figures, Line, OverloadStatus, QueueStatus, WaitingRequest, alike, left_over
-from gateway.types import Ask, Room
+from gateway.types import Ask
 
 log = logging.getLogger(__name__)
 
@@ -109,18 +109,6 @@ class PlaceQueue(Generic[E]):
             abandoned=figures.abandoned,
             overload=overload,
         )
-
-    def allowance(self, tenant: str) -> Room:
-        """For requests that wait in the online lane: the narrower of the tenant's own limit and that of all."""
-        limits, online = self._settings, self._figures["online"]
-        most = min(limits.max_waiting_per_tenant, limits.max_waiting)
-        if not online.waiting:
-            return Room(most, most, 0.0)
-        now = self._clock()
-        theirs = limits.max_waiting_per_tenant - online.waiting_by_tenant.get(tenant, 0)
-        remaining = max(min(theirs, limits.max_waiting - online.waiting), 0)
-        waits = [line.pace.wait_s(len(line.online), now) for line in self._lines.values() if len(line.online)]
-        return Room(most, remaining, max(waits, default=0.0))
 
     @property
     def waiting(self) -> int:

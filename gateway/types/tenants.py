@@ -71,10 +71,9 @@ class Room(NamedTuple):
 
 
 class Allowance(NamedTuple):
-    """What a tenant may still send: requests per minute, or that may wait for a place where that has no limit; and
-    tokens per minute where they have one."""
+    """What a tenant may still send per minute, of what has a limit."""
 
-    requests: Room
+    requests: Room | None = None
     tokens: Room | None = None
     input_tokens: Room | None = None
     output_tokens: Room | None = None

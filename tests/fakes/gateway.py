@@ -227,7 +227,6 @@ def make_app(
         batches=given.batches,
         jobs=jobs or make_lane(given, Path("/nowhere"), files).store,
         now=given.now,
-        allowance=queue.allowance,
         ledger=ledger,
         limits=limits,
         answers=given.answers,

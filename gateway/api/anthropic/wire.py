@@ -100,8 +100,9 @@ def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:
 
 
 def _allowance(allowance: Allowance) -> dict[str, str]:
-    headers = _room("requests", allowance.requests)
+    headers: dict[str, str] = {}
     for kind, room in (
+        ("requests", allowance.requests),
         ("tokens", allowance.tokens),
         ("input-tokens", allowance.input_tokens),
         ("output-tokens", allowance.output_tokens),

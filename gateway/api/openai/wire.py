@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from gateway.api.dialect import Dialect, printable
@@ -35,14 +33,9 @@ _ERROR = closed_object(
 )
 
 
-@lru_cache(maxsize=64)  # who has no limits is told the same nearly always
-def _rooms(allowance: Allowance) -> Mapping[str, str]:
-    headers = _room("requests", allowance.requests)
-    return headers if allowance.tokens is None else headers | _room("tokens", allowance.tokens)
-
-
 def _allowance(allowance: Allowance) -> dict[str, str]:
-    return dict(_rooms(allowance))
+    requests = {} if allowance.requests is None else _room("requests", allowance.requests)
+    return requests if allowance.tokens is None else requests | _room("tokens", allowance.tokens)
 
 
 def _room(kind: str, room: Room) -> dict[str, str]:

@@ -290,13 +290,6 @@ async def test_every_answer_tells_of_the_limits_that_there_are() -> None:
         assert listed["x-ratelimit-remaining-requests"] == "5"
 
 
-async def test_without_limits_nothing_is_told_of_tokens() -> None:
-    async with running() as gateway:
-        _, _, headers = await ask(gateway)
-    assert "x-ratelimit-limit-requests" in headers
-    assert not [name for name in headers if "token" in name.lower() and "ratelimit" in name.lower()]
-
-
 async def test_operators_see_limits_and_who_was_refused() -> None:
     async with running(tenants=(NORTH, SOUTH), limited=LimitSettings(max_in_flight=9)) as gateway:
         for _ in range(3):

@@ -22,7 +22,7 @@ from yarl import URL
 from gateway.api.lines import Line
 from gateway.api.passthrough import _need
 from gateway.api.routes import RUNNER
-from gateway.config import ServerSettings, TenantSettings
+from gateway.config import LimitSettings, ServerSettings, TenantSettings
 from gateway.types import Need, Tenant, UpstreamRequest
 from gateway.upstreams import stage
 from tests.fakes.gateway import LIMIT_S, Gateway, running
@@ -627,10 +627,14 @@ async def test_headers_of_one_connection_and_of_the_operators_account_are_not_pa
 
 async def test_an_upstream_that_tells_of_its_limits_tells_all_of_them() -> None:
     for told in (said({}, x_ratelimit_limit_tokens="7"), error(429, "slow down", x_ratelimit_limit_tokens="7")):
-        async with upstream(told) as stub, running(upstreams=[stub.settings(retries=0)]) as gateway:
+        async with (
+            upstream(told) as stub,
+            running(upstreams=[stub.settings(retries=0)], limited=LimitSettings(requests_per_minute=9)) as gateway,
+        ):
             _, headers, _ = await ask(gateway)
             assert {name for name in headers if "ratelimit" in name} == {"x-ratelimit-limit-tokens"}
-    async with upstream(said({})) as stub, running(upstreams=[stub.settings()]) as gateway:
+    limited = LimitSettings(requests_per_minute=9)
+    async with upstream(said({})) as stub, running(upstreams=[stub.settings()], limited=limited) as gateway:
         _, headers, _ = await ask(gateway)
         assert "x-ratelimit-limit-requests" in headers
 
