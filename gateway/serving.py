@@ -18,6 +18,7 @@ from aiohttp import web
 
 from engine.compute.threads import choose_threads, usable_cores
 from engine.config import EngineSettings
+from gateway.api.descriptors import Site, raise_limit
 from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway, upstream_keys
 from gateway.config import Settings
@@ -40,6 +41,7 @@ async def serve(
     Raises EngineStartError when an engine cannot work with its settings, OSError when the port is in use.
     """
     share_interpreter()
+    raise_limit()
     stop = _stop_at_signals()
     fatal: list[EngineStartError] = []
 
@@ -149,7 +151,7 @@ def _engine_settings(settings: Settings) -> EngineSettings:
 
 
 async def _listen(runner: web.AppRunner, settings: Settings) -> int:
-    site = web.TCPSite(runner, settings.server.host, settings.server.port, backlog=1024)
+    site = Site(runner, settings.server.host, settings.server.port, backlog=1024)
     await site.start()
     address = runner.addresses[0]
     return int(address[1])

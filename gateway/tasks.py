@@ -10,6 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
@@ -59,7 +61,8 @@ async def off_loop(amount: int, work: Callable[[], _T]) -> _T:
     touch nothing that others change."""
     if amount <= AT_ONCE:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+    in_context = partial(copy_context().run, work)
+    return await asyncio.get_running_loop().run_in_executor(_threads, in_context)
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:

@@ -28,8 +28,12 @@ class Malformed(logging.Filter):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Refused requests by reason: `DuplicateHeader`, or the class of aiohttp's error."""
+        """Refused requests by reason: `DuplicateHeader`, `TooManyConnections`, or the class of aiohttp's error."""
         return self._counts
+
+    def count(self, reason: str) -> None:
+        """One that somebody else has refused."""
+        self._counts[reason] += 1
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

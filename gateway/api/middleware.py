@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.api.cors import Cors
+from gateway.api.descriptors import check_descriptors
 from gateway.api.dialect import JSON, Handler, retry_headers
 from gateway.api.dialects import dialect_of
 from gateway.api.record import (
@@ -92,6 +93,12 @@ def _finish(observer: Observer, record: Record) -> None:
 
 
 async def _answered(http: web.Request, handler: Handler, record: Record) -> web.StreamResponse:
+    try:
+        check_descriptors(http)
+    except KvasirError as error:
+        answer = _refuse(error, record)
+        answer.force_close()
+        return answer
     try:
         with no_panic():
             return await handler(http)

@@ -18,6 +18,7 @@ import openai
 from aiohttp import web
 
 from gateway.admin.sources import EngineStatus, Sources
+from gateway.api.descriptors import Site
 from gateway.api.malformed import MALFORMED
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.replays import REPLAYS
@@ -289,7 +290,7 @@ async def running(
     runner = app_runner(app, given.server)
     upstreams.start()
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = Site(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
     try:
