@@ -27,7 +27,12 @@ HTTP_API = (Path(__file__).parent.parent / "docs/http-api.md").read_text(encodin
 OPERATIONS = (Path(__file__).parent.parent / "docs/operations.md").read_text(encoding="utf-8")
 NESTED = {"generationConfig": GENERATION, "parts": PART, "tools": TOOL}
 """Tables of the Gemini API below those of its routes, by what their chapter is called."""
-SECTIONS = {"used": "### Parameters", "none": "### Accepted without effect", "refused": "### Refused"}
+SECTIONS = {
+    "used": "### Parameters",
+    "none": "### Accepted without effect",
+    "left_out": "### Left out",
+    "refused": "### Refused",
+}
 ROUTES_OF = make_app()[ROUTES]
 EVERY = [route for own in ROUTES_OF.values() for route in own]
 

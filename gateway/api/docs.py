@@ -98,6 +98,7 @@ def _shown(name: str, route: Route, dialect: Dialect) -> dict[str, Any]:
     effects = [
         ("Parameters", [one for one in table if one.effect == "used"]),
         ("Accepted without effect", [one for one in table if one.effect == "none"]),
+        ("Left out", [one for one in table if one.effect == "left_out"]),
         ("Refused", [one for one in table if one.effect == "refused"]),
         ("In the URL", list(route.query.values())),
     ]

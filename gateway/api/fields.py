@@ -62,7 +62,8 @@ def takes(schema: JsonSchema) -> Callable[[Callable[[Any, str], _T]], Check[_T]]
 class Parameter:
     """One top-level parameter of a route: what it may be, and what the gateway does about it.
 
-    effect   "used"; "none": valid values change nothing; "refused": any value but `harmless` ones is a clear 400
+    effect   "used"; "none": valid values change nothing; "left_out": not carried out, and the answer says so;
+             "refused": any value but `harmless` ones is a clear 400
     accepts  type and range, for the docs
     does     its meaning, or what happens instead, for the docs
     """
@@ -71,7 +72,7 @@ class Parameter:
     check: Check[Any]
     accepts: str
     does: str
-    effect: Literal["used", "none", "refused"] = "used"
+    effect: Literal["used", "none", "left_out", "refused"] = "used"
     harmless: tuple[Any, ...] = ()  # values of a refused parameter that ask for nothing
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from gateway.api.fields import array_too_long, shown, wrong_type
-from gateway.errors import BadRequestError
+from gateway.api.unknown_fields import leave_out
+from gateway.errors import BadRequestError, UnsupportedError
 from gateway.types import Tool, ToolUse
 
 MAX_TOOLS: Final = 128
@@ -19,15 +20,23 @@ NAME_PATTERN: Final = "[a-zA-Z0-9_-]{1,64}"
 _NAME: Final = re.compile(NAME_PATTERN)
 
 
+def leave_out_tool(kind: str, path: str) -> None:
+    """Notes that a tool which upstream would run is not offered. Raises UnsupportedError where that may not be."""
+    if not leave_out(f"tools[].{kind}"):
+        raise UnsupportedError(f"Tools of the type '{shown(kind)}' are not run here.", param=path)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """What an answer is to do with the tools.
 
     names  those that it may call, and the paths where they are said; None for all of them
+    single  one of them is named: it is called exactly once
     """
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[tuple[str, str], ...] | None = None
+    single: bool = False
 
 
 def function(name: str, name_path: str, description: str | None, schema: Any, path: str, *, strict: bool) -> Tool:
@@ -66,7 +75,7 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Tool
         if name not in by_name:
             raise _invalid(path, f"there is no tool named '{shown(name)}'")
     allowed = by_name if choice.names is None else dict.fromkeys(name for name, _ in choice.names)
-    return ToolUse(tuple(by_name[name] for name in allowed), choice.mode, parallel)
+    return ToolUse(tuple(by_name[name] for name in allowed), choice.mode, parallel and not choice.single)
 
 
 def _invalid(path: str, why: str, code: str = "invalid_value") -> BadRequestError:

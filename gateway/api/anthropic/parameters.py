@@ -210,8 +210,8 @@ MESSAGES: Final = _table(
     Parameter(
         "tools",
         read_tools,
-        "array of up to 512 tools of type `custom`",
-        "What the model may call; see below. Tools that Anthropic runs are refused.",
+        "array of up to 512 tools of type `custom`, `bash_*`, `text_editor_*` or `memory_*`",
+        "What the model may call; see below. Tools that Anthropic runs are left out.",
     ),
     Parameter(
         "tool_choice",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gateway.api.anthropic import client_tools
 from gateway.api.anthropic.blocks import check_control, only, read_control, required
 from gateway.api.anthropic.structured import MAX_OPTIONAL, read_schema
 from gateway.api.fields import (
@@ -28,6 +29,8 @@ from gateway.api.fields import (
     text,
     wrong_type,
 )
+from gateway.api.tools import leave_out_tool
+from gateway.api.unknown_fields import leave_out
 from gateway.errors import UnsupportedError
 from gateway.types import Tool, ToolUse
 
@@ -37,6 +40,14 @@ MAX_STRICT: Final = 20
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _string = text()
 _name_schema: Final[JsonSchema] = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+_CLIENT_TOOL: Final[JsonSchema] = object_schema(
+    {"type": {"type": "string", "pattern": "^(bash|text_editor|memory)_[0-9]{8}$"}, "name": _name_schema},
+    "type",
+    "name",
+)
+_SERVER_TOOL: Final[JsonSchema] = object_schema(
+    {"type": {"type": "string", "pattern": f"^({'|'.join(client_tools.SERVER_TOOLS)})"}}, "type"
+)
 _TOOL: Final[JsonSchema] = object_schema(
     {
         "type": {"const": "custom"},
@@ -46,8 +57,8 @@ _TOOL: Final[JsonSchema] = object_schema(
         "strict": {"type": "boolean"},
         "cache_control": check_control.schema,
         "eager_input_streaming": {"type": "boolean"},
-        "defer_loading": {"const": False},
-        "input_examples": {"type": "array", "maxItems": 0},
+        "defer_loading": {"type": "boolean"},
+        "input_examples": {"type": "array"},
         "allowed_callers": {"type": "array", "items": {"const": "direct"}},
     },
     "name",
@@ -64,9 +75,10 @@ class DefinedTool:
     control: Mapping[str, str] | None
 
 
-@takes({"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS})
+@takes({"type": "array", "items": {"anyOf": [_TOOL, _CLIENT_TOOL, _SERVER_TOOL]}, "maxItems": MAX_TOOLS})
 def read_tools(value: Any, path: str) -> list[DefinedTool]:
-    """Raises BadRequestError with the path of what is wrong, UnsupportedError for tools that Anthropic runs."""
+    """Tools that the client runs; those that Anthropic runs are left out. Raises BadRequestError with the path of what
+    is wrong, UnsupportedError for types that are not known."""
     if type(value) is not list:
         raise wrong_type(path, "an array of objects", value)
     if len(value) > MAX_TOOLS:
@@ -76,6 +88,10 @@ def read_tools(value: Any, path: str) -> list[DefinedTool]:
     optional = 0
     for index, item in enumerate(value):
         where = f"{path}[{index}]"
+        kind = an_object(item, where).get("type")
+        if type(kind) is str and kind.startswith(client_tools.SERVER_TOOLS):
+            leave_out_tool(kind, f"{where}.type")
+            continue
         defined, more = _read_tool(an_object(item, where), where)
         if defined.tool.name in names:
             raise invalid(f"{where}.name", "tool names must be unique")
@@ -91,41 +107,56 @@ def read_tools(value: Any, path: str) -> list[DefinedTool]:
 
 def _read_tool(item: dict[str, Any], path: str) -> tuple[DefinedTool, int]:
     """And how many properties a strict one has that are not required."""
-    kind = item.get("type")
-    if kind not in (None, "custom"):
-        _string(kind, f"{path}.type")
-        why = "Only tools of type custom are supported: this server has none of its own."
-        raise UnsupportedError(why, param=f"{path}.type", reason=why)
-    only(item, path, *_TOOL["properties"])
+    known = None
+    if (kind := item.get("type")) not in (None, "custom"):
+        known = client_tools.find(_string(kind, f"{path}.type"))
+        if known is None:
+            why = "Of tools with a type, only those that the client runs are known: bash, text_editor and memory."
+            raise UnsupportedError(why, param=f"{path}.type", reason=why)
+    only(item, path, *_TOOL["properties"], *(() if known is None else ("max_characters",)))
     name = required(item, "name", path)
     if not _NAME.fullmatch(name):
         raise invalid(f"{path}.name", "1 to 128 letters, digits, '_' and '-' are expected")
-    if item.get("input_schema") is None:
-        raise missing(f"{path}.input_schema")
     where = f"{path}.input_schema"
-    schema = an_object(item["input_schema"], where)
-    if schema.get("type") != "object":
-        raise invalid(f"{where}.type", "the root has to be of type object")
-    description = None if item.get("description") is None else _string(item["description"], f"{path}.description")
+    if known is None:
+        schema, description = _input_schema(item, path), item.get("description")
+    else:
+        schema, description = known.schema, known.description
+    if description is not None:
+        _string(description, f"{path}.description")
     strict = item.get("strict") is not None and boolean(item["strict"], f"{path}.strict")
     optional = 0
-    if strict:
+    if strict and known is None:
         schema, optional = read_schema(schema, where)
     _check_rest(item, path)
     tool = Tool(name, description, schema, strict=strict, path=where)
     return DefinedTool(tool, path, read_control(item, path)), optional
 
 
+def _input_schema(item: dict[str, Any], path: str) -> dict[str, Any]:
+    if item.get("input_schema") is None:
+        raise missing(f"{path}.input_schema")
+    schema = an_object(item["input_schema"], f"{path}.input_schema")
+    if schema.get("type") != "object":
+        raise invalid(f"{path}.input_schema.type", "the root has to be of type object")
+    return schema
+
+
 def _check_rest(item: dict[str, Any], path: str) -> None:
     if item.get("eager_input_streaming") is not None:
         boolean(item["eager_input_streaming"], f"{path}.eager_input_streaming")
     if item.get("defer_loading") is not None and boolean(item["defer_loading"], f"{path}.defer_loading"):
-        raise _unsupported(f"{path}.defer_loading", "Tools cannot be loaded later.")
+        _ignore(f"{path}.defer_loading", "Tools cannot be loaded later: all are offered at once.")
     if item.get("input_examples") not in (None, []):
-        raise _unsupported(f"{path}.input_examples", "Chat templates take no examples; put them into the description.")
+        _ignore(f"{path}.input_examples", "Chat templates take no examples; put them into the description.")
     for index, caller in enumerate((item.get("allowed_callers") and an_array(item["allowed_callers"], path)) or ()):
         if caller != "direct":
             raise _unsupported(f"{path}.allowed_callers[{index}]", "Only the model itself calls tools.")
+
+
+def _ignore(path: str, why: str) -> None:
+    if not leave_out(path):
+        raise _unsupported(path, why)
 
 
 def _unsupported(path: str, why: str) -> UnsupportedError:
@@ -174,7 +205,7 @@ def read_choice(value: Any, path: str) -> dict[str, Any]:
 def use_of(tools: Sequence[DefinedTool], chosen: Mapping[str, Any] | None) -> ToolUse | None:
     """What an answer may do with these tools. Raises BadRequestError for a choice among tools that are not there."""
     if not tools:
-        if chosen is not None and chosen["type"] != "none":
+        if chosen is not None and chosen["type"] in ("any", "tool"):
             raise invalid("tool_choice", "it may only be specified while providing `tools`")
         return None
     chosen = chosen or {"type": "auto"}
@@ -185,5 +216,5 @@ def use_of(tools: Sequence[DefinedTool], chosen: Mapping[str, Any] | None) -> To
         callable_ = tuple(tool for tool in callable_ if tool.name == chosen["name"])
         if not callable_:
             raise invalid("tool_choice.name", f"Tool '{chosen['name'][:64]}' not found in provided tools")
-    parallel = not chosen.get("disable_parallel_tool_use", False)
+    parallel = chosen["type"] != "tool" and not chosen.get("disable_parallel_tool_use", False)
     return ToolUse(callable_, "auto" if chosen["type"] == "auto" else "required", parallel)

@@ -25,7 +25,7 @@ from gateway.api.fields import (
     takes,
     wrong_type,
 )
-from gateway.api.unknown_fields import ignored, typo_of
+from gateway.api.unknown_fields import ignored, leave_out, typo_of
 from gateway.errors import BadRequestError, UnsupportedError
 
 _T = TypeVar("_T")
@@ -49,6 +49,10 @@ def used(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
 
 def no_effect(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
     return Parameter(name, check, accepts, does, "none")
+
+
+def left_out(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
+    return Parameter(name, check, accepts, does, "left_out")
 
 
 def refused(name: str, check: Check[Any], accepts: str, does: str, *harmless: Any) -> Parameter:
@@ -87,7 +91,9 @@ def read(value: Any, fields: Table, path: str = "") -> dict[str, Any]:
         checked = field.check(item, where)
         if field.effect == "used":
             values[name] = checked
-        elif field.effect == "refused" and checked not in field.harmless:
+        elif field.effect == "left_out" and leave_out(where):
+            continue
+        elif field.effect in ("left_out", "refused") and checked not in field.harmless:
             raise UnsupportedError(f"Unsupported field '{where}'. {field.does}", param=where)
     return values
 

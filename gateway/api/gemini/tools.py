@@ -9,11 +9,11 @@ from gateway.api.fields import an_object, anything, boolean, takes, text
 from gateway.api.gemini.proto import (
     Table,
     enum,
+    left_out,
     message,
     message_schema,
     no_effect,
     read,
-    refused,
     repeated,
     table,
     under,
@@ -48,7 +48,7 @@ DECLARATION: Final = table(
 def _server_tools() -> Table:
     names = ("googleSearch", "googleSearchRetrieval", "codeExecution", "urlContext", "computerUse", "fileSearch")
     more = ("googleMaps", "retrieval", "enterpriseWebSearch", "mcpServers", "parallelAiSearch", "exaAiSearch")
-    return table(*(refused(name, anything, "-", _NOT_OURS) for name in (*names, *more)))
+    return table(*(left_out(name, anything, "anything", _NOT_OURS) for name in (*names, *more)))
 
 
 TOOL: Final[Table] = {

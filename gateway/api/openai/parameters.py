@@ -301,7 +301,8 @@ CHAT = _table(
         "tool_choice",
         tool_choice,
         "`none`, `auto` or `required`; object: a `function` by name, or `allowed_tools`",
-        "Default `auto`, where there are tools; `required` and a function by name make the model call.",
+        "Default `auto`, where there are tools; `required` makes the model call, and a function by name makes it call "
+        "that one, once.",
     ),
     _used("parallel_tool_calls", boolean, "boolean, default true", "Whether there may be more than one call."),
     _used("functions", functions, "array of up to 128 functions", "Deprecated: the older form of `tools`."),

@@ -23,9 +23,28 @@ from gateway.api.fields import (
     wrong_value,
 )
 from gateway.api.openai.strict_schema import check_strict
-from gateway.api.tools import MAX_TOOLS, NAME_PATTERN, ToolChoice, check_together, function, use_of
+from gateway.api.tools import (
+    MAX_TOOLS,
+    NAME_PATTERN,
+    ToolChoice,
+    check_together,
+    function,
+    leave_out_tool,
+    use_of,
+)
 from gateway.errors import BadRequestError, UnsupportedError
 from gateway.types import Tool, ToolUse
+
+SERVER_TOOLS = (
+    "web_search",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+    "mcp",
+    "computer",
+    "tool_search",
+)
+"""What types of tools begin with that OpenAI runs, or that need more than text."""
 
 _string = text()
 _mode = choice("none", "auto", "required")
@@ -54,13 +73,16 @@ _DECLARED: dict[str, dict[str, Any]] = {
     }
 )
 def tools(value: Any, path: str) -> tuple[Tool, ...]:
-    """Functions; tools of any other type are refused. An empty array is none."""
+    """Functions; tools that upstream runs are left out, and those of any other type refused. An empty array is none."""
     declared = []
     for index, item in enumerate(a_list(value, path)):
         where = f"{path}[{index}]"
         kind = required_text(an_object(item, where), "type", where)
         if kind == "custom":
             raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{where}.type")
+        if kind.startswith(SERVER_TOOLS):
+            leave_out_tool(kind, f"{where}.type")
+            continue
         check_names(item, ("type", "function"), where)
         if kind != "function":
             raise wrong_value(f"{where}.type", kind, ("function",))
@@ -106,7 +128,7 @@ def tool_choice(value: Any, path: str) -> ToolChoice:
     if kind == "custom":
         raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{path}.type")
     if kind == "function":
-        return ToolChoice("required", (_name(value, path),))
+        return ToolChoice("required", (_name(value, path),), single=True)
     only(value, ("type", "allowed_tools"), path)
     where = f"{path}.allowed_tools"
     allowed = an_object(value.get("allowed_tools"), where)
@@ -122,7 +144,7 @@ def function_call(value: Any, path: str) -> ToolChoice:
     if type(value) is not dict:
         return ToolChoice(choice("none", "auto")(value, path))  # type: ignore[arg-type]
     only(value, ("name",), path)
-    return ToolChoice("required", ((required_text(value, "name", path), f"{path}.name"),))
+    return ToolChoice("required", ((required_text(value, "name", path), f"{path}.name"),), single=True)
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from gateway.api.fields import (
     MAX_ITEMS,
     JsonSchema,
+    a_list,
     an_array,
     an_object,
     at_most,
@@ -36,9 +37,23 @@ MEDIA: Final = {"input_image": "Images", "input_file": "Files", "input_audio": "
 
 _string = text()
 _status = choice("in_progress", "completed", "incomplete")
+_output_status = choice("in_progress", "completed", "incomplete", "failed")
 _phase = choice("commentary", "final_answer")
 _ID: Final = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})[io][0-9a-f]{4,}")
-_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES: Final = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "cto",
+    "local_shell_call": "lsh",
+    "local_shell_call_output": "lso",
+    "shell_call": "sh",
+    "shell_call_output": "sho",
+    "apply_patch_call": "apc",
+    "apply_patch_call_output": "apo",
+    "reasoning": "rs",
+}
 
 
 def _parts(*schemas: JsonSchema) -> JsonSchema:
@@ -72,6 +87,10 @@ def _item_schema(kind: str, fields: JsonSchema, *required: str) -> JsonSchema:
     return object_schema({**_every, "type": {"const": kind}, **fields}, *required)
 
 
+def _with_texts(name: str) -> JsonSchema:
+    return object_schema({name: {"type": "array", "items": _text}}, name)
+
+
 ITEM: Final[JsonSchema] = {
     "anyOf": [
         _item_schema(
@@ -92,12 +111,43 @@ ITEM: Final[JsonSchema] = {
         ),
         _item_schema(
             "function_call",
-            {"call_id": _text, "name": _text, "arguments": _text},
+            {"call_id": _text, "name": _text, "arguments": _text, "namespace": _text},
             "type",
             "call_id",
             "name",
             "arguments",
         ),
+        _item_schema(
+            "custom_tool_call",
+            {"call_id": _text, "name": _text, "input": _text, "namespace": _text},
+            "type",
+            "call_id",
+            "name",
+            "input",
+        ),
+        _item_schema(
+            "custom_tool_call_output", {"call_id": _text, "output": _parts(_input_text)}, "type", "call_id", "output"
+        ),
+        _item_schema(
+            "local_shell_call", {"call_id": _text, "action": _with_texts("command")}, "type", "call_id", "action"
+        ),
+        _item_schema("shell_call", {"call_id": _text, "action": _with_texts("commands")}, "type", "call_id", "action"),
+        _item_schema(
+            "apply_patch_call",
+            {"call_id": _text, "operation": object_schema({"type": _text, "path": _text}, "type", "path")},
+            "type",
+            "call_id",
+            "operation",
+        ),
+        _item_schema("local_shell_call_output", {"call_id": _text, "output": _text}, "type", "call_id", "output"),
+        _item_schema(
+            "shell_call_output",
+            {"call_id": _text, "output": {"type": "array", "items": {"type": "object"}}},
+            "type",
+            "call_id",
+            "output",
+        ),
+        _item_schema("apply_patch_call_output", {"call_id": _text, "output": _text}, "type", "call_id"),
         _item_schema(
             "function_call_output",
             {"call_id": _text, "name": _text, "output": _parts(_input_text)},
@@ -188,9 +238,21 @@ def _message(item: Item, path: str) -> Item:
 
 
 def _function_call(item: Item, path: str) -> Item:
-    check_names(item, ("type", "id", "call_id", "name", "arguments", "status"), path)
-    fields = {key: required_text(item, key, path) for key in ("call_id", "name", "arguments")}
-    return _common(item, path, "function_call") | fields
+    return _named_call(item, path, "arguments")
+
+
+def _custom_tool_call(item: Item, path: str) -> Item:
+    return _named_call(item, path, "input")
+
+
+def _named_call(item: Item, path: str, written: str) -> Item:
+    """A call of a function or a custom tool, which may be in a namespace."""
+    names = ("call_id", "name", written)
+    check_names(item, ("type", "id", "status", "namespace", *names), path)
+    fields = {key: required_text(item, key, path) for key in names}
+    if item.get("namespace") is not None:
+        fields["namespace"] = _string(item["namespace"], f"{path}.namespace")
+    return _common(item, path, item["type"]) | fields
 
 
 def _function_call_output(item: Item, path: str) -> Item:
@@ -203,10 +265,49 @@ def _function_call_output(item: Item, path: str) -> Item:
         output = [_input_part(part, f"{path}.output[{index}]") for index, part in enumerate(several)]
     elif type(output) is not str:
         raise wrong_type(f"{path}.output", "a string or an array of parts", output)
-    return _common(item, path, "function_call_output") | {
+    return _common(item, path, item["type"]) | {
         "call_id": required_text(item, "call_id", path),
         "output": output,
     }
+
+
+def _shell_call(item: Item, path: str) -> Item:
+    """Of a local shell, or of the newer shell."""
+    check_names(item, ("type", "id", "call_id", "action", "status", "environment"), path)
+    key, where = "command" if item["type"] == "local_shell_call" else "commands", f"{path}.action"
+    action = an_object(item.get("action"), where)
+    for index, said in enumerate(a_list(action.get(key), f"{where}.{key}")):
+        _string(said, f"{where}.{key}[{index}]")
+    call_id = required_text(item, "id" if item.get("call_id") is None else "call_id", path)
+    return _common(item, path, item["type"]) | {"call_id": call_id, "action": action}
+
+
+def _apply_patch_call(item: Item, path: str) -> Item:
+    check_names(item, ("type", "id", "call_id", "operation", "status"), path)
+    operation = an_object(item.get("operation"), f"{path}.operation")
+    for key in ("type", "path"):
+        required_text(operation, key, f"{path}.operation")
+    return _common(item, path, item["type"]) | {
+        "call_id": required_text(item, "call_id", path),
+        "operation": operation,
+    }
+
+
+def _client_output(item: Item, path: str) -> Item:
+    """What a shell or a patch said: a text, or objects that the model reads as JSON."""
+    check_names(item, ("type", "id", "call_id", "output", "status", "max_output_length"), path)
+    key = "id" if item.get("call_id") is None and item["type"] == "local_shell_call_output" else "call_id"
+    status = "completed" if item.get("status") is None else _output_status(item["status"], f"{path}.status")
+    output = item.get("output")
+    if output is None and item["type"] == "apply_patch_call_output":
+        output = status
+    if type(output) is list:
+        for index, part in enumerate(a_list(output, f"{path}.output")):
+            an_object(part, f"{path}.output[{index}]")
+    elif output is None or type(output) is not str:
+        raise missing(f"{path}.output") if output is None else wrong_type(f"{path}.output", "a string", output)
+    told = _common(item | {"status": None}, path, item["type"])
+    return told | {"status": status, "call_id": required_text(item, key, path), "output": output}
 
 
 def _reasoning(item: Item, path: str) -> Item:
@@ -233,6 +334,14 @@ _BY_TYPE: Final[dict[str, Callable[[Item, str], Item]]] = {
     "message": _message,
     "function_call": _function_call,
     "function_call_output": _function_call_output,
+    "custom_tool_call": _custom_tool_call,
+    "custom_tool_call_output": _function_call_output,
+    "local_shell_call": _shell_call,
+    "shell_call": _shell_call,
+    "apply_patch_call": _apply_patch_call,
+    "local_shell_call_output": _client_output,
+    "shell_call_output": _client_output,
+    "apply_patch_call_output": _client_output,
     "reasoning": _reasoning,
     "item_reference": _reference,
 }

@@ -7,10 +7,13 @@ they are put together again, so that a history renders to what the model wrote. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import orjson
 
 from gateway.api.openai.caching import Point
 from gateway.api.openai.messages import Message, read_arguments
+from gateway.api.openai.responses.client_tools import CALLS, OUTPUTS, call_of
 from gateway.api.openai.responses.items import Item
 from gateway.errors import BadRequestError
 
@@ -30,20 +33,23 @@ def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0
     conversation = Conversation([], [])
     if instructions is not None:
         conversation.messages.append({"role": "system", "content": instructions})
-    called: dict[str, str] = {}  # call id -> name of the function
+    called: dict[str, tuple[str, str]] = {}  # id of a call, or of its item -> the former, and the function's name
     turn: Message | None = None  # of the assistant, to which calls are added
     for number, item in enumerate(items):
         path = f"input[{number - new}]" if number >= new else "previous_response_id"
         kind = item["type"]
         if kind == "message":
             turn = _add_message(conversation, item, path)
-        elif kind == "function_call":
+        elif kind in CALLS:
             if turn is None:
                 turn = {"role": "assistant", "content": ""}
                 conversation.messages.append(turn)
-            called[item["call_id"]] = item["name"]
-            turn.setdefault("tool_calls", []).append(_call(item))
-        elif kind == "function_call_output":
+            name, arguments = call_of(item)
+            call_id = item["call_id"]
+            called[call_id] = called[item.get("id") or call_id] = (call_id, name)
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            turn.setdefault("tool_calls", []).append(call)
+        elif kind in OUTPUTS:
             turn = None
             _add_output(conversation, item, called, path)
     read_arguments(conversation.messages)
@@ -58,12 +64,7 @@ def _add_message(conversation: Conversation, item: Item, path: str) -> Message |
     return message if role == "assistant" else None
 
 
-def _call(item: Item) -> dict[str, Any]:
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    return {"id": item["call_id"], "type": "function", "function": function}
-
-
-def _add_output(conversation: Conversation, item: Item, called: dict[str, str], path: str) -> None:
+def _add_output(conversation: Conversation, item: Item, called: dict[str, tuple[str, str]], path: str) -> None:
     call_id = item["call_id"]
     if call_id not in called:
         raise BadRequestError(
@@ -72,8 +73,14 @@ def _add_output(conversation: Conversation, item: Item, called: dict[str, str], 
             code="invalid_value",
         )
     output = item["output"]
-    content = output if type(output) is str else _joined(conversation, output, f"{path}.output")
-    message = {"role": "tool", "content": content, "tool_call_id": call_id, "name": called[call_id]}
+    if type(output) is str:
+        content = output
+    elif item["type"] == "shell_call_output":
+        content = orjson.dumps(output).decode()
+    else:
+        content = _joined(conversation, output, f"{path}.output")
+    call_id, name = called[call_id]
+    message = {"role": "tool", "content": content, "tool_call_id": call_id, "name": name}
     conversation.messages.append(message)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from gateway.api.dialect import printable
 from gateway.api.openai.logprobs import chat_logprobs
 from gateway.api.openai.responses.request import Asked
-from gateway.api.openai.responses.tools import tool_json
+from gateway.api.openai.responses.tools import Tools
 from gateway.config import LeaseSettings, duration_s
 from gateway.errors import KvasirError
 from gateway.types import ScoredToken, Tier, Usage
@@ -58,7 +58,7 @@ def new_response(asked: Asked, token: str, tier: Tier, leases: LeaseSettings) ->
         "text": {"format": {"type": "text"}, "verbosity": "medium"}
         | {key: value for key, value in (body.get("text") or {}).items() if value is not None},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [tool_json(tool) for tool in values.get("tools", ())],
+        "tools": list(values.get("tools", Tools()).told),
         "top_logprobs": values.get("top_logprobs", 0),
         "top_p": values.get("top_p", 1.0),
         "truncation": values.get("truncation", "disabled"),

@@ -15,13 +15,15 @@ import orjson
 from gateway.api.answers import Answer
 from gateway.api.dialect import printable
 from gateway.api.openai.response import new_call_id
+from gateway.api.openai.responses.client_tools import Declared
 from gateway.api.openai.responses.items import Item, item_id
 from gateway.api.openai.responses.request import Asked
 from gateway.api.openai.responses.response import error_code, failed_response, logprobs_json, new_response, usage_json
+from gateway.api.openai.responses.tools import Tools
 from gateway.api.sse import COMMENT, event, json_line, json_text
 from gateway.config import LeaseSettings
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
+from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Tool, Usage
 
 Diagnose = Callable[[Mapping[str, Any], Usage], dict[str, Any]]
 """What `prompt_cache_diagnostics` says of a response."""
@@ -49,6 +51,7 @@ class ResponseShape:
         self._generated = generated
         self._diagnose = diagnose
         self._token = token
+        self._tools = {one.tool.name: one for one in asked.values.get("tools", Tools()).declared}
         self._number = 0  # of the next event
         self._unsent = b""  # events of a response that failed
         self._reason: FinishReason = "stop"
@@ -96,6 +99,8 @@ class ResponseShape:
         if not delta.arguments:
             return opened
         self._call.arguments.append(delta.arguments)
+        if self._call.tool.form != "function":  # told at once when it is complete
+            return opened
         return opened + self._event(
             "response.function_call_arguments.delta",
             item_id=self._call.item["id"],
@@ -174,18 +179,30 @@ class ResponseShape:
         return added + self._event("response.content_part.added", **self._text.where, part=part)
 
     def _open_call(self, name: str) -> bytes:
+        """Its item is told when its arguments are, unless they come in pieces."""
         index = len(self.output)
-        item: Item = {
-            "id": self._item_id("function_call"),
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": new_call_id(),
-            "name": name,
-            "arguments": "",
-        }
-        self._call = _Call(index, item)
+        tool = self._tools.get(name) or Declared(Tool(name), name=name)
+        item = tool.begun(new_call_id())
+        item = {"id": self._item_id(item["type"]), **item}
+        self._call = _Call(index, item, tool)
         self.output.append(item)
-        return self._event("response.output_item.added", output_index=index, item=item)
+        return self._event("response.output_item.added", output_index=index, item=item) if tool.streamed else b""
+
+    def _close_call(self, call: _Call, status: str) -> bytes:
+        item, tool = call.item, call.tool
+        where = {"item_id": item["id"], "output_index": call.index}
+        tool.fill(item, "".join(call.arguments))
+        told = b""
+        if not tool.streamed:
+            told = self._event("response.output_item.added", output_index=call.index, item=item)
+        item["status"] = status
+        if tool.form == "function":
+            kind = "response.function_call_arguments.done"
+            told += self._event(kind, **where, name=item["name"], arguments=item["arguments"])
+        elif tool.form == "custom":
+            told += self._event("response.custom_tool_call_input.delta", **where, delta=item["input"])
+            told += self._event("response.custom_tool_call_input.done", **where, input=item["input"])
+        return told + self._event("response.output_item.done", output_index=call.index, item=item)
 
     def _close(self, *, cut: bool = False) -> bytes:
         """Whatever is open. `cut`: it was not completed."""
@@ -200,12 +217,7 @@ class ResponseShape:
             )
         if self._call is not None:
             call, self._call = self._call, None
-            call.finish(status)
-            where = {"item_id": call.item["id"], "output_index": call.index}
-            arguments, name = call.item["arguments"], call.item["name"]
-            return self._event(
-                "response.function_call_arguments.done", **where, name=name, arguments=arguments
-            ) + self._event("response.output_item.done", output_index=call.index, item=call.item)
+            return self._close_call(call, status)
         return b""
 
     @property
@@ -255,14 +267,11 @@ class _Text:
 class _Call:
     """A call that is being written."""
 
-    def __init__(self, index: int, item: Item) -> None:
+    def __init__(self, index: int, item: Item, tool: Declared) -> None:
         self.index = index
         self.item = item
+        self.tool = tool
         self.arguments: list[str] = []
-
-    def finish(self, status: str) -> None:
-        self.item["status"] = status
-        self.item["arguments"] = "".join(self.arguments)
 
 
 def _pieces(answer: Answer) -> list[TextDelta | CallDelta]:
