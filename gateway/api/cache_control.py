@@ -19,6 +19,8 @@ from gateway.errors import BadRequestError
 from gateway.types import PLAIN_REUSE, Reuse
 
 HEADER: Final = "x-kvasir-cache"
+RETRY_HEADER: Final = "x-stainless-retry-count"
+"""Of SDKs made by Stainless (OpenAI, Anthropic): how often this request was sent before."""
 MAX_SECONDS: Final = 2**31
 MAX_PARTITION: Final = 256
 
@@ -56,6 +58,8 @@ def from_headers(headers: CIMultiDictProxy[str]) -> Reuse:
         reuse = replace(PLAIN_REUSE, read=False)
     if HEADER in headers:
         reuse = stricter(reuse, _own(",".join(headers.getall(HEADER))))
+    if headers.get(RETRY_HEADER, "0").strip() != "0":  # the answer that was given before would not do
+        reuse = replace(reuse, read=False)
     return reuse
 
 

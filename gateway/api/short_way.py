@@ -22,6 +22,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from engine.protocol import Hello
+from gateway.api.cache_control import RETRY_HEADER
 from gateway.api.limiting import Limits, set_aside
 from gateway.api.record import (
     OVERHEAD_MS,
@@ -62,11 +63,13 @@ UNHEEDED: Final = frozenset(
         "x-real-ip",
         "x-request-id",
         "x-stainless-read-timeout",
-        "x-stainless-retry-count",
         "x-stainless-timeout",
     )
 )
 """Headers that change no answer and are often another with each request. What is not known counts."""
+
+_FIRST_TRY: Final = (RETRY_HEADER.encode(), b"0")
+"""Of an SDK that counts. A retry gets a new answer, and has a key of its own."""
 
 
 class Engine(Protocol):
@@ -227,7 +230,7 @@ def may_come_again(record: Record) -> bool:
 def _key(http: web.Request, tenant: Tenant, body: bytes) -> _Key:
     heeded = [http.raw_path.encode("utf-8", "surrogateescape")]
     for name, value in http.raw_headers:
-        if (lower := name.lower()) not in UNHEEDED:
+        if (lower := name.lower()) not in UNHEEDED and (lower, value) != _FIRST_TRY:
             heeded += (lower, value)  # neither can have a line end in it
     return _Key(tenant.name, hashlib.sha256(b"\n".join(heeded)).digest(), xxhash.xxh3_128_digest(body))
 

@@ -15,6 +15,11 @@ class ResponseCacheSettings(Section):
     mode: Literal["on", "ask", "off"] = Field(
         "on", description="`on`: every request that may be; `ask`: those that ask for it; `off`: none."
     )
+    upstreams: Literal["on", "ask", "off"] = Field(
+        "ask",
+        description="The same for requests to upstreams, where `mode` or a tenant allows no less. Embeddings follow "
+        "`mode` alone.",
+    )
     requests: Literal["deterministic", "all"] = Field(
         "deterministic",
         description="`deterministic`: with temperature 0 or a seed, and those that ask for the cache; `all`: all.",

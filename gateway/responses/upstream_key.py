@@ -48,6 +48,8 @@ _GONE_ON_WITH: Final = ("previous_response_id", "conversation", "prompt")
 _VECTORS: Final = "/v1/embeddings"
 """A text has one vector, whatever is said of sampling."""
 
+_STRICTER: Final = ("on", "ask", "off")
+
 _LEAST, _MOST, _LONGEST = -(2**63), 2**64 - 1, 20
 """Whole numbers that are read exactly, and characters of the longest of them."""
 
@@ -120,7 +122,7 @@ def _part(part: Any) -> Any:
 def find_upstream_bypass(
     request: UpstreamRequest, settings: ResponseCacheSettings, mode: Mode, *, known: bool
 ) -> str | None:
-    """As eligibility.find_bypass, and
+    """As eligibility.find_bypass, with the stricter of its `mode` and that of upstreams, and
 
     route     answers of this route, or in this form, are not kept; `known` is whether they could be
     stateful  the upstream is to keep something of it
@@ -128,6 +130,8 @@ def find_upstream_bypass(
     numbers   it has a whole number that some parsers round, so that another request would look alike here
     """
     values, reuse = request.values, request.reuse
+    if request.path != _VECTORS:
+        mode = max(mode, settings.upstreams, key=_STRICTER.index)
     if (reason := find_refusal(reuse, mode)) is not None:
         return reason
     if not known or not request.metered or (request.path.endswith(_STREAM) and not _is_sse(request)):

@@ -41,6 +41,8 @@ ASKED: Final = "How do I {} my {}?"
 AGAIN: Final = "Hello! How do I {} my {}? Thanks!"
 KEEP_OUT: Final = {"Cache-Control": "no-store"}
 CONFIG: Final = """
+[response_cache]
+upstreams = "on"
 [semantic_cache]
 mode = "on"
 judged = false

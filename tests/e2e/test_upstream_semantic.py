@@ -18,7 +18,7 @@ LIMIT_S = 60.0
 def config(stub: StubUpstream) -> str:
     return f"""
 [response_cache]
-mode = "on"
+upstreams = "on"
 [semantic_cache]
 mode = "on"
 judged = false

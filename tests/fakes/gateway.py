@@ -142,7 +142,7 @@ def response_cache(
     **settings: Any,
 ) -> ResponseCache:
     """Steps 1 and 7, to stand before the fake street (FakeStreet.responses)."""
-    own = ResponseCacheSettings(**settings)
+    own = ResponseCacheSettings(**{"upstreams": "on", **settings})
     memory = memory or MemoryEntries(own.max_memory_bytes, now)
     exact = ExactCache(memory, redis, retry_s=1.0, clock=time.monotonic)
     return ResponseCache(own, {}, exact, semantic, now, audited)

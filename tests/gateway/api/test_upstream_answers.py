@@ -58,6 +58,31 @@ async def outcomes(gateway: Gateway, *bodies: Any, **headers: str) -> list[str]:
     return [(await ask(gateway, body, **headers))[0] for body in bodies]
 
 
+async def test_generated_answers_are_remembered_for_who_asks_and_vectors_for_all() -> None:
+    async with (
+        upstream(whole(), whole(), whole(), EMBEDDINGS) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache(upstreams="ask")) as gateway,
+    ):
+        assert await outcomes(gateway, ASK, ASK) == ["bypass; reason=not-asked"] * 2
+        assert await outcomes(gateway, ASK, ASK, **{"x-kvasir-cache": "on"}) == ["miss", "exact"]
+        vector = {"model": "up-1", "input": "Hello."}
+        assert [(await ask(gateway, vector, "/v1/embeddings"))[0] for _ in range(2)] == ["miss", "exact"]
+
+
+async def test_a_retry_is_asked_for_anew_and_its_answer_replaces_the_old_one() -> None:
+    async with (
+        upstream(whole("malformed"), whole("better")) as stub,
+        running(upstreams=[stub.settings()], response_cache=response_cache()) as gateway,
+    ):
+        first = {"x-stainless-retry-count": "0"}
+        again = [await ask(gateway, **first) for _ in range(3)]  # the last one on the resend path
+        assert [outcome for outcome, _, _ in again] == ["miss", "exact", "exact"]
+        outcome, retried, _ = await ask(gateway, **{"x-stainless-retry-count": "1"})
+        assert (outcome, b"better" in retried, len(stub.got)) == ("miss", True, 2)
+        for headers in (first, {}, first):
+            assert (await ask(gateway, **headers))[:2] == ("exact", retried)
+
+
 async def test_the_same_request_gets_the_same_bytes_and_nobody_is_asked() -> None:
     async with (
         upstream(whole()) as stub,
