@@ -144,8 +144,9 @@ def _record(http: web.Request) -> Record:
 
 
 def _log(record: Record) -> None:
-    # Probes and scrapes come every few seconds; they are not what the line is for.
-    level = logging.INFO if record.endpoint.startswith("/v1") or record.status >= 500 else logging.DEBUG
+    # Probes and scrapes come every few seconds, and readiness is 503 while the server starts: the line is not for them.
+    failed_elsewhere = record.status >= 500 and not record.endpoint.startswith("/health")
+    level = logging.INFO if record.endpoint.startswith("/v1") or failed_elsewhere else logging.DEBUG
     if not access_log.isEnabledFor(level):
         return
     if is_final(record):
@@ -155,22 +156,36 @@ def _log(record: Record) -> None:
 
 
 def _line(record: Record) -> str:
+    """What is zero, or not there, has no field."""
     # What one trace says is what the record would say of it, in a third of the time.
     told: Record | Trace = record.traces[0] if len(record.traces) == 1 else record
-    first, lease, lookup = told.first_token_ms, told.lease, told.lookup
-    return (
-        f"request_id={record.request_id} tenant={record.tenant or '-'} endpoint={record.endpoint} "
-        f"model={_value(record.model or '-')} engine={told.engine or '-'} lane={record.lane if record.traces else '-'} "
-        f"stream={record.stream:d} prompt_tokens={told.prompt_tokens} cached_tokens={told.cached_tokens} "
-        f"lease={lease.state if lease else '-'} lease_read_tokens={told.lease_read_tokens} "
-        f"lease_write_tokens={told.lease_write_tokens} completion_tokens={told.completion_tokens} "
-        f"queue_ms={told.queue_ms:.1f} overhead_ms={told.overhead_ms:.2f} hit={lookup.outcome if lookup else '-'} "
-        f"embedded_tokens={record.embedded_tokens} first_token_ms={'-' if first is None else f'{first:.1f}'} "
-        f"total_ms={record.total_ms:.1f} retries={sum(trace.retries for trace in record.traces)} "
-        f"status={record.status} error={record.error or '-'}"
+    lease, lookup = told.lease, told.lookup
+    fields = (
+        ("tenant", record.tenant),
+        ("endpoint", _value(record.endpoint)),
+        ("model", record.model and _value(record.model)),
+        ("engine", told.engine),
+        ("lane", record.lane if record.traces else ""),
+        ("stream", int(record.stream)),
+        ("prompt_tokens", told.prompt_tokens),
+        ("cached_tokens", told.cached_tokens),
+        ("lease", lease and lease.state),
+        ("lease_read_tokens", told.lease_read_tokens),
+        ("lease_write_tokens", told.lease_write_tokens),
+        ("completion_tokens", told.completion_tokens),
+        ("queue_ms", round(told.queue_ms, 1)),
+        ("overhead_ms", round(told.overhead_ms, 2)),
+        ("hit", lookup and lookup.outcome),
+        ("embedded_tokens", record.embedded_tokens),
+        ("first_token_ms", round(told.first_token_ms or 0.0, 1)),
+        ("total_ms", round(record.total_ms, 1)),
+        ("retries", sum(trace.retries for trace in record.traces)),
+        ("status", record.status),
+        ("error", record.error),
     )
+    return f"request_id={record.request_id} " + " ".join([f"{name}={value}" for name, value in fields if value])
 
 
 def _value(text: str) -> str:
-    """Of a field, so that a name with spaces in it cannot be taken for more fields."""
+    """Of a field: quoted where a space in it could be taken for the beginning of another field."""
     return text if _PLAIN.fullmatch(text) else orjson.dumps(text).decode()

@@ -167,22 +167,13 @@ async def test_one_line_tells_all_of_a_request_but_not_its_text(caplog: pytest.L
         "model": "demo",
         "engine": "engine-1",
         "lane": "online",
-        "stream": "0",
         "prompt_tokens": "40",
         "cached_tokens": "32",
-        "lease": "-",
-        "lease_read_tokens": "0",
-        "lease_write_tokens": "0",
         "completion_tokens": "2",
-        "queue_ms": "0.0",
-        "overhead_ms": "0.50",
-        "hit": "-",
-        "embedded_tokens": "0",
+        "overhead_ms": "0.5",
         "first_token_ms": "0.1",
         "total_ms": "0.2",
-        "retries": "0",
         "status": "200",
-        "error": "-",
     }
 
 
@@ -191,7 +182,7 @@ async def test_one_line_tells_all_of_a_request_but_not_its_text(caplog: pytest.L
     [
         ("messages", [{"role": "poet", "content": "a secret"}], "BadRequest:messages[0].role"),
         ("model", "a secret", "ModelNotFound:model"),
-        ("a secret\nstatus=200", 1, "-"),
+        ("a secret\nstatus=200", 1, ""),
         ("modalities", ["audio"], "Unsupported:modalities"),
     ],
 )
@@ -202,7 +193,7 @@ async def test_the_line_says_why_a_request_was_refused_and_quotes_nothing_of_it(
     async with running() as gateway:
         status, _, _ = await gateway.post("/v1/chat/completions", {**ASK, field: value})
     (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
-    assert line.endswith(f" status={status} error={told}")
+    assert line.endswith(f" status={status}{told and ' error='}{told}")
     assert "secret" not in caplog.text
 
 
@@ -233,7 +224,7 @@ async def test_a_line_cannot_be_forged_by_the_name_of_a_model(caplog: pytest.Log
     async with running() as gateway:
         await gateway.post("/v1/chat/completions", {**ASK, "model": "x status=200\nrequest_id=other"})
     (line,) = [record.getMessage() for record in caplog.records if record.name == "kvasir.access"]
-    assert "model=- " in line
+    assert " model=" not in line
     assert "\n" not in line
 
 
@@ -242,6 +233,9 @@ async def test_probes_and_scrapes_leave_no_line(caplog: pytest.LogCaptureFixture
     async with running() as gateway:
         for path in ("/health", "/health/liveness", "/metrics"):
             await gateway.get(path)
+        gateway.state["engines"] = []  # as while the server starts
+        for path in ("/health", "/health/readiness"):
+            assert (await gateway.get(path))[0] == 503
     assert not caplog.records
 
 
