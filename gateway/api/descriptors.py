@@ -12,7 +12,7 @@ import contextlib
 import logging
 import resource
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from aiohttp import web
 
@@ -69,16 +69,15 @@ class _Gate(asyncio.Protocol):
         self._make = make
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        limit = _limit()
-        if _number_of(transport) >= limit - _reserved(limit):
+        tcp, limit = cast("asyncio.Transport", transport), _limit()  # uvloop's are of a class of their own
+        if _number_of(tcp) >= limit - _reserved(limit):
             _note(limit)
-            transport.write(_REFUSAL)
-            transport.close()
+            tcp.write(_REFUSAL)
+            tcp.close()
             return
         protocol = self._make()
-        transport.set_protocol(protocol)
-        protocol.connection_made(transport)
+        tcp.set_protocol(protocol)
+        protocol.connection_made(tcp)
 
 
 def _note(limit: int) -> None:

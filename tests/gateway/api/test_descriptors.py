@@ -14,7 +14,7 @@ from tests.fakes.waiting import until
 ROOT = Path(__file__).parent.parent.parent.parent
 FEW = 96
 SERVER = f"""
-import asyncio, resource
+import asyncio, resource, uvloop
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FEW}, {FEW}))
 from tests.fakes.gateway import running
 
@@ -23,7 +23,7 @@ async def main():
         print(gateway.port, flush=True)
         await asyncio.to_thread(input)
 
-asyncio.run(main())
+uvloop.run(main())
 """
 CHAT = b'{"model":"demo","messages":[{"role":"user","content":"hi"}]}'
 
