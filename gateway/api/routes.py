@@ -32,6 +32,8 @@ from gateway.api.dialect import PIECES, UNLISTED, Route
 from gateway.api.dialects import DIALECTS, handlers_of
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
+from gateway.api.gemini.embeddings import GeminiEmbeddings
+from gateway.api.gemini.files import GeminiFiles
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.limiting import Limits
@@ -147,7 +149,8 @@ def build_app(
         ShortWay(rendered_bytes, models, passthrough.serves, limits),
         line_timeout_s=batches.line_timeout_s,
     )
-    cached = CachedContents(server, gemini, admission, answering, contents, now)
+    kept = GeminiFiles(server, admission, files, upload_timeout_s)
+    cached = CachedContents(server, gemini, admission, answering, kept, contents, now)
     background = Background(responses, observer, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
     chats = OpenAI(server, leases, admission, answering)
     items = Responses(server, leases, admission, answering, responses, background)
@@ -167,7 +170,12 @@ def build_app(
             *AnthropicFiles(admission, files, upload_timeout_s).routes(),
             *MessageBatches(server, batches, admission, jobs, upload_timeout_s).routes(),
         ],
-        GEMINI.name: [*Gemini(server, admission, answering, cached).routes(), *cached.routes()],
+        GEMINI.name: [
+            *Gemini(server, admission, answering, cached, kept).routes(),
+            *GeminiEmbeddings(server, embeddings, admission, answering, vectors).routes(),
+            *cached.routes(),
+            *kept.routes(),
+        ],
         OWN: [
             *Admin(keys, sources, metrics).routes(),
             *LedgerPage(keys, ledger, now).routes(),
@@ -193,6 +201,7 @@ def build_app(
     lines = Lines(endpoints, observer, sources.all_joined, elsewhere, named, refuses_unknown)
     app[RUNNER] = BatchRunner(lines, formats)
     app.on_shutdown.append(lambda _: background.close())
+    app.on_shutdown.append(lambda _: kept.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}
     for (method, path), handler in handlers_of(docs.routes).items():

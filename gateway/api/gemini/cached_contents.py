@@ -27,6 +27,7 @@ from gateway.api.gemini.caching import (
     prefix_call,
     resource_json,
 )
+from gateway.api.gemini.files import VERSIONS, GeminiFiles
 from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.proto import read
 from gateway.api.gemini.request import Kept, model_name
@@ -37,7 +38,6 @@ from gateway.errors import BadRequestError, NotFoundError
 from gateway.tasks import off_loop
 from gateway.types import CachedContent, Lease, Tenant
 
-VERSIONS: Final = ("v1", "v1beta")
 EXAMPLE: Final = {
     "model": f"models/{EXAMPLE_MODEL}",
     "contents": [{"role": "user", "parts": [{"text": "A long document."}]}],
@@ -68,6 +68,7 @@ class CachedContents:
         settings: GeminiSettings,
         admission: Admission,
         answering: Answering,
+        files: GeminiFiles,
         store: ContentStore,
         now: Callable[[], float],
     ) -> None:
@@ -76,6 +77,7 @@ class CachedContents:
         self._settings = settings
         self._admission = admission
         self._answering = answering
+        self._files = files
         self._store = store
         self._now = now
 
@@ -110,6 +112,7 @@ class CachedContents:
         """POST /v1/cachedContents"""
         tenant = self._admission.admit(http)
         body = await read_json(http, self._server)
+        await self._files.put_texts(http[RECORD], tenant, body)
         values = await parsed(http[RECORD], lambda _, body: read(body, CREATE), body)
         if not values.get("model"):
             raise BadRequestError("'model' is not specified.", param="model", code="missing_required_parameter")

@@ -92,7 +92,12 @@ PART: Final = table(
     no_effect("partMetadata", an_object, "object", "Not kept."),
     no_effect("mediaResolution", anything, "object", "There are no media."),
     refused("inlineData", anything, "-", _NO_MEDIA),
-    refused("fileData", anything, "-", _NO_MEDIA),
+    refused(
+        "fileData",
+        anything,
+        "object: `fileUri` of a file that was uploaded here and is text",
+        "Its text takes the place of such a part, which has nothing else in it; other files are refused.",
+    ),
     refused("videoMetadata", anything, "-", _NO_MEDIA),
     refused("audioTranscription", anything, "-", _NO_MEDIA),
     refused("executableCode", anything, "-", _NO_CODE),

@@ -15,7 +15,8 @@ from gateway.api.answering import Answering, Asked, parsed
 from gateway.api.body import read_json
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import text
-from gateway.api.gemini.cached_contents import VERSIONS, CachedContents
+from gateway.api.gemini.cached_contents import CachedContents
+from gateway.api.gemini.files import VERSIONS, GeminiFiles
 from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.parameters import COUNT, GENERATE, MAX_CANDIDATES
 from gateway.api.gemini.proto import table, used
@@ -34,8 +35,14 @@ class Gemini:
     """Holds what its handlers need."""
 
     def __init__(
-        self, server: ServerSettings, admission: Admission, answering: Answering, cached: CachedContents
+        self,
+        server: ServerSettings,
+        admission: Admission,
+        answering: Answering,
+        cached: CachedContents,
+        files: GeminiFiles,
     ) -> None:
+        self._files = files
         self._server = server
         self._admission = admission
         self._answering = answering
@@ -83,6 +90,7 @@ class Gemini:
         body, name = await read_json(http, self._server), model_name(http.match_info["model"])
         if (told := await self._answering.passthrough.answer(http, tenant, name, body)) is not None:
             return told
+        has_files = await self._files.put_texts(http[RECORD], tenant, body)
         asked = await parsed(http[RECORD], lambda _, body: parse_generate(body), body)
         kept = None
         if asked.cached_content is not None:
@@ -96,8 +104,8 @@ class Gemini:
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)
         media_type = JSON if array else SSE
-        # What is cached by name is looked for each time.
-        may_come_again = kept is None and call.tool_use is None
+        # What is kept under a name is looked for each time.
+        may_come_again = kept is None and not has_files and call.tool_use is None
         answered = Asked(call, model, shape, stamp=shape.stamp() if may_come_again else None)
         return await self._answering.answer(http, tenant, answered, media_type=media_type)
 
@@ -107,6 +115,7 @@ class Gemini:
         body, name = await read_json(http, self._server), model_name(http.match_info["model"])
         if (passed := await self._answering.passthrough.answer(http, tenant, name, body, metered=False)) is not None:
             return passed
+        await self._files.put_texts(http[RECORD], tenant, body)
         asked, kept, told = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
         if asked.cached_content is not None:
             content, kept = await self._cached.use(tenant, asked.cached_content, name)

@@ -17,11 +17,11 @@ from gateway.api.gemini.times import duration
 from gateway.errors import BadRequestError, KvasirError, UnauthorizedError
 
 _OWN_PATHS: Final = re.compile(
-    r"/v1beta(/.*)?"
+    r"(/upload)?/v1beta(/.*)?|/upload/v1(/.*)?"
     r"|/v1/(cachedContents|tunedModels)(/.*)?"
     r"|/v1/models/.+:(generateContent|streamGenerateContent|countTokens|embedContent|batchEmbedContents|predict)"
 )
-_ROOTS: Final = ("/v1beta", "/v1/cachedContents", "/v1/tunedModels", "/v1/models/")
+_ROOTS: Final = ("/v1beta", "/upload/", "/v1/cachedContents", "/v1/tunedModels", "/v1/models/")
 """What all of these begin with."""
 _VERB: Final = re.compile(r"/v1(beta)?/models/.+:[A-Za-z]+")  # of a POST; a model that is got may be `name:tag`
 _STATUS: Final = {

@@ -83,7 +83,8 @@ def test_an_example_fits_what_the_document_says_of_it(name: str, route: Route) -
 
 async def existing(gateway: Gateway, route: Route, headers: Mapping[str, str]) -> str:
     """The route's path with names of what is there: `{name}` is first made, as the example of its collection says."""
-    path = template(route.path).replace("{model}", "demo")
+    embeds = "mbedContent" in route.path
+    path = template(route.path).replace("{model}", "all-MiniLM-L6-v2" if embeds else "demo")
     if not path.endswith("/{name}"):
         return path
     collection = path.removesuffix("/{name}")

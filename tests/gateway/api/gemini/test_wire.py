@@ -56,7 +56,7 @@ async def test_a_request_is_told_by_path_and_header_and_never_by_its_key(
         ("GET", "/v1beta/models/other", 404, "NOT_FOUND"),
         ("PUT", "/v1beta/models/demo:generateContent", 405, "UNIMPLEMENTED"),
         ("POST", "/v1beta/models/demo", 405, "UNIMPLEMENTED"),
-        ("POST", "/v1/models/demo:embedContent", 404, "NOT_FOUND"),
+        ("POST", "/v1/models/demo:predict", 404, "NOT_FOUND"),
         ("POST", "/v1beta/models/demo:doSomething", 404, "NOT_FOUND"),
     ],
 )

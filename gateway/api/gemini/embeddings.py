@@ -1,0 +1,121 @@
+"""embedContent and batchEmbedContents of the Gemini API: the embedder of /v1/embeddings, asked in this API's form."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any, Final
+
+from aiohttp import web
+
+from gateway.api.admission import Admission
+from gateway.api.answering import Answering, parsed
+from gateway.api.body import read_json
+from gateway.api.dialect import Route
+from gateway.api.fields import MAX_ITEMS, boolean, empty_text, missing, text
+from gateway.api.gemini.contents import instruction
+from gateway.api.gemini.files import VERSIONS
+from gateway.api.gemini.proto import message, no_effect, read, refused, repeated, table, used, whole
+from gateway.api.gemini.request import model_name
+from gateway.api.openai.embeddings import Embeddings
+from gateway.api.record import RECORD
+from gateway.api.replies import reply_json
+from gateway.config import EmbeddingSettings, ServerSettings
+from gateway.errors import BadRequestError
+
+_MAX_DIMENSIONS: Final = 2**31 - 1
+_string = text()
+
+EMBED: Final = table(
+    used("content", instruction, "content of text, required", "The text: its parts, joined."),
+    used(
+        "outputDimensionality",
+        whole(1, _MAX_DIMENSIONS),
+        "integer from 1, default: the model's",
+        "Numbers of a vector.",
+    ),
+    no_effect("taskType", _string, "string", "The model embeds all texts alike."),
+    no_effect("title", _string, "string", "The model embeds all texts alike."),
+    no_effect("model", _string, "string", "The URL names the model."),
+    refused("autoTruncate", boolean, "boolean; only `false`", "A longer text is refused, never cut.", False),
+)
+BATCH: Final = table(
+    used(
+        "requests", repeated(message(EMBED), MAX_ITEMS), "array of 1 or more, required", "Each as for `embedContent`."
+    ),
+)
+
+
+class GeminiEmbeddings:
+    """Holds what its handlers need."""
+
+    def __init__(
+        self,
+        server: ServerSettings,
+        settings: EmbeddingSettings,
+        admission: Admission,
+        answering: Answering,
+        embeddings: Embeddings,
+    ) -> None:
+        self._server = server
+        self._settings = settings
+        self._admission = admission
+        self._answering = answering
+        self._embeddings = embeddings
+
+    def routes(self) -> Iterator[Route]:
+        one = {"content": {"parts": [{"text": "The weather is lovely today."}]}}
+        for version in VERSIONS:
+            model = f"/{version}/models/{{model:.+}}"
+            yield Route(
+                "POST", f"{model}:embedContent", self.embed, "The vector of a text.", EMBED, ("content",), example=one
+            )
+            yield Route(
+                "POST",
+                f"{model}:batchEmbedContents",
+                self.embed_all,
+                "The vectors of several texts.",
+                BATCH,
+                ("requests",),
+                example={"requests": [one]},
+            )
+
+    async def embed(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1beta/models/{model}:embedContent"""
+        return await self._answer(http, batch=False)
+
+    async def embed_all(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1beta/models/{model}:batchEmbedContents"""
+        return await self._answer(http, batch=True)
+
+    async def _answer(self, http: web.Request, *, batch: bool) -> web.StreamResponse:
+        tenant, record = self._admission.admit(http), http[RECORD]
+        body, name = await read_json(http, self._server), model_name(http.match_info["model"])
+        if (told := await self._answering.passthrough.answer(http, tenant, name, body, metered=False)) is not None:
+            return told
+        asked = await parsed(record, lambda _, body: _requests(body, batch=batch), body)
+        dimensions = {one.get("outputDimensionality") for _, one in asked}
+        if len(dimensions) > 1:
+            where = "requests[].outputDimensionality"
+            raise BadRequestError(f"'{where}' has to be the same in all requests.", param=where)
+        inputs = {f"{path}content": one["content"] for path, one in asked}
+        vectors, tokens = await self._embeddings.embed(record, tenant, name, inputs, dimensions.pop())
+        made = [{"values": array("f", vector).tolist()} for vector in vectors]
+        usage = {"usageMetadata": {"promptTokenCount": tokens}}
+        return reply_json({"embeddings": made, **usage} if batch else {"embedding": made[0], **usage})
+
+
+def _requests(body: dict[str, Any], *, batch: bool) -> list[tuple[str, dict[str, Any]]]:
+    """The path of each in the body, and its checked values; at least one. Raises BadRequestError."""
+    values = read(body, BATCH if batch else EMBED)
+    asked = [("", values)]
+    if batch:
+        asked = [(f"requests[{index}].", one) for index, one in enumerate(values.get("requests", ()))]
+        if not asked:
+            raise missing("requests")
+    for path, one in asked:
+        if one.get("content") is None:
+            raise missing(f"{path}content")
+        if not one["content"]:
+            raise empty_text(f"{path}content")
+    return asked

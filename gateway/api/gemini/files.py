@@ -1,0 +1,307 @@
+"""/v1beta/files of the Gemini API, over the same files as those of the other APIs, and the text of files that contents
+refer to.
+
+    POST /upload/v1beta/files               a description; the answer's x-goog-upload-url says where the bytes go
+    POST /upload/v1beta/files?upload_id=ID  bytes, the last ones with the command `finalize`
+
+That is Google's resumable upload. Who knows its ID may write to it, as there: the SDK sends no key along. An upload
+lives in one gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiohttp import web
+
+from gateway import tasks
+from gateway.api.admission import Admission
+from gateway.api.body import BodyLimit, body_pieces, read_json
+from gateway.api.dialect import BYTES, Route
+from gateway.api.fields import anything, shown, text
+from gateway.api.gemini.pages import PAGE, page
+from gateway.api.gemini.proto import message, no_effect, read, refused, table, used
+from gateway.api.gemini.times import timestamp
+from gateway.api.record import RECORD, Record
+from gateway.api.replies import reply_json
+from gateway.api.uploads import UNNAMED, FileStore, Upload
+from gateway.config import ServerSettings
+from gateway.errors import BadRequestError, BodyTooLargeError, NotFoundError, StorageError, UnsupportedError
+from gateway.types import StoredFile, Tenant
+
+VERSIONS: Final = ("v1", "v1beta")
+PURPOSE: Final = "user_data"
+TTL_S: Final = 48 * 3600.0
+"""As upstream: its clients rely on files going away by themselves."""
+
+IDLE_S: Final = 60.0
+"""Until an upload whose next bytes do not come is dropped; it holds one of files.max_uploads."""
+
+_NO_LIMIT: Final = BodyLimit(1 << 62, "files.max_file_bytes")  # the store counts the bytes of a whole file
+_COMMANDS: Final = frozenset(("upload", "finalize", "query", "cancel"))
+_URI: Final = re.compile(r"(?:https?://[^/?#]+/v1(?:beta)?/)?files/([0-9a-f]{32})")
+_string = text()
+
+FILE: Final = table(
+    used("displayName", text(1024), "string of up to 1024 characters", "Its name."),
+    used("mimeType", _string, "string", "Its type."),
+    no_effect("sizeBytes", anything, "integer", "Bytes are counted as they come."),
+    refused("name", _string, "-", "Names are made here."),
+)
+CREATE: Final = table(used("file", message(FILE), "object: `displayName`, `mimeType`", "What is known of it."))
+
+
+@dataclass(slots=True)
+class _Resumable:
+    """An upload that goes on over several requests. `stack` ends it, whole or not."""
+
+    tenant: Tenant
+    upload: Upload
+    stack: AsyncExitStack
+    filename: str
+    mime_type: str
+    num_bytes: int = 0
+    timer: asyncio.TimerHandle | None = None
+    busy: bool = False
+
+
+class GeminiFiles:
+    """Holds what its handlers need, and uploads that are not complete."""
+
+    def __init__(self, server: ServerSettings, admission: Admission, files: FileStore, upload_timeout_s: float) -> None:
+        self._server = server
+        self._admission = admission
+        self._files = files
+        self._upload_timeout_s = upload_timeout_s
+        self._open: dict[str, _Resumable] = {}  # as many as files.max_uploads
+
+    def routes(self) -> Iterator[Route]:
+        for version in VERSIONS:
+            one = f"/{version}/files/{{file_id}}"
+            summary = "Begins an upload, or goes on with one."
+            example = {"file": {"displayName": "notes.txt", "mimeType": "text/plain"}}
+            yield Route("POST", f"/upload/{version}/files", self.upload, summary, CREATE, example=example)
+            yield Route("GET", f"/{version}/files", self.list_files, "The files that are kept.", query=PAGE)
+            yield Route("GET", one, self.get_file, "What is known of one of them.")
+            yield Route("DELETE", one, self.delete, "Keeps it no longer.")
+
+    async def close(self) -> None:
+        """Nothing is left of uploads that are not complete."""
+        for upload_id in list(self._open):
+            await self._drop(upload_id)
+
+    # -- uploads ------------------------------------------------------------------------------------------------------
+
+    async def upload(self, http: web.Request) -> web.StreamResponse:
+        """POST /upload/v1beta/files"""
+        upload_id = http.query.get("upload_id")
+        return await (self._begin(http) if upload_id is None else self._go_on(http, upload_id))
+
+    async def _begin(self, http: web.Request) -> web.Response:
+        tenant = self._admission.admit(http)
+        protocol = http.headers.get("X-Goog-Upload-Protocol", "resumable")
+        if protocol != "resumable" or http.headers.get("X-Goog-Upload-Command", "start") != "start":
+            raise UnsupportedError(
+                "Files are uploaded with X-Goog-Upload-Protocol: resumable, which begins with `start`."
+            )
+        described = read(await read_json(http, self._server), CREATE).get("file", {})
+        stack = AsyncExitStack()
+        upload = await stack.enter_async_context(self._files.upload(tenant.name))
+        upload.purpose = PURPOSE
+        name = described.get("displayName") or http.headers.get("X-Goog-Upload-File-Name") or UNNAMED
+        kind = http.headers.get("X-Goog-Upload-Header-Content-Type") or described.get("mimeType") or BYTES
+        upload_id = secrets.token_urlsafe(24)
+        self._open[upload_id] = _Resumable(tenant, upload, stack, name[:1024], kind[:255])
+        self._wait(upload_id)
+        try:
+            announced = http.headers.get("X-Goog-Upload-Header-Content-Length", "0")
+            upload.expect(int(announced) if announced.isdecimal() and len(announced) < 20 else 0)
+        except BaseException:
+            await self._drop(upload_id)
+            raise
+        url = f"{_origin(http)}{http.path}?upload_id={upload_id}&upload_protocol=resumable"
+        headers = {"X-Goog-Upload-Status": "active", "X-Goog-Upload-URL": url}
+        return reply_json({}, **headers)
+
+    async def _go_on(self, http: web.Request, upload_id: str) -> web.Response:
+        going = self._open.get(upload_id)
+        if going is None or going.busy:
+            raise NotFoundError(
+                "There is no such upload, or it is being written to: it was completed, was idle for too long, or was "
+                "begun at another gateway."
+            )
+        http[RECORD].tenant = going.tenant.name
+        commands = {word.strip().lower() for word in http.headers.get("X-Goog-Upload-Command", "").split(",")}
+        if not commands <= _COMMANDS:
+            raise BadRequestError("X-Goog-Upload-Command has to be `upload`, `upload, finalize`, `query` or `cancel`.")
+        if "cancel" in commands:
+            await self._drop(upload_id)
+            return reply_json({}, **{"X-Goog-Upload-Status": "cancelled"})
+        received = {"X-Goog-Upload-Status": "active", "X-Goog-Upload-Size-Received": str(going.num_bytes)}
+        if "query" in commands:
+            return reply_json({}, **received)
+        if http.headers.get("X-Goog-Upload-Offset", "0").strip() != str(going.num_bytes):
+            raise BadRequestError(f"X-Goog-Upload-Offset is not {going.num_bytes}, the number of bytes that have come.")
+        going.busy = True
+        try:
+            await self._take(http, going)
+            if "finalize" not in commands:
+                self._wait(upload_id)
+                return reply_json({}, **{"X-Goog-Upload-Status": "active"})
+            stored = await going.upload.finish(going.filename, going.mime_type, TTL_S)
+        except BaseException:
+            await self._drop(upload_id)
+            raise
+        finally:
+            going.busy = False
+        await self._drop(upload_id)
+        return reply_json({"file": file_json(stored, _origin(http))}, **{"X-Goog-Upload-Status": "final"})
+
+    async def _take(self, http: web.Request, going: _Resumable) -> None:
+        if going.timer is not None:
+            going.timer.cancel()
+        async with aclosing(body_pieces(http, _NO_LIMIT, self._upload_timeout_s)) as pieces:
+            async for piece in pieces:
+                await going.upload.write(piece)
+                going.num_bytes += len(piece)
+
+    def _wait(self, upload_id: str) -> None:
+        """For its next bytes."""
+        loop = asyncio.get_running_loop()
+
+        def give_up() -> None:
+            tasks.spawn(self._drop(upload_id), name="drop an upload")
+
+        self._open[upload_id].timer = loop.call_later(IDLE_S, give_up)
+
+    async def _drop(self, upload_id: str) -> None:
+        """Ends it; what was finished stays."""
+        if (going := self._open.pop(upload_id, None)) is not None:
+            if going.timer is not None:
+                going.timer.cancel()
+            await going.stack.aclose()
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    async def list_files(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1beta/files"""
+        tenant = self._admission.admit(http)
+        listed, token = page({stored.id: stored for stored in await self._files.all_of(tenant.name)}, http.query)
+        files = [file_json(stored, _origin(http)) for _, stored in listed]
+        return reply_json({"files": files, **({"nextPageToken": token} if token else {})})
+
+    async def get_file(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1beta/files/{file_id}"""
+        tenant, file_id = self._admission.admit(http), http.match_info["file_id"]
+        if (stored := await self._files.find(tenant.name, file_id)) is None:
+            raise _not_found(file_id)
+        return reply_json(file_json(stored, _origin(http)))
+
+    async def delete(self, http: web.Request) -> web.StreamResponse:
+        """DELETE /v1beta/files/{file_id}"""
+        tenant, file_id = self._admission.admit(http), http.match_info["file_id"]
+        if not await self._files.delete(tenant.name, file_id):
+            raise _not_found(file_id)
+        return reply_json({})
+
+    async def put_texts(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bool:
+        """Puts the texts of files into contents that refer to them. Whether there were any. Raises BadRequestError for
+        what is no text and for URIs of other servers, NotFoundError, and BodyTooLargeError for more than
+        server.max_body_bytes together."""
+        parts = list(_references(body))
+        for path, part, name in parts:
+            reference = part.pop(name)
+            part["text"] = await self._text(record, tenant, reference, f"{path}.fileData")
+        return bool(parts)
+
+    async def _text(self, record: Record, tenant: Tenant, reference: Any, path: str) -> str:
+        uri = (reference.get("fileUri") or reference.get("file_uri")) if isinstance(reference, dict) else None
+        known = _URI.fullmatch(uri) if isinstance(uri, str) else None
+        if known is None:
+            raise BadRequestError(
+                f"'{path}.fileUri' is no file that was uploaded here; nothing is fetched from elsewhere.",
+                param=f"{path}.fileUri",
+            )
+        most = self._server.max_body_bytes - record.body_bytes
+        async with self._files.reading(tenant.name, known[1]) as found:
+            if found is None:
+                raise _not_found(known[1])
+            stored, pieces = found
+            if stored.num_bytes > most:
+                raise BodyTooLargeError(self._server.max_body_bytes)
+            if record.body is not None:
+                record.body.grow_to(record.body.num_bytes + stored.num_bytes)
+            data = b"".join([piece async for piece in pieces])
+        if len(data) != stored.num_bytes:
+            raise StorageError("The file cannot be read at the moment.")
+        record.body_bytes += len(data)
+        try:
+            said = data.decode()
+        except UnicodeDecodeError:
+            said = "\0"
+        if "\0" in said:
+            kind = shown(stored.mime_type)
+            raise UnsupportedError(
+                f"'{path}': the file ({kind}) is no text in UTF-8, and only text is understood.", param=path
+            )
+        return said
+
+
+def file_json(stored: StoredFile, origin: str) -> dict[str, Any]:
+    """As every route tells it."""
+    told: dict[str, Any] = {
+        "name": f"files/{stored.id}",
+        "displayName": stored.filename,
+        "mimeType": stored.mime_type,
+        "sizeBytes": str(stored.num_bytes),
+        "createTime": timestamp(stored.created_s),
+        "updateTime": timestamp(stored.created_s),
+        "uri": f"{origin}/v1beta/files/{stored.id}",
+        "state": "ACTIVE",
+        "source": "UPLOADED",
+    }
+    if stored.expires_s is not None:
+        told["expirationTime"] = timestamp(stored.expires_s)
+    return told
+
+
+def _origin(http: web.Request) -> str:
+    """As the client sees us, behind a proxy that ends TLS, too."""
+    scheme = http.headers.get("X-Forwarded-Proto", http.scheme)
+    return f"{'https' if scheme == 'https' else 'http'}://{http.host}"
+
+
+def _references(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Parts that refer to a file, with their paths, and how they spell it. What has another shape is for others to
+    refuse."""
+    whole = body.get("generateContentRequest") or body.get("generate_content_request")
+    for at, values in (("", body), ("generateContentRequest.", whole)):
+        if not isinstance(values, dict):
+            continue
+        for key in ("contents", "systemInstruction", "system_instruction"):
+            for turn_path, turn in _items(values.get(key), f"{at}{key}"):
+                for path, part in _items(turn.get("parts"), f"{turn_path}.parts"):
+                    for name in ("fileData", "file_data"):
+                        if part.get(name) is not None and part.get("text") is None:
+                            yield path, part, name
+                            break
+
+
+def _items(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One object may stand for an array of one."""
+    if isinstance(value, dict):
+        yield path, value
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, dict):
+            yield f"{path}[{index}]", item
+
+
+def _not_found(file_id: str) -> NotFoundError:
+    """The same for what never was, what is over and what is another tenant's."""
+    return NotFoundError(f"File not found (or permission denied): files/{shown(file_id)}.")
