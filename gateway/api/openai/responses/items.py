@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from gateway.api.fields import (
     MAX_ITEMS,
-    JsonSchema,
     a_list,
     an_array,
     an_object,
@@ -20,7 +19,6 @@ from gateway.api.fields import (
     check_names,
     choice,
     missing,
-    object_schema,
     required_text,
     takes,
     text,
@@ -28,6 +26,7 @@ from gateway.api.fields import (
     wrong_value,
 )
 from gateway.api.openai.caching import check_breakpoint
+from gateway.api.openai.responses.item_schemas import ITEM, check_phase, check_status
 from gateway.errors import UnsupportedError
 
 Item = dict[str, Any]
@@ -36,9 +35,7 @@ ROLES: Final = ("user", "assistant", "system", "developer")
 MEDIA: Final = {"input_image": "Images", "input_file": "Files", "input_audio": "Audio"}
 
 _string = text()
-_status = choice("in_progress", "completed", "incomplete")
 _output_status = choice("in_progress", "completed", "incomplete", "failed")
-_phase = choice("commentary", "final_answer")
 _ID: Final = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})[io][0-9a-f]{4,}")
 _PREFIXES: Final = {
     "message": "msg",
@@ -53,119 +50,6 @@ _PREFIXES: Final = {
     "apply_patch_call": "apc",
     "apply_patch_call_output": "apo",
     "reasoning": "rs",
-}
-
-
-def _parts(*schemas: JsonSchema) -> JsonSchema:
-    """A string, or parts of these kinds."""
-    parts = {"type": "array", "items": {"anyOf": list(schemas)}, "minItems": 1, "maxItems": MAX_ITEMS}
-    return {"anyOf": [{"type": "string"}, parts]}
-
-
-_text: Final[JsonSchema] = {"type": "string"}
-_input_text: Final = object_schema(
-    {"type": {"const": "input_text"}, "text": _text, "prompt_cache_breakpoint": check_breakpoint.schema}, "type", "text"
-)
-_said: Final = (
-    object_schema(
-        {
-            "type": {"const": "output_text"},
-            "text": _text,
-            "annotations": {"type": "array"},
-            "logprobs": {"type": "array"},
-            "parsed": {},
-        },
-        "type",
-        "text",
-    ),
-    object_schema({"type": {"const": "refusal"}, "refusal": _text}, "type", "refusal"),
-)
-_every: Final[JsonSchema] = {"id": {"type": "string", "maxLength": 128}, "status": _status.schema}
-
-
-def _item_schema(kind: str, fields: JsonSchema, *required: str) -> JsonSchema:
-    return object_schema({**_every, "type": {"const": kind}, **fields}, *required)
-
-
-def _with_texts(name: str) -> JsonSchema:
-    return object_schema({name: {"type": "array", "items": _text}}, name)
-
-
-ITEM: Final[JsonSchema] = {
-    "anyOf": [
-        _item_schema(
-            "message",
-            {
-                "role": {"enum": ["user", "system", "developer"]},
-                "content": _parts(_input_text),
-                "phase": _phase.schema,
-            },
-            "role",
-            "content",
-        ),
-        _item_schema(
-            "message",
-            {"role": {"const": "assistant"}, "content": _parts(*_said), "phase": _phase.schema},
-            "role",
-            "content",
-        ),
-        _item_schema(
-            "function_call",
-            {"call_id": _text, "name": _text, "arguments": _text, "namespace": _text},
-            "type",
-            "call_id",
-            "name",
-            "arguments",
-        ),
-        _item_schema(
-            "custom_tool_call",
-            {"call_id": _text, "name": _text, "input": _text, "namespace": _text},
-            "type",
-            "call_id",
-            "name",
-            "input",
-        ),
-        _item_schema(
-            "custom_tool_call_output", {"call_id": _text, "output": _parts(_input_text)}, "type", "call_id", "output"
-        ),
-        _item_schema(
-            "local_shell_call", {"call_id": _text, "action": _with_texts("command")}, "type", "call_id", "action"
-        ),
-        _item_schema("shell_call", {"call_id": _text, "action": _with_texts("commands")}, "type", "call_id", "action"),
-        _item_schema(
-            "apply_patch_call",
-            {"call_id": _text, "operation": object_schema({"type": _text, "path": _text}, "type", "path")},
-            "type",
-            "call_id",
-            "operation",
-        ),
-        _item_schema("local_shell_call_output", {"call_id": _text, "output": _text}, "type", "call_id", "output"),
-        _item_schema(
-            "shell_call_output",
-            {"call_id": _text, "output": {"type": "array", "items": {"type": "object"}}},
-            "type",
-            "call_id",
-            "output",
-        ),
-        _item_schema("apply_patch_call_output", {"call_id": _text, "output": _text}, "type", "call_id"),
-        _item_schema(
-            "function_call_output",
-            {"call_id": _text, "name": _text, "output": _parts(_input_text)},
-            "type",
-            "call_id",
-            "output",
-        ),
-        _item_schema(
-            "reasoning",
-            {
-                "summary": {"type": "array", "items": {"type": "object"}},
-                "content": {"type": "array", "items": {"type": "object"}},
-                "encrypted_content": _text,
-            },
-            "type",
-        ),
-        object_schema({"type": {"const": "item_reference"}, "id": _text}, "id"),
-    ]
 }
 
 
@@ -233,7 +117,7 @@ def _message(item: Item, path: str) -> Item:
         raise wrong_type(f"{path}.content", "a string or an array of parts", content)
     message: Item = _common(item, path, "message") | {"role": role, "content": content}
     if item.get("phase") is not None:
-        message["phase"] = _phase(item["phase"], f"{path}.phase")
+        message["phase"] = check_phase(item["phase"], f"{path}.phase")
     return message
 
 
@@ -386,7 +270,7 @@ def _kind(part: Any, path: str) -> str:
 
 def _common(item: Item, path: str, kind: str) -> Item:
     """What all items have, in the order in which they are told."""
-    status = "completed" if item.get("status") is None else _status(item["status"], f"{path}.status")
+    status = "completed" if item.get("status") is None else check_status(item["status"], f"{path}.status")
     if item.get("id") is None:
         return {"type": kind, "status": status}
     return {"id": text(128)(item["id"], f"{path}.id"), "type": kind, "status": status}
