@@ -233,7 +233,14 @@ def _semantic_cache(settings: Settings, redis: Redis | None, embedder: Embedder)
         return None
     shared = redis_or_memory.shared_questions(settings, redis)
     return SemanticCache(
-        own, modes, embedder, shared, random=random.random, now=time.time, retry_s=settings.redis.retry_s
+        own,
+        modes,
+        embedder,
+        shared,
+        random=random.random,
+        now=time.time,
+        retry_s=settings.redis.retry_s,
+        namespaces=[namespace.name for namespace in settings.namespaces if namespace.semantic_cache],
     )
 
 

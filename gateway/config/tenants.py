@@ -72,6 +72,11 @@ class NamespaceSettings(Section):
     tenants: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         ..., description="Names of the tenants that may use it, or `*` for every tenant."
     )
+    semantic_cache: bool = Field(
+        False,
+        description="Whether the semantic cache is for requests in it as well: any of these tenants may have asked the "
+        "question whose answer is given.",
+    )
     default: bool = Field(
         False, description="Whether requests of these tenants use it that ask for no namespace; one per tenant."
     )

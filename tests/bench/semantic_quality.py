@@ -197,7 +197,7 @@ def plain_cosine(rows: Sequence[Row], vectors: Vectors, threshold: float) -> Out
     import gateway.responses.semantic.space as module
 
     guard = module.find_veto
-    module.find_veto = lambda one, other, *, strict=False: None
+    module.find_veto = lambda one, other, **_: None
     try:
         rule = lambda evidence: evidence.similarity >= threshold  # noqa: E731
         return outcome(player(vectors, rule=rule, min_similarity=0.0).play(rows))

@@ -90,6 +90,7 @@ class Kitchen:
     now: float = 1000.0
     runs: list[Request] = field(default_factory=list)
     modes: dict[str, Any] = field(default_factory=dict)
+    namespaces: Sequence[str] = ()
     before: Callable[[Request], None] = lambda request: None
 
     def __post_init__(self) -> None:
@@ -104,6 +105,7 @@ class Kitchen:
             random=lambda: self.chance,
             now=lambda: self.now,
             retry_s=0.01,
+            namespaces=self.namespaces,
         )
         self.exact = exact
         self.cache = ResponseCache(own, {}, exact, self.semantic, lambda: self.now)

@@ -129,7 +129,16 @@ class House:
         self.memory, self.shelf = MemoryEntries(own.max_memory_bytes, time.time), Shelf()
         exact = ExactCache(self.memory, self.shelf, memory_s=60.0, retry_s=1.0, clock=time.monotonic)
         judged = SemanticCacheSettings(mode="on", judged=False, lookup_timeout_s=10.0)
-        self.semantic = SemanticCache(judged, {}, LastWords(), None, random=lambda: 1.0, now=time.time, retry_s=1.0)
+        self.semantic = SemanticCache(
+            judged,
+            {},
+            LastWords(),
+            None,
+            random=lambda: 1.0,
+            now=time.time,
+            retry_s=1.0,
+            namespaces=[namespace] if namespace else (),
+        )
         self.responses = ResponseCache(own, {}, exact, self.semantic, time.time)
         self.street = Street(
             prompts=self.prompts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,13 +62,16 @@ class SemanticCache:
         random: Callable[[], float],
         now: Callable[[], float],
         retry_s: float,
+        namespaces: Collection[str] = (),
     ) -> None:
         """modes   of tenants that have one of their own
+        namespaces  shared ones whose tenants may get answers to one another's questions
         random  a number from 0 to 1, evenly distributed
         now     the clock of entries, in seconds since 1970
         """
         self._settings = settings
         self._modes = modes
+        self._namespaces = frozenset(f"namespace:{name}" for name in namespaces)
         self._now = now
         self._background = Background()
         self._sync = Sync(redis, self._background, sync_s=settings.sync_s, retry_s=retry_s, clock=time.monotonic)
@@ -196,6 +199,8 @@ class SemanticCache:
         mode = self._modes.get(asked.tenant, settings.mode)
         if mode == "off" or reuse.semantic is False:
             return "off"
+        if asked.owner.startswith("namespace:") and asked.owner not in self._namespaces:
+            return "shared"
         if mode == "ask" and not reuse.semantic:
             return "not-asked"
         return asked.find_unfit(settings.max_temperature)

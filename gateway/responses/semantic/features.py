@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
-from gateway.responses.semantic.lexicon import NEGATIONS, NUMBERS, ROLES, STOP_WORDS, TIMES, UNITS
+from gateway.responses.semantic.lexicon import COURTESIES, NEGATIONS, NUMBERS, ROLES, STOP_WORDS, TIMES, UNITS
 
 MAX_CHARS: Final = 4000
 """Of a text that is looked at: more than the tokens that the encoder takes have."""
@@ -50,6 +51,7 @@ class Features:
     squashed  its letters and digits, nothing between them
     words     its words, as they are and stemmed
     content   stems of the words that say something, in their order, and numbers
+    parts     the same by sentence, those that only greet or thank left out
     numbers   as decimal strings; `one`: whether a word is in it that may stand for the number 1
     counted   number -> stem of the word that it counts
     units     number -> its unit, where it has one
@@ -64,6 +66,7 @@ class Features:
     squashed: str
     words: frozenset[str]
     content: tuple[str, ...]
+    parts: tuple[frozenset[str], ...]
     numbers: frozenset[str]
     one: bool
     counted: Mapping[str, str]
@@ -118,6 +121,7 @@ class _Reading:
     def __init__(self) -> None:
         self.words: set[str] = set()
         self.content: list[str] = []
+        self.ends: list[int] = [0]  # where sentences end in it
         self.numbers: set[str] = set()
         self.counted: dict[str, str] = {}
         self.units: dict[str, str] = {}
@@ -193,6 +197,7 @@ class _Reading:
         self.opening = False
 
     def end(self) -> None:
+        self.ends.append(len(self.content))
         self.opening = True
         self.role = None
         self.last = ""
@@ -213,12 +218,15 @@ class _Reading:
 
     def features(self, text: str) -> Features:
         lowered = text.lower()
+        self.end()
+        parts = [frozenset(self.content[start:end]) - COURTESIES for start, end in pairwise(self.ends)]
         shouted = self.small_capitals >= MANY_SMALL  # or a title: capitals say nothing of names
         return Features(
             lowered=lowered,
             squashed=_SQUASHED.sub("", lowered),
             words=frozenset(self.words),
             content=tuple(self.content),
+            parts=tuple(part for part in parts if part),
             numbers=frozenset(self.numbers),
             one=not self.words.isdisjoint(("one", "first")),
             counted=self.counted,

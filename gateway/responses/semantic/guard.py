@@ -11,19 +11,29 @@ from collections.abc import Callable, Set
 from typing import Final
 
 from gateway.responses.semantic.features import Features, stem
-from gateway.responses.semantic.lexicon import EXCLUSIVE, OPPOSED_ROLES, OPPOSITES, PREFIXES, SWAPPED_ROLES, SYMMETRIC
+from gateway.responses.semantic.lexicon import (
+    COURTESIES,
+    EXCLUSIVE,
+    INSTRUCTIONS,
+    OPPOSED_ROLES,
+    OPPOSITES,
+    PREFIXES,
+    SWAPPED_ROLES,
+    SYMMETRIC,
+)
 
 Rule = Callable[[Features, Features], bool]
 """Whether these two differ in it. Symmetric."""
 
 
-def find_veto(one: Features, other: Features, *, strict: bool = False) -> str | None:
+def find_veto(one: Features, other: Features, *, strict: bool = False, answers: bool = False) -> str | None:
     """Why an answer to the one may not serve the other: the name of a rule. None when no rule objects.
 
-    strict  the same words in another order are another question
+    strict   the same words in another order are another question
+    answers  they are answers: one may say more than the other
     """
     for name, differs in RULES.items():
-        if differs(one, other):
+        if differs(one, other) and not (answers and name in OF_QUESTIONS):
             return name
     return "order" if strict and _reordered(one, other) else None
 
@@ -161,6 +171,27 @@ def _reordered(one: Features, other: Features) -> bool:
     return one.content != other.content and sorted(one.content) == sorted(other.content)
 
 
+def _instructions(one: Features, other: Features) -> bool:
+    """One says how to answer (wrongly, briefly, as JSON) in a word that the other lacks."""
+    return not INSTRUCTIONS.isdisjoint(one.words ^ other.words)
+
+
+def _additions(one: Features, other: Features) -> bool:
+    """One contains the other's request and more, or a sentence of which no word is in the other: an instruction, a
+    condition, another request."""
+    here, there = _asked(one), _asked(other)
+    return here < there or there < here or _adds_sentence(one, other) or _adds_sentence(other, one)
+
+
+def _asked(features: Features) -> Set[str]:
+    """Stems of what it says. Numbers have a rule of their own, and may be words."""
+    return {word for word in features.content if not word[0].isdigit()} - COURTESIES
+
+
+def _adds_sentence(one: Features, other: Features) -> bool:
+    return len(one.parts) > 1 and any(part.isdisjoint(other.words) for part in one.parts)
+
+
 RULES: Final[dict[str, Rule]] = {
     "numbers": _numbers,
     "negation": _negation,
@@ -173,5 +204,10 @@ RULES: Final[dict[str, Rule]] = {
     "voices": _voices,
     "counted": _counted,
     "units": _units,
+    "instructions": _instructions,
+    "additions": _additions,
 }
 """Why a neighbour is not one -> whether it applies; what vetoes most comes first."""
+
+OF_QUESTIONS: Final = frozenset(("instructions", "additions"))
+"""Rules that hold for questions alone."""

@@ -44,7 +44,7 @@ def compare(one: str, other: str) -> bool | None:
     words = min(len(one.split()), len(other.split()))
     if words <= SHORT_WORDS:
         return False
-    agree = _facts_agree(here, there) if words > LONG_WORDS else find_veto(here, there) is None
+    agree = _facts_agree(here, there) if words > LONG_WORDS else find_veto(here, there, answers=True) is None
     return None if agree and _sentences_agree(_sentences(one), _sentences(other)) else False
 
 
@@ -84,7 +84,7 @@ def _denied(sentence: Features, others: Sequence[Features]) -> bool:
     if nearest is None or shared < ALIKE:
         return False
     exchanged = shared >= EXCHANGED and not words <= set(nearest.content) and not words >= set(nearest.content)
-    return exchanged or find_veto(sentence, nearest) is not None
+    return exchanged or find_veto(sentence, nearest, answers=True) is not None
 
 
 def _shared(one: set[str], other: set[str]) -> float:

@@ -72,6 +72,15 @@ question answer|ask answer|solution problem|virtual physical|digital analog|onli
 static dynamic|mutable immutable|serial parallel|sender receiver|source destination|client server|parent child
 sweet sour|raw cooked|fresh stale|sharp dull|bright dark|light dark|tight loose|war peace|friend enemy|hero villain
 rural urban|urban rural|victory defeat|heaven hell|angel devil|tragedy comedy|fiction nonfiction|pull push
+forbid may|forbidden may|forbidden can|forbidden allow|forbidden allowed|forbidden permitted|forbidden permit
+forbidden legal|prohibited may|prohibited can|prohibited allowed|prohibited permitted|prohibited legal|banned allowed
+banned permitted|banned legal|banned may|banned can|illegal may|illegal allowed|illegal permitted|must optional
+compulsory optional|necessary optional|obligatory optional|compulsory voluntary|required voluntary|required optional
+need optional|fee free|fees free|paid free|pay free|charge free|charged free|price free|cost free|complimentary paid
+gratis paid|cancel confirm|cancel keep|cancel renew|cancel resume|cancel book|cancel activate|pause resume
+suspend resume|terminate renew|expire renew|refund charge|refundable nonrefundable|earn spend|rent buy|lease buy
+own rent|alone together|individual group|same different|similar different|automatic manual|automatically manually
+gain loss|prepaid postpaid|wholesale retail|oneway return|included extra
 dominant recessive|acute chronic|benign malignant|systolic diastolic|contagious noncontagious|inhale exhale
 enter exit|entrance exit|theist atheist|religious atheist|carnivore herbivore|vegetarian carnivore
 """
@@ -209,6 +218,22 @@ list find get hello hi hey thanks thank kindly just also too very really much ma
 ive id dont cant not no ask know want like need let best way ways good able
 """)
 """Words that say little of what a question is about."""
+
+COURTESIES: Final = _set("""
+help appreciat advanc sorry dear sir madam everyon anyon somebody someon guys friend question wonder morn even cheer
+regard apolog greet suppos possibl
+""")
+"""Stems that add nothing to a question."""
+
+INSTRUCTIONS: Final = _set("""
+lie lies lying lied dishonest deceive deceptive mislead misleading fabricate invent hallucinate untruthful untrue
+incorrect incorrectly wrongly falsely false inaccurate inaccurately opposite sarcastic sarcasm sarcastically ironic
+joke jokingly pretend roleplay imagine act persona pirate ignore disregard forget override instructions instruction
+prompt jailbreak answer answers answering reply respond response output print write say claim insist recommend mention
+repeat translate rhyme poem haiku rap json xml yaml markdown html csv bullet bullets table paragraph sentence sentences
+word words brief briefly concise concisely short shortly detail detailed verbose
+""")
+"""Words that say how to answer rather than what is asked."""
 
 EXCLUSIVE: Final = (
     frozenset(["second", "minut", "hour", "day", "week", "month", "year", "decad", "centur", "century"]),

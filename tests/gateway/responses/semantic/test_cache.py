@@ -11,7 +11,7 @@ from engine.protocol import Grammar, Sampling
 from gateway.config import SemanticCacheSettings
 from gateway.errors import EngineFailedError
 from gateway.responses.semantic.budget import Budget
-from gateway.types import ChatPrompt, Constraint, Request, Reuse, Tool, ToolUse
+from gateway.types import ChatPrompt, Constraint, Request, Reuse, Scope, Tool, ToolUse
 from tests.fakes.meanings import BROKEN, Kitchen, Meanings
 from tests.fakes.waiting import until
 
@@ -41,6 +41,15 @@ async def test_a_question_in_other_words_gets_the_answer_that_was_given() -> Non
     assert one.semantic.outcomes == {"miss": 1, "hit": 1}
     (space,) = one.semantic.stats()["spaces"]
     assert (space["owner"], space["model"], space["entries"], space["hits"]) == ("tenant:a", "demo", 1, 1)
+
+
+@pytest.mark.parametrize(("namespaces", "outcome"), [((), "miss"), (("n",), "semantic")])
+async def test_tenants_of_a_namespace_share_answers_by_meaning_only_where_it_says_so(
+    namespaces: tuple[str, ...], outcome: str
+) -> None:
+    one = kitchen(namespaces=namespaces)
+    await one.ask(FIRST, scope=Scope(namespace="n"))
+    assert (await one.ask(SECOND, tenant="b", scope=Scope(namespace="n")))[1] == outcome
 
 
 async def test_what_asks_for_something_else_is_answered_afresh() -> None:
