@@ -65,6 +65,11 @@ class SemanticCacheSettings(Section):
     max_bytes: Annotated[int, Field(ge=0)] = Field(
         1 << 30, description="Bytes of memory for the questions of one tenant to one model, about."
     )
+    max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
+        1 << 30,
+        description="Bytes of memory of one gateway for the questions of all tenants together, about. What does not "
+        "fit goes from the tenant or namespace that has most, what was used longest ago first.",
+    )
     max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
         32 << 20, description="Bytes of questions in Redis of one tenant and model; 0 keeps none there."
     )

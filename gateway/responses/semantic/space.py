@@ -88,9 +88,16 @@ class Space:
     """See the module."""
 
     def __init__(
-        self, settings: SemanticCacheSettings, *, random: Callable[[], float], now: Callable[[], float]
+        self,
+        settings: SemanticCacheSettings,
+        *,
+        random: Callable[[], float],
+        now: Callable[[], float],
+        grew: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """`now` is the clock of entries, in seconds since 1970."""
+        """`now` is the clock of entries, in seconds since 1970. `grew` is told by how many bytes, fewer ones too, and
+        may evict."""
+        self.grew = grew
         self._settings = settings
         self._now = now
         self.budget = Budget(settings.bound, audit_share=settings.audit_share, random=random)
@@ -149,14 +156,19 @@ class Space:
         if scope is not None and len(scope.held) >= settings.max_scope_entries:
             self._evict(next(iter(scope.held.values())))
         while len(self._held) >= settings.max_entries or self.bytes + entry.num_bytes > settings.max_bytes:
-            self._evict(next(iter(self._held.values())))
+            self.evict_oldest()
         held = _Held(self._next, entry, read or features(entry.text))
         self._next += 1
         scope = self._scopes.get(entry.scope) or self._scopes.setdefault(entry.scope, _Scope(Nearest(len(vector))))
         scope.nearest.add(held.number, vector)
         self._held[entry.key] = self._numbers[held.number] = scope.held[entry.key] = held
         self.bytes += entry.num_bytes
+        self.grew(entry.num_bytes)
         return True
+
+    def evict_oldest(self) -> None:
+        """What was used longest ago goes. There is something."""
+        self._evict(next(iter(self._held.values())))
 
     def find(self, key: bytes) -> Entry | None:
         held = self._held.get(key)
@@ -234,6 +246,7 @@ class Space:
         del self._held[held.entry.key]
         del self._numbers[held.number]
         self.bytes -= held.entry.num_bytes
+        self.grew(-held.entry.num_bytes)
         scope = self._scopes[held.entry.scope]
         scope.nearest.remove(held.number)
         del scope.held[held.entry.key]

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -44,6 +44,7 @@ class Spaces:
         self._sync = sync
         self._random = random
         self._now = now
+        self.bytes = 0
         self._spaces: OrderedDict[tuple[str, str], _Named] = OrderedDict()  # asked last at the end
 
     def __iter__(self) -> Iterator[Space]:
@@ -62,7 +63,7 @@ class Spaces:
         named = self._spaces.get(key)
         if named is None:
             self._make_room(owner)
-            space = Space(self._settings, random=self._random, now=self._now)
+            space = Space(self._settings, random=self._random, now=self._now, grew=self._grew)
             named = self._spaces[key] = _Named(f"{owner}/{model}/{encoder}", space)
         self._spaces.move_to_end(key)
         self._sync.catch_up(*named)
@@ -94,7 +95,29 @@ class Spaces:
         """For one more model of an owner, who may make up names where an upstream answers to any."""
         own = [model for whose, model in self._spaces if whose == owner]
         if len(own) >= self._settings.max_models:
-            self._sync.forget(self._spaces.pop((owner, own[0])).name)
+            gone = self._spaces.pop((owner, own[0]))
+            self.bytes -= gone.space.bytes
+            gone.space.grew = _nowhere  # a request may still hold it
+            self._sync.forget(gone.name)
+
+    def _grew(self, num_bytes: int) -> None:
+        """Keeps all of them together within their bytes: what does not fit goes from the owner that has most, from the
+        model that was asked longest ago."""
+        self.bytes += num_bytes
+        while num_bytes > 0 and self.bytes > self._settings.max_memory_bytes:
+            owned: Counter[str] = Counter()
+            for (owner, _), named in self._spaces.items():
+                owned[owner] += named.space.bytes
+            ((most, most_bytes),) = owned.most_common(1)
+            if not most_bytes:
+                return
+            next(
+                named.space for (owner, _), named in self._spaces.items() if owner == most and len(named.space)
+            ).evict_oldest()
+
+
+def _nowhere(num_bytes: int) -> None:
+    """Counts nothing."""
 
 
 def _is_removed(removal: Removal, owner: str, model: str, entry: Entry) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.config import SemanticCacheSettings
+from gateway.responses.semantic.spaces import Spaces
 from tests.fakes.meanings import Kitchen, Meanings
 
 FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
@@ -18,3 +19,15 @@ async def test_only_so_many_models_of_an_owner_have_questions() -> None:
     assert (await one.ask("how should i reset my password", model="one"))[1] == "semantic"
     assert (await one.ask("how might i reset my password", tenant="b", model="one"))[1] == "semantic"
     assert (await one.ask(SECOND, model="two"))[1] == "miss"
+
+
+async def test_all_owners_and_models_together_keep_within_their_bytes_and_who_has_most_gives() -> None:
+    settings = SemanticCacheSettings(mode="on", max_memory_bytes=100_000, max_models=3)
+    one = Kitchen(meanings=Meanings({"reset": 0.0}), settings=settings)
+    spaces: Spaces = one.semantic._spaces
+    await one.ask(FIRST, tenant="small")
+    for number in range(40):
+        await one.ask(f"How do I reset device {number}?", tenant="large", model=f"m{number % 3}")
+        assert spaces.bytes == sum(space.bytes for space in spaces) <= settings.max_memory_bytes
+    assert sum(space.evicted for space in spaces) > 0
+    assert (await one.ask(SECOND, tenant="small"))[1] == "semantic"
