@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.config import EngineSettings
@@ -66,8 +65,7 @@ def make_loop(
     from engine.loop import EngineLoop
     from engine.pool.blocks import BlockPool
     from engine.pool.hit_density import HitDensity
-    from engine.sampling.grammar import Grammars
-    from engine.sampling.grammar_queue import GrammarQueue
+    from engine.sampling.grammar_pool import GrammarPool
     from engine.scheduler import Scheduler
     from engine.tiers.storage import build_tiers
 
@@ -83,14 +81,18 @@ def make_loop(
         eos_ids=hello.eos_ids,
         tiers=build_tiers(settings, hello.namespace, pool, runner.cache),
     )
-    load_grammars = partial(
-        Grammars, tokenizer.tokenizer_json, hello.vocab_size, hello.eos_ids, cache_entries=settings.grammar_cache
+    grammars = GrammarPool(
+        tokenizer.tokenizer_json,
+        hello.vocab_size,
+        hello.eos_ids,
+        max_kept=settings.grammar_cache,
+        max_waiting=settings.max_waiting,
     )
     return EngineLoop(
         scheduler,
         runner,
         on_frames=on_frames,
         on_blocks=on_blocks,
-        grammars=GrammarQueue(load_grammars, max_waiting=settings.max_waiting),
+        grammars=grammars,
         max_pending=settings.max_waiting,
     )

@@ -88,7 +88,9 @@ class EngineSettings(Section):
         256, description="Tokens; a prefill is cut only at multiples of this, so that a warm answer equals a cold one."
     )
     grammar_cache: Annotated[int, Field(ge=1)] = Field(
-        256, description="Compiled schemas and grammars that are kept for the next request with the same."
+        64,
+        description="Compiled schemas and grammars, each in a small process of its own, that are in use or kept for "
+        "the next request with the same; one tenant has half of them at most.",
     )
     threads: Annotated[int, Field(ge=0)] = Field(
         0, description="CPU threads of one engine; 0 leaves one core to the gateway and shares the rest."

@@ -19,6 +19,7 @@ class Counters:
     preemptions: int = 0
     shared_waits: int = 0  # times a waiting sequence was passed over while another computed their common prefix
     shared_tokens: int = 0  # of cached_tokens, those that another computed after the sequence had arrived
+    masks_late: int = 0  # rows that were computed and not sampled from, because their grammar's mask was not there
     forks: int = 0  # sequences that took the prompt of a sibling, and computed nothing of it
     copied_blocks: int = 0  # that were shared when one of their sequences wrote into them
     steps: int = 0  # those that were given up among them

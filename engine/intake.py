@@ -1,7 +1,7 @@
-"""How a sequence comes in: at once, or when the grammar that its text has to follow is compiled.
+"""How a sequence comes in: into a lane at once, or held until the grammar that its text has to follow is compiled.
 
 What cannot be taken is answered with an update that ends it, like every other failure. Runs on the loop's thread;
-engine/loop.py posts to it, engine/scheduler.py gets what was taken, engine/sampling/grammar_queue.py compiles.
+engine/loop.py posts to it, engine/scheduler.py has the sequences, engine/sampling/grammar_pool.py compiles.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from engine.protocol import Submit
-from engine.sampling.grammar import GrammarError, Matcher
-from engine.sampling.grammar_queue import GrammarQueue
+from engine.protocol import FinishReason, Submit
+from engine.sampling.grammar_pool import GrammarPool
+from engine.sampling.grammar_worker import Refusal
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
 
 class Intake:
-    """grammars  where sequences with a grammar wait for it; without one they are refused"""
+    """grammars  where grammars are compiled; without one, sequences that have one are refused"""
 
-    def __init__(self, scheduler: Scheduler, grammars: GrammarQueue | None) -> None:
+    def __init__(self, scheduler: Scheduler, grammars: GrammarPool | None) -> None:
         self.errors = 0  # sequences that could not be taken for a reason that nobody thought of
         self._scheduler = scheduler
         self._grammars = grammars
@@ -34,7 +35,7 @@ class Intake:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for their grammars."""
-        return 0 if self._grammars is None else len(self._grammars)
+        return 0 if self._grammars is None else self._grammars.num_waiting
 
     def take(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
         """Queues a sequence at once, or when its grammar is compiled.
@@ -46,47 +47,41 @@ class Intake:
         except Exception:
             self.errors += 1
             log.exception("a sequence could not be taken")
+            self._scheduler.abort(owner, message.seq)
             self._scheduler.submit(owner, message, arrived_s, refusal="the engine had an internal error")
 
     def _queue(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
-        scheduler, grammars, matcher = self._scheduler, self._grammars, None
-        if message.grammar is not None and refusal is None:
-            if grammars is None:
-                return scheduler.refuse(owner, message.seq, "this engine has no structured output", grammar_path="")
-            if (owner, message.seq) in grammars:
-                return scheduler.refuse(owner, message.seq, f"sequence number {message.seq} is in use")
-            matcher = grammars.find(message.grammar)
-            if matcher is None:
-                if not grammars.is_full:
-                    deliver = partial(self._compiled, owner, message, arrived_s)
-                    return grammars.put(owner, message.seq, message.grammar, deliver)
-                refusal = "the engine is full: too many sequences wait for their grammars"
-        scheduler.submit(owner, message, arrived_s, refusal=refusal, matcher=matcher)
-        return None
+        scheduler, grammars, grammar = self._scheduler, self._grammars, message.grammar
+        if grammar is None or refusal is not None:
+            scheduler.submit(owner, message, arrived_s, refusal=refusal)
+            return
+        if grammars is None:
+            scheduler.refuse(owner, message.seq, "this engine has no structured output", grammar_path="")
+            return
+        known = scheduler.has(owner, message.seq)  # that is the worse mistake
+        full = None if known else grammars.find_refusal(message.tenant, grammar)
+        sequence = scheduler.submit(owner, message, arrived_s, refusal=full, held=True)
+        if sequence is not None:
+            matcher = grammars.open(grammar, tenant=message.tenant, salt=message.salt, lane=message.lane)
+            sequence.matcher = matcher
+            matcher.compile(partial(self._compiled, sequence))
 
-    def _compiled(self, owner: str, message: Submit, arrived_s: float, result: Matcher | GrammarError) -> None:
-        if isinstance(result, GrammarError):
-            self._scheduler.refuse(owner, message.seq, result.reason, grammar_path=result.path)
+    def _compiled(self, sequence: Sequence, refusal: Refusal | None) -> None:
+        if refusal is None:
+            self._scheduler.release(sequence)
         else:
-            self.take(owner, message, arrived_s, None)  # the grammar is found now
+            finish: FinishReason = "abort" if refusal.path is None else "error"  # an abort may be tried elsewhere
+            self._scheduler.refuse_held(sequence, finish, refusal.reason, refusal.path)
 
     def abort(self, owner: str, seq: int) -> None:
         """Ends a sequence, wherever it waits or runs, if it is still there."""
-        if self._grammars is None or not self._grammars.drop(owner, seq):
-            self._scheduler.abort(owner, seq)
+        self._scheduler.abort(owner, seq)
 
     def abort_owner(self, owner: str) -> None:
         """Ends every sequence of a gateway."""
-        if self._grammars is not None:
-            self._grammars.drop_owner(owner)
         self._scheduler.abort_owner(owner)
 
-    def refuse_all(self, reason: str) -> None:
-        """Ends those that wait for their grammars."""
-        for owner, seq in self._grammars.drop_all() if self._grammars is not None else ():
-            self._scheduler.refuse(owner, seq, reason)
-
     def close(self) -> None:
-        """Ends the compiling thread after what it is at."""
+        """Ends what compiles, at once."""
         if self._grammars is not None:
             self._grammars.close()

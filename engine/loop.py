@@ -20,7 +20,7 @@ from engine.intake import Intake
 from engine.mailbox import Mailbox
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
 from engine.rate import Rate
-from engine.sampling.grammar_queue import GrammarQueue
+from engine.sampling.grammar_pool import GrammarPool
 from engine.scheduler import Scheduler
 from engine.sequence import Runner, Step, StepGivenUp
 from engine.tiers.copy_thread import CopyThread
@@ -45,7 +45,7 @@ NOBODY = ""
 class EngineLoop:
     """Runs sequences of all gateways on one thread of its own.
 
-    grammars    where sequences with a grammar wait for it; without one they are refused
+    grammars    where grammars are compiled; without one, sequences that have one are refused
     on_blocks   what became findable or ceased to be; called before the frames of the same step
     on_frames   owner -> what a step did for its sequences; also called with NOBODY when only the load changed
     max_pending submits that are posted and not yet looked at; more are refused, like those beyond max_waiting
@@ -61,7 +61,7 @@ class EngineLoop:
         *,
         on_frames: Callable[[dict[str, StepFrame]], None],
         on_blocks: Callable[[BlockEvents], None],
-        grammars: GrammarQueue | None = None,
+        grammars: GrammarPool | None = None,
         max_pending: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         idle_check_s: float = IDLE_CHECK_S,
@@ -188,7 +188,6 @@ class EngineLoop:
                     self._scheduler.fail_all("the engine had an internal error")
                     self._publish()
             self._scheduler.fail_all(STOPPED)
-            self._intake.refuse_all(STOPPED)
             self._publish()
         finally:
             self._tiers.close()
@@ -203,7 +202,7 @@ class EngineLoop:
             if self._blocked:
                 self._sleep(BLOCKED_CHECK_S)
         elif not self._sleep(self._idle_check_s):
-            if self._tiers.idle:
+            if self._tiers.idle and not self._intake.num_waiting:
                 self._obey(self._check_invariants, "the check of an idle engine")
             while not self._sleep(self._until_leases_change()):
                 self._obey(self._tend_leases, "the end of a lease")
@@ -235,7 +234,8 @@ class EngineLoop:
             self._compute(step, began_s)
         # 5. What was computed is saved in the background. 6. Tell the gateways.
         self._tiers.pump(self._clock(), steps_run=step is not None and self._scheduler.has_work)
-        self._blocked = step is None and self._tiers.busy  # a save that had a rest may just have let go of blocks
+        # A save that had a rest may just have let go of blocks. Masks that are late say when they are there.
+        self._blocked = step is None and (self._tiers.busy or self._scheduler.waits_for_masks)
         self._publish()
 
     def _obey(self, command: Callable[[], object], name: str = "a command of a gateway") -> None:

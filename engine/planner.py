@@ -119,7 +119,7 @@ class Planner:
 
     def _plan_decodes(self, lane: Lane, plan: Plan) -> None:
         size, work = self._block_size, plan.work
-        decodes = [s for s in self._lanes.running(lane) if len(s.tokens) - s.num_computed == 1]
+        decodes = [s for s in self._lanes.running(lane) if len(s.tokens) - s.num_computed == 1 and s.can_sample]
         for sequence in decodes:
             if plan.budget < 1:
                 return

@@ -2,8 +2,9 @@
 
               submit                admit                      commit: stop, length, not finite
     gateway ---------> waiting ----------------> running ----------------------------------------> finished
-                          ^                         |
-                          '-------- preempt --------'          abort ends a sequence anywhere
+               |        ^ ^                         |
+               v release| '-------- preempt --------'          abort ends a sequence anywhere
+              held -----' its grammar is compiled
 
 Pure bookkeeping: no threads, no clock, no model. engine/loop.py calls it from its one thread: schedule, then commit,
 fail or give_up, then take_updates. engine/planner.py decides who runs and preempts, engine/tables.py keeps the blocks
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.config import EngineSettings
 from engine.counters import Counters
@@ -28,12 +29,9 @@ from engine.planner import Planner
 from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES, FinishReason, Load, Namespace, SequenceUpdate, Submit, split_digests
 from engine.refusals import Limits, find_mistake
-from engine.sequence import NO_TOKEN, NOT_FINITE, ROW_FAILED, Fork, Sequence, Status, Step, Work
+from engine.sequence import MASK_LATE, NO_TOKEN, NOT_FINITE, ROW_FAILED, Fork, Sequence, Status, Step, Work
 from engine.tables import BlockTables, digests_fit
 from engine.tiers.tiers import Tier, Tiers
-
-if TYPE_CHECKING:
-    from engine.sampling.grammar import Matcher
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +96,11 @@ class Scheduler:
         arrived_s: float,
         *,
         refusal: str | None = None,
-        matcher: Matcher | None = None,
+        held: bool = False,
     ) -> Sequence | None:
         """Queues a new sequence, or answers it with its last update and returns None: finish "error" for one that can
-        never run, "abort" for one that there is no room for now, or that comes with a `refusal`. `matcher` is that of
-        the message's grammar."""
+        never run, "abort" for one that there is no room for now, or that comes with a `refusal`. A `held` one waits
+        for `release`; what its prompt uses is renewed when it arrives, like that of all others."""
         self.counters.submitted += 1
         tokens: array[int] = array("I")
         if len(message.tokens) % TOKEN_BYTES == 0:
@@ -139,15 +137,30 @@ class Scheduler:
             breakpoints=tuple(sorted(message.breakpoints, key=lambda point: point.tokens)),
             use_cache=message.use_cache,
             end_ids=frozenset(message.sampling.stop_ids).union(() if message.sampling.ignore_eos else self._eos_ids),
-            matcher=matcher,
+            status=Status.HELD if held else Status.WAITING,
             arrived_s=arrived_s,
             findable_tokens=self.tiers.count_findable(digests) * self.pool.block_size,
         )
         self.forks.join(sequence, message.group)
         self.claims.open(sequence, message.tokens)
         self._sequences.setdefault(owner, {})[message.seq] = sequence
-        self._lanes.add(sequence)
+        if not held:
+            self._lanes.add(sequence)
         return sequence
+
+    def release(self, sequence: Sequence) -> None:
+        """Queues a sequence that was held. One that was aborted meanwhile stays what it is."""
+        if sequence.status is Status.HELD:
+            sequence.status = Status.WAITING
+            self._lanes.add(sequence)
+
+    def refuse_held(self, sequence: Sequence, finish: FinishReason, error: str, grammar_path: str | None) -> None:
+        """Answers a sequence that was held and is not going to run."""
+        if sequence.status is Status.HELD:
+            self.counters.refused += 1
+            self._end(sequence, finish)
+            update = SequenceUpdate(sequence.seq, finish=finish, error=error, grammar_path=grammar_path)
+            self._update(sequence.owner, update)
 
     def refuse(self, owner: str, seq: int, mistake: str, *, grammar_path: str | None = None) -> None:
         """Answers a sequence that can never run, without queueing it."""
@@ -194,7 +207,7 @@ class Scheduler:
         plan = self._planner.plan(now)
         if plan.is_empty:
             self.tables.settle()
-            assert not self.has_work or self.tiers.busy, "sequences are left and none can run"
+            assert not self.has_work or self.tiers.busy or self.waits_for_masks, "sequences are left and none can run"
             return None
         self.counters.steps += 1
         copies = self.tables.take_copies()
@@ -213,14 +226,15 @@ class Scheduler:
                 self._guard(sequence, self._fail_not_finite, sequence)
             elif result == ROW_FAILED:
                 self._guard(sequence, self._fail_row, sequence)
+        late = {s for s, result in zip(sequences, results, strict=True) if result == MASK_LATE}
         for work in step.work:
-            self._guard(work.sequence, self._take_computed, work, now)
+            self._guard(work.sequence, self._take_computed, work, now, work.sequence in late)
         for fork in step.forks:
             self._guard(fork.sequence, self._take_forked, fork, now)
         for sequence, result in zip(sequences, results, strict=True):
             if result == NO_TOKEN:
-                self._guard(sequence, self._fail, sequence, "the grammar became too complex to go on with")
-            elif result is not None:
+                self._guard(sequence, self._fail_grammar, sequence)
+            elif result is not None and result != MASK_LATE:
                 self._guard(sequence, self._append, sequence, result, now)
 
     def _guard(self, sequence: Sequence, take: Callable[..., None], *values: Any) -> None:
@@ -265,6 +279,11 @@ class Scheduler:
         return bool(self.num_waiting or self.num_running)
 
     @property
+    def waits_for_masks(self) -> bool:
+        """Whether a sequence that runs sits the next step out, because its mask is not here."""
+        return any(not sequence.can_sample for sequence in self._lanes.running())
+
+    @property
     def num_waiting(self) -> int:
         return self._lanes.num_waiting
 
@@ -290,13 +309,16 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def _take_computed(self, work: Work, now: float) -> None:
+    def _take_computed(self, work: Work, now: float, again: bool) -> None:
+        """`again`: its last token is computed once more, because nothing could be sampled behind it."""
         sequence = work.sequence
+        if again:
+            self.counters.masks_late += 1
         if is_prefill(work):
             self.counters.prefilled_tokens += work.count
         else:
-            self.counters.decoded_tokens += 1
-        sequence.num_computed = work.start + work.count
+            self.counters.decoded_tokens += not again
+        sequence.num_computed = work.start + work.count - again
         self.tables.register(sequence)
         self.claims.register(sequence, now)
         if work.samples and is_prefill(work):
@@ -340,6 +362,10 @@ class Scheduler:
             if now is not None:
                 update.prefill_ms = max(0.0, (now - sequence.scheduled_s) * 1000)
 
+    def _fail_grammar(self, sequence: Sequence) -> None:
+        failure = sequence.matcher.failure if sequence.matcher is not None else None
+        self._fail(sequence, failure or "the grammar became too complex to go on with")
+
     def _fail_not_finite(self, sequence: Sequence) -> None:
         self.counters.not_finite += 1
         forgotten = self.tables.quarantine(sequence)
@@ -375,7 +401,12 @@ class Scheduler:
             del self._sequences[sequence.owner]
         if sequence.status is Status.RUNNING:
             self.tables.release(sequence)
-        self._lanes.remove(sequence)
+        if sequence.status is Status.HELD:
+            sequence.status = Status.FINISHED
+        else:
+            self._lanes.remove(sequence)
+        if sequence.matcher is not None:
+            sequence.matcher.close()
         self.forks.leave(sequence)
         self.claims.close(sequence)
         sequence.finish = reason

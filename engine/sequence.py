@@ -16,12 +16,14 @@ from engine.protocol import Breakpoint, FinishReason, Lane, Sampling, TokenLogpr
 
 if TYPE_CHECKING:
     from engine.forks import Siblings
-    from engine.sampling.grammar import Matcher
+    from engine.sampling.grammar_worker import Matcher
 
 
 class Status(enum.Enum):
-    """Where a sequence is. A preempted sequence is WAITING again, with its tokens and without blocks."""
+    """Where a sequence is. A preempted sequence is WAITING again, with its tokens and without blocks. One that is HELD
+    waits for its grammar, in no lane."""
 
+    HELD = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
@@ -50,7 +52,7 @@ class Sequence:
     breakpoints: tuple[Breakpoint, ...] = ()  # by number of tokens
     use_cache: bool = True  # False: has no digests, so nothing is found for it and nothing of it is found
     end_ids: frozenset[int] = frozenset()  # token ids that end it: its stop ids, and the end of text unless ignored
-    matcher: Matcher | None = None  # what it may say; written by the thread that computes masks
+    matcher: Matcher | None = None  # what it may say
     siblings: Siblings | None = None  # other answers to its prompt, from which it may fork, or they from it
     arrived_s: float = 0.0  # monotonic clock
     scheduled_s: float | None = None  # when the first step that served it began
@@ -75,6 +77,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether its next token can be chosen in the next step: one whose mask is late is asked again later."""
+        return self.matcher is None or self.matcher.prepare(self.tokens, self.num_prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +158,11 @@ class Runner(Protocol):
         work that does not sample. The row of logits behind a prompt is left with the siblings that want it
         (Siblings.row), and forks sample from it. A work whose hidden state is not finite gets NOT_FINITE, whether it
         samples or not: the loop fails that sequence and registers nothing that the step wrote for it. One whose
-        grammar allows nothing gets NO_TOKEN. One whose token or log probabilities cannot be found gets ROW_FAILED, and
-        nothing of it is registered either. Any other exception fails the whole step. Log probabilities that a sequence
-        asks for are appended to its `logprobs`. Raises StepGivenUp once `unwanted` says so, unless it is about to end:
-        then only zeroing and copying are done, and slots that it would have written may hold anything.
+        grammar allows nothing gets NO_TOKEN, one whose mask is late MASK_LATE. One whose token or log probabilities
+        cannot be found gets ROW_FAILED, and nothing of it is registered either. Any other exception fails the whole
+        step. Log probabilities that a sequence asks for are appended to its `logprobs`. Raises StepGivenUp once
+        `unwanted` says so, unless it is about to end: then only zeroing and copying are done, and slots that it would
+        have written may hold anything.
         """
         ...
 
@@ -171,3 +179,6 @@ NO_TOKEN = -2
 
 ROW_FAILED = -3
 """In place of a token id: something went wrong with this sequence alone; the log has it."""
+
+MASK_LATE = -4
+"""In place of a token id: what its grammar allows is not known yet. The row is computed again when it is."""

@@ -20,7 +20,7 @@ from engine.compute.model import LoadedModel
 from engine.compute.threads import choose_threads, usable_cores
 from engine.config import ConfigError, EngineSettings
 from engine.protocol import Sampling
-from engine.sampling.constrain import MaskThread
+from engine.sampling.constrain import StepMasks
 from engine.sampling.logprobs import note_prompt_logprobs
 from engine.sampling.sampler import Sampler, highest
 from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, Work
@@ -51,7 +51,7 @@ class ModelRunner:
         self._masks = MaskTemplates(model.cache_shape.dtype, model.device)
         self._pads = model.device.type == "cpu" and model.dtype == torch.float32
         self._sampler = Sampler()
-        self._mask_thread = MaskThread(model.vocab_size)
+        self._step_masks = StepMasks(model.vocab_size)
         self._warm_up()
 
     def run(self, step: Step) -> list[int | None]:
@@ -70,7 +70,7 @@ class ModelRunner:
             self.cache.zero(step.fresh_blocks)
         if step.copies:
             self.cache.copy(step.copies)
-        self._mask_thread.begin(step.sampled)
+        self._step_masks.begin(step.sampled)
         failed = set[Sequence]()
         results = self._sample(step, self._compute(step, failed) if step.work else step.forks[0].row[None][:0])
         if failed:
@@ -107,7 +107,7 @@ class ModelRunner:
         rows = logits if len(samples) == len(step.work) else logits[samples]
         if step.forks:
             rows = torch.cat((rows, torch.stack([fork.row for fork in step.forks])))
-        chosen = self._sampler.choose(rows, sampled, self._mask_thread.take()) if sampled else []
+        chosen = self._sampler.choose(rows, sampled, self._step_masks.take()) if sampled else []
         if len(samples) == len(step.work):
             return list(chosen)
         results = [None if finite else NOT_FINITE for finite in highest(logits)[1]]

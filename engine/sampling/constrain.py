@@ -1,76 +1,98 @@
-"""Computes what constrained sequences may say next, on a thread beside the model.
+"""Which tokens the constrained sequences of a step may say next.
 
-A mask depends on the tokens that were sampled already and not on the step that is being computed. So the runner asks
-for the masks before it computes, and takes them when it has the logits; a thread computes them meanwhile, if they take
-long enough to be worth it. Numpy only; engine/sampling/grammar.py has the matchers
-and engine/sampling/sampler.py applies the masks.
+A mask depends on the tokens that were sampled already and not on the step that is being computed. So the masks are
+asked for before the model computes, and taken when the logits are there; the grammars' own processes compute them
+meanwhile. A mask that is late keeps its sequence out of the step and no other. engine/sampling/grammar_worker.py has
+the matchers and engine/sampling/sampler.py applies the masks.
 """
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from engine.sampling.grammar import Mask, Matcher
-from engine.sequence import Sequence
+from engine.sampling.grammar_frames import MASKS
+from engine.sampling.grammar_worker import GrammarWorker, Matcher
+from engine.sequence import MASK_LATE, NO_TOKEN, Sequence
 
-LIMIT_S: Final = 30.0
-"""Masks take microseconds; the compiler's own limits end those of the worst grammars after some 20 ms each."""
+WAIT_S: Final = 0.01
+"""A step waits so long for masks behind its logits, or as long as it took so far; and then for those of the same
+grammar not again until they have been quick for some time."""
 
-HANDOVER_S: Final = 0.0005
-"""Masks that take less are quicker to compute after the step than to hand to a thread, which fights with the model's
-Python for the interpreter's lock: eight of the demo's take 0.15 ms, and handing them over cost a step 1 ms."""
-
-Masks = dict[int, Mask | None]
-"""Row -> (vocab_size,) bool, which tokens may come next; None where the grammar has failed. Free rows are missing."""
+Mask = npt.NDArray[np.bool_]
+Masks = dict[int, Mask | int]
+"""Row -> (vocab_size,) bool, which tokens may come next; NO_TOKEN where the grammar has failed, MASK_LATE where the
+mask is not here. Free rows are missing."""
 
 
-class MaskThread:
-    """One thread. `begin` and `take` in turn, from the thread that runs the model."""
+class StepMasks:
+    """`begin` and `take` in turn, from the thread that runs the model."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
-        self._future: Future[Masks] | None = None
-        self._work: list[tuple[int, Matcher, list[int]]] = []
-        self._last_s = 0.0  # that the masks of the last step took
+        self._rows: list[tuple[int, Matcher, int]] = []  # row, matcher, generated tokens
+        self._began_s = 0.0
 
     def begin(self, sequences: Seq[Sequence]) -> None:
-        """Starts to compute the masks of those that have a grammar. Waits for nothing but the masks of a step that
-        failed before it took them: a matcher is used by one thread at a time."""
-        self._give_up()
-        self._work = [
-            (row, s.matcher, s.tokens[s.num_prompt + s.matcher.num_consumed :].tolist())
-            for row, s in enumerate(sequences)
-            if s.matcher is not None
-        ]
-        if self._work and self._last_s > HANDOVER_S:
-            self._future = self._executor.submit(self._compute, self._work)
+        """Asks for the masks of those that have a grammar. Waits for nothing."""
+        self._rows = []
+        asked: dict[GrammarWorker, bytes] = {}
+        for row, s in enumerate(sequences):
+            matcher = s.matcher
+            if matcher is None:
+                continue
+            self._rows.append((row, matcher, s.num_generated))
+            worker = matcher.worker
+            here = matcher.find(s.num_generated) is not None or matcher.failure is not None
+            if worker is not None and not worker.ended and not here and not matcher.waits:
+                asked[worker] = asked.get(worker, b"") + matcher.ask(s.tokens, s.num_prompt)
+        for worker, rows in asked.items():
+            worker.send(MASKS, rows)
+        self._began_s = time.perf_counter()
 
     def take(self) -> Masks:
-        """The masks. Waits for the thread, LIMIT_S at most: then it raises TimeoutError. What was not worth handing
-        over, and what the thread of a busy machine has not had its turn for, is computed here."""
-        work, self._work = self._work, []
-        future, self._future = self._future, None
-        if not work:
+        """The masks. Waits WAIT_S for them, or as long as it is since `begin`."""
+        rows, self._rows = self._rows, []
+        if not rows:
             return {}
-        return self._compute(work) if future is None or future.cancel() else future.result(LIMIT_S)
+        self._wait(rows)
+        return {row: self._mask(matcher, count) for row, matcher, count in rows}
 
-    def _give_up(self) -> None:
-        future, self._future = self._future, None
-        if future is not None and not future.cancel():
-            wait([future], LIMIT_S)
+    def _wait(self, rows: list[tuple[int, Matcher, int]]) -> None:
+        now_s = time.perf_counter()
+        limit_s = now_s + max(WAIT_S, now_s - self._began_s)
+        while waiting := _read(rows):
+            left_s = limit_s - time.perf_counter()
+            if left_s <= 0 or all(worker.slow for worker in waiting):
+                break
+            poll = select.poll()
+            for worker in waiting:
+                poll.register(worker.socket, select.POLLIN | (select.POLLOUT if worker.has_unsent else 0))
+            poll.poll(left_s * 1000)
+        for worker in waiting:
+            worker.be_late()
 
-    def _compute(self, work: list[tuple[int, Matcher, list[int]]]) -> Masks:
-        masks: Masks = {}
-        began_s = time.perf_counter()
-        for row, matcher, tokens in work:
-            matcher.consume(tokens)
-            mask = np.empty(self._vocab_size, np.bool_)
-            masks[row] = mask if matcher.mask(mask) else None
-        self._last_s = time.perf_counter() - began_s
-        return masks
+    def _mask(self, matcher: Matcher, count: int) -> Mask | int:
+        bits = matcher.find(count)
+        if matcher.failure is not None:
+            return NO_TOKEN
+        if bits is None:
+            return MASK_LATE
+        found = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size, bitorder="little")
+        return found.view(np.bool_)
+
+
+def _read(rows: list[tuple[int, Matcher, int]]) -> set[GrammarWorker]:
+    """Takes the masks that are here. Returns the workers of those that are not."""
+    for worker in _waited_for(rows):
+        worker.pump()
+    return _waited_for(rows)
+
+
+def _waited_for(rows: list[tuple[int, Matcher, int]]) -> set[GrammarWorker]:
+    return {one.worker for _, one, _ in rows if one.waits and one.worker is not None and not one.worker.ended}

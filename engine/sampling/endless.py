@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
-from urllib.parse import unquote
+
+from engine.protocol.schema_limits import follow
 
 Kinds = frozenset[str]
 Find = Callable[[Any], Kinds]
@@ -61,7 +62,7 @@ def _kinds_of(schema: dict[str, Any], root: Any, find: Find) -> Kinds:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         kinds = frozenset("number" if kind == "integer" else str(kind) for kind in named)
     if "$ref" in schema:
-        kinds &= find(_follow(root, schema["$ref"]))
+        kinds &= find(follow(root, schema["$ref"]))
     for item in schema.get("allOf", ()):
         kinds &= find(item)
     for name in ("anyOf", "oneOf"):
@@ -85,19 +86,3 @@ def _first_items(schema: dict[str, Any]) -> list[Any]:
     if not isinstance(least, int):
         return []
     return [*prefix[:least], *([schema.get("items", True)] if least > len(prefix) else [])]
-
-
-def _follow(root: Any, reference: Any) -> Any:
-    """Where a reference leads inside of the root. None elsewhere: the compiler says what it thinks of it."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    place = root
-    for part in unquote(reference[1:]).split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, dict) and key in place:
-            place = place[key]
-        elif isinstance(place, list) and key.isdecimal() and int(key) < len(place):
-            place = place[int(key)]
-        else:
-            return None
-    return place

@@ -5,28 +5,25 @@ A mask depends on nothing but the tokens that were sampled already, so it can be
 step, and the state of a matcher can be made again from the tokens. White space between JSON tokens is at most one blank
 behind `,` and `:`, so that a weak model's output comes to an end.
 
-llguidance does the work. No torch here; masks are numpy's.
+llguidance does the work, which is native code that a grammar may crash or keep busy. So this runs in the processes of
+engine/sampling/grammar_server.py and nowhere else. No torch and no numpy, to keep them small.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import llguidance
-import numpy as np
-import numpy.typing as npt
 
 from engine.protocol import MAX_GRAMMAR_BYTES, Grammar
+from engine.protocol.schema_limits import SchemaLimitError, check_schema
 from engine.sampling import schema as schemas
+from engine.sampling.lark_limits import find_excess, find_nested_too_deep
 from engine.sampling.schema import SchemaError
 from engine.sampling.unspoken import by_id, rename_specials
-
-Mask = npt.NDArray[np.bool_]
 
 MAX_LOCATED: Final = 2_000
 """Schemas inside of one that is refused, which are looked through for the reason."""
@@ -52,29 +49,26 @@ class GrammarError(ValueError):
 
 
 class Matcher:
-    """Where one sequence is in its grammar. Used by one thread at a time."""
+    """Where one sequence is in its grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
-        self.num_consumed = 0
+
+    def copy(self) -> Matcher:
+        """Another one at the same place. Cheap: they share what is compiled."""
+        return Matcher(self._matcher.deep_copy())
 
     def consume(self, tokens: Iterable[int]) -> None:
         """Goes on by tokens that the mask allowed. Others leave a matcher that has failed."""
         for token in tokens:
             self._matcher.consume_token(token)
-            self.num_consumed += 1
 
-    def mask(self, out: Mask) -> bool:
-        """Fills in which tokens may come next, (vocab_size,) bool. Tokens that end the text are among them only where
-        the text is complete. False, and nothing is allowed, when the matcher has failed: the grammar was too complex,
-        or a token came that it does not have."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        out[:] = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-        if _is_dead(self._matcher):
-            out[:] = False
-            return False
-        return True
+    def bits(self) -> bytes | None:
+        """Which tokens may come next, one bit for each id, the lowest first. Tokens that end the text are among them
+        only where the text is complete. None, and nothing is allowed, when the matcher has failed: the grammar was too
+        complex, or a token came that it does not have."""
+        bits: bytes = self._matcher.compute_bitmask()
+        return None if _is_dead(self._matcher) else bits
 
     @property
     def is_complete(self) -> bool:
@@ -83,13 +77,12 @@ class Matcher:
 
 
 class Grammars:
-    """The compiled grammars of one tokeniser. May be used by several threads."""
+    """Compiles grammars for one tokeniser."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], *, cache_entries: int) -> None:
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """
         tokenizer_json  the file of the tokenizers library
         vocab_size      rows of the model's logits; not below the tokeniser's own
-        cache_entries   compiled grammars that are kept, the last used ones
         Takes a second for a vocabulary of 128,000 tokens. Raises GrammarError for a tokeniser that cannot be used.
         """
         if not eos_ids:
@@ -103,38 +96,10 @@ class Grammars:
                 self._special_ids = {}
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise GrammarError("", f"this model's tokeniser cannot be constrained: {_short(str(error))}") from None
-        self._vocab_size = vocab_size
-        self._cache_entries = cache_entries
-        self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, grammar: Grammar) -> Matcher | None:
-        """A new matcher for a grammar that is compiled already. Quick."""
-        with self._lock:
-            compiled = self._compiled.get(grammar)
-            if compiled is None:
-                return None
-            self._compiled.move_to_end(grammar)
-        return self._start(compiled)
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A new matcher. Milliseconds, for the hardest schemas a second. Raises GrammarError."""
-        found = self.find(grammar)
-        if found is not None:
-            return found
-        compiled = self._compile(grammar)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > self._cache_entries:
-                self._compiled.popitem(last=False)
-        return self._start(compiled)
-
-    def __len__(self) -> int:
-        """Compiled grammars that are kept."""
-        return len(self._compiled)
-
-    def _start(self, compiled: llguidance.LLMatcher) -> Matcher:
-        return Matcher(compiled.deep_copy(), self._vocab_size)
+        """A matcher at the beginning. Milliseconds, for the hardest schemas seconds. Raises GrammarError."""
+        return Matcher(self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -144,8 +109,10 @@ class Grammars:
         if grammar.kind == "json_object":
             return self._compile_schema('{"type": "object"}')
         if grammar.kind == "regex":
+            _refuse("", find_nested_too_deep(grammar.text))
             source = llguidance.LLMatcher.grammar_from_regex(grammar.text)
         elif grammar.kind == "lark":
+            _check_lark(grammar.text, "")
             source = llguidance.LLMatcher.grammar_from_lark(by_id(grammar.text, self._special_ids))
         elif grammar.kind == "lark_schemas":
             return self._compile_nested(grammar.text)
@@ -159,8 +126,9 @@ class Grammars:
     def _compile_schema(self, text: str) -> llguidance.LLMatcher:
         try:
             original = schemas.parse(text)
+            check_schema(original)
             schema = schemas.prepare(original)
-        except SchemaError as mistake:
+        except (SchemaError, SchemaLimitError) as mistake:
             raise GrammarError(mistake.path, mistake.reason) from None
         return self._compile_prepared(schema)[0]
 
@@ -176,11 +144,13 @@ class Grammars:
         """Each schema is compiled by itself first. In the larger grammar it would be one of several ways to go on, and
         nobody would be told that nothing can satisfy it."""
         nested = _parse_nested(text)
+        _check_lark(nested["lark"], "lark")
         inner: list[dict[str, Any]] = [{"name": "", "lark_grammar": by_id(nested["lark"], self._special_ids)}]
         for name, original in nested["schemas"].items():
             try:
+                check_schema(original)
                 _, source = self._compile_prepared(schemas.prepare(original))
-            except (GrammarError, SchemaError) as mistake:
+            except (GrammarError, SchemaError, SchemaLimitError) as mistake:
                 path = schemas.join(f"schemas.{name}", mistake.path) if mistake.path else f"schemas.{name}"
                 raise GrammarError(path, mistake.reason) from None
             inner.append({**json.loads(source)["grammars"][0], "name": name})
@@ -235,6 +205,20 @@ def _parse_nested(text: str) -> Any:
     if not (isinstance(nested, dict) and set(nested) == {"lark", "schemas"} and isinstance(nested["schemas"], dict)):
         raise GrammarError("", "an object of 'lark' and 'schemas' is expected")
     return nested
+
+
+def _check_lark(lark: Any, path: str) -> None:
+    if not isinstance(lark, str):
+        raise GrammarError(path, "a Lark grammar is a string")
+    try:
+        _refuse(path, find_excess(lark))
+    except SchemaLimitError as error:
+        raise GrammarError(path, f"a schema in it is beyond a limit: {error}") from None
+
+
+def _refuse(path: str, excess: str | None) -> None:
+    if excess is not None:
+        raise GrammarError(path, excess)
 
 
 def _short(message: str) -> str:

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.protocol import Sampling
-from engine.sampling.constrain import Masks
-from engine.sampling.grammar import Mask
+from engine.sampling.constrain import Mask, Masks
 from engine.sampling.logprobs import find_logprobs
-from engine.sequence import NO_TOKEN, NOT_FINITE, ROW_FAILED, Sequence
+from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Sampler:
         self._unseeded = np.random.default_rng()
 
     def choose(self, logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> list[int]:
-        """One token id for each row; NOT_FINITE where a row's logits are not finite, NO_TOKEN where its mask failed,
+        """One token id for each row; NOT_FINITE where a row's logits are not finite, what stands in place of a mask,
         ROW_FAILED where an error is that row's alone. Sequences that ask for log probabilities get one more in their
         `logprobs`.
 
@@ -46,14 +45,15 @@ class Sampler:
         """
         tokens, finite = highest(logits)
         masks = masks or {}
-        _choose_greedily(logits, tokens, sequences, masks)
+        found = {row: mask for row, mask in masks.items() if not isinstance(mask, int)}
+        _choose_greedily(logits, tokens, {row: m for row, m in found.items() if is_plain_greedy(sequences[row])})
         for row, sequence in enumerate(sequences):
             if not finite[row]:
                 tokens[row] = NOT_FINITE
-            elif row in masks and masks[row] is None:
-                tokens[row] = NO_TOKEN
+            elif row in masks and row not in found:
+                tokens[row] = int(masks[row])
             elif not is_plain_greedy(sequence):
-                tokens[row] = self._try_one(logits[row], sequence, masks.get(row))
+                tokens[row] = self._try_one(logits[row], sequence, found.get(row))
         _note_logprobs(logits, tokens, sequences)
         return tokens
 
@@ -101,14 +101,13 @@ def _note_logprobs(logits: Tensor, tokens: list[int], sequences: list[Sequence])
         sequences[row].logprobs.append(told)
 
 
-def _choose_greedily(logits: Tensor, tokens: list[int], sequences: list[Sequence], masks: Masks) -> None:
-    """The highest of the allowed logits, for all plain greedy rows with a mask at once."""
-    bound = {row: mask for row, mask in masks.items() if mask is not None and is_plain_greedy(sequences[row])}
-    if not bound:
+def _choose_greedily(logits: Tensor, tokens: list[int], masks: dict[int, Mask]) -> None:
+    """The highest of the allowed logits, for all rows with a mask at once."""
+    if not masks:
         return
-    allowed = torch.from_numpy(np.stack(list(bound.values()))).to(logits.device)
-    found = highest(logits[list(bound)].where(allowed, -torch.inf))[0]
-    for row, token in zip(bound, found, strict=True):
+    allowed = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
+    found = highest(logits[list(masks)].where(allowed, -torch.inf))[0]
+    for row, token in zip(masks, found, strict=True):
         tokens[row] = token
 
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from engine.demo import MODEL_DIR
 from engine.protocol import Grammar
 from engine.sampling.grammar import GrammarError, Grammars, Matcher
+from tests.fakes.grammars import fill_mask, many_properties, many_terminals, reference_chain, unit_rules
 from tests.fakes.schemas import HARD, REFUSED, schemas, validate, wild_schemas
 
 EOS = (2, 0)
@@ -31,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def grammars() -> Grammars:
-    return Grammars((MODEL_DIR / "tokenizer.json").read_text(), VOCABULARY, EOS, cache_entries=8)
+    return Grammars((MODEL_DIR / "tokenizer.json").read_text(), VOCABULARY, EOS)
 
 
 @cache
@@ -49,7 +50,7 @@ def walk(matcher: Matcher, seed: int, limit: int = LIMIT) -> str | None:
     """A text of random tokens; those that end or close something are often preferred. None when it did not end."""
     rng, tokens, mask = random.Random(seed), [], np.empty(VOCABULARY, np.bool_)
     for _ in range(limit):
-        assert matcher.mask(mask), tokenizer().decode(tokens)
+        assert fill_mask(matcher, mask), tokenizer().decode(tokens)
         assert mask[EOS[0]] == mask[EOS[1]] == matcher.is_complete
         if matcher.is_complete and rng.random() < 0.5:
             return tokenizer().decode(tokens)
@@ -110,7 +111,7 @@ def accepts(matcher: Matcher, text: str) -> bool:
     """Whether the text may be said, token by token, and be the whole of it."""
     mask = np.empty(VOCABULARY, np.bool_)
     for token in tokenizer().encode(text, add_special_tokens=False).ids:
-        if not (matcher.mask(mask) and mask[token]):
+        if not (fill_mask(matcher, mask) and mask[token]):
             return False
         matcher.consume([token])
     return matcher.is_complete
@@ -290,9 +291,9 @@ def test_what_is_no_grammar_is_refused_with_a_reason(grammar: Grammar) -> None:
 def test_a_token_that_the_mask_forbade_leaves_a_matcher_that_allows_nothing() -> None:
     matcher = compile_schema({"type": "boolean"})
     mask = np.empty(VOCABULARY, np.bool_)
-    assert matcher.mask(mask)
+    assert fill_mask(matcher, mask)
     matcher.consume([int(np.flatnonzero(~mask)[0])])
-    assert not matcher.mask(mask)
+    assert not fill_mask(matcher, mask)
     assert not mask.any()
 
 
@@ -303,23 +304,9 @@ def test_a_matcher_made_again_from_the_tokens_allows_the_same() -> None:
         matcher.consume([token])
     again.consume(tokens)
     first, second = np.empty((2, VOCABULARY), np.bool_)
-    assert matcher.mask(first)
-    assert again.mask(second)
+    assert fill_mask(matcher, first)
+    assert fill_mask(again, second)
     assert (first == second).all()
-    assert again.num_consumed == len(tokens)
-
-
-def test_the_last_used_grammars_stay_compiled() -> None:
-    small = Grammars((MODEL_DIR / "tokenizer.json").read_text(), VOCABULARY, EOS, cache_entries=2)
-    one, two, three = (Grammar("regex", pattern) for pattern in ("a", "b", "c"))
-    assert small.find(one) is None
-    small.compile(one)
-    small.compile(two)
-    assert small.find(one) is not None
-    small.compile(three)
-    assert len(small) == 2
-    assert small.find(two) is None
-    assert small.find(one) is not None
 
 
 def test_sequences_of_one_grammar_do_not_disturb_each_other() -> None:
@@ -329,7 +316,38 @@ def test_sequences_of_one_grammar_do_not_disturb_each_other() -> None:
     assert accepts(two, '"cd"')
 
 
+@pytest.mark.parametrize(
+    ("grammar", "limit"),
+    [
+        (reference_chain(1_500), "256"),
+        (unit_rules(3_500), "1000"),
+        (many_terminals(5_000), "1000"),
+        (many_properties(5_001), "5000"),
+        (Grammar("lark", f"start: %json {reference_chain(1_500).text}"), "256"),
+        (Grammar("lark_schemas", json.dumps({"lark": unit_rules(3_500).text, "schemas": {}})), "1000"),
+        (nested("start: @chain", chain=json.loads(reference_chain(1_500).text)), "256"),
+        (Grammar("lark", "start: " + "(" * 5_000 + '"x"' + ")" * 5_000), "200"),
+        (Grammar("regex", "(" * 5_000 + "x" + ")" * 5_000), "200"),
+        (Grammar("json_schema", '{"items":' * 900 + "true" + "}" * 900), "160"),
+        (Grammar("json_schema", json.dumps({"allOf": [{"pattern": "a"}] * 501})), "500"),
+        (Grammar("json_schema", json.dumps({"pattern": "a" * 2_001})), "2000"),
+    ],
+)
+def test_a_grammar_beyond_a_limit_is_refused_with_the_limit_before_the_compiler_sees_it(
+    grammar: Grammar, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = grammars()
+    monkeypatch.setattr(Grammars, "_try", lambda *_: pytest.fail("the compiler was asked"))
+    with pytest.raises(GrammarError, match=limit):
+        made.compile(grammar)
+
+
+@pytest.mark.parametrize("grammar", [reference_chain(250), unit_rules(990), many_terminals(990), many_properties(300)])
+def test_a_grammar_within_the_limits_is_compiled(grammar: Grammar) -> None:
+    grammars().compile(grammar)
+
+
 @pytest.mark.parametrize("eos", [(), (2,)])
 def test_a_tokeniser_that_cannot_be_used_is_refused(eos: tuple[int, ...]) -> None:
     with pytest.raises(GrammarError):
-        Grammars((MODEL_DIR / "tokenizer.json").read_text() if not eos else "{}", VOCABULARY, eos, cache_entries=1)
+        Grammars((MODEL_DIR / "tokenizer.json").read_text() if not eos else "{}", VOCABULARY, eos)

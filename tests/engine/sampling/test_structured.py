@@ -18,10 +18,11 @@ from engine.compute.model import LoadedModel, load_model
 from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
 from engine.loop import EngineLoop
-from engine.protocol import BlockEvents, Grammar, Group, Sampling, SequenceUpdate, StepFrame, Submit
-from engine.sampling.grammar import GrammarError, Grammars
-from engine.sampling.grammar_queue import GrammarQueue
-from engine.sequence import NO_TOKEN, Step
+from engine.protocol import BlockEvents, Breakpoint, Grammar, Group, Sampling, SequenceUpdate, StepFrame, Submit
+from engine.sampling.constrain import StepMasks
+from engine.sampling.grammar_pool import GrammarPool
+from engine.sampling.grammar_worker import GrammarWorker, Matcher
+from engine.sequence import MASK_LATE, NO_TOKEN, Step
 from tests.fakes.schemas import HARD, REFUSED, closed, schemas, validate
 
 LIMIT_S = 30.0
@@ -276,19 +277,21 @@ def test_a_sequence_whose_grammar_allows_nothing_fails_alone(desk: Desk, monkeyp
 class HeldGrammars:
     """Compiles nothing before it is let go."""
 
-    def __init__(self, grammars: Callable[[], Grammars]) -> None:
-        self._load = grammars
-        self.go = threading.Event()
+    def __init__(self, desk: Desk, max_waiting: int) -> None:
+        pool = desk.loop._intake._grammars
+        assert pool is not None
+        self._pool, self._mailbox = pool, desk.loop._mailbox
+        self._compile_next = pool._compile_next
+        pool._max_waiting = max_waiting
+        pool._compile_next = lambda: None  # type: ignore[method-assign]
 
-    def __call__(self) -> Grammars:
-        assert self.go.wait(LIMIT_S)
-        return self._load()
+    def go(self) -> None:
+        self._pool._compile_next = self._compile_next  # type: ignore[method-assign]
+        self._mailbox.post(self._compile_next)
 
 
 def held(desk: Desk, max_waiting: int = 8) -> HeldGrammars:
-    hold = HeldGrammars(desk.loop._intake._grammars._load)  # type: ignore[union-attr]
-    desk.loop._intake._grammars = GrammarQueue(hold, max_waiting=max_waiting)
-    return hold
+    return HeldGrammars(desk, max_waiting)
 
 
 def test_nobody_waits_for_a_grammar_but_those_who_asked_for_it(model: LoadedModel) -> None:
@@ -300,7 +303,7 @@ def test_nobody_waits_for_a_grammar_but_those_who_asked_for_it(model: LoadedMode
         assert desk.end_of(2).finish in ("stop", "length")
         assert 1 not in desk.updates
         assert not desk.loop.wait_idle(0)
-        hold.go.set()
+        hold.go()
         assert desk.end_of(1).finish == "stop"
 
 
@@ -313,10 +316,10 @@ def test_a_sequence_that_is_aborted_while_its_grammar_is_compiled_never_runs(mod
         desk.submit(2, BOOLEAN)
         desk.loop.abort_owner("g")
         desk.submit(3, BOOLEAN)
-        hold.go.set()
+        hold.go()
         assert desk.end_of(3).finish == "stop"
         assert set(desk.updates) == {3}
-        assert desk.loop.stats()["submitted"] == 1
+        assert desk.loop.stats()["finished"]["abort"] == 2
 
 
 def test_no_more_than_max_waiting_wait_for_their_grammars(model: LoadedModel) -> None:
@@ -328,7 +331,7 @@ def test_no_more_than_max_waiting_wait_for_their_grammars(model: LoadedModel) ->
         assert desk.end_of(1).error == "sequence number 1 is in use"
         desk.submit(2, BOOLEAN)
         assert desk.end_of(2).finish == "abort"
-        hold.go.set()
+        hold.go()
         desk.wait_for(lambda: len(desk.updates[1]) > 1)
 
 
@@ -341,7 +344,7 @@ def test_who_waits_for_a_grammar_is_told_when_the_engine_stops(model: LoadedMode
         desk.end_of(2)
         assert desk.loop.stop(LIMIT_S)
         assert desk.end_of(1).finish == "error"
-        hold.go.set()
+        hold.go()
 
 
 def test_a_tokeniser_that_cannot_be_constrained_refuses_grammars_and_nothing_else(model: LoadedModel) -> None:
@@ -354,23 +357,59 @@ def test_a_tokeniser_that_cannot_be_constrained_refuses_grammars_and_nothing_els
         assert desk.end_of(2).finish == "length"
 
 
-def test_a_grammar_that_the_compiler_chokes_on_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choke(self: Grammars, grammar: Grammar) -> None:
-        raise MemoryError if grammar.kind == "regex" else GrammarError("a.b", "no")
-
-    monkeypatch.setattr(Grammars, "compile", choke)
-    desk.submit(1, Grammar("regex", "a"))
-    desk.submit(2, BOOLEAN)
-    assert "MemoryError" in (desk.end_of(1).error or "")
-    assert (desk.end_of(2).grammar_path, desk.end_of(2).error) == ("a.b", "no")
-
-
 def test_the_same_schema_is_compiled_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    real = Grammars._compile
-    monkeypatch.setattr(Grammars, "_compile", lambda self, grammar: compiled.append(grammar) or real(self, grammar))
+    begun = []
+    real = GrammarPool._begin
+    monkeypatch.setattr(GrammarPool, "_begin", lambda self, job: begun.append(job) or real(self, job))
     for seq in range(5):
         desk.submit(seq, Grammar("json_schema", json.dumps(closed(a={"type": "boolean"}))))
     for seq in range(5):
         assert set(json.loads(desk.text_of(seq))) == {"a"}
-    assert len(compiled) == 1
+    assert len(begun) == 1
+
+
+def test_texts_are_the_same_when_every_mask_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(EngineSettings(threads=1, dtype="float32"))  # in bfloat16 some processors round by batch size
+    real, seen, texts = StepMasks._mask, set[tuple[Matcher, int]](), []
+
+    def late_once(self: StepMasks, matcher: Matcher, count: int) -> Any:
+        if count and (matcher, count) not in seen:
+            seen.add((matcher, count))
+            return MASK_LATE
+        return real(self, matcher, count)
+
+    for late in (False, True):
+        if late:
+            monkeypatch.setattr(StepMasks, "_mask", late_once)
+            monkeypatch.setattr(GrammarWorker, "slow", property(lambda _: True, lambda *_: None), raising=False)
+        with Desk(model) as desk:
+            for seq in range(4):
+                desk.submit(seq, Grammar("json_object") if seq % 2 else None, max_tokens=40)
+            texts.append([desk.text_of(seq) for seq in range(4)])
+            assert bool(desk.loop.stats()["masks_late"]) == late
+            assert desk.loop.stats()["decoded_tokens"] <= 4 * 40
+    assert texts[0] == texts[1]
+
+
+def test_a_lease_that_a_prompt_uses_is_renewed_while_its_grammar_is_compiled(model: LoadedModel) -> None:
+    desk = Desk(model)
+    hold = held(desk)
+    with desk:
+        desk.submit(1, None, max_tokens=1)
+        desk.end_of(1)
+        leases = desk.loop._scheduler.leases
+        renewed = []
+        renew = leases.renew
+        leases.renew = lambda found, *rest, **more: (renewed.append(len(found)), renew(found, *rest, **more))  # type: ignore[assignment, misc]
+        tokens = array("I", desk.prompt).tobytes()
+        breakpoints = (Breakpoint(len(desk.prompt), 60.0),)
+        desk.loop.submit("g", Submit(2, tokens, b"", Sampling(2), breakpoints=breakpoints))
+        desk.end_of(2)
+        renewed.clear()
+        desk.loop.submit("g", Submit(3, tokens, b"", Sampling(9), grammar=BOOLEAN))
+        desk.submit(4, None, max_tokens=1, prompt=desk.prompt[:4])
+        desk.end_of(4)
+        assert 3 not in desk.updates
+        assert renewed[0] == 1
+        hold.go()
+        assert desk.end_of(3).finish == "stop"

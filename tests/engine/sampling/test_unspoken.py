@@ -14,6 +14,7 @@ from engine.protocol import Grammar, TokenizerFiles
 from engine.sampling.grammar import GrammarError, Grammars
 from engine.sampling.unspoken import by_id, rename_specials
 from tests.fakes import tokenisers, tool_templates
+from tests.fakes.grammars import fill_mask
 
 MAKERS = tool_templates.ALL | tokenisers.BYTE_LEVEL | {name: tokenisers.OTHERS[name] for name in ("llama2", "gemma")}
 
@@ -25,14 +26,14 @@ class Loaded:
         self.specials = {token["content"]: token["id"] for token in added}
         self.eos = max(token["id"] for token in added if token["special"])
         self.size = self.hf.get_vocab_size(with_added_tokens=True)
-        self.grammars = Grammars(files.tokenizer_json, self.size, (self.eos,), cache_entries=4)
+        self.grammars = Grammars(files.tokenizer_json, self.size, (self.eos,))
 
     def walk(self, grammar: Grammar, seed: int) -> list[int]:
         """A text of random tokens, up to where nothing but its end may come."""
         rng, tokens, mask = random.Random(seed), list[int](), np.empty(self.size, np.bool_)
         matcher = self.grammars.compile(grammar)
         while True:
-            assert matcher.mask(mask), tokens
+            assert fill_mask(matcher, mask), tokens
             mask[self.eos] = False
             if not mask.any():
                 assert matcher.is_complete
@@ -93,4 +94,4 @@ def test_ids_stay_what_they_were_and_only_specials_and_tags_get_names() -> None:
 @pytest.mark.parametrize("broken", ["{}", '{"added_tokens": [{}], "model": {"vocab": {}}}', "{"])
 def test_what_is_no_tokeniser_is_refused_with_a_reason(broken: str) -> None:
     with pytest.raises(GrammarError):
-        Grammars(broken, 10, (1,), cache_entries=1)
+        Grammars(broken, 10, (1,))

@@ -25,6 +25,7 @@ from gateway.prompt.stage import PromptStage
 from gateway.prompt.tool_grammar import MAX_CALLS
 from gateway.types import CallDelta, ChatPrompt, Constraint, Event, Request, Tenant, TextDelta, Tool, ToolUse
 from tests.fakes import tokenisers, tool_templates
+from tests.fakes.grammars import fill_mask
 
 TREE: dict[str, Any] = {
     "type": "object",
@@ -61,7 +62,7 @@ class Loaded:
         self.stage = PromptStage(PromptSettings())
         asyncio.run(self.stage.load(self.hello, files))
         size = self.hello.vocab_size
-        self.grammars = Grammars(files.tokenizer_json, size, (self.eos,), cache_entries=4)
+        self.grammars = Grammars(files.tokenizer_json, size, (self.eos,))
 
     def request(self, use: ToolUse | None, **changes: Any) -> Request:
         prompt = ChatPrompt([{"role": "user", "content": "Hello."}], tools=TOOLS)
@@ -72,7 +73,7 @@ class Loaded:
         rng, tokens, mask = random.Random(seed), list[int](), np.empty(self.hello.vocab_size, np.bool_)
         matcher = self.grammars.compile(grammar)
         while True:
-            assert matcher.mask(mask), self.hf.decode(tokens, skip_special_tokens=False)
+            assert fill_mask(matcher, mask), self.hf.decode(tokens, skip_special_tokens=False)
             if mask[self.eos] and rng.random() < 0.6:
                 return tokens
             mask[self.eos] = False
@@ -220,7 +221,7 @@ def follow(loaded: Loaded, grammar: Grammar, tokens: list[int]) -> int:
     """How many of the tokens the grammar allows."""
     matcher, mask = loaded.grammars.compile(grammar), np.empty(loaded.hello.vocab_size, np.bool_)
     for count, token in enumerate(tokens):
-        if not (matcher.mask(mask) and mask[token]):
+        if not (fill_mask(matcher, mask) and mask[token]):
             return count
         matcher.consume([token])
     return len(tokens)
@@ -242,7 +243,7 @@ def test_calls_of_strict_tools_are_held_to_their_schemas_also_where_the_model_ma
         matcher, mask = loaded.grammars.compile(grammar.grammar), np.empty(loaded.hello.vocab_size, np.bool_)
         matcher.consume(tokens)
         while not matcher.is_complete:
-            assert matcher.mask(mask)
+            assert fill_mask(matcher, mask)
             tokens.append(int(rng.choice(np.flatnonzero(mask))))
             matcher.consume(tokens[-1:])
         events = loaded.read(request, tokens)

@@ -1,0 +1,142 @@
+"""The engine's end of the fork server: a process that has the tokeniser and forks a worker for each grammar.
+
+Started on the watcher's thread, because it ends with the thread that started it. What it says is brought to the loop's
+thread. engine/sampling/grammar_server.py is the program, grammar_pool.py who asks for workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from engine.sampling.grammar_frames import CONTROL, EXITED, FAILED, KILL, READY, SPAWN, Options
+from engine.sampling.socket_watcher import SocketWatcher
+
+_ENVIRONMENT: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
+"""What a process with untrusted input gets to see; no secrets."""
+
+
+class ForkServer:
+    """
+    on_ready   it has the tokeniser, or None the reason why it cannot be used
+    on_exited  the number of a worker, and the signal that ended it, or below 1 its exit status
+    on_lost    it has ended, and every worker with it
+    All are called on the loop's thread, to which the watcher brings them.
+    """
+
+    def __init__(
+        self,
+        watcher: SocketWatcher,
+        *,
+        on_ready: Callable[[str | None], object],
+        on_exited: Callable[[int, int], object],
+        on_lost: Callable[[], object],
+    ) -> None:
+        self._watcher = watcher
+        self._on_ready = on_ready
+        self._on_exited = on_exited
+        self._on_lost = on_lost
+        self._socket, self._child_socket = socket.socketpair()
+        self._socket.setblocking(False)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = bytearray()
+        self._ended = False
+
+    def start(self, tokenizer_json: str, options: Options) -> None:
+        """Returns at once."""
+        self._watcher.run(lambda: self._start(tokenizer_json, options))
+        self._watch()
+
+    def spawn(self, number: int) -> socket.socket:
+        """A new worker, and the socket to it. Raises OSError."""
+        own, its = socket.socketpair()
+        try:
+            socket.send_fds(self._socket, [CONTROL.pack(SPAWN, number, 0)], [its.fileno()])
+        except OSError:
+            own.close()
+            raise
+        finally:
+            its.close()
+        return own
+
+    def kill(self, number: int) -> None:
+        """Ends a worker, whatever it is at. on_exited follows."""
+        try:
+            self._socket.send(CONTROL.pack(KILL, number, 0))
+        except OSError:  # it does not read: then it is of no use
+            self.end()
+
+    def end(self) -> None:
+        """Ends the process and every worker. on_lost follows, if the loop still runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ends it for good. For when the watcher has stopped."""
+        self._ended = True
+        self.end()
+        if self._process is not None:
+            self._process.wait()
+        self._socket.close()
+        self._child_socket.close()
+
+    # -- the watcher's thread -----------------------------------------------------------------------------------------
+
+    def _start(self, tokenizer_json: str, options: Options) -> None:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as file, self._child_socket as its:
+            file.write(tokenizer_json)
+            file.flush()
+            file.seek(0)
+            told = replace(options, control_fd=its.fileno(), tokenizer_fd=file.fileno())
+            environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+            with contextlib.suppress(OSError):  # no process, no memory: the socket's end says so
+                self._process = subprocess.Popen(  # noqa: S603 - our own program
+                    [sys.executable, "-P", "-m", "engine.sampling.grammar_server", told.to_json()],
+                    pass_fds=(its.fileno(), file.fileno()),
+                    env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+
+    # -- the loop's thread --------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._watcher.watch(self._socket, self._read)
+
+    def _read(self) -> None:
+        if self._ended:
+            return None
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return self._watch()
+        except OSError:
+            data = b""
+        self._buffer += data
+        while len(self._buffer) >= CONTROL.size:
+            kind, number, ended = CONTROL.unpack_from(self._buffer)
+            size = CONTROL.size + (number if kind == FAILED else 0)
+            if len(self._buffer) < size:
+                break
+            text = self._buffer[CONTROL.size : size].decode()
+            del self._buffer[:size]
+            if kind == EXITED:
+                self._on_exited(number, ended)
+            else:
+                self._on_ready(None if kind == READY else text)
+        if data:
+            return self._watch()
+        self.end()
+        if self._process is not None:
+            self._process.wait()
+        self._watcher.close_socket(self._socket)
+        self._on_lost()
+        return None

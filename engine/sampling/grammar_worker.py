@@ -1,0 +1,250 @@
+"""The engine's end of one worker process: a compiled grammar, and the sequences that follow it.
+
+Every call returns at once: what the socket does not take is sent later, and answers are read when they are there. Used
+by the loop's thread alone. engine/sampling/grammar_server.py is the other end, grammar_pool.py decides which workers
+there are.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from engine.protocol import Grammar, Lane
+from engine.sampling.grammar_frames import (
+    COMPILE,
+    COMPILED,
+    DROP,
+    MASKS,
+    NUMBER,
+    REFUSED,
+    ROW,
+    ROW_ASKED,
+    FrameReader,
+    frame,
+)
+
+if TYPE_CHECKING:
+    from engine.sampling.grammar_pool import GrammarPool
+
+QUICK_MICROS: Final = 1_000
+"""A mask that takes less comes while the model computes a step."""
+LEAST_PENALTY: Final = 16
+MOST_PENALTY: Final = 4_096
+"""So many quick masks in a row until a worker whose mask was late is waited for again; twice as many each time."""
+MAX_CRASHES: Final = 2
+"""A sequence that was waiting for its mask so often when its worker ended is ended itself."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a grammar is not compiled. `path` leads to the reason inside of it; None where it is not the grammar's fault:
+    then it may work later, or on another engine."""
+
+    path: str | None
+    reason: str
+
+
+class GrammarWorker:
+    """
+    number  of the process, for the fork server
+    watch   has `pump` called, and whoever waits told, when there is something to read
+    slow    whether no step waits for its masks: its sequences are in a step when their masks are here
+    """
+
+    def __init__(self, number: int, grammar: Grammar, tenant: str, salt: str, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.number = number
+        self.key = (salt, grammar)
+        self.tenant = tenant
+        self.socket = sock
+        self.slow = False
+        self.ended = False  # the process is gone, or about to be
+        self.start_bits: bytes | None = None  # None before the grammar is compiled
+        self.refusal: Refusal | None = None
+        self.grown_bytes = 0
+        self.matchers: dict[int, Matcher] = {}
+        self.watch: Callable[[], object] = lambda: None
+        self.watched = False
+        self._outbox = bytearray()
+        self._reader = FrameReader()
+        self._quick_rows, self._penalty = 0, LEAST_PENALTY // 2
+        self.send(COMPILE, json.dumps({"kind": grammar.kind, "text": grammar.text}).encode())
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether an answer is to come, or something is still to be sent."""
+        compiling = self.start_bits is None and self.refusal is None
+        return bool(compiling or self._outbox or any(one.waits for one in self.matchers.values()))
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._outbox)
+
+    def send(self, kind: int, body: bytes | bytearray) -> None:
+        self._outbox += frame(kind, body)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket takes."""
+        try:
+            while self._outbox and not self.ended:
+                del self._outbox[: self.socket.send(self._outbox)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.ended = True
+
+    def pump(self) -> None:
+        """Reads what is there, and hands it to those whom it is for."""
+        self.flush()
+        while not self.ended:
+            try:
+                data = self.socket.recv(1 << 18)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.ended = True
+            for kind, body in self._reader.feed(data):
+                self._take(kind, body)
+
+    def be_late(self) -> None:
+        """A step has waited for a mask in vain, or would have."""
+        if not self.slow:
+            self.slow, self._quick_rows = True, 0
+            self._penalty = min(2 * self._penalty, MOST_PENALTY)
+        self.watch()
+
+    def drop(self, matcher: Matcher) -> None:
+        """A sequence has ended."""
+        if self.matchers.pop(matcher.number, None) is not None and not self.ended:
+            self.send(DROP, NUMBER.pack(matcher.number))
+
+    def _take(self, kind: int, body: bytes) -> None:
+        if kind == REFUSED:
+            path, reason = json.loads(body)
+            self.refusal = Refusal(path, reason)
+            return
+        (grown,) = NUMBER.unpack_from(body)
+        self.grown_bytes = grown << 10
+        if kind == COMPILED:
+            self.start_bits = body[NUMBER.size :]
+            return
+        assert kind == MASKS, f"a frame of kind {kind}"
+        assert self.start_bits is not None, "masks come after the grammar is compiled"
+        place = NUMBER.size
+        while place < len(body):
+            number, micros, alive = ROW.unpack_from(body, place)
+            place += ROW.size
+            bits = body[place : place + len(self.start_bits)] if alive else None
+            place += len(self.start_bits) if alive else 0
+            self._quick_rows = self._quick_rows + 1 if micros < QUICK_MICROS else 0
+            if number in self.matchers:
+                self.matchers[number].take(bits)
+        if self.slow and self._quick_rows >= self._penalty:
+            self.slow = False
+
+
+class Matcher:
+    """Where one sequence is in its grammar: what its worker was told, and the mask that came back. It is made when the
+    sequence arrives, before the grammar is compiled, and closed when the sequence ends.
+
+    on_ready  called when the grammar is compiled, or with why it is not
+    failure   why the sequence cannot go on
+    """
+
+    def __init__(self, pool: GrammarPool, number: int, grammar: Grammar, tenant: str, salt: str, lane: Lane) -> None:
+        self.number = number
+        self.grammar = grammar
+        self.tenant = tenant
+        self.salt = salt
+        self.lane = lane
+        self.failure: str | None = None
+        self.worker: GrammarWorker | None = None
+        self.on_ready: Callable[[Refusal | None], object] = self._compiled_again
+        self._pool = pool
+        self._num_sent = 0  # generated tokens that the worker knows of
+        self._asked: int | None = None  # generated tokens that the mask follows which was asked for
+        self._found: int | None = None  # the same, of the mask that is here
+        self._bits: bytes | None = None
+        self._crashes = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a mask was asked for that is not here."""
+        return self._asked is not None
+
+    def join(self, worker: GrammarWorker) -> None:
+        """Its grammar is compiled there."""
+        self.worker, self._num_sent, self._asked = worker, 0, None
+        if self._found is None:
+            self._found, self._bits = 0, worker.start_bits
+        worker.matchers[self.number] = self
+
+    def lose(self, reason: str | None) -> None:
+        """Its worker has ended. `reason` is why, where the grammar may be to blame."""
+        self.worker = None
+        if self.waits and reason is not None:
+            self._crashes += 1
+            if self._crashes == MAX_CRASHES:
+                self.failure = reason
+        self._asked = None
+
+    def prepare(self, tokens: array[int], num_prompt: int) -> bool:
+        """Whether the sequence may be in the next step: its mask is here, or is quick enough to come with the step.
+        If not, it is on its way now."""
+        count = len(tokens) - num_prompt
+        if self._found == count or self.failure is not None:
+            return True
+        if self.worker is None:
+            self._pool.compile(self)
+        worker = self.worker
+        if worker is None:
+            return self.failure is not None
+        if worker.ended or self.waits:
+            return False
+        if not worker.slow:
+            return True
+        worker.send(MASKS, self.ask(tokens, num_prompt))
+        worker.watch()
+        return False
+
+    def ask(self, tokens: array[int], num_prompt: int) -> bytes:
+        """What is to be sent to its worker for its next mask."""
+        fresh = tokens[num_prompt + self._num_sent :]
+        self._num_sent = self._asked = len(tokens) - num_prompt
+        return ROW_ASKED.pack(self.number, len(fresh)) + fresh.tobytes()
+
+    def take(self, bits: bytes | None) -> None:
+        """The mask that was asked for; None when nothing may come."""
+        self._found, self._asked, self._bits = self._asked, None, bits
+        if bits is None:
+            self.failure = self.failure or "the grammar became too complex to go on with"
+
+    def find(self, count: int) -> bytes | None:
+        """The mask behind so many generated tokens, if it is here."""
+        return self._bits if self._found == count else None
+
+    def compile(self, on_ready: Callable[[Refusal | None], object]) -> None:
+        """Calls `on_ready` when the grammar is compiled, or with why it is not; perhaps at once."""
+
+        def once(refusal: Refusal | None) -> None:
+            self.on_ready = self._compiled_again
+            on_ready(refusal)
+
+        self.on_ready = once
+        self._pool.compile(self)
+
+    def close(self) -> None:
+        """The sequence has ended: nobody is called any more."""
+        self._pool.drop(self)
+
+    def _compiled_again(self, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            self.failure = refusal.reason
