@@ -48,6 +48,7 @@ from engine.protocol.requests import (
     Sampling,
     Submit,
 )
+from engine.protocol.schema_limits import SchemaLimitError, check_schema, follow_reference
 from engine.protocol.wire import ProtocolError, decode, encode
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "Namespace",
     "ProtocolError",
     "Sampling",
+    "SchemaLimitError",
     "SequenceUpdate",
     "StepFrame",
     "Submit",
@@ -88,7 +90,9 @@ __all__ = [
     "announcement_key",
     "blocks_key",
     "chain_digests",
+    "check_schema",
     "decode",
     "encode",
+    "follow_reference",
     "split_digests",
 ]

@@ -13,6 +13,8 @@ from urllib.parse import unquote
 
 MAX_NESTING: Final = 160
 """Objects and arrays inside of each other; a schema inside of a schema takes two of them."""
+MAX_VALUES: Final = 50_000
+"""Of all objects and arrays."""
 MAX_REFERENCES: Final = 2_000
 MAX_REFERENCE_CHAIN: Final = 256
 """References that lead to one another. The compiler follows each on its stack; 1,000 are too many for it."""
@@ -51,7 +53,7 @@ class _Walk:
         self.ends: list[int] = []
         self.references: list[tuple[int, str]] = []
         self._parents: list[tuple[int, str]] = []  # of each number: the parent's number, and the key in it
-        self._properties = self._patterns = 0
+        self._values = self._properties = self._patterns = 0
         self._visit(root)
 
     def path(self, number: int, key: str = "") -> str:
@@ -70,6 +72,9 @@ class _Walk:
             number, items = open_ones[-1]
             entered = None
             for key, value in items:
+                self._values += 1
+                if self._values > MAX_VALUES:
+                    raise SchemaLimitError("", f"it may have {MAX_VALUES} values altogether")
                 if isinstance(value, dict | list):
                     entered = self._enter(value, number, key)
                     break
@@ -80,7 +85,7 @@ class _Walk:
             else:
                 open_ones.append(entered)
                 if len(open_ones) > MAX_NESTING:
-                    raise SchemaLimitError(self.path(number), f"it may be nested {MAX_NESTING} levels deep")
+                    raise SchemaLimitError(self.path(entered[0]), f"it may be nested {MAX_NESTING} levels deep")
 
     def _enter(self, value: Any, parent: int, key: str) -> tuple[int, Iterator[tuple[str, Any]]]:
         number = len(self.ends)
@@ -118,7 +123,7 @@ class _Walk:
             self._count_pattern(value, number, key)
 
 
-def follow(root: Any, reference: Any) -> Any:
+def follow_reference(root: Any, reference: Any) -> Any:
     """Where a reference leads inside of the root. None elsewhere: the compiler says what it thinks of it."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
@@ -172,6 +177,6 @@ def _targets(walk: _Walk) -> list[int | None]:
     found: dict[str, int | None] = {}
     for _, reference in walk.references:
         if reference not in found:
-            target = follow(walk.root, reference)
+            target = follow_reference(walk.root, reference)
             found[reference] = walk.starts.get(id(target)) if isinstance(target, dict | list) else None
     return [found[reference] for _, reference in walk.references]

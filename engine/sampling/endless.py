@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from engine.protocol.schema_limits import follow
+from engine.protocol import follow_reference
 
 Kinds = frozenset[str]
 Find = Callable[[Any], Kinds]
@@ -62,7 +62,7 @@ def _kinds_of(schema: dict[str, Any], root: Any, find: Find) -> Kinds:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         kinds = frozenset("number" if kind == "integer" else str(kind) for kind in named)
     if "$ref" in schema:
-        kinds &= find(follow(root, schema["$ref"]))
+        kinds &= find(follow_reference(root, schema["$ref"]))
     for item in schema.get("allOf", ()):
         kinds &= find(item)
     for name in ("anyOf", "oneOf"):

@@ -18,8 +18,7 @@ from typing import Any, Final
 
 import llguidance
 
-from engine.protocol import MAX_GRAMMAR_BYTES, Grammar
-from engine.protocol.schema_limits import SchemaLimitError, check_schema
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, SchemaLimitError, check_schema
 from engine.sampling import schema as schemas
 from engine.sampling.lark_limits import find_excess, find_nested_too_deep
 from engine.sampling.schema import SchemaError

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, Final
 
-from engine.protocol.schema_limits import check_schema
+from engine.protocol import check_schema
 
 MAX_RULES: Final = 1_000
 """A chain of 3,500 rules is too deep for the compiler's stack."""

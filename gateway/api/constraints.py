@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, SchemaLimitError, check_schema
 from gateway.api.fields import an_object, invalid
 from gateway.types import Constraint
 
@@ -23,7 +23,18 @@ def json_schema(schema: Any, path: str) -> Constraint:
     """JSON that validates. Raises BadRequestError for what is neither an object nor a boolean, and for one too long."""
     if type(schema) not in (dict, bool):
         an_object(schema, path)
+    check_size(schema, path)
     return constraint("json_schema", orjson.dumps(schema).decode(), path)
+
+
+def check_size(schema: Any, path: str, code: str = "invalid_grammar") -> str | None:
+    """Before anything walks through a schema. Raises BadRequestError for one that is too deep, or refers on too often.
+    Returns the path of a reference that leads back to where it stands: of a recursive schema."""
+    try:
+        recursive = check_schema(schema)
+    except SchemaLimitError as error:
+        raise invalid(f"{path}.{error.path}" if error.path else path, error.reason, code=code) from None
+    return f"{path}.{recursive}" if recursive is not None else None
 
 
 def constraint(kind: GrammarKind, source: str, path: str) -> Constraint:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gateway.api.constraints import json_schema
+from engine.protocol import follow_reference
+from gateway.api.constraints import check_size, json_schema
 from gateway.api.fields import an_object, choice, closed_schema, invalid, missing, record, takes, unknown_parameter
 from gateway.types import Constraint
 
@@ -67,8 +68,12 @@ check_output_config = record(effort=choice("low", "medium", "high", "xhigh", "ma
 def read_schema(schema: dict[str, Any], path: str) -> tuple[dict[str, Any], int]:
     """The schema with required properties first, and how many are optional. Raises BadRequestError with the path of
     what is outside of the subset."""
+    recursive = check_size(schema, path)
     reader = _Reader(schema)
-    return reader.read(schema, path, ()), reader.optional
+    read = reader.read(schema, path)
+    if recursive is not None:
+        raise invalid(recursive, "recursive schemas are not supported")
+    return read, reader.optional
 
 
 class _Reader:
@@ -77,10 +82,8 @@ class _Reader:
     def __init__(self, root: dict[str, Any]) -> None:
         self.optional = 0
         self._root = root
-        self._followed: set[str] = set()
 
-    def read(self, schema: Any, path: str, within: tuple[str, ...]) -> Any:
-        """`within` are the references that lead here."""
+    def read(self, schema: Any, path: str) -> Any:
         if type(schema) is bool:
             return schema
         an_object(schema, path)
@@ -89,23 +92,23 @@ class _Reader:
                 raise invalid(f"{path}.{key}", f"'{key}' is not supported in schemas")
         self._check_values(schema, path)
         if "$ref" in schema:
-            self._follow(schema["$ref"], f"{path}.$ref", within)
+            self._check_reference(schema["$ref"], f"{path}.$ref")
         read = dict(schema)
         kinds = schema.get("type")
         if kinds == "object" or (type(kinds) is list and "object" in kinds) or "properties" in schema:
-            self._read_object(read, path, within)
+            self._read_object(read, path)
         for key in ("$defs", "definitions"):
             if key in schema:
                 items = an_object(schema[key], f"{path}.{key}").items()
-                read[key] = {name: self.read(item, f"{path}.{key}.{name}", within) for name, item in items}
+                read[key] = {name: self.read(item, f"{path}.{key}.{name}") for name, item in items}
         for key in ("anyOf", "allOf"):
             if key in schema:
-                read[key] = self._read_all(schema[key], f"{path}.{key}", within)
+                read[key] = self._read_all(schema[key], f"{path}.{key}")
         if "items" in schema:
-            read["items"] = self.read(schema["items"], f"{path}.items", within)
+            read["items"] = self.read(schema["items"], f"{path}.items")
         return read
 
-    def _read_object(self, schema: dict[str, Any], path: str, within: tuple[str, ...]) -> None:
+    def _read_object(self, schema: dict[str, Any], path: str) -> None:
         if schema.get("additionalProperties") is not False:
             why = "for 'object' type, 'additionalProperties' must be explicitly set to false"
             raise invalid(f"{path}.additionalProperties", why)
@@ -116,14 +119,14 @@ class _Reader:
             raise invalid(f"{path}.required", "an array of names of properties is expected")
         self.optional += sum(name not in required for name in properties)
         order = sorted(properties, key=lambda name: name not in required)
-        schema["properties"] = {name: self.read(properties[name], f"{where}.{name}", within) for name in order}
+        schema["properties"] = {name: self.read(properties[name], f"{where}.{name}") for name in order}
 
-    def _read_all(self, schemas: Any, path: str, within: tuple[str, ...]) -> list[Any]:
+    def _read_all(self, schemas: Any, path: str) -> list[Any]:
         if type(schemas) is not list or not schemas:
             raise invalid(path, "an array of schemas is expected")
         if path.endswith("allOf") and any(type(schema) is dict and "$ref" in schema for schema in schemas):
             raise invalid(path, "'allOf' is not supported together with '$ref'")
-        return [self.read(schema, f"{path}[{index}]", within) for index, schema in enumerate(schemas)]
+        return [self.read(schema, f"{path}[{index}]") for index, schema in enumerate(schemas)]
 
     def _check_values(self, schema: dict[str, Any], path: str) -> None:
         values = schema.get("enum", [])
@@ -132,20 +135,9 @@ class _Reader:
         if schema.get("minItems") not in (None, 0, 1):
             raise invalid(f"{path}.minItems", "only 0 and 1 are supported")
 
-    def _follow(self, reference: Any, path: str, within: tuple[str, ...]) -> None:
-        """Looks for a way back to here. What is referred to is read where it is."""
+    def _check_reference(self, reference: Any, path: str) -> None:
+        """What is referred to is read where it is."""
         if type(reference) is not str or not reference.startswith("#"):
             raise invalid(path, "only references inside of the schema are supported")
-        if reference in within or reference == "#":
-            raise invalid(path, "recursive schemas are not supported")
-        if reference in self._followed:
-            return
-        found: Any = self._root
-        for step in reference[1:].strip("/").split("/"):
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if type(found) is dict else None
-        if found is None:
+        if follow_reference(self._root, reference) is None:
             raise invalid(path, f"there is nothing at {reference[:64]!r}")
-        optional, self.optional = self.optional, 0
-        self.read(found, path, (*within, reference))
-        self.optional = optional
-        self._followed.add(reference)

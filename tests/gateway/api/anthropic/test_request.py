@@ -338,7 +338,7 @@ def test_a_schema_constrains_the_answer_with_required_properties_first() -> None
         (closed(a={"$ref": "#/$defs/x"}), "properties.a.$ref: there is nothing at '#/$defs/x'"),
         (
             closed(a={"$ref": "#/$defs/x"}) | {"$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}}},
-            "properties.a.$ref.anyOf.0.$ref: recursive schemas are not supported",
+            "$defs.x.anyOf.0.$ref: recursive schemas are not supported",
         ),
         (closed(a={"allOf": [{"$ref": "#/$defs/x"}]}), "properties.a.allOf: 'allOf' is not supported together"),
         (closed(a={"anyOf": []}), "properties.a.anyOf: an array of schemas is expected"),
@@ -355,3 +355,21 @@ def test_references_that_branch_again_and_again_are_followed_once() -> None:
     defs: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
     schema = closed(a={"$ref": "#/$defs/d0"}) | {"$defs": {**defs, "d60": {"type": "null"}}}
     assert message(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint is not None
+
+
+def chained(links: int) -> dict[str, Any]:
+    """References that lead from one definition to the next, each inside of an object."""
+    definitions = {f"d{link}": closed(a={"$ref": f"#/$defs/d{link + 1}"}) for link in range(links)}
+    return closed(a={"$ref": "#/$defs/d0"}) | {"$defs": definitions | {f"d{links}": {"type": "string"}}}
+
+
+def test_references_are_counted_and_not_followed_one_inside_of_the_other() -> None:
+    assert (
+        schema_refusal(chained(300))
+        == "output_config.format.schema.properties.a.$ref: references may lead on 256 times"
+    )
+    message(output_config={"format": {"type": "json_schema", "schema": chained(250)}})
+    nested: dict[str, Any] = {"type": "string"}
+    for _ in range(500):
+        nested = {"anyOf": [nested]}
+    assert "160 levels" in schema_refusal(nested)

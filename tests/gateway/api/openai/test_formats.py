@@ -14,6 +14,7 @@ from gateway.api.openai.strict_schema import check_strict
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import Constraint
+from tests.fakes.grammars import reference_chain
 from tests.fakes.schemas import closed
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -165,7 +166,7 @@ OUTSIDE = [
     (levels(11), "s" + ".properties.a" * 10),
     (closed(e={"enum": list(range(1001))}), "s.properties.e.enum"),
     (closed(e={"enum": ["x" * 120_000]}), "s.properties.e"),
-    (closed(**{f"p{number}": {} for number in range(5001)}), "s"),
+    (closed(**{f"p{number}": {} for number in range(5001)}), "s.properties"),
 ]
 
 
@@ -174,3 +175,13 @@ def test_what_is_outside_of_the_strict_subset_is_refused_with_its_path(schema: A
     with pytest.raises(BadRequestError) as refused:
         check_strict(schema, "s")
     assert (refused.value.param, refused.value.code) == (path, "invalid_json_schema")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_schema_that_is_too_deep_or_refers_on_too_often_is_refused_before_it_is_walked_through(strict: bool) -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(400):
+        deep = {"anyOf": [deep]}
+    for schema in (closed(a=deep), json.loads(reference_chain(1_500).text) | closed()):
+        with pytest.raises(BadRequestError, match=r"160 levels|256 times"):
+            chat(response_format=schema_format(schema, strict=strict))
