@@ -28,8 +28,9 @@ SWITCH_S: Final = 0.001
 """After which a thread that runs Python gives way to one that waits, the event loop's above all. Python's own is 5 ms,
 which a small request would wait several times over."""
 
-_threads: Final = ThreadPoolExecutor(2, thread_name_prefix="large")
-"""For large requests. Few, because each may hold up the event loop for as long as SWITCH_S."""
+_thread: Final = ThreadPoolExecutor(1, thread_name_prefix="large")
+"""For large requests. One, because what is done there needs the interpreter all the time: a second one would only stand
+in the event loop's way for as long again."""
 
 LOOKS: Final = 8
 """So often the loop has to come round before somebody who does not answer is given up."""
@@ -62,7 +63,7 @@ async def off_loop(amount: int, work: Callable[[], _T]) -> _T:
     if amount <= AT_ONCE:
         return work()
     in_context = partial(copy_context().run, work)
-    return await asyncio.get_running_loop().run_in_executor(_threads, in_context)
+    return await asyncio.get_running_loop().run_in_executor(_thread, in_context)
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:

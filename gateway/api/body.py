@@ -8,6 +8,7 @@ surrogates by itself.
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any, Final, NamedTuple
 
@@ -200,11 +201,10 @@ def _ask_for_body(http: web.Request) -> None:
 async def _read(http: web.Request, limit_bytes: int, claim: Claim) -> bytes:
     _ask_for_body(http)
     plain = _encoding(http) == "identity"
-    pieces: list[bytes] = []
-    size = 0
+    body = io.BytesIO()  # which gives its bytes away without copying them
     async for piece in http.content.iter_any() if plain else _decoded_pieces(http, DECODED_BYTES):
-        pieces.append(piece)
-        if (size := size + len(piece)) > limit_bytes:
+        if body.tell() + len(piece) > limit_bytes:
             raise BodyTooLargeError(limit_bytes, code=None if plain else DECODED_TOO_LARGE)
-        claim.grow_to(size)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        claim.grow_to(body.tell() + len(piece))
+        body.write(piece)
+    return body.getvalue()

@@ -37,6 +37,7 @@ from gateway.api.sent import header_lines, send
 from gateway.api.stamps import Stamp
 from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
+from gateway.tasks import off_loop, work_of
 from gateway.types import Lookup, Need, Tenant, Tier, Trace
 
 OVERHEAD_BYTES: Final = 2048
@@ -165,7 +166,7 @@ class ShortWay:
         ConnectionResetError for a client that is gone."""
         if not self._max_bytes:
             return None
-        key = _key(http, tenant, body)
+        key = await off_loop(work_of(len(body)), lambda: _key(http, tenant, body))
         known = self._known.get(key)
         if known is None or known.sent != body or not self._stands(known.written, tenant):
             http[SEEN] = Seen(self, key, body)

@@ -19,6 +19,7 @@ and punctuation, the patterns of GPT-2, Llama 3 and o200k were found to cut alik
 
 from __future__ import annotations
 
+import contextlib
 import re
 import unicodedata
 from array import array
@@ -40,7 +41,11 @@ GPT2_DIGITS_PATTERN: Final = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L
 _NEVER_IN_UTF8: Final = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 _BATCH: Final = 4096
 _NFC_SHRINKS: Final = 4
-"""Characters that one composed character stands for, at most."""
+"""Bytes that are composed to one byte, at most: a sign of three that stands for an ASCII character, or three letters of
+Hangul; and one for good measure."""
+_SLICE: Final = 1 << 18
+"""Characters that are looked at before another thread may have its turn."""
+_ASCII: Final = re.compile(r"[\x00-\x7f]")
 _BLANK_RUN: Final = 500_000
 """Characters of white space in a row; the regex engine of tiktoken 0.14 overflows its stack at about twice as many."""
 
@@ -82,10 +87,18 @@ class ByteLevelBpe:
             raise TokenizingError
         try:
             with no_panic("tiktoken"):
-                ids = self._encoding.encode_ordinary(self.normalize(text))
+                ids = self._encode(self.normalize(text))
         except NativeError:
             raise TokenizingError from None
-        return array("I", ids if self._ids is None else map(self._ids.__getitem__, ids))
+        return ids if self._ids is None else array("I", map(self._ids.__getitem__, ids))
+
+    def _encode(self, text: str) -> array[int]:
+        if len(text) > _SLICE:
+            with contextlib.suppress(ImportError):  # it needs numpy, and makes no list of Python's numbers
+                found = array("I")
+                found.frombytes(self._encoding.encode_to_numpy(text, disallowed_special=()).tobytes())
+                return found
+        return array("I", self._encoding.encode_ordinary(text))
 
     def shrinks(self, text: str) -> int:
         """By how much the text may become shorter when it is normalised, in bytes, at most."""
@@ -95,15 +108,31 @@ class ByteLevelBpe:
         """What the normaliser makes of it. Raises TokenizingError as `encode` does."""
         if not self._nfc or text.isascii():
             return text
-        if self._odd_marks.search(text):
+        if any(self._odd_marks.search(text, at, at + _SLICE) for at in range(0, len(text), _SLICE)):
             raise TokenizingError
-        return unicodedata.normalize("NFC", text)
+        parts: list[str] = []
+        start = 0
+        while start < len(text):  # slice by slice: nothing is composed with an ASCII character behind it
+            behind = _ASCII.search(text, start + _SLICE)
+            end = behind.start() if behind else len(text)
+            parts.append(unicodedata.normalize("NFC", text[start:end]))
+            start = end
+        return "".join(parts)
 
 
 def has_blank_run(text: str, chars: int) -> bool:
     """Whether so much white space, or more, is in a row."""
-    blanks = len(text) - sum(map(len, text.split()))
-    return blanks >= chars and any(run.end() - run.start() >= chars for run in re.finditer(r"\s+", text))
+    width = max(chars // 2, 1)  # a run of twice that has one of these slices in it, whole
+    if not any(text[at : at + width].isspace() for at in range(0, len(text) - width + 1, width)):
+        return False
+    return any(run.end() - run.start() >= chars for run in re.finditer(r"\s+", text))
+
+
+def num_utf8_bytes(text: str) -> int:
+    """Raises UnicodeEncodeError for lone surrogates."""
+    if text.isascii():
+        return len(text)
+    return sum(len(text[at : at + _SLICE].encode()) for at in range(0, len(text), _SLICE))
 
 
 class TokenizingError(Exception):

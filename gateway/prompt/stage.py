@@ -94,7 +94,7 @@ class PromptStage:
                     encoded = await self._encode_chat(loaded, namespace, prompt, request, model)
                 case TextPrompt(text):
                     masked = await off_loop(request.work, partial(loaded.tokenizer.masking.mask, text))
-                    self._check_chars(loaded, model, masked, request)
+                    await self._check_chars(loaded, model, masked, request)
                     encoded = (await self._walk.text(loaded, namespace, masked, prefix=loaded.prefix)).joined()
                 case TokenPrompt(tokens):
                     if len(tokens) > model.context_tokens * TOKEN_BYTES:
@@ -158,9 +158,9 @@ class PromptStage:
             raise NoEngineError(model.model, retry_after_s=1.0)
         return loaded
 
-    def _check_chars(self, model: LoadedModel, hello: Hello, text: str, request: Request) -> None:
+    async def _check_chars(self, model: LoadedModel, hello: Hello, text: str, request: Request) -> None:
         """Raises ContextLengthError for masked text that cannot fit whatever its tokens are, before they are made."""
-        least = model.tokenizer.least_tokens(text)
+        least = await off_loop(request.work, partial(model.tokenizer.least_tokens, text))
         if least > hello.context_tokens:
             raise ContextLengthError(
                 hello.context_tokens, least, request.sampling.max_tokens, param=request.prompt_param
@@ -185,7 +185,7 @@ class PromptStage:
         if key is not None and (encoded := model.prompts.find(key, prompt)) is not None:
             return encoded
         text = await off_loop(request.work, render)
-        self._check_chars(model, hello, text, request)
+        await self._check_chars(model, hello, text, request)
         path = await self._walk.text(model, namespace, text)
         encoded = path.joined()
         if prompt.markers:

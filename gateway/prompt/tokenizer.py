@@ -36,6 +36,7 @@ from gateway.prompt.byte_level import (
     NotConvertibleError,
     TokenizingError,
     has_blank_run,
+    num_utf8_bytes,
     vocabulary_texts,
 )
 from gateway.prompt.decode import Decoding
@@ -46,6 +47,7 @@ from gateway.prompt.samples import SAMPLES, class_samples
 MAX_BLANK_RUN: Final = 4_000_000
 """Characters of white space in a row. The regex engine of tokenizers (Oniguruma) backtracks over all of
 them, and panics after ten million steps."""
+_MARK_BYTES: Final = 4  # of a character, at most
 _BATCH: Final = 64  # texts that are compared at once when a tokeniser is loaded
 _NO_TEXT: Final = "(?!)"  # a regular expression that never matches
 
@@ -117,11 +119,12 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """Fewer than this masked text can have, whatever it says: as many as if all were the longest token there is. 0
-        where a token may stand for more text than it spells."""
+        where a token may stand for more text than it spells. Raises UnicodeEncodeError as `encode` does."""
         if self._fast is None or self.fallback:
             return 0
         # A mark, and what is inserted with it, is at most two characters more than what it stands for.
-        return (len(text) - 2 * text.count(self.masking.mark)) // self._fast.shrinks(text) // self._longest
+        num_bytes = num_utf8_bytes(text) - 2 * _MARK_BYTES * text.count(self.masking.mark)
+        return num_bytes // self._fast.shrinks(text) // self._longest
 
     def encode(self, links: Sequence[Link]) -> list[bytes]:
         """Token ids of each link, little-endian uint32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
 from gateway.prompt import byte_level
-from gateway.prompt.byte_level import ByteLevelBpe, NotConvertibleError, TokenizingError
+from gateway.prompt.byte_level import (
+    ByteLevelBpe,
+    NotConvertibleError,
+    TokenizingError,
+    has_blank_run,
+    num_utf8_bytes,
+)
 from gateway.prompt.samples import SAMPLES, class_samples
 from tests.fakes import tokenisers
 
@@ -44,6 +51,23 @@ def test_ids_are_those_of_tokenizers(both: Both, text: str) -> None:
     except TokenizingError:
         return
     assert ids == plain.encode(text, add_special_tokens=False).ids
+
+
+@UNHURRIED
+@given(text=st.text("e\u0301\u0323\u1100\u1161\u11a8 a漢<\u212b", max_size=40), size=st.integers(1, 6))
+def test_a_long_text_is_the_same_slice_by_slice(both: Both, text: str, size: int) -> None:
+    fast, _ = both
+    whole, normal = fast.encode(text), fast.normalize(text)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(byte_level, "_SLICE", size)
+        assert fast.normalize(text) == normal
+        assert fast.encode(text) == whole
+        assert num_utf8_bytes(text) == len(text.encode())
+
+
+@given(text=st.text(" \n\u3000a", max_size=40), chars=st.integers(1, 9))
+def test_a_run_of_blanks_is_found_wherever_it_lies(text: str, chars: int) -> None:
+    assert has_blank_run(text, chars) == (max(map(len, re.findall(r"\s+", text)), default=0) >= chars)
 
 
 def test_ids_are_those_of_tokenizers_on_trained_text(both: Both) -> None:
