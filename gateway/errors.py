@@ -108,6 +108,7 @@ class UnauthorizedError(KvasirError):
     status = 401
     type = "invalid_request_error"
     code: str | None = "invalid_api_key"
+    challenge = ""  # WWW-Authenticate, where a browser may ask for the key
 
 
 class ForbiddenError(KvasirError):

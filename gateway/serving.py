@@ -199,10 +199,11 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
         lines.append(f"  access   {len(settings.tenants)} tenants with keys")
     else:
         lines.append("  access   open: no tenants are configured, everybody shares one cache ([[tenants]])")
+    key = "KEY OF A TENANT" if settings.tenants else "any"
     lines += [
-        f'  SDKs     OpenAI(base_url="{url}/v1", api_key="any"), model="{models[0] if models else "..."}"\n'
-        f'           Anthropic(base_url="{url}", api_key="any")\n'
-        f'           genai.Client(http_options={{"base_url": "{url}"}}, api_key="any")',
+        f'  SDKs     OpenAI(base_url="{url}/v1", api_key="{key}"), model="{models[0] if models else "..."}"\n'
+        f'           Anthropic(base_url="{url}", api_key="{key}")\n'
+        f'           genai.Client(http_options={{"base_url": "{url}"}}, api_key="{key}")',
         f"  look     {url}/metrics  {url}/admin/stats",
         f"  docs     {url}/docs, and {url}/openapi.json; README.md and docs/ in the repository",
     ]

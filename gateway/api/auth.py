@@ -5,6 +5,7 @@ SHA-256 digests, so that the time of a look-up says nothing about a key, and no 
 from __future__ import annotations
 
 import hashlib
+from base64 import b64decode
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -50,15 +51,15 @@ class Auth:
                     "/admin is closed: this server has tenants and no admin keys. Set [auth] admin_keys to open it."
                 )
             return _digest("")
-        key = _bearer(http)
+        key = _bearer(http) or _password(http)
         if not key:
-            raise _no_key("/admin needs an admin key. Send it as `Authorization: Bearer KEY`.")
+            raise _no_admin_key("/admin needs an admin key, as `Authorization: Bearer KEY` or as a browser's password.")
         digest = _digest(key)
         if digest in self._admins:
             return digest
         if digest in self._tenants:
             raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
-        raise UnauthorizedError("Incorrect admin key provided.")
+        raise _no_admin_key("Incorrect admin key provided.", code="invalid_api_key")
 
 
 def _tenant(settings: TenantSettings) -> Tenant:
@@ -78,8 +79,26 @@ def _bearer(http: web.Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def _password(http: web.Request) -> str:
+    """Of HTTP Basic (RFC 7617), which a browser asks for; the user's name says nothing. To read alone: a browser sends
+    it with whatever a page of somebody else has it ask."""
+    scheme, _, value = http.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "basic" or http.method not in ("GET", "HEAD"):
+        return ""
+    try:
+        return b64decode(value.strip(), validate=True).decode().partition(":")[2].strip()
+    except ValueError:  # no base64, or no text
+        return ""
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _no_admin_key(message: str, code: str | None = None) -> UnauthorizedError:
+    error = _no_key(message)
+    error.code, error.challenge = code, 'Basic realm="Kvasir admin key", charset="UTF-8"'
+    return error
 
 
 def _no_key(message: str) -> UnauthorizedError:

@@ -24,6 +24,7 @@ from gateway.errors import (
     QuotaError,
     RateLimitError,
     StorageFullError,
+    UnauthorizedError,
     UpstreamTimeoutError,
 )
 from gateway.types import Allowance
@@ -107,6 +108,8 @@ class Dialect:
 def retry_headers(error: KvasirError) -> dict[str, str]:
     """When to retry, as the OpenAI and Anthropic SDKs and proxies read it. Empty where the status says it all."""
     headers: dict[str, str] = {}
+    if isinstance(error, UnauthorizedError) and error.challenge:
+        headers["WWW-Authenticate"] = error.challenge
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))

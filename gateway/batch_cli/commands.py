@@ -15,7 +15,7 @@ from gateway.batch_cli.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 from gateway.batch_cli.client import Client
 from gateway.batch_cli.errors import BAD_INPUT, FAILED, BatchCommandError, PassingError
 from gateway.batch_cli.files import check_file, check_output, writing
-from gateway.batch_cli.progress import Progress, line, told
+from gateway.batch_cli.progress import Progress, listed, told
 
 ENDS: Final = ("completed", "failed", "expired", "cancelled")
 MISSED_POLLS: Final = 30
@@ -55,7 +55,7 @@ async def _run(options: argparse.Namespace, url: str, key: str) -> int:
                 await _results(client, options.id, options.output, errors=options.errors)
             case "list":
                 async for batch in client.batches():
-                    _say(line(batch))
+                    _say(listed(batch))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
 BAR_CHARS: Final = 30
@@ -46,9 +47,20 @@ def _bar(counts: Mapping[str, int]) -> str:
     return f"[{'#' * full}{'.' * (BAR_CHARS - full)}]"
 
 
+def _printed(text: str) -> str:
+    """Without what a terminal would act upon: names of models are written by whoever made the batch."""
+    return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
+
+
 def line(batch: dict[str, Any]) -> str:
     counts = batch["request_counts"]
     return f"{batch['id']} {batch['status']}: {counts['completed']} of {counts['total']}, {counts['failed']} failed"
+
+
+def listed(batch: dict[str, Any]) -> str:
+    """A line of a list: when it was made, in UTC, and for which model, where that is known."""
+    made = datetime.fromtimestamp(batch["created_at"], UTC).strftime("%Y-%m-%d %H:%M")
+    return f"{made}  {_printed(batch['model'] or '-')}  {line(batch)}"
 
 
 def told(batch: dict[str, Any]) -> str:

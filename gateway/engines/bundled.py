@@ -311,7 +311,7 @@ class BundledEngine:
             return
         self._told = True
         lost = self._hello is not None and not self._left_on_purpose
-        what = "was lost" if lost else "has ended" if self._hello else "is not there yet"
+        what = "was lost" if lost else "has ended" if self._hello else "is not there yet (as while it starts)"
         log.log(
             logging.WARNING if lost else logging.INFO,
             "engine %s %s: %s",

@@ -16,10 +16,10 @@ import pytest
 from engine.config import ConfigError, load
 from engine.protocol import TOKEN_BYTES
 from gateway.app import Gateway, upstream_keys
-from gateway.config import LeaseSettings, LimitSettings, Settings
+from gateway.config import LeaseSettings, LimitSettings, Settings, TenantSettings
 from gateway.errors import RateLimitError
 from gateway.redis_calls import connect
-from gateway.serving import close_with
+from gateway.serving import _introduce, close_with
 from gateway.types import ANONYMOUS, Event, Finished, Need, Request, Started, TextDelta, Usage
 from tests.fakes import tokenisers
 from tests.fakes.meanings import MODEL, chat
@@ -310,3 +310,13 @@ def test_without_the_extra_the_semantic_cache_says_so_and_exact_answers_are_left
     assert any("extra `semantic`" in record.getMessage() for record in caplog.records)
     gateway.embedder.close()
     gateway.prompts.close()
+
+
+@pytest.mark.parametrize("tenants", [(), (TenantSettings(name="north", keys=("north-key-1",)),)])
+async def test_what_is_said_at_the_start_names_a_key_that_opens_the_server(tenants: tuple[TenantSettings, ...]) -> None:
+    async with AsyncExitStack() as stack:
+        gateway = Gateway(Settings(tenants=tenants), None, None)
+        close_with(stack, gateway)
+        told: list[str] = []
+        _introduce(gateway, 1, False, told.append)
+    assert ('api_key="any"' in told[0], "north-key-1" in told[0]) == (not tenants, False)

@@ -4,6 +4,7 @@ import logging
 
 import openai
 import pytest
+from aiohttp import encode_basic_auth
 
 from gateway.config import AuthSettings, TenantSettings
 from gateway.types import ANONYMOUS
@@ -106,6 +107,26 @@ async def test_admin_pages_need_an_admin_key_when_there_is_one(key: str | None, 
     async with running(auth=ADMIN) as gateway:  # no tenants: requests stay open, the admin pages do not
         assert (await gateway.post("/v1/chat/completions", ASK))[0] == 200
         assert (await gateway.get("/admin/stats"))[0] == 401
+
+
+def basic(password: str) -> dict[str, str]:
+    return {"Authorization": encode_basic_auth("anybody", password)}
+
+
+async def test_a_browser_reads_admin_pages_with_an_admin_key_as_password_and_changes_nothing() -> None:
+    async with running(tenants=TENANTS, auth=ADMIN) as gateway:
+        stats, invalidate = f"{gateway.url}/admin/stats", f"{gateway.url}/admin/cache/invalidate"
+        async with gateway.session.get(stats) as answer:
+            assert (answer.status, answer.headers["WWW-Authenticate"].split()[0]) == (401, "Basic")
+        for password, status in (("admin-key-1", 200), ("wrong-key-1", 401), ("north-key-1", 403), ("", 401)):
+            async with gateway.session.get(stats, headers=basic(password)) as answer:
+                assert answer.status == status
+        async with gateway.session.get(stats, headers={"Authorization": "Basic \xfc"}) as answer:
+            assert answer.status == 401
+        async with gateway.session.post(invalidate, json={}, headers=basic("admin-key-1")) as answer:
+            assert answer.status == 401
+        async with gateway.session.get(f"{gateway.url}/v1/models", headers=basic("north-key-1")) as answer:
+            assert (answer.status, "WWW-Authenticate" in answer.headers) == (401, False)
 
 
 async def test_admin_pages_are_closed_when_there_are_tenants_and_no_admin_key() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import sys
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
@@ -61,7 +62,9 @@ async def test_a_file_is_submitted_waited_for_and_its_answers_are_written(
         assert await kvasir("results", batch_id) == 0
         assert capsys.readouterr().out == out.read_text()
         assert await kvasir("list") == 0
-        assert capsys.readouterr().out == f"{batch_id} completed: 2 of 2, 0 failed\n"
+        made, model, rest = capsys.readouterr().out.split("  ")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", made)
+        assert (model, rest) == ("demo", f"{batch_id} completed: 2 of 2, 0 failed\n")
 
 
 async def test_a_file_that_begins_with_the_mark_of_utf_8_is_a_file_like_others(
