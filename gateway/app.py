@@ -52,6 +52,7 @@ from gateway.routing.registry import Registry
 from gateway.routing.router import Router
 from gateway.street import Street
 from gateway.types import Trace
+from gateway.upstreams.proxies import find_proxy
 from gateway.upstreams.stage import Upstreams
 from gateway.version import installed_version
 
@@ -69,6 +70,7 @@ class Gateway:
     redis: Redis | None
     redis_url: str | None
     upstream_keys: Mapping[str, str] = field(default_factory=dict)
+    upstream_proxies: Mapping[str, str] = field(default_factory=dict)
     memory: MemoryIndex = field(default_factory=MemoryIndex)
     draining: bool = False
 
@@ -99,7 +101,9 @@ class Gateway:
         prices, book = Prices(settings.prices, settings.batches.price), redis_or_memory.book(settings, self.redis)
         self.ledger = Ledger(settings.ledger, prices, book, time.time)
         self.limits = TenantLimits(settings.limits, settings.tenants, redis_or_memory.counters(settings, self.redis))
-        self.upstreams = Upstreams(settings.upstreams, self.upstream_keys, queue=settings.queue)
+        self.upstreams = Upstreams(
+            settings.upstreams, self.upstream_keys, proxies=self.upstream_proxies, queue=settings.queue
+        )
         self.figures = EngineFigures(lambda: self.registry.engines)
         remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
         shared = redis_or_memory.shared_answers(settings, self.redis)
@@ -274,3 +278,12 @@ def upstream_keys(settings: Settings, environ: Mapping[str, str]) -> dict[str, s
         if key:
             keys[upstream.name] = key
     return keys
+
+
+def upstream_proxies(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Upstream -> the URL of its proxy, of those that have one. Raises ConfigError for one that cannot be used."""
+    try:
+        found = {upstream.name: find_proxy(upstream.url, environ) for upstream in settings.upstreams}
+    except ValueError as error:
+        raise ConfigError(f"HTTPS_PROXY, HTTP_PROXY or ALL_PROXY of the environment: {error}") from None
+    return {name: proxy for name, proxy in found.items() if proxy is not None}

@@ -20,7 +20,7 @@ from engine.compute.threads import choose_threads, usable_cores
 from engine.config import EngineSettings
 from gateway.api.descriptors import Site, raise_limit
 from gateway.api.routes import RUNNER, app_runner
-from gateway.app import Gateway, upstream_keys
+from gateway.app import Gateway, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses, EngineStartError
 from gateway.redis_calls import connect
@@ -58,7 +58,8 @@ async def serve(
         if redis is not None:
             stack.push_async_callback(redis.aclose)
         # 2. The stages, and the port: whoever asks now is told that the server is starting.
-        gateway = Gateway(settings, redis, redis_url, upstream_keys(settings, environ))
+        keys, proxies = upstream_keys(settings, environ), upstream_proxies(settings, environ)
+        gateway = Gateway(settings, redis, redis_url, keys, proxies)
         close_with(stack, gateway)
         app = gateway.web_app()
         runner = app_runner(app, settings.server)

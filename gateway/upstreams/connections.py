@@ -89,8 +89,9 @@ def _fail_when_closed(response: aiohttp.ClientResponse) -> None:
 class Connections:
     """Made before the event loop runs; they are opened when they are wanted."""
 
-    def __init__(self, settings: UpstreamSettings, key: str | None) -> None:
+    def __init__(self, settings: UpstreamSettings, key: str | None, proxy: str | None = None) -> None:
         self._settings = settings
+        self._proxy = proxy
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}  # no online request waits for a line's connection
         self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
         self.hidden = Hidden(key, self._headers)
@@ -156,6 +157,7 @@ class Connections:
                 timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
+                proxy=self._proxy,
                 max_line_size=MAX_HEADER_BYTES,
                 max_field_size=MAX_HEADER_BYTES,
                 max_headers=MAX_HEADERS,

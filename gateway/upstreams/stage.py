@@ -70,15 +70,21 @@ class Upstreams:
         settings: Sequence[UpstreamSettings],
         keys: Mapping[str, str],
         *,
+        proxies: Mapping[str, str] | None = None,
         queue: QueueSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         backoff_s: float = 0.25,
     ) -> None:
-        """`queue` has the limits for those who wait for a place. `backoff_s` is how long the first retry waits where
-        the upstream does not say."""
+        """proxies    URLs of proxies in front of upstreams, by name
+        queue      the limits for those who wait for a place
+        backoff_s  how long the first retry waits where the upstream does not say
+        """
         queue = queue or QueueSettings()
         self._max_wait_s = queue.max_wait_s
-        self._by_name = {one.name: Upstream(one, keys.get(one.name), queue=queue, clock=clock) for one in settings}
+        self._by_name = {
+            one.name: Upstream(one, keys.get(one.name), queue=queue, clock=clock, proxy=(proxies or {}).get(one.name))
+            for one in settings
+        }
         self._routes = Routes(settings)
         self._listing = Listing(list(self._by_name.values()))
         self._backoff_s = backoff_s

@@ -47,14 +47,15 @@ class Upstream:
         *,
         queue: QueueSettings,
         clock: Callable[[], float] = time.monotonic,
+        proxy: str | None = None,
     ) -> None:
-        """`queue` has the limits for those who wait where `max_in_flight` is set."""
+        """`queue` has the limits for those who wait where `max_in_flight` is set. `proxy` is a URL."""
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
         self.online = OnlinePlaces(settings.max_in_flight, queue, clock) if settings.max_in_flight else None
         self.places = Places(settings.batch_places, clock, self.online)
-        self.connections = Connections(settings, key)
+        self.connections = Connections(settings, key, proxy)
         self.hidden = self.connections.hidden
         self.seen = Seen(settings.max_hints, settings.hint_ttl_s, clock)
         self.hints = 0
