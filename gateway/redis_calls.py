@@ -7,23 +7,35 @@ limit. From then on one call at a time finds out whether it is back, and all oth
 that answers, but not quickly enough for all who ask, is taken for away by those who wait TURNS time limits.
 
 The index alone has one timer for both (index/redis_index.py): what it does not find costs little.
+
+What is found there and was written by none of us (of another kind, cut short, no JSON, absurd) is passed over, counted
+in `unreadable` and logged once for each store: `read_or_skip`, and the calls of RedisCalls that say so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from gateway import tasks
 
+log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
+
+unreadable: Final[Counter[str]] = Counter()
+"""Entries of Redis that were passed over since the start, by the store that wanted them."""
 
 MAX_CALLS: Final = 32
 """Of one stage, at the same time, so that a burst waits for a connection instead of running out of them."""
@@ -49,6 +61,38 @@ def connect(url: str, timeout_s: float) -> Redis:
         retry=Retry(NoBackoff(), 1),
         max_connections=MAX_CONNECTIONS,
     )
+
+
+def read_or_skip(store: str, read: Callable[[], _T]) -> _T | None:
+    """What `read` makes of something from Redis; None when that cannot be read."""
+    try:
+        return read()
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error) as error:
+        skipped(store, error)
+        return None
+
+
+def skipped(store: str, error: Exception) -> None:
+    """Notes that something in Redis cannot be read. Never its content."""
+    unreadable[store] += 1
+    if unreadable[store] == 1:
+        log.warning(
+            "Redis holds %s that no gateway wrote, which are passed over (%s); kvasir_redis_unreadable_total counts "
+            "them: look for others who write keys that begin with kvasir:",
+            store,
+            type(error).__name__,
+        )
+
+
+_STRANGE: Final = (
+    *("WRONGTYPE", "not an integer", "not a float", "not a valid float"),  # what a command says of a key
+    *("attempt to ", "bad argument", "too short", "Expected "),  # what a script stumbles over
+)
+
+
+def _is_strange(error: BaseException | None) -> bool:
+    """Whether what a key holds is nothing that we write."""
+    return isinstance(error, ResponseError) and any(words in str(error) for words in _STRANGE)
 
 
 class RedisCalls:
@@ -81,6 +125,32 @@ class RedisCalls:
         finally:
             if not begun and asyncio.iscoroutine(call):
                 call.close()
+
+    async def ask_or_skip(self, store: str, call: Awaitable[_T], instead: _T) -> _T:
+        """As `ask`; `instead` for a key that holds what we do not write."""
+        try:
+            return await self.ask(call)
+        except Exception as error:
+            if not _is_strange(error.__cause__):
+                raise
+            skipped(store, error)
+            return instead
+
+    async def ask_each(self, store: str, pipe: Pipeline) -> list[Any]:
+        """As `ask` for all commands of a pipeline; None for a key that holds what we do not write."""
+
+        async def execute() -> list[Any]:
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+            for error in answers:
+                if isinstance(error, Exception) and not _is_strange(error):
+                    raise error
+            return answers
+
+        answers = await self.ask(execute())
+        for error in answers:
+            if isinstance(error, Exception):
+                skipped(store, error)
+        return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     async def _ask(self, call: Awaitable[_T]) -> _T:
         probes = self._probing = self._silent and not self._all_ask

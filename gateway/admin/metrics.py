@@ -23,6 +23,7 @@ from gateway.admin.sources import Sources
 from gateway.admin.tallies import Count, Counts, Durations, Seconds
 from gateway.admin.upstream_metrics import upstream_metrics
 from gateway.api.record import CLIENT_LEFT, Record, is_final
+from gateway.redis_calls import unreadable
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
@@ -261,6 +262,12 @@ class _Scraped(Collector):
             "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
             value=float(bool(self._sources.redis().get("up"))),
         )
+        strange = CounterMetricFamily(
+            "kvasir_redis_unreadable", "Entries of Redis that were passed over: nothing of ours.", labels=("store",)
+        )
+        for store, count in unreadable.items():
+            strange.add_metric([store], count)
+        yield strange
         yield CounterMetricFamily(
             "kvasir_log_lost_lines",
             "Lines of this gateway's log that were dropped, because it is read too slowly, or could not be written.",

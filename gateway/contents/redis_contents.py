@@ -12,15 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from redis.asyncio import Redis
 
 from gateway.config import GeminiSettings
 from gateway.contents.base import ContentsDownError, too_large, too_many
-from gateway.redis_calls import RedisCalls
+from gateway.redis_calls import RedisCalls, read_or_skip
 from gateway.types import CachedContent
+
+_STORE: Final = "cached contents"
+_NO_TIME_S: Final = 250e9
+"""A second since 1970 that no clock shows: Python's dates end before it."""
 
 
 class RedisContents:
@@ -50,7 +54,7 @@ class RedisContents:
         if found is None:
             return None
         _, body, _ = _keys(tenant, name)
-        written: Any = await self._calls.ask(self._redis.get(body))
+        written: Any = await self._calls.ask_or_skip(_STORE, self._redis.get(body), None)
         return None if written is None else told(found, bytes(written))
 
     async def look(self, tenant: str, name: str) -> tuple[dict[str, Any] | None, bool]:
@@ -61,16 +65,16 @@ class RedisContents:
         asked.hget(hash_, name)
         asked.exists(body)
         asked.exists(gone)
-        entry, has_body, was_deleted = await self._calls.ask(asked.execute())
-        found = orjson.loads(entry) if entry is not None and has_body else None
+        entry, has_body, was_deleted = await self._calls.ask_each(_STORE, asked)
+        found = _read(entry) if entry is not None and has_body else None
         if found is not None and found["expires_ms"] <= self._now_ms():
             found = None
         return found, bool(was_deleted)
 
     async def all_of(self, tenant: str) -> list[CachedContent]:
         """See base.py. What lost its body is among them."""
-        entries: Any = await self._calls.ask(self._redis.hvals(_keys(tenant, "")[0]))
-        parsed = [orjson.loads(entry) for entry in entries]
+        entries: Any = await self._calls.ask_or_skip(_STORE, self._redis.hvals(_keys(tenant, "")[0]), [])
+        parsed = [found for entry in entries if (found := _read(entry)) is not None]
         return [told(one, b"") for one in parsed if one["expires_ms"] > self._now_ms()]
 
     async def extend(self, tenant: str, name: str, expires_s: float) -> CachedContent | None:
@@ -78,7 +82,8 @@ class RedisContents:
         hash_, body, _ = _keys(tenant, name)
         args: list[str | int] = [self._now_ms(), name, _ms(expires_s)]
         entry = await self._calls.ask(self._extend_script(keys=[hash_, body], args=args))
-        return None if entry is None else told(orjson.loads(entry), b"")
+        found = None if entry is None else _read(entry)
+        return None if found is None else told(found, b"")
 
     async def delete(self, tenant: str, name: str) -> bool:
         """See base.py."""
@@ -106,6 +111,23 @@ class RedisContents:
 
     def _now_ms(self) -> int:
         return _ms(self._now())
+
+
+def _read(entry: bytes) -> dict[str, Any] | None:
+    """What `told` reads; None for what is nothing of ours."""
+
+    def read() -> dict[str, Any]:
+        found: dict[str, Any] = orjson.loads(entry)
+        content = told(found, b"")
+        times = (content.created_s, content.updated_s, content.expires_s)
+        texts = (content.name, content.model, content.display_name or "")
+        if not all(0 <= time_s < _NO_TIME_S for time_s in times) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("no content")
+        if not (0 <= content.num_bytes < 1 << 53 and 0 <= content.tokens < 1 << 53):
+            raise ValueError("no content")
+        return found
+
+    return read_or_skip(_STORE, read)
 
 
 def _keys(tenant: str, name: str) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ for index, key in ipairs(KEYS) do
   while low < high do
     local middle = math.floor((low + high) / 2)
     local digest = string.sub(digests, middle * 16 + 1, middle * 16 + 16)
-    if redis.call('HEXISTS', key, digest) == 1 then
+    if redis.pcall('HEXISTS', key, digest) == 1 then -- a key of another type holds no block
       low = middle + 1
     else
       high = middle

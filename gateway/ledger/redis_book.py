@@ -9,6 +9,8 @@ gives up what has one. Keys are in one slot of a cluster.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from datetime import date
+from functools import partial
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -16,7 +18,7 @@ from urllib.parse import quote, unquote
 from redis.asyncio import Redis
 
 from gateway.ledger.base import COLUMNS, BookDownError, Figures, Row, capped
-from gateway.redis_calls import RedisCalls
+from gateway.redis_calls import RedisCalls, read_or_skip
 
 REMEMBERED_S: Final = 86_400
 """Seconds for which a number is known to have been added: whoever tries again does so within them."""
@@ -24,6 +26,7 @@ REMEMBERED_S: Final = 86_400
 READ_AT_ONCE: Final = 2000
 """Fields of a day that are read in one command, so that others have their turn."""
 
+_STORE: Final = "rows of the ledger"
 _DAY: Final = "kvasir:{ledger}:"
 _DAYS: Final = "kvasir:{ledger}.days"
 _ADDED: Final = "kvasir:{ledger}.added:"
@@ -65,15 +68,25 @@ class RedisBook:
                 await self._calls.ask(self._redis.srem(_DAYS, day))
 
     async def _days(self) -> list[str]:
-        found: Any = await self._calls.ask(self._redis.smembers(_DAYS))
-        return sorted(day.decode() for day in found)
+        found: Any = await self._calls.ask_or_skip(_STORE, self._redis.smembers(_DAYS), set())
+        days = (read_or_skip(_STORE, partial(_day, day)) for day in found)
+        return sorted(day for day in days if day is not None)
 
     async def _read(self, day: str, rows: dict[Row, Figures]) -> None:
         cursor: Any = None
         while cursor != 0:
             scan: Awaitable[Any] = self._redis.hscan(_DAY + day, cursor or 0, count=READ_AT_ONCE)
-            cursor, fields = await self._calls.ask(scan)
-            for field, value in fields.items():
-                *parts, column = map(unquote, field.decode().split("|"))
-                if len(parts) == len(Row._fields) - 1 and column in COLUMNS:  # a newer gateway may count more
-                    rows.setdefault(Row(day, *parts), {})[column] = int(value)
+            cursor, fields = await self._calls.ask_or_skip(_STORE, scan, (0, {}))
+            for item in fields.items():
+                read = read_or_skip(_STORE, partial(_figure, day, *item))
+                if read is not None and read[1] in COLUMNS:  # a newer gateway may count more
+                    rows.setdefault(read[0], {})[read[1]] = read[2]
+
+
+def _day(written: bytes) -> str:
+    return date.fromisoformat(written.decode()).isoformat()
+
+
+def _figure(day: str, field: bytes, value: bytes) -> tuple[Row, str, int]:
+    *parts, column = map(unquote, field.decode().split("|"))
+    return Row(day, *parts), column, capped(int(value))

@@ -14,6 +14,7 @@ gateways that write at the same time may be over it by an answer each, for a mom
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from typing import Any, Final
 
@@ -21,10 +22,12 @@ import orjson
 from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings
-from gateway.redis_calls import RedisCalls
+from gateway.redis_calls import RedisCalls, read_or_skip
 from gateway.responses.entries import About, EntriesDownError, Entry
 
 TOTALS: Final = "kvasir:answers"
+
+_STORE: Final = "answers"
 
 
 class RedisEntries:
@@ -52,14 +55,9 @@ class RedisEntries:
 
     async def find(self, owner: str, name: str) -> Entry | None:
         """See Entries."""
-        data: Any = await self._calls.ask(self._find(keys=_keys(owner), args=[name]))
-        if data is None:
-            return None
-        try:
-            entry = Entry.from_bytes(name, data)
-        except ValueError:  # of another version, or somebody else's
-            return None
-        return entry if entry.owner == owner and entry.expires_s > self._now() else None
+        data: Any = await self._calls.ask_or_skip(_STORE, self._find(keys=_keys(owner), args=[name]), None)
+        entry = None if data is None else read_or_skip(_STORE, lambda: Entry.from_bytes(name, data))
+        return entry if entry is not None and entry.owner == owner and entry.expires_s > self._now() else None
 
     async def put(self, entry: Entry) -> bool:
         """See Entries."""
@@ -78,14 +76,15 @@ class RedisEntries:
 
     async def owners(self) -> list[str]:
         """See Entries."""
-        totals: Any = await self._calls.ask(self._redis.hkeys(TOTALS))
-        return sorted(owner.decode() for owner in totals)
+        totals: Any = await self._calls.ask_or_skip(_STORE, self._redis.hkeys(TOTALS), [])
+        names = (read_or_skip(_STORE, owner.decode) for owner in totals)
+        return sorted(name for name in names if name is not None)
 
     async def all_of(self, owner: str) -> list[About]:
         """See Entries."""
-        told: Any = await self._calls.ask(self._redis.hgetall(_keys(owner)[3]))
-        every = [About(owner, name.decode(), *orjson.loads(about)) for name, about in told.items()]
-        return [about for about in every if about.expires_s > self._now()]
+        told: Any = await self._calls.ask_or_skip(_STORE, self._redis.hgetall(_keys(owner)[3]), {})
+        every = [read_or_skip(_STORE, partial(_about, owner, *item)) for item in told.items()]
+        return [about for about in every if about is not None and about.expires_s > self._now()]
 
     async def _write(self, owner: str, args: list[Any]) -> None:
         total, evicted = await self._put(keys=_keys(owner), args=args)
@@ -94,7 +93,8 @@ class RedisEntries:
             pipe.hset(TOTALS, owner, total)
             pipe.hgetall(TOTALS)
             _, totals = await pipe.execute()
-        bytes_of = {name.decode(): int(count) for name, count in totals.items()}
+        read = [read_or_skip(_STORE, partial(_total, *item)) for item in totals.items()]
+        bytes_of = dict(item for item in read if item is not None)
         while (over := sum(bytes_of.values()) - self._max_bytes) > 0:
             largest = max(bytes_of, key=lambda name: bytes_of[name])
             bytes_of[largest], removed = await self._take(largest, "", max(bytes_of[largest] - over, 0))
@@ -105,6 +105,19 @@ class RedisEntries:
         left, removed = await self._remove(keys=_keys(owner), args=[name, max_bytes])
         await (self._redis.hset(TOTALS, owner, left) if left else self._redis.hdel(TOTALS, owner))
         return left, removed
+
+
+def _about(owner: str, name: bytes, written: bytes) -> About:
+    model, created_s, expires_s, num_bytes = orjson.loads(written)
+    if not (isinstance(model, str) and 0 <= num_bytes < 1 << 53):
+        raise ValueError("nothing of an answer")
+    return About(owner, name.decode(), model, float(created_s), float(expires_s), int(num_bytes))
+
+
+def _total(owner: bytes, count: bytes) -> tuple[str, int]:
+    if not 0 <= int(count) < 1 << 53:
+        raise ValueError("no number of bytes")
+    return owner.decode(), int(count)
 
 
 def _keys(owner: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Final
 import orjson
 from redis.asyncio import Redis
 
-from gateway.redis_calls import RedisCalls
+from gateway.redis_calls import RedisCalls, read_or_skip
 from gateway.responses.entries import EntriesDownError
 from gateway.responses.listing import Chosen
 from gateway.responses.removals import Place, Removal, Told
@@ -51,7 +51,9 @@ class RedisRemovals:
         log, number = since or ("", 0)
         asked = self._read(keys=_KEYS, args=[log, number, secrets.token_hex(8)])
         name, last, *written = await self._calls.ask(asked)
-        place = name.decode(), int(last)
+        place = read_or_skip("removals", lambda: (name.decode(), int(last)))
+        if place is None:
+            raise EntriesDownError("what was removed cannot be read")
         removals = [removal for one in written if (removal := _read(one)) is not None]
         return Told(place, removals, whole=log == place[0] and number + len(removals) == place[1])
 

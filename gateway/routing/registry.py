@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,8 +23,11 @@ from redis.exceptions import RedisError
 from engine.protocol import ENGINES_KEY, Hello, Load, announcement_key
 from gateway import tasks
 from gateway.errors import ModelNotFoundError, NoEngineError
+from gateway.redis_calls import read_or_skip
 
 log = logging.getLogger(__name__)
+
+_STORE: Final = "announcements of engines"
 
 MAX_DISCOVERED: Final = 1024
 MAX_MODELS: Final = 4096
@@ -227,14 +231,17 @@ class Registry(Generic[C]):
 async def announced(redis: Redis) -> dict[str, str]:
     """Incarnation -> URL of every engine whose announcement has not expired. Raises RedisError and OSError."""
     members: list[Any] = await redis.zrevrange(ENGINES_KEY, 0, MAX_DISCOVERED - 1)
-    incarnations = [_text(member) for member in members]
+    names = [read_or_skip(_STORE, partial(_text, member)) for member in members]
+    incarnations = [name for name in names if name is not None]
     async with redis.pipeline(transaction=False) as pipe:  # not MGET: the keys lie in different cluster slots
         for incarnation in incarnations:
             pipe.get(announcement_key(incarnation))
-        values = await pipe.execute()
+        values = await pipe.execute(raise_on_error=False)
+    if any(isinstance(value, ConnectionError) for value in values):
+        raise OSError("the connection to Redis ended")
     urls = {}
     for incarnation, value in zip(incarnations, values, strict=True):
-        url = _url(value)
+        url = None if value is None else read_or_skip(_STORE, partial(_url, value))
         if url:
             urls[incarnation] = url
     return urls
@@ -254,12 +261,12 @@ def _key(url: str) -> str:
     return (url if "://" in url else f"http://{url}").rstrip("/").lower()
 
 
-def _url(announcement: Any) -> str | None:
-    try:
-        url = json.loads(announcement)["url"]
-    except (TypeError, ValueError, KeyError, RecursionError):
-        return None
-    return url if isinstance(url, str) and url.startswith(("http://", "https://", "unix:")) else None
+def _url(announcement: Any) -> str:
+    """Raises ValueError and others for what no engine wrote."""
+    url = json.loads(announcement)["url"]
+    if not url.startswith(("http://", "https://", "unix:")) or not short_name(url):
+        raise ValueError("no URL")
+    return str(url)
 
 
 def _identity(hello: Hello) -> object:

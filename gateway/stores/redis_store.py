@@ -49,7 +49,8 @@ class RedisStore:
         )
 
     async def find(self, tenant: str, key: str) -> bytes | None:
-        body: Any = await self._calls.ask(self._redis.get(f"{_prefix(self._name, tenant)}:{key}"))
+        asked = self._redis.get(f"{_prefix(self._name, tenant)}:{key}")
+        body: Any = await self._calls.ask_or_skip(self._name, asked, None)
         return None if body is None else bytes(body)
 
     async def delete(self, tenant: str, key: str) -> bool:

@@ -221,7 +221,10 @@ async def test_a_redis_that_forgot_half_of_it_is_kept_in_as_before(redis_url: st
 
 
 ID = f"resp_{'0a' * 16}"
-KEPT = Kept({"id": ID, "output": [{"id": "msg_2"}]}, [{"id": "msg_1"}])
+KEPT = Kept(
+    {"id": ID, "object": "response", "status": "completed", "created_at": 1, "output": [{"id": "msg_2"}]},
+    [{"id": "msg_1"}],
+)
 
 
 async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(

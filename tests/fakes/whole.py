@@ -14,9 +14,10 @@ import openai
 from aiohttp import web
 
 from engine.protocol import Submit, TokenizerFiles
-from gateway.api.routes import app_runner
+from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway
 from gateway.config import EnginesSettings, LeaseSettings, ServerSettings, Settings
+from gateway.redis_calls import connect
 from tests.fakes import tokenisers
 from tests.fakes.fake_engine import FakeEngine, make_hello
 
@@ -47,8 +48,11 @@ class Whole:
 
 
 @asynccontextmanager
-async def whole(engines: int = 1, files: TokenizerFiles | None = None, **behaviour: Any) -> AsyncIterator[Whole]:
-    """`files` is the tokeniser of the engines' model, `behaviour` that of every engine."""
+async def whole(
+    engines: int = 1, files: TokenizerFiles | None = None, redis_url: str | None = None, **behaviour: Any
+) -> AsyncIterator[Whole]:
+    """`files` is the tokeniser of the engines' model, `behaviour` that of every engine. With a Redis the batch lane
+    runs."""
     files = files or tokenisers.qwen()
     hello = tokenisers.hello(files)
     folder = tempfile.TemporaryDirectory(prefix="kvasir-whole-")
@@ -57,14 +61,17 @@ async def whole(engines: int = 1, files: TokenizerFiles | None = None, **behavio
         engines=EnginesSettings(connect_timeout_s=2.0, reconnect_max_s=0.1),
         leases=LeaseSettings(ttls=("5m", "1h")),
     )
-    gateway = Gateway(settings, None, None)
+    redis = None if redis_url is None else connect(redis_url, LIMIT_S)
+    gateway = Gateway(settings, redis, redis_url)
     fakes = [
         FakeEngine(
             hello=make_hello(tokenizer=files.fingerprint(), vocab_size=hello.vocab_size), tokenizer=files, **behaviour
         )
         for _ in range(engines)
     ]
-    runner = app_runner(gateway.web_app(), settings.server)
+    app = gateway.web_app()
+    runner = app_runner(app, settings.server)
+    worker = None if redis is None else gateway.batches.worker(app[RUNNER])
     async with asyncio.timeout(3 * LIMIT_S):
         for fake in fakes:
             await fake.__aenter__()
@@ -72,6 +79,9 @@ async def whole(engines: int = 1, files: TokenizerFiles | None = None, **behavio
         await gateway.registry.wait_joined()
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
+        if worker is not None:
+            gateway.registry.start()
+            worker.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
     try:
@@ -79,11 +89,16 @@ async def whole(engines: int = 1, files: TokenizerFiles | None = None, **behavio
     finally:
         async with asyncio.timeout(LIMIT_S):
             await client.close()
+            if worker is not None:
+                await worker.close()
             await runner.cleanup()
             await gateway.registry.stop()
             await gateway.index.close()
             gateway.prompts.close()
             await gateway.files.close()
+            for connection in (redis, gateway.batch_redis):
+                if connection is not None:
+                    await connection.aclose()
             for fake in fakes:
                 await fake.die()
         folder.cleanup()

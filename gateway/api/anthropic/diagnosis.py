@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
 from gateway.api.anthropic.wire import dotted
+from gateway.redis_calls import read_or_skip
 from gateway.stores.base import Store, StoreDownError
 from gateway.types import Request
 
@@ -46,9 +48,10 @@ class Diagnosis:
         except StoreDownError as error:
             log.warning("a prompt cannot be compared: %s", error)
             return _reason("unavailable", detail="what is remembered cannot be reached")
-        if written is None:
+        known = None if written is None else read_or_skip("fingerprints", partial(Fingerprint.from_json, written))
+        if known is None:
             return _reason("previous_message_not_found")
-        return self._compared(Fingerprint.from_json(written), previous, request, cached)
+        return self._compared(known, previous, request, cached)
 
     async def remember(self, request: Request, cached: Cached) -> None:
         """For the next message. Never raises."""

@@ -10,16 +10,21 @@ kvasir:{batches}:leases              hash: job -> millisecond at which its lease
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Awaitable, Sequence
+from dataclasses import astuple, replace
+from functools import partial
+from typing import Any, Final, get_args
 
 from gateway.config import BatchSettings
-from gateway.queues.batch.base import Job
+from gateway.queues.batch.base import Job, State
 from gateway.queues.batch.jobs import read, too_many_jobs, too_many_lines, written
-from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
+from gateway.queues.batch.redis_scripts import PREFIX, STORE, RedisScripts
+from gateway.redis_calls import read_or_skip
 
 READ_AT_ONCE: Final = 100
+
+_NO_TIME_S: Final = 250e9
+"""A second since 1970 that no clock shows: Python's dates end before it."""
 
 
 class RedisJobs:
@@ -44,18 +49,25 @@ class RedisJobs:
 
     async def open(self) -> list[Job]:
         """See Jobs."""
-        ids: Any = await self._scripts.ask(self._scripts.redis.smembers(f"{PREFIX}open"))
+        ids: Any = await self._list(self._scripts.redis.smembers(f"{PREFIX}open"))
         return await self._read(sorted(ids))
 
     async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
         """See Jobs."""
         key, redis = f"{PREFIX}of:{dialect}:{tenant}", self._scripts.redis
-        if before is not None:
-            ids: Any = await self._scripts.ask(redis.zrangebylex(key, f"({before}", "+", start=0, num=limit))
-            return await self._read(ids[::-1])
-        end = "+" if after is None else f"({after}"
-        newest: Any = await self._scripts.ask(redis.zrevrangebylex(key, end, "-", start=0, num=limit))
-        return await self._read(newest)
+        edge = (after if before is None else before) or ""
+        found: list[Job] = []
+        while len(found) < limit:  # once, unless something cannot be read
+            end, num = b"(" + edge.encode() if isinstance(edge, str) else b"(" + edge, limit - len(found)
+            if before is None:
+                ids: Any = await self._list(redis.zrevrangebylex(key, end if edge else "+", "-", start=0, num=num))
+            else:
+                ids = await self._list(redis.zrangebylex(key, end, "+", start=0, num=num))
+            found += await self._read(ids)
+            if len(ids) < num:
+                break
+            edge = ids[-1]
+        return found if before is None else found[::-1]
 
     async def update(self, job: Job) -> Job | None:
         """See Jobs."""
@@ -72,9 +84,17 @@ class RedisJobs:
 
     async def over(self, now_ms: int, most: int) -> list[Job]:
         """See Jobs."""
-        asked = self._scripts.redis.zrangebyscore(f"{PREFIX}ended", "-inf", now_ms, start=0, num=most)
-        ids: Any = await self._scripts.ask(asked)
-        return await self._read(ids)
+        found: list[Job] = []
+        start = 0
+        while len(found) < most:  # once, unless something cannot be read
+            num = most - len(found)
+            asked = self._scripts.redis.zrangebyscore(f"{PREFIX}ended", "-inf", now_ms, start=start, num=num)
+            ids: Any = await self._list(asked)
+            found += await self._read(ids)
+            if len(ids) < num:
+                break
+            start += num
+        return found
 
     async def forget(self, job: Job) -> None:
         """See Jobs."""
@@ -93,8 +113,28 @@ class RedisJobs:
         jobs: list[Job] = []
         for start in range(0, len(ids), READ_AT_ONCE):
             asked = self._scripts.redis.pipeline(transaction=False)
-            for job_id in ids[start : start + READ_AT_ONCE]:
-                asked.hmget(f"{PREFIX}job:{bytes(job_id).decode()}", ["json", "version"])
-            found: Any = await self._scripts.ask(asked.execute())
-            jobs += [read(body, int(version)) for body, version in found if body is not None]
+            some = ids[start : start + READ_AT_ONCE]
+            for job_id in some:
+                asked.hmget(f"{PREFIX}job:".encode() + bytes(job_id), ["json", "version"])
+            for job_id, found in zip(some, await self._scripts.calls.ask_each(STORE, asked), strict=True):
+                body, version = found or (None, None)
+                job = None if body is None else read_or_skip(STORE, partial(_read, bytes(job_id), body, version))
+                jobs += [] if job is None else [job]
         return jobs
+
+    async def _list(self, asked: Awaitable[Any]) -> Any:
+        return await self._scripts.calls.ask_or_skip(STORE, asked, [])
+
+
+def _read(job_id: bytes, body: bytes, version: Any) -> Job:
+    """Raises ValueError and others for what is no job, or another one."""
+    job = read(body, int(version))
+    texts = (job.tenant, job.dialect, job.endpoint)
+    if job.id.encode() != job_id or job.state not in get_args(State) or not all(isinstance(one, str) for one in texts):
+        raise ValueError("no job")
+    usage = job.usage
+    times, counts = (job.created_s, job.expires_s, *job.reached.values()), astuple(job.counts)
+    counts += (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.cache_write_tokens)
+    if not all(0 <= time_s < _NO_TIME_S for time_s in times) or not all(0 <= count < 1 << 53 for count in counts):
+        raise ValueError("no job")
+    return job

@@ -19,16 +19,22 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Final, cast, get_args
 
 from gateway.queues.batch.base import Counts, LinePlan
 from gateway.queues.batch.job import Progress
 from gateway.queues.batch.lines import QUANTUM_TOKENS, Back, Claim, Kind, Result, lane_of
 from gateway.queues.batch.paths import MAX_TOKENS, Ref, path_of, ref_at, ref_bytes, ref_of
-from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
+from gateway.queues.batch.redis_scripts import PREFIX, STORE, RedisScripts
+from gateway.redis_calls import read_or_skip
 from gateway.types import Usage
 
+COUNTED: Final = (
+    *("succeeded", "failed", "cancelled", "expired"),
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "cache_write_tokens"),
+)
 STAGE_AT_ONCE: Final = 1000
 """Lua takes some thousands of arguments."""
 
@@ -58,18 +64,20 @@ class RedisLines:
 
     async def models(self, most: int) -> list[str]:
         """See Lines."""
-        found: Any = await self._scripts.ask(self._scripts.redis.srandmember(f"{PREFIX}models", most))
-        models = [_text(model) for model in found]
+        asked: Any = self._scripts.redis.srandmember(f"{PREFIX}models", most)
+        models = _texts(await self._scripts.calls.ask_or_skip(STORE, asked, []))
         random.shuffle(models)  # Redis chooses by chance, and tells them in the order of its table
         return models
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
         """See Lines."""
-        return _claims(await self._scripts.run("claim", owner, _bytes(model), most, until_ms, QUANTUM_TOKENS))
+        asked = self._scripts.call("claim", owner, _bytes(model), most, until_ms, QUANTUM_TOKENS)
+        return _claims(await self._scripts.calls.ask_or_skip(STORE, asked, []))
 
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
         """See Lines."""
-        return _claims(await self._scripts.run("take_over", owner, most, now_ms, until_ms, tried, LOOK_AT))
+        asked = self._scripts.call("take_over", owner, most, now_ms, until_ms, tried, LOOK_AT)
+        return _claims(await self._scripts.calls.ask_or_skip(STORE, asked, []))
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
         """See Lines."""
@@ -97,8 +105,8 @@ class RedisLines:
 
     async def lanes(self, job: str) -> list[str]:
         """See Lines."""
-        found: Any = await self._scripts.ask(self._scripts.redis.smembers(f"{PREFIX}lanes:{job}"))
-        return sorted(_text(lane) for lane in found)
+        asked: Any = self._scripts.redis.smembers(f"{PREFIX}lanes:{job}")
+        return sorted(_texts(await self._scripts.calls.ask_or_skip(STORE, asked, [])))
 
     async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
         """See Lines."""
@@ -110,13 +118,15 @@ class RedisLines:
         asked = self._scripts.redis.pipeline(transaction=False)  # a Redis that is full refuses any transaction
         asked.hmget(f"{PREFIX}counts:{job}", ["planned", "queued"])
         asked.hlen(f"{PREFIX}results:{job}")
-        (planned, queued), done = await self._scripts.ask(asked.execute())
-        return Progress(int(planned or 0), int(queued or 0), done)
+        counted, done = await self._scripts.calls.ask_each(STORE, asked)
+        planned, queued = (_number(count) for count in counted or (None, None))
+        return Progress(planned, queued, done or 0)
 
     async def tally(self, job: str) -> tuple[Counts, Usage]:
         """See Lines."""
-        found: Any = await self._scripts.ask(self._scripts.redis.hgetall(f"{PREFIX}counts:{job}"))
-        counts = {_text(name): int(count) for name, count in found.items()}
+        asked: Any = self._scripts.redis.hgetall(f"{PREFIX}counts:{job}")
+        found = await self._scripts.calls.ask_or_skip(STORE, asked, {})
+        counts = {name: _number(found.get(name.encode())) for name in COUNTED}
         kinds = {kind: counts.get(kind, 0) for kind in ("succeeded", "failed", "cancelled", "expired")}
         prompt, completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
         cached, cache_write = counts.get("cached_tokens", 0), counts.get("cache_write_tokens", 0)
@@ -125,10 +135,14 @@ class RedisLines:
     async def results(self, job: str, start: int, count: int) -> list[Result | None]:
         """See Lines."""
         lines = [str(line) for line in range(start, start + count)]
-        found: Any = (
-            await self._scripts.ask(self._scripts.redis.hmget(f"{PREFIX}results:{job}", lines)) if lines else []
-        )
-        return [None if written is None else _result_of(_text(written)) for written in found]
+        if not lines:
+            return []
+        asked: Any = self._scripts.redis.hmget(f"{PREFIX}results:{job}", lines)
+        found = await self._scripts.calls.ask_or_skip(STORE, asked, [None] * len(lines))
+        return [
+            None if written is None else read_or_skip(STORE, partial(_result_of, written)) or Result("failed")
+            for written in found
+        ]
 
     async def forget(self, job: str) -> None:
         """See Lines."""
@@ -143,21 +157,45 @@ def _plan(plan: LinePlan) -> bytes:
 
 def _claims(flat: Sequence[Any]) -> list[Claim]:
     each = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
-    return [
-        Claim(ref_at(bytes(place)), _text(lane), bytes(place), int(attempts), int(deaths))
-        for lane, place, attempts, deaths in each
-    ]
+    claims = [read_or_skip(STORE, partial(_claim, *one)) for one in each]
+    return [claim for claim in claims if claim is not None]
+
+
+def _claim(lane: bytes, place: bytes, attempts: Any, deaths: Any) -> Claim:
+    return Claim(ref_at(bytes(place)), _text(lane), bytes(place), int(attempts), int(deaths))
+
+
+def _texts(found: Iterable[bytes]) -> list[str]:
+    texts = (read_or_skip(STORE, partial(_text, written)) for written in found)
+    return [text for text in texts if text is not None]
+
+
+def _number(written: bytes | None) -> int:
+    """What was counted; 0 for what is no count."""
+
+    def read() -> int:
+        if not 0 <= (number := int(written or 0)) < 1 << 53:
+            raise ValueError("no count")
+        return number
+
+    return read_or_skip(STORE, read) or 0
 
 
 def _result(result: Result) -> str:
     return f"{result.kind} {result.spool} {result.offset} {result.num_bytes}" if result.spool else result.kind
 
 
-def _result_of(written: str) -> Result:
-    kind, *where = written.split(" ")
+def _result_of(written: bytes) -> Result:
+    """Raises ValueError for what `_result` has not written."""
+    kind, *where = _text(written).split(" ")
+    if kind not in get_args(Kind):
+        raise ValueError("no result")
     if not where:
         return Result(cast("Kind", kind))
-    return Result(cast("Kind", kind), where[0], int(where[1]), int(where[2]))
+    result = Result(cast("Kind", kind), where[0], int(where[1]), int(where[2]))
+    if not result.spool.isalnum() or not (0 <= result.offset < 1 << 53 and 0 <= result.num_bytes < 1 << 31):
+        raise ValueError("no result")
+    return result
 
 
 def _bytes(text: str) -> bytes:

@@ -18,6 +18,9 @@ from gateway.redis_calls import RedisCalls
 _T = TypeVar("_T")
 
 PREFIX: Final = "kvasir:{batches}:"
+STORE: Final = "batches"
+"""What they are called where Redis holds something that is none of them."""
+
 RETRY_AFTER_S: Final = 2.0
 SCRIPTS: Final = (
     *("stage", "queue", "claim", "take_over", "renew", "put_back", "complete", "drop_staged", "drop_waiting"),
@@ -30,16 +33,20 @@ class RedisScripts:
 
     def __init__(self, redis: Redis, *, timeout_s: float) -> None:
         self.redis = redis
-        self._calls = RedisCalls(timeout_s, _down, all_ask=True)
+        self.calls = RedisCalls(timeout_s, _down, all_ask=True)
         self._scripts = {name: redis.register_script(_source(name)) for name in SCRIPTS}
 
     async def run(self, script: str, *args: bytes | str | int) -> Any:
         """What the script of this name returns. Raises OverloadedError."""
-        return await self.ask(self._scripts[script](keys=[PREFIX], args=args))
+        return await self.ask(self.call(script, *args))
+
+    def call(self, script: str, *args: bytes | str | int) -> Awaitable[Any]:
+        """For `ask`, or one of those that `calls` has."""
+        return self._scripts[script](keys=[PREFIX], args=args)
 
     async def ask(self, call: Awaitable[_T]) -> _T:
         """Raises OverloadedError. What was asked for may have been done all the same."""
-        return await self._calls.ask(call)
+        return await self.calls.ask(call)
 
 
 def _down(_: str) -> OverloadedError:

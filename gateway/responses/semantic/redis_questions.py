@@ -13,15 +13,21 @@ it looked last. What did not fit any more is gone here and still known to gatewa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
 from gateway.config import SemanticCacheSettings
-from gateway.redis_calls import RedisCalls
+from gateway.redis_calls import RedisCalls, read_or_skip
 
 READ_AT_A_TIME: Final = 256
+
+LARGEST_NUMBER: Final = 1 << 53
+"""Of a change: a larger one is none of ours, and after it no other would be found."""
+
+_STORE: Final = "questions"
 
 BUDGET_S: Final = 30 * 86400
 """Seconds that what was learned is kept when nobody asks any more; at most some 500 KB for an owner and model."""
@@ -53,23 +59,31 @@ class RedisQuestions:
         """Keys and bodies of what changed after this number, oldest first and READ_AT_A_TIME at most; and the number of
         the last of them. A Redis that lost everything begins with 1 again, and so does who asks it."""
         changes, questions, sequence, _ = _keys(name)
-        if since > int(await self._calls.ask(self._redis.get(sequence)) or 0):
+        last: Any = await self._calls.ask_or_skip(_STORE, self._redis.get(sequence), None)
+        if since > (read_or_skip(_STORE, lambda: int(last or 0)) or 0):
             since = 0
-        found: Any = await self._calls.ask(
-            self._redis.zrangebyscore(changes, f"({since}", "+inf", start=0, num=READ_AT_A_TIME, withscores=True)
+        asked = self._redis.zrangebyscore(
+            changes, f"({since}", LARGEST_NUMBER, start=0, num=READ_AT_A_TIME, withscores=True
         )
+        found: Any = await self._calls.ask_or_skip(_STORE, asked, [])
         if not found:
             return since, []
-        bodies: Any = await self._calls.ask(self._redis.hmget(questions, [one for one, _ in found]))
-        read = zip((bytes.fromhex(one.decode()) for one, _ in found), bodies, strict=True)
-        return int(found[-1][1]), [(key, body) for key, body in read if body is not None]
+        ids = [one for one, _ in found]
+        bodies: Any = await self._calls.ask_or_skip(_STORE, self._redis.hmget(questions, ids), [None] * len(ids))
+        keys = [read_or_skip(_STORE, partial(_key, one)) for one in ids]
+        read = zip(keys, bodies, strict=True)
+        return int(found[-1][1]), [(key, body) for key, body in read if key is not None and body is not None]
 
     async def load_budget(self, name: str) -> bytes | None:
-        state: Any = await self._calls.ask(self._redis.get(_budget(name)))
+        state: Any = await self._calls.ask_or_skip(_STORE, self._redis.get(_budget(name)), None)
         return None if state is None else bytes(state)
 
     async def save_budget(self, name: str, state: bytes) -> None:
         await self._calls.ask(self._redis.set(_budget(name), state, ex=BUDGET_S))
+
+
+def _key(written: bytes) -> bytes:
+    return bytes.fromhex(written.decode())
 
 
 def _keys(name: str) -> list[str]:

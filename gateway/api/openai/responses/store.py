@@ -20,6 +20,7 @@ import orjson
 
 from gateway.api.openai.responses.items import Item
 from gateway.errors import OverloadedError
+from gateway.redis_calls import read_or_skip
 from gateway.stores.base import Store, StoreDownError
 from gateway.tasks import off_loop, work_of
 
@@ -101,7 +102,9 @@ class ResponseStore:
         if not _ID.fullmatch(response_id):
             return None
         body = await self._ask_for(lambda: self._store.find(tenant, response_id))
-        return None if body is None else Kept(**await off_loop(len(body), partial(orjson.loads, body)))
+        if body is None:
+            return None
+        return await off_loop(len(body), lambda: read_or_skip("responses", partial(_kept, body)))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there. Raises OverloadedError when it cannot be known."""
@@ -146,3 +149,16 @@ class ResponseStore:
             self._down_until = None
             log.info("responses are kept again")
         return answer
+
+
+def _kept(body: bytes) -> Kept:
+    """Raises ValueError and others for what `Kept.body` has not written."""
+    read = orjson.loads(body)
+    kept = Kept(read["response"], read["items"])
+    lists = (kept.items, kept.response["output"])
+    texts = (kept.response["id"], kept.response["status"], kept.response["object"])
+    if not all(isinstance(text, str) for text in texts) or not 0 <= kept.response["created_at"] < 1 << 53:
+        raise ValueError("no response")
+    if not all(isinstance(items, list) and all(isinstance(item, dict) for item in items) for items in lists):
+        raise ValueError("no response")
+    return kept

@@ -39,15 +39,17 @@ while #claimed < 4 * most do
     redis.call('HDEL', prefix .. 'cursors', lane)
   else
     for _, place in ipairs(places) do
-      local ref = place:sub(-24, -5)
       redis.call('ZREM', waiting, place)
-      redis.call('ZADD', prefix .. 'claims', ARGV[4], ref)
-      redis.call('HSET', prefix .. 'claimed', ref, struct.pack('>I2c0I2c0', #owner, owner, #lane, lane) .. place)
-      cost = cost + 1 + struct.unpack('>I4', place, #place - 3)
-      claimed[#claimed + 1] = lane
-      claimed[#claimed + 1] = place
-      claimed[#claimed + 1] = tonumber(redis.call('HGET', prefix .. 'attempts', ref) or 0)
-      claimed[#claimed + 1] = tonumber(redis.call('HGET', prefix .. 'deaths', ref) or 0)
+      if #place >= 24 then -- else it is no place, and was none of a line
+        local ref = place:sub(-24, -5)
+        redis.call('ZADD', prefix .. 'claims', ARGV[4], ref)
+        redis.call('HSET', prefix .. 'claimed', ref, struct.pack('>I2c0I2c0', #owner, owner, #lane, lane) .. place)
+        cost = cost + 1 + struct.unpack('>I4', place, #place - 3)
+        claimed[#claimed + 1] = lane
+        claimed[#claimed + 1] = place
+        claimed[#claimed + 1] = tonumber(redis.call('HGET', prefix .. 'attempts', ref) or 0) or 0
+        claimed[#claimed + 1] = tonumber(redis.call('HGET', prefix .. 'deaths', ref) or 0) or 0
+      end
     end
     redis.call('HSET', prefix .. 'cursors', lane, places[#places])
     redis.call('HSET', prefix .. 'clock', model, turn)

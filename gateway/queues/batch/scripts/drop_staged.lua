@@ -3,7 +3,7 @@
 -- ARGV     job, its lines, kind of the result, lines at most
 -- returns  how many are left
 local results, counts = KEYS[1] .. 'results:' .. ARGV[1], KEYS[1] .. 'counts:' .. ARGV[1]
-local total, queued = tonumber(ARGV[2]), tonumber(redis.call('HGET', counts, 'queued') or 0)
+local total, queued = tonumber(ARGV[2]), tonumber(redis.call('HGET', counts, 'queued') or 0) or 0
 local to = math.min(total, queued + tonumber(ARGV[4]))
 redis.call('HSET', counts, 'planned', total)
 redis.call('DEL', KEYS[1] .. 'staged:' .. ARGV[1])

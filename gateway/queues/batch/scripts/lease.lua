@@ -4,7 +4,7 @@
 local held = redis.call('HGET', KEYS[1] .. 'leases', ARGV[1])
 if held then
   local until_ms, owner = held:match('^(%d+) (.*)$')
-  if owner ~= ARGV[2] and tonumber(until_ms) > tonumber(ARGV[3]) then
+  if until_ms and owner ~= ARGV[2] and tonumber(until_ms) > tonumber(ARGV[3]) then
     return 0
   end
 end

@@ -3,8 +3,8 @@
 -- ARGV     owner, line, lane, place, tenant, model, attempts at most; 0 when this was none; where they are counted
 -- returns  "waits", "exhausted", or "gone" when it is not the owner's
 local prefix, ref = KEYS[1], ARGV[2]
-local claim = redis.call('HGET', prefix .. 'claimed', ref)
-if not claim or struct.unpack('>I2c0', claim) ~= ARGV[1] then
+local is_claim, owner = pcall(struct.unpack, '>I2c0', redis.call('HGET', prefix .. 'claimed', ref) or '')
+if not is_claim or owner ~= ARGV[1] then
   return 'gone'
 end
 local most = tonumber(ARGV[7])

@@ -4,7 +4,8 @@
 local ours = {}
 for index = 3, #ARGV do
   local claim = redis.call('HGET', KEYS[1] .. 'claimed', ARGV[index])
-  if claim and struct.unpack('>I2c0', claim) == ARGV[1] then
+  local is_ours, owner = pcall(struct.unpack, '>I2c0', claim or '')
+  if is_ours and owner == ARGV[1] then
     redis.call('ZADD', KEYS[1] .. 'claims', ARGV[2], ARGV[index])
     ours[#ours + 1] = ARGV[index]
   end
