@@ -41,7 +41,10 @@ class EngineSettings(Section):
         "auto",
         description="What the model computes in; `auto` is what it was saved in, if this machine is quick at it.",
     )
-    device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU when there is one.")
+    device: str = Field(
+        "auto",
+        description="`cpu`, `cuda`, `cuda:1`, ...; `auto` is the CPU. With `cuda` several engines have a GPU each.",
+    )
     listen: str = Field(
         "127.0.0.1:8090", description="Where gateways connect: `host:port`, or `unix:PATH` for a socket file."
     )
@@ -49,7 +52,9 @@ class EngineSettings(Section):
         None, description="URL under which gateways on other machines reach this engine; `listen` when not set."
     )
     secret: str | None = Field(
-        None, description="Shared with the gateways; an engine that has one refuses connections without it."
+        None,
+        description="Shared with the gateways; an engine that has one refuses connections without it. Needed where "
+        "`listen` is no loopback address or socket file.",
     )
     block_size: Annotated[int, Field(ge=4, le=1024)] = Field(16, description="Tokens per block.")
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = Field(

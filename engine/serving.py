@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -48,6 +49,7 @@ async def serve(settings: EngineSettings, redis_url: str | None, ready: Callable
     Raises ConfigError for a model or settings that cannot be used, OSError for an address that cannot be listened on,
     RuntimeError when the model's thread ended by itself.
     """
+    _check_address(settings)
     # 1. The model, loaded in a thread; a signal during it ends the process at once.
     model, runner = await asyncio.to_thread(load, settings)
     hello = make_hello(settings, model, runner.num_blocks)
@@ -80,6 +82,28 @@ async def serve(settings: EngineSettings, redis_url: str | None, ready: Callable
         await web_runner.cleanup()
 
 
+def _check_address(settings: EngineSettings) -> None:
+    """An engine answers everybody who reaches it with any tenant's blocks, so on a network it wants a secret."""
+    host, _, port = settings.listen.rpartition(":")
+    if settings.listen.startswith("unix:"):
+        return
+    if not host or not port.isdecimal():
+        raise ConfigError(f"engine.listen: {settings.listen!r}: should be host:port or unix:PATH")
+    if not settings.secret and not _is_loopback(host.strip("[]")):
+        raise ConfigError(
+            f"engine.listen: {settings.listen!r} can be reached from other machines, and they could read every "
+            "tenant's prompts: set engine.secret (KVASIR_ENGINE_SECRET) to the same value here and at the gateways, or "
+            "listen on 127.0.0.1 or unix:PATH"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """False for names other than localhost: what they resolve to may change."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:
     """Listens where the settings say. Returns the URL under which gateways reach it."""
     if settings.listen.startswith("unix:"):
@@ -88,8 +112,6 @@ async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:
         os.chmod(path, 0o600)  # whoever may connect may read every tenant's text
         return settings.advertise or f"unix:{path}"
     host, _, port = settings.listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"engine.listen: {settings.listen!r}: should be host:port or unix:PATH")
     await web.TCPSite(runner, host.strip("[]"), int(port)).start()
     if settings.advertise:
         return settings.advertise
@@ -99,7 +121,7 @@ async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:
 
 def _socket_file(listen: str) -> str:
     path = Path(listen.removeprefix("unix:").removeprefix("//")).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     return str(path)
 
 

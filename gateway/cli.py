@@ -32,6 +32,10 @@ ENGINE_MODULES = ("torch", "transformers", "safetensors")
 
 INTERRUPTED_EXIT = 130
 
+PRIVATE = 0o077
+"""The umask of servers and of all that they start: folders and files hold what tenants sent, so they are this user's
+alone, whoever makes them (pathlib gives missing parents the usual mode, Redis its files)."""
+
 COMMANDS = {
     "serve": "start everything on this machine: Redis, engines, gateway",
     "gateway": "start only a gateway, in front of engines that run elsewhere",
@@ -78,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = options.config or environ.pop(CONFIG_VARIABLE, None)
     environ.pop(CONFIG_VARIABLE, None)
     flags = {path: getattr(options, path, None) for path in _paths()}
+    mask = os.umask(PRIVATE)
     try:
         settings = load(Settings, file=Path(config) if config else None, environ=environ, flags=flags)
         set_up((settings.engine if options.command == "engine" else settings.server).log_level, settings.logs)
@@ -99,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 0
+    finally:
+        os.umask(mask)
 
 
 def _batch(options: argparse.Namespace) -> int:

@@ -87,9 +87,10 @@ class EngineProcesses:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         folder = self._socket_folder(folder)
         self.engines = [
-            EngineProcess(f"engine-{number}", url, settings.model_copy(update={"listen": url}))
+            EngineProcess(f"engine-{number}", url, settings.model_copy(update={"listen": url} | device))
             for number in range(count)
             for url in [f"unix:{folder / f'engine-{number}.sock'}"]
+            for device in [{"device": f"cuda:{number}"} if settings.device == "cuda" else {}]
         ]
 
     @property

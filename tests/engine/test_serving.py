@@ -180,6 +180,18 @@ async def test_a_bad_address_is_a_setting_error(listen: str, monkeypatch: pytest
             pass
 
 
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "10.0.0.5:8090", "engine-1.internal:8090"])
+async def test_an_address_on_a_network_needs_a_secret(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.listen.*set engine\.secret \(KVASIR_ENGINE_SECRET\)"):
+        serving._check_address(EngineSettings(listen=listen))
+    serving._check_address(EngineSettings(listen=listen, secret="s"))
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.3.2.1:1", "[::1]:0", "localhost:8090", "unix:/run/e.sock"])
+async def test_an_address_on_this_machine_needs_none(listen: str) -> None:
+    serving._check_address(EngineSettings(listen=listen))
+
+
 async def test_on_tcp_it_says_the_port_that_it_got(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with process(monkeypatch, tmp_path, listen="127.0.0.1:0") as (task, _, url), aiohttp.ClientSession() as http:
         assert url.startswith("http://127.0.0.1:")
@@ -195,6 +207,7 @@ async def test_a_socket_file_is_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "e.sock"
     assert await serving._listen(runner, EngineSettings(listen=f"unix:{path}")) == f"unix:{path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     await runner.cleanup()
 
 

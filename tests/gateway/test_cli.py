@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +77,28 @@ def test_an_engine_without_torch_says_what_to_install(
     shown = capsys.readouterr().err
     assert "pip install -e '.[engine]'" in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_what_a_server_and_its_processes_make_is_for_this_user_alone(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def make(*_: object) -> None:
+        (tmp_path / "data" / "deep").mkdir(parents=True)
+        (tmp_path / "data" / "file").write_text("x")
+        child = await asyncio.create_subprocess_exec("/bin/sh", "-c", "echo x > child", cwd=tmp_path / "data")
+        assert await child.wait() == 0
+
+    monkeypatch.setitem(cli._COMMANDS, command, make)
+    before = os.umask(0o022)
+    try:
+        assert cli.main([command]) == 0
+        assert os.umask(0o022) == 0o022, "it is as it was"
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "data").rglob("*")}
+    assert modes == {"deep": 0o700, "file": 0o600, "child": 0o600}
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -74,6 +74,23 @@ async def test_an_engine_is_told_its_settings_through_the_environment(tmp_path: 
     assert made.urls["engine-0"].startswith("unix:/")
 
 
+@pytest.mark.parametrize(
+    ("device", "devices"), [("cuda", ["cuda:0", "cuda:1"]), ("cuda:0", ["cuda:0"] * 2), ("auto", ["auto"] * 2)]
+)
+def test_engines_that_are_to_use_cuda_have_a_gpu_each(device: str, devices: list[str], tmp_path: Path) -> None:
+    made = EngineProcesses(
+        EngineSettings(device=device),
+        LogSettings(),
+        count=2,
+        folder=tmp_path / "engines",
+        redis_url=None,
+        environ={},
+        worked=lambda url: False,
+        on_fatal=lambda error: None,
+    )
+    assert [engine.settings.device for engine in made.engines] == devices
+
+
 async def test_an_engine_that_dies_is_started_again(tmp_path: Path) -> None:
     made, fatal = processes(tmp_path, APPEND.format(what="str(os.getpid())"))
     async with Notes(tmp_path) as notes, made:
