@@ -23,10 +23,38 @@ from engine.compute.batch import Span
 from engine.compute.flash_plan import Herd, Lone, herd_mask, make_plan, rounded
 from engine.compute.kv_cache import KVCache
 from engine.compute.masks import TILE_ROWS, MaskTemplates
+from engine.compute.operators import find_operator
 
 FOLD_ROWS: Final = 64  # up to here, rows of heads that share a key head are put together to fill the products
 ROW_MULTIPLE: Final = 8
-_FLASH_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
+
+
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the flash kernel computes, where this torch has none: (..., rows, head_dim), and the logarithm of each row's
+    sum, (..., rows)."""
+    scores = query.float() @ key.float().transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    total = scores.logsumexp(-1)
+    weight = (scores - total[..., None]).exp().nan_to_num(0.0)  # a row that sees nothing
+    return (weight @ value.float()).to(query.dtype), total
+
+
+_FLASH_CPU: Final[Callable[..., tuple[Tensor, Tensor]]] = (
+    find_operator("aten::_scaled_dot_product_flash_attention_for_cpu") or _plain
+)
 
 
 class FlashAttention:
@@ -157,7 +185,7 @@ class FlashAttention:
             query, key[:, :, base:], value[:, :, base:], 0.0, False, attn_mask=mask, scale=scale
         )
         if base == 0 or (window is not None and start - window >= base - 1):
-            return recent  # type: ignore[no-any-return]
+            return recent
         past_mask = None if window is None else self._masks.mask(start, count, base, window)
         past, past_sum = _FLASH_CPU(
             query, key[:, :, :base], value[:, :, :base], 0.0, False, attn_mask=past_mask, scale=scale

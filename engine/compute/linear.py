@@ -11,18 +11,19 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-_ONEDNN: Final = torch.ops.mkldnn
-_QUICK: Final[dict[torch.dtype, Callable[[], bool]]] = {
-    torch.float32: lambda: True,
-    torch.bfloat16: lambda: _ONEDNN._is_mkldnn_bf16_supported(),  # noqa: SLF001 - what torch.compile asks too
-    torch.float16: lambda: _ONEDNN._is_mkldnn_fp16_supported(),  # noqa: SLF001
+from engine.compute.operators import find_operator
+
+_REORDER: Final = "mkldnn::_reorder_linear_weight"
+_POINTWISE: Final = "mkldnn::_linear_pointwise"
+_QUICK: Final = {  # what torch.compile asks, too
+    torch.bfloat16: "mkldnn::_is_mkldnn_bf16_supported",
+    torch.float16: "mkldnn::_is_mkldnn_fp16_supported",
 }
 _ROWS_HINT: Final = 256  # of the batch; with 1 the fp32 kernel for few rows rounds otherwise than the one for many
 
@@ -34,12 +35,17 @@ def has_onednn() -> bool:
 
 def is_quick(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for the dtype. Slow types are better computed in float32."""
-    return dtype in _QUICK and _QUICK[dtype]()
+    if dtype == torch.float32:
+        return True
+    asks = find_operator(_QUICK[dtype]) if dtype in _QUICK else None
+    return bool(asks and asks())
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether PackedWeight works here: tried on a small one, because builds and processors differ."""
     if device.type != "cpu" or not has_onednn() or not is_quick(dtype):
+        return False
+    if not all((find_operator(_REORDER), find_operator(_POINTWISE), find_operator(_POINTWISE, "binary"))):
         return False
     try:
         rows = torch.ones(2, 16, dtype=dtype)
@@ -60,10 +66,11 @@ class PackedWeight:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight (out_features, in_features); copied, the caller may free it."""
         self.out_features, self.in_features = weight.shape
-        self._weight = _ONEDNN._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)  # noqa: SLF001
+        reorder: Any = find_operator(_REORDER)
+        self._weight = reorder(weight.detach().contiguous(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach().clone()
-        self._apply: Any = _ONEDNN._linear_pointwise.default  # noqa: SLF001
-        self._combine: Any = _ONEDNN._linear_pointwise.binary  # noqa: SLF001
+        self._apply: Any = find_operator(_POINTWISE)
+        self._combine: Any = find_operator(_POINTWISE, "binary")
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows @ weight.T + bias"""

@@ -176,13 +176,23 @@ def _read_config(folder: Any, name: str) -> Any:
 
 def _choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            log.warning(
+                'a GPU is there and not used: Kvasir has not been run on one yet. engine.device = "cuda" (or cuda:N) '
+                "uses it; engine.kv_cache_bytes is its memory for keys and values"
+            )
+        return torch.device("cpu")
     try:
         device = torch.device(wanted)
     except RuntimeError:
         raise ModelError(f"device {wanted!r}: should be cpu, cuda, cuda:1, ... or auto") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {wanted!r}: this torch finds no GPU")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ModelError(
+            f"device {wanted!r}: this torch finds {count} GPU{'s' * (count != 1)}, from cuda:0 on; engines of "
+            'engine.device = "cuda" have one each, those of "cuda:0" share it'
+        )
     return device
 
 
