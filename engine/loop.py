@@ -69,6 +69,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._tiers = scheduler.tiers
         self._runner = runner
+        scheduler.tables.find_not_finite = runner.find_not_finite
         self._on_frames = on_frames
         self._on_blocks = on_blocks
         self._intake = Intake(scheduler, grammars)

@@ -166,6 +166,10 @@ class Runner(Protocol):
         """
         ...
 
+    def find_not_finite(self, blocks: list[int]) -> list[int]:
+        """Those of the blocks in which a key or value is not finite. Reads them as one step that attends to them."""
+        ...
+
 
 class StepGivenUp(Exception):  # noqa: N818 - nothing went wrong
     """The step was not computed, because something else is to be computed first."""

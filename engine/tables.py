@@ -7,6 +7,7 @@ below them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ class BlockTables:
     def __init__(self, pool: BlockPool, namespace: Namespace, tiers: Tiers) -> None:
         self.pool = pool
         self.tiers = tiers
+        self.find_not_finite: Callable[[list[int]], list[int]] = list  # the loop's model is asked; else all are suspect
         self._namespace = namespace
         self._chains: dict[Sequence, _Chain] = {}
         self._copies: dict[Sequence, Copy] = {}  # that the next step makes
@@ -199,15 +201,21 @@ class BlockTables:
         sequence.num_computed = sequence.num_registered = 0
 
     def quarantine(self, sequence: Sequence) -> int:
-        """Makes what a sequence computed or reused unfindable, with everything that hangs from it, because numbers in
-        it are not finite. Other sequences that hold such blocks go on and register nothing more.
+        """Numbers of a sequence are not finite: its findable blocks are looked through, and those that are not finite
+        become unfindable in all tiers, with everything that hangs from them. What others share stays if it is sound:
+        the prompt may have overflowed by itself. Other sequences that hold such blocks go on and register nothing more.
         Returns the number of blocks that were unregistered."""
-        count = self.pool.forget(sequence.block_table)
+        findable = [block for block in sequence.block_table if self.pool.is_registered(block)]
+        bad = set(self.find_not_finite(findable))
+        if not bad:
+            return 0
+        first = next(index for index, block in enumerate(sequence.block_table) if block in bad)
+        count = self.pool.forget(bad)
         for chain in self._chains.values():
             if chain.tip is not None and not self.pool.is_registered(chain.tip):
                 chain.broken = True
         if self.tiers.lower:
-            self.tiers.forget(self._full(sequence, len(sequence.digests)))
+            self.tiers.forget(self._full(sequence, len(sequence.digests)), start=first)
         return count
 
     def count_reusable(self, sequence: Sequence) -> int:

@@ -19,6 +19,7 @@ from engine.compute.batch import run_start
 from engine.sequence import Copy
 
 _LINE: Final = 64  # bytes of a cache line, at which the data begins
+_LOOK_AT: Final = 64  # blocks of a layer that are copied to be looked through
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,17 @@ class KVCache:
         sources, targets, slots = torch.tensor(pairs, device=self.data.device).unbind(1)
         taken = self.data.index_select(1, sources * self.block_size + slots)
         self.data.index_copy_(1, targets * self.block_size + slots, taken)
+
+    def find_not_finite(self, blocks: Sequence[int]) -> list[int]:
+        """Those that have a number which is not finite, in any layer."""
+        found: list[int] = []
+        for start in range(0, len(blocks), _LOOK_AT):
+            some = list(blocks[start : start + _LOOK_AT])
+            index = torch.tensor(some, device=self.data.device)
+            largest = torch.stack([layer.index_select(0, index).abs().amax(1) for layer in self.blocks]).amax(0)
+            finite = torch.isfinite(largest).tolist()  # a NaN is the largest number of all
+            found += [block for block, is_finite in zip(some, finite, strict=True) if not is_finite]
+        return found
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """A copy of whole blocks, (len(blocks), block bytes) uint8 on the cache's device, in a layout that does not

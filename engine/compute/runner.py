@@ -65,6 +65,11 @@ class ModelRunner:
             _wait_for(self.model.device)
             raise
 
+    def find_not_finite(self, blocks: list[int]) -> list[int]:
+        """See engine.sequence.Runner."""
+        with torch.inference_mode():
+            return self.cache.find_not_finite(blocks)
+
     def _run(self, step: Step) -> list[int | None]:
         if step.fresh_blocks:
             self.cache.zero(step.fresh_blocks)

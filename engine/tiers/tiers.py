@@ -196,10 +196,11 @@ class Tiers:
         """
         return self._restoring.begin(chain, room, now)
 
-    def forget(self, chain: Chain) -> None:
-        """Makes a prefix unfindable in the lower tiers, with everything that hangs from it: it is not trusted."""
+    def forget(self, chain: Chain, start: int = 0) -> None:
+        """Makes a prefix from a block on unfindable in the lower tiers, with everything that hangs from it: it is not
+        trusted."""
         for tier in self.lower:
-            self._account.forget(tier, tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests))
+            self._account.forget(tier, tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests)[start:])
 
 
 def _each(calls: Sequence[Callable[[], object]]) -> None:

@@ -145,6 +145,7 @@ def test_the_forks_of_one_whose_numbers_are_not_finite_fail_with_it_and_later_on
     bench = make()
     ask(bench, range(3), prompt(15))
     bench.runner.poisoned.add(("g", 0))
+    bench.runner.all_bad = True
     bench.step()
     assert [bench.of(seq)[-1].finish for seq in range(3)] == ["error"] * 3
     ask(bench, range(3, 5), prompt(15))
@@ -157,6 +158,7 @@ def test_one_whose_own_numbers_are_not_finite_fails_alone() -> None:
     ask(bench, range(3), prompt(15))
     bench.step()
     bench.runner.poisoned.add(("g", 0))
+    bench.runner.all_bad = True
     bench.finish()
     assert [bench.of(seq)[-1].finish for seq in range(3)] == ["error", "length", "length"]
     check(bench, range(1, 3), prompt(15))
@@ -233,6 +235,7 @@ def test_a_fork_of_one_that_may_not_register_any_more_does_not_either() -> None:
     bench.step()
     bench.submit(8, [*prompt(12), 1, 2, 3, 4, 5])
     bench.runner.poisoned.add(("g", 8))  # which takes everything that it reused with it
+    bench.runner.all_bad = True
     bench.step()
     bench.submit(9, prompt(15), max_tokens=1)
     bench.step()

@@ -45,6 +45,9 @@ class Desk:
 
         self.loop._check_invariants = count  # type: ignore[method-assign]
 
+    def find_not_finite(self, blocks: list[int]) -> list[int]:
+        return []
+
     def run(self, step: Step) -> list[int | None]:
         self.between()
         return self.bench.runner.run(step)

@@ -313,6 +313,7 @@ class Fuzz:
         if self.asked:
             seq = self.rng.choice(sorted(self.asked)[-6:])
             self.bench.runner.poisoned.add((self.asked[seq].owner, seq))
+            self.bench.runner.all_bad = self.rng.random() < 0.7
 
     def wait(self) -> None:
         """As an idle engine does."""

@@ -168,6 +168,7 @@ class Fuzz:
         if self.asked:
             seq = self.rng.choice(sorted(self.asked)[-6:])
             self.bench.runner.poisoned.add((self.asked[seq][0], seq))
+            self.bench.runner.all_bad = self.rng.random() < 0.7
 
     def break_row(self) -> None:
         if self.asked:

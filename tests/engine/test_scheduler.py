@@ -534,6 +534,7 @@ def test_numbers_that_are_not_finite_end_one_sequence_and_are_never_shared() -> 
     bench.submit(2, prompt(40, 1), max_tokens=8)
     bench.step()
     bench.runner.poisoned.add(("g", 1))
+    bench.runner.all_bad = True
     bench.finish()
     assert (bench.of(1)[-1].finish, bench.answer(2)) == ("error", expected(prompt(40, 1), 8))
     bench.submit(3, prompt(40))
@@ -548,6 +549,7 @@ def test_a_poisoned_prefix_is_not_hit_again() -> None:
     bench.finish()
     bench.submit(2, prompt(40))
     bench.runner.poisoned.add(("g", 2))
+    bench.runner.all_bad = True
     bench.finish()
     assert bench.of(2)[0].cached_tokens == 36
     assert bench.of(2)[0].finish == "error"
@@ -563,6 +565,7 @@ def test_who_shares_a_poisoned_prefix_goes_on_and_registers_nothing_under_it() -
     bench.submit(2, prompt(40), max_tokens=20)
     bench.step()
     bench.runner.poisoned.add(("g", 1))
+    bench.runner.all_bad = True
     bench.finish()
     assert bench.of(1)[-1].finish == "error"
     assert bench.answer(2) == expected(prompt(40), 20)

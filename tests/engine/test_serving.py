@@ -50,6 +50,9 @@ class CountingRunner:
         self.delay = 0.0
         self.dies = False
 
+    def find_not_finite(self, blocks: list[int]) -> list[int]:
+        return []
+
     def run(self, step: Step) -> list[int | None]:
         import time
 

@@ -57,6 +57,9 @@ class OracleRunner:
     model: str = ""  # another one computes other keys, values and answers
     poisoned: set[tuple[str, int]] = field(default_factory=set)  # (owner, seq) whose next work is not finite
     broken: set[tuple[str, int]] = field(default_factory=set)  # (owner, seq) of which the next row cannot be sampled
+    all_bad: bool = (
+        False  # all that a poisoned sequence has is found to be not finite, not only what it has just written
+    )
     fails: bool = False  # the next step writes something and raises
     steps: list[list[tuple[int, int, int, bool]]] = field(default_factory=list)  # seq, start, count, samples
 
@@ -105,6 +108,14 @@ class OracleRunner:
             assert 0 < copy.count < self.pool.block_size
             for offset in range(copy.count):
                 self.slots[copy.target, offset] = self.slots[copy.source, offset]
+
+    def find_not_finite(self, blocks: list[int]) -> list[int]:
+        size = self.pool.block_size
+        return [
+            block
+            for block in blocks
+            if self.all_bad or any(self.slots.get((block, at)) == GARBAGE for at in range(size))
+        ]
 
     def _fork(self, fork: Fork) -> int:
         sequence, size = fork.sequence, self.pool.block_size

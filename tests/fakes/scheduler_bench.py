@@ -40,6 +40,9 @@ class Bench:
     updates: dict[tuple[str, int], list[SequenceUpdate]] = field(default_factory=dict)
     gives_up: bool = False  # the next step that can be given up
 
+    def __post_init__(self) -> None:
+        self.scheduler.tables.find_not_finite = self.runner.find_not_finite
+
     def submit(
         self,
         seq: int,

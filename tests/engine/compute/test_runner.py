@@ -182,6 +182,10 @@ def test_numbers_that_are_not_finite_fail_their_own_work_only(kind: str) -> None
     assert tokens[0] is not None
     assert tokens[0] >= 0
     assert tokens[1:] == [NOT_FINITE, None, NOT_FINITE]
+    blocks = [*good.block_table, *bad.block_table, *poisoned.block_table[:1], *prefill.block_table[:1]]
+    found = driver.runner.find_not_finite(blocks)
+    assert (bad.block_table[0] in found, poisoned.block_table[0] in found) == (True, True)
+    assert not {*good.block_table, prefill.block_table[0]} & set(found)
 
 
 def test_the_budget_decides_how_many_blocks_there_are() -> None:

@@ -234,6 +234,7 @@ def test_a_poisoned_prefix_is_not_leased_any_more() -> None:
     run(bench, 1, prompt(40), (16, 100.0), (40, 100.0))
     bench.submit(2, prompt(40))
     bench.runner.poisoned.add(("g", 2))
+    bench.runner.all_bad = True
     bench.finish()
     assert (bench.scheduler.leases.num_blocks(), bench.scheduler.leases.counters.lost) == (0, 2)
     run(bench, 3, prompt(40))

@@ -458,9 +458,37 @@ def test_what_is_not_trusted_any_more_is_forgotten_below_too() -> None:
     bench = make(host=32)
     bench.ask(1, prompt(40), max_tokens=1)
     bench.runner.poisoned.add(("g", 2))
+    bench.runner.all_bad = True
     bench.ask(2, prompt(20) + prompt(10, 3), max_tokens=1)
     assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [0, 0, 0]
     assert bench.disk.files == {}
+
+
+def test_one_prompt_that_overflows_takes_nothing_that_others_share_and_that_is_sound() -> None:
+    bench = make(host=32)
+    bench.ask(1, prompt(40), max_tokens=1, breakpoints=((40, 600.0),))
+    bench.runner.poisoned.add(("g", 2))
+    bench.ask(2, prompt(20) + prompt(10, 3), max_tokens=1)
+    assert bench.of(2)[0].finish == "error"
+    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [10, 10, 10]
+    assert bench.scheduler.leases.counters.lost == 0
+    bench.listen()
+    assert bench.ask(3, prompt(40)) == 36
+    bench.check_contents()
+
+
+def test_what_is_not_finite_among_it_is_forgotten_in_all_tiers_with_what_hangs_from_it_and_nothing_else() -> None:
+    bench = make(host=32)
+    bench.ask(1, prompt(40), max_tokens=1)
+    bench.ask(2, prompt(8) + prompt(12, 5), max_tokens=1)
+    third = bench.pool.prefixes.find_block(split_digests(digests_of(prompt(40)))[2])
+    bench.scheduler.tables.find_not_finite = lambda blocks: [block for block in blocks if block == third]
+    bench.runner.poisoned.add(("g", 3))
+    bench.ask(3, prompt(20) + prompt(10, 3), max_tokens=1)
+    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [2, 2, 2]
+    assert [held(bench, tier, prompt(8) + prompt(12, 5)) for tier in ("gpu", "host", "disk")] == [5, 5, 5]
+    assert len(bench.disk.files) == 5
+    bench.listen()
 
 
 def test_what_ceased_to_be_trusted_while_it_was_copied_is_not_saved() -> None:
@@ -468,6 +496,7 @@ def test_what_ceased_to_be_trusted_while_it_was_copied_is_not_saved() -> None:
     bench.submit(1, prompt(40), max_tokens=3)
     bench.step()
     bench.runner.poisoned.add(("g", 1))
+    bench.runner.all_bad = True
     bench.step()
     bench.finish()
     assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [0, 0, 0]
@@ -487,6 +516,7 @@ def test_what_ceases_to_be_trusted_while_saving_has_a_rest_is_not_saved(monkeypa
     assert worker.deliver()
     assert held(bench, "disk", prompt(40)) == 2, "and the rest of it later"
     bench.runner.poisoned.add(("g", 1))
+    bench.runner.all_bad = True
     bench.step()
     bench.finish()
     assert [held(bench, tier, prompt(40)) for tier in ("gpu", "disk")] == [0, 0]
