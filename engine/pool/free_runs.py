@@ -15,6 +15,10 @@ _LOOKED_AT = 16
 _LONG_RUN = 64
 """Ids. In a shorter run, room is left for a left neighbour only if that is in use at this moment."""
 
+_ROOM_SHARE = 8
+"""Room that is left at most: so many times the ids that are taken, or a long run. Half of all that is free would spread
+a few short sequences over the whole cache, and make most of its large pages resident."""
+
 
 class FreeRuns:
     """A set of block ids, kept as maximal runs. Adding one id and taking a run are O(1) per id.
@@ -102,7 +106,8 @@ class FreeRuns:
     def _room(self, start: int, spare: int) -> int:
         """How much of the spare ids is left to whoever ends right before a run; nobody ends before the first one."""
         if start and (self._references[start - 1] or spare >= _LONG_RUN):
-            return spare // 2
+            taken = len(self._references) - self._size
+            return min(spare // 2, max(_ROOM_SHARE * taken, _LONG_RUN))
         return 0
 
     def _cut(self, start: int, offset: int, count: int) -> list[int]:

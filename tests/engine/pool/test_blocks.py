@@ -314,3 +314,13 @@ def test_a_busy_pool_stays_sound_and_its_events_add_up(rng: random.Random) -> No
     apply(told, pool.prefixes.take_events())
     assert len(told) * DIGEST_BYTES == len(pool.prefixes.snapshot().stored)
     assert pool.num_live == 0
+
+
+def test_a_dozen_short_sequences_stay_together_and_can_grow() -> None:
+    pool = BlockPool(1 << 15, SIZE)
+    tables = [pool.allocate(2) or [] for _ in range(12)]
+    assert max(table[-1] for table in tables) < pool.num_blocks // 16, "each touches other large pages of memory"
+    for _ in range(60):
+        for table in tables:
+            table += pool.allocate(1, after=table[-1]) or []
+    assert sum(table == [*range(table[0], table[0] + 62)] for table in tables) >= 10
