@@ -63,6 +63,24 @@ def connect(url: str, timeout_s: float) -> Redis:
     )
 
 
+async def warn_of_eviction(redis: Redis) -> None:
+    """Says so when this Redis gives up keys without a time to live, which jobs, leases and the ledger have. Quiet where
+    it cannot be asked: whoever needs it finds out."""
+    try:
+        memory: Any = await redis.info("memory")
+        policy, most = str(memory.get("maxmemory_policy", "")), int(memory.get("maxmemory", 0))
+    except (RedisError, OSError, TimeoutError, ValueError) as error:
+        log.debug("what Redis evicts is not known: %s", error)
+        return
+    if most and policy.startswith("allkeys-"):
+        log.warning(
+            "Redis gives up batches and rows of the ledger when it is full: its maxmemory-policy is %s (maxmemory %d "
+            "bytes); set maxmemory-policy to volatile-lru, which evicts only what has a time to live",
+            policy,
+            most,
+        )
+
+
 def read_or_skip(store: str, read: Callable[[], _T]) -> _T | None:
     """What `read` makes of something from Redis; None when that cannot be read."""
     try:

@@ -18,12 +18,13 @@ from aiohttp import web
 
 from engine.compute.threads import choose_threads, usable_cores
 from engine.config import EngineSettings
+from gateway import tasks
 from gateway.api.descriptors import Site, raise_limit
 from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses, EngineStartError
-from gateway.redis_calls import connect
+from gateway.redis_calls import connect, warn_of_eviction
 from gateway.redis_server import RedisServer, RedisStartError
 from gateway.tasks import share_interpreter
 from gateway.version import installed_version
@@ -57,6 +58,8 @@ async def serve(
         redis = connect(redis_url, settings.redis.timeout_s) if redis_url else None
         if redis is not None:
             stack.push_async_callback(redis.aclose)
+            looking = tasks.spawn(warn_of_eviction(redis), name="look at the policy of Redis")
+            stack.push_async_callback(tasks.cancel, looking)
         # 2. The stages, and the port: whoever asks now is told that the server is starting.
         keys, proxies = upstream_keys(settings, environ), upstream_proxies(settings, environ)
         gateway = Gateway(settings, redis, redis_url, keys, proxies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,10 +13,11 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.protocol import ENGINES_KEY, announcement_key
-from gateway.redis_calls import unreadable
+from gateway.redis_calls import connect, unreadable, warn_of_eviction
 from gateway.routing.registry import announced
+from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
-from tests.fakes.whole import Whole, whole
+from tests.fakes.whole import LIMIT_S, Whole, whole
 
 HUGE = b"9" * 400
 JUNK = {
@@ -203,3 +205,37 @@ async def test_engines_are_found_beside_announcements_that_are_none(redis: Redis
     await redis.set(announcement_key("sound"), b'{"url": "http://one:8090"}')
     assert await announced(redis) == {"sound": "http://one:8090"}
     assert unreadable["announcements of engines"] > len(JUNK)
+
+
+@pytest.mark.parametrize(
+    ("policy", "most", "warned"),
+    [
+        ("allkeys-lru", "50mb", True),
+        ("allkeys-random", "50mb", True),
+        ("volatile-lru", "50mb", False),
+        ("noeviction", "50mb", False),
+        ("allkeys-lru", "0", False),
+    ],
+)
+async def test_a_policy_that_evicts_jobs_is_named_with_what_to_set(
+    own_redis: RedisProcess, policy: str, most: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis = connect(own_redis.url, LIMIT_S)
+    try:
+        await redis.config_set("maxmemory", most)
+        await redis.config_set("maxmemory-policy", policy)
+        await warn_of_eviction(redis)
+    finally:
+        await redis.aclose()
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert bool(said) is warned
+    assert not warned or (policy in said[0] and "volatile-lru" in said[0])
+
+
+async def test_a_redis_that_cannot_be_asked_for_its_policy_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis = connect(f"unix://{tmp_path}/none.sock", 0.1)
+    await warn_of_eviction(redis)
+    await redis.aclose()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
