@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -31,6 +32,8 @@ which a small request would wait several times over."""
 _thread: Final = ThreadPoolExecutor(1, thread_name_prefix="large")
 """For large requests. One, because what is done there needs the interpreter all the time: a second one would only stand
 in the event loop's way for as long again."""
+
+MAX_REST_S: Final = 0.05
 
 LOOKS: Final = 8
 """So often the loop has to come round before somebody who does not answer is given up."""
@@ -63,7 +66,20 @@ async def off_loop(amount: int, work: Callable[[], _T]) -> _T:
     if amount <= AT_ONCE:
         return work()
     in_context = partial(copy_context().run, work)
-    return await asyncio.get_running_loop().run_in_executor(_thread, in_context)
+    return await asyncio.get_running_loop().run_in_executor(_thread, partial(_paced, in_context))
+
+
+def _paced(work: Callable[[], _T]) -> _T:
+    """Has the thread rest before what waits behind long work, for about as long, so that a row of large requests leaves
+    the event loop half of the interpreter."""
+    begun_s = time.monotonic()
+    try:
+        return work()
+    finally:
+        took_s = time.monotonic() - begun_s
+        if took_s > SWITCH_S:
+            with suppress(RuntimeError):  # the process ends
+                _thread.submit(time.sleep, min(took_s, MAX_REST_S))
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:

@@ -27,6 +27,7 @@ from gateway.types import ChatPrompt, EncodedPrompt
 _ENTRY_BYTES = 240  # key tuple, dictionary entry and its share of the table, measured with tracemalloc
 _MESSAGE_BYTES = 360  # a message's dictionary and the strings around its content
 _NODE_BYTES = 584  # node, its table of breakpoints, its table of children, its entry in the order of use
+_KEY_CHARS = 1024  # of the last message, from either end, by which prompts are told apart before they are compared
 _BREAKS = 8  # breakpoints that a node remembers
 
 
@@ -113,7 +114,7 @@ class PromptMemo:
         ending  what is put behind the rendered text
         """
         last = prompt.messages[-1].get("content") if prompt.messages else None
-        last = last if type(last) is str else None
+        last = (last[:_KEY_CHARS], last[-_KEY_CHARS:]) if type(last) is str else None
         sizes = len(prompt.messages), len(prompt.tools), num_chars
         markers, end = (prompt.markers, prompt.min_breakpoint_tokens), (prompt.add_generation_prompt, prompt.continues)
         return namespace, end, markers, sizes, last, ending

@@ -67,6 +67,12 @@ HURT_MS: Final = 2000.0
 """A gateway that stood still for so long is started again, so that the next attack is measured by itself."""
 
 
+LOG_CHARS: Final = 8000
+"""Of the log of a gateway that died or failed, that are shown."""
+QUIET: Final = "(a small chat)"
+"""What is measured first, of each gateway."""
+
+
 class Sent(NamedTuple):
     """One request of the attacker."""
 
@@ -372,8 +378,8 @@ def gateway(tree: Path) -> Iterator[tuple[int, int]]:
         try:
             yield process.pid, _port(process, log)
         finally:
-            if process.poll() is not None:
-                sys.stderr.write(log.read_text()[-4000:])
+            if process.poll() is not None or "Traceback" in log.read_text():
+                sys.stderr.write(log.read_text()[-LOG_CHARS:])
 
 
 @contextlib.contextmanager
@@ -513,8 +519,8 @@ def run(attacks: Mapping[str, Make], tree: Path, seconds: float, say: Callable[[
     say("| attack | stop ms | p99 ms | peak MiB | statuses |\n| --- | --- | --- | --- | --- |")
     while left:
         with gateway(tree) as (pid, port):
-            quiet = measure(pid, port, lambda: Sent(CHATS, SMALL), seconds)
-            say(f"| (a small chat) | {quiet.stop_ms:.0f} | {quiet.p99_ms:.0f} | {quiet.peak_mib:.0f} | |")
+            quiet = found[QUIET] = measure(pid, port, lambda: Sent(CHATS, SMALL), seconds)
+            say(f"| {QUIET} | {quiet.stop_ms:.0f} | {quiet.p99_ms:.0f} | {quiet.peak_mib:.0f} | |")
             for name in list(left):
                 seen = found[name] = measure(pid, port, left.pop(name), seconds)
                 statuses = " ".join(f"{status}x{times}" for status, times in sorted(seen.statuses.items()))
