@@ -76,6 +76,13 @@ def load_attend() -> ctypes._NamedFuncPointer | None:
     return attend
 
 
+def library_digest() -> str:
+    """Of the library that computes attention, as it was compiled here; `none` where torch does. Compilers differ."""
+    if load_attend() is None:
+        return "none"
+    return hashlib.sha256(_compiled(default_folder()).read_bytes()).hexdigest()[:16]
+
+
 def default_folder() -> Path:
     """Where the library is kept. Raises RuntimeError when the user has no home."""
     return Path.home() / ".cache" / "kvasir" / "native"

@@ -2,8 +2,8 @@
 gone left there.
 
     <folder>/lock                             held while an engine chooses, or what others left is looked through
-    <folder>/<root of the namespace, hex>/lock   held by the engine whose folder it is; the second engine of the
-    <folder>/<root of the namespace, hex>-1/lock   namespace has this one, and so on
+    <folder>/<namespace and numerics, hex>/lock   held by the engine whose folder it is; the second engine of the
+    <folder>/<namespace and numerics, hex>-1/lock   same two has this one, and so on
 
 Two engines never read, write or delete in one folder, so neither has to know what the other one keeps. The system gives
 a lock back when its process ends, however it ends. engine/tiers/disk_store.py keeps what is claimed here;

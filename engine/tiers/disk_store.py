@@ -1,8 +1,8 @@
 """Blocks on disk: one file each, which proves by itself what it holds. Survives a restart.
 
-    <folder>/<root of the namespace, hex>/<first two digits>/<digest, hex>.kv        folders 0700, files 0600
-                                         /<writer, hex>.leases                       see engine/leases/file.py
-                                         /lock                                       see engine/tiers/disk_folders.py
+    <folder>/<namespace and numerics, hex>/<first two digits>/<digest, hex>.kv        folders 0700, files 0600
+                                          /<writer, hex>.leases                       see engine/leases/file.py
+                                          /lock                                       see engine/tiers/disk_folders.py
 
 A file is written beside its place and renamed into it, and never synced: one that a power cut tore fails its checksum.
 What is not sound is a miss, and is deleted. Engines of one model that share a folder have a folder of blocks each.
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.leases.file import LeaseFile
-from engine.protocol import Namespace
+from engine.protocol import HASHES, Namespace
 from engine.tiers.block_file import BlockFormat, block_path
 from engine.tiers.disk_folders import OwnFolder, claim
 from engine.tiers.disk_scan import Scan, delete, scan
@@ -33,15 +33,17 @@ from engine.tiers.stores import BlockKey, Payload
 class DiskStore:
     """The files of one engine. Everything but `file_bytes` and `lease_file` is called by one thread."""
 
-    def __init__(self, folder: Path, namespace: Namespace, layout: str, block_bytes: int) -> None:
+    def __init__(self, folder: Path, namespace: Namespace, layout: str, block_bytes: int, numerics: str = "") -> None:
         """
         namespace  of the engine, with an empty salt
         layout     of the payload, in words that change when it does
+        numerics   of what computes it (engine/compute/numerics.py): blocks of another arithmetic are another folder's
         """
         self._folder = folder
-        self._root = namespace.root().hex()
+        root = namespace.root()
+        self._root = (HASHES[namespace.hash_name](root + numerics.encode()) if numerics else root).hex()
         self._claimed: OwnFolder | None = None
-        self._format = BlockFormat(namespace, layout, block_bytes)
+        self._format = BlockFormat(namespace, f"{layout} {numerics}", block_bytes)
         self._nonce = secrets.randbits(64)  # engines in several containers may share a folder, and process ids
         self._written = 0
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from engine.compute.kv_cache import KVCache
+from engine.compute.numerics import find_numerics
 from engine.config import ConfigError, EngineSettings
 from engine.pool.blocks import BlockPool
 from engine.protocol import Namespace
@@ -37,7 +38,8 @@ def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool,
             Tier("host", _pool(slots, pool), HostStore(slots, store.block_bytes), store.block_bytes),
         )
     if settings.disk_dir is not None and settings.disk_bytes:
-        disk = DiskStore(settings.disk_dir.absolute(), namespace, _layout(cache), store.block_bytes)
+        numerics = find_numerics(cache.data.device)
+        disk = DiskStore(settings.disk_dir.absolute(), namespace, _layout(cache), store.block_bytes, numerics)
         slots = _slots("disk_bytes", settings.disk_bytes, disk.file_bytes)
         scan = partial(disk.scan, slots, settings.disk_bytes, settings.disk_max_age_s)
         tiers.append(Tier("disk", _pool(slots, pool), disk, disk.file_bytes, scan, disk.lease_file(), disk.close))

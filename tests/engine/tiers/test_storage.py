@@ -19,6 +19,7 @@ from engine.loop import EngineLoop
 from engine.pool.blocks import BlockPool
 from engine.protocol import Sampling, StepFrame, Submit
 from engine.scheduler import Scheduler
+from engine.tiers import storage
 from engine.tiers.copy_thread import CopyThread
 from engine.tiers.storage import build_tiers
 from tests.fakes.tiny_models import CONTEXT, VOCABULARY, make_loaded, make_module, random_ids
@@ -193,3 +194,16 @@ def test_a_copy_thread_does_jobs_in_order_and_leaves_out_what_is_left_when_it_is
     go.set()
     thread.close()
     assert posted == [0]
+
+
+def test_what_another_arithmetic_computed_is_not_read_and_stays_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine("llama", torch.float32, disk_dir=tmp_path) as first:
+        first.ask(1, PROMPT)
+    with monkeypatch.context() as other:
+        other.setattr(storage, "find_numerics", lambda device: "torch 99.0")
+        with engine("llama", torch.float32, disk_dir=tmp_path) as updated:
+            assert updated.ask(1, PROMPT)[1] == 0
+    with engine("llama", torch.float32, disk_dir=tmp_path) as again:
+        assert again.ask(1, PROMPT)[1] > 0
