@@ -141,11 +141,12 @@ async def test_a_burst_waits_for_connections_instead_of_running_out_of_them(redi
         assert these.index.redis_up
 
 
-async def test_a_key_of_another_kind_is_an_outage_and_not_an_exception(redis_url: str) -> None:
+async def test_a_key_of_another_kind_is_an_engine_that_holds_nothing_and_no_outage(redis_url: str) -> None:
     async with both(redis_url) as these:
         await these.redis.set(blocks_key("m", "a"), "not a hash")
         these.memory.apply("a", BlockEvents(stored=PROMPT[:32]))
-        assert await these.find("a") == {"a": 2}
+        assert await these.find("a") == {"a": 0}
+        assert these.index.redis_up
 
 
 async def test_an_empty_question_asks_nobody(own_redis: RedisProcess) -> None:
