@@ -3,7 +3,7 @@
 It has about five million weights, was trained from scratch on two books in the public domain (Jane Austen's *Pride and
 Prejudice* and Arthur Conan Doyle's *The Adventures of Sherlock Holmes*), and talks nonsense in their manner: it knows
 nothing and its answers mean nothing. It is real in every respect that the engine cares about (a tokeniser, a chat
-template, grouped key/value heads, rotary positions, 16,384 of them) and small enough for a CPU.
+template, grouped key/value heads, rotary positions, 131,072 of them) and small enough for a CPU.
 
 The books are free of copyright; the weights are under Kvasir's own licence, Apache-2.0. This module imports nothing
 but the standard library; `engine.demo.train` is how the folder came to be.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from engine.demo.calls import json_answer, tool_conversation
 from engine.demo.tokeniser import render_turn
 
 CHARS_PER_TOKEN = 4
@@ -166,6 +167,17 @@ class Library:
             if size > max_chars:
                 break
         return "".join(turns)
+
+    def calls(self, rng: Random) -> str:
+        """A rendered conversation with tools, or an answer in JSON: see calls.py."""
+        if rng.random() < 0.3:
+            return json_answer(rng)
+
+        def talk() -> tuple[str, str]:
+            (_, question), answer, _ = self._exchange(rng, None)
+            return question, answer
+
+        return tool_conversation(rng, talk, lambda size: self.plain_text(rng, size)[: 2 * size])
 
     def _exchange(self, rng: Random, place: int | None) -> tuple[tuple[str, str], str, int]:
         """One question and its answer, and the paragraph after it (where "Go on." would continue)."""

@@ -29,22 +29,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.compute.linear import is_quick
 from engine.demo.books import CHARS_PER_TOKEN, Library, read_book
 from engine.demo.tokeniser import SPECIAL_TOKENS, TURN_START, VOCAB_SIZE, render_turn, save_tokeniser, train_tokeniser
 
-MAX_TOKENS = 16_384
-TOKENS_PER_STEP = 4_096
+MAX_TOKENS = 131_072
 LENGTHS = {512: 0.46, 1024: 0.26, 2048: 0.18, 4096: 0.08, 8192: 0.02}
 """Share of the steps at each sequence length: the long ones keep the answers sane when the prompt is long. A step is
-TOKENS_PER_STEP tokens, or one sequence where that is more."""
+--step-tokens tokens, or one sequence of at most twice as many."""
 
 CHAT_SHARE = 0.65
+CALLS_SHARE = 0.4
+"""Of the conversations: those with tools or JSON. They are short, so they are fewer of the tokens."""
+
+FAR_SHARE = 0.4
+"""Of the sequences: cut in some places, and the positions behind each cut moved on by a random distance, so that every
+position up to MAX_TOKENS is trained at the price of a short sequence (PoSE, arXiv 2309.10400)."""
+FAR_CUTS = 3
 HELD_OUT_SHARE = 0.03
 PEAK_LR = 3e-3
+CONTINUED_LR = 1e-3
 WARMUP_SHARE = 0.02
 WEIGHT_DECAY = 0.1
 CHECKPOINT_S = 60.0
-SAMPLE_PROMPTS = ("Say hello.", "Tell me about Mr. Holmes", "What is marriage?", "Write a short story.")
+SAMPLE_PROMPTS = (
+    "Say hello.",
+    "Describe Mr. Darcy in JSON.",
+    "Tell me about Mr. Holmes",
+    "What is marriage?",
+    "Write a short story.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,8 @@ class Schedule:
 
     minutes: float
     steps: int | None
+    peak_lr: float
+    step_tokens: int
 
     def progress(self, step: int, elapsed_s: float) -> float:
         """1.0 or more when it is time to stop."""
@@ -103,28 +119,50 @@ def sequences(library: Library, tokeniser: Tokenizer, rng: Random, length: int) 
         while len(ids) <= length:
             max_chars = (length - len(ids)) * CHARS_PER_TOKEN
             if rng.random() < CHAT_SHARE:
-                text = library.conversation(rng, max_chars)
+                calls = rng.random() < CALLS_SHARE
+                text = library.calls(rng) if calls else library.conversation(rng, max_chars)
             else:
                 text = library.plain_text(rng, min(max_chars, rng.choice((1, 4, 16, 64)) * 500))
             ids += [*tokeniser.encode(text).ids, 0]
         yield ids[: length + 1]
 
 
-def batches(library: Library, tokeniser: Tokenizer, rng: Random) -> Iterator[Tensor]:
+def batches(library: Library, tokeniser: Tokenizer, rng: Random, step_tokens: int) -> Iterator[Tensor]:
     """Endless batches, all sequences of a batch of one length.
 
     batch  (num_sequences, length + 1)  int64  token ids; the inputs are all but the last, the targets all but the first
     """
-    sources = {length: sequences(library, tokeniser, rng, length) for length in LENGTHS}
+    lengths = {length: share for length, share in LENGTHS.items() if length <= 2 * step_tokens}
+    sources = {length: sequences(library, tokeniser, rng, length) for length in lengths}
     while True:
-        (length,) = rng.choices(list(LENGTHS), list(LENGTHS.values()))
-        yield torch.tensor([next(sources[length]) for _ in range(max(1, TOKENS_PER_STEP // length))])
+        (length,) = rng.choices(list(lengths), list(lengths.values()))
+        yield torch.tensor([next(sources[length]) for _ in range(max(1, step_tokens // length))])
 
 
-def mean_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+def far_positions(rng: Random, num_sequences: int, length: int) -> Tensor:
+    """Positions that only grow, up to MAX_TOKENS; those of some sequences jump at FAR_CUTS places.
+
+    positions  (num_sequences, length)  int64
+    """
+    positions = torch.arange(length).repeat(num_sequences, 1)
+    for row in positions:
+        if rng.random() < FAR_SHARE:
+            room = rng.randrange(MAX_TOKENS - length)
+            for cut in sorted(rng.randrange(length) for _ in range(FAR_CUTS)):
+                moved = rng.randrange(room + 1)
+                row[cut:] += moved
+                room -= moved
+    return positions
+
+
+def mean_loss(model: LlamaForCausalLM, batch: Tensor, positions: Tensor | None = None) -> Tensor:
     """Cross entropy per token in nats, over every token of the batch: nothing is masked."""
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    inputs = batch[:, :-1]
+    # With a mask of ones transformers does not take a jump of positions for the beginning of another text.
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_quick(torch.bfloat16)):
+        logits = model(
+            input_ids=inputs, attention_mask=torch.ones_like(inputs), position_ids=positions, use_cache=False
+        ).logits
     return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
@@ -141,7 +179,10 @@ def held_out_loss(model: LlamaForCausalLM, paragraphs: list[str], tokeniser: Tok
 
 
 def optimisers_for(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms; one learning rate fits both."""
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms; one learning rate fits both. AdamW
+    alone on processors that are slow in bfloat16, in which torch's Muon works."""
+    if not is_quick(torch.bfloat16):
+        return [torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     inner = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     known = set(map(id, inner))
     outer = [weight for weight in model.parameters() if id(weight) not in known]
@@ -151,12 +192,12 @@ def optimisers_for(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     ]
 
 
-def learning_rate(progress: float) -> float:
+def learning_rate(progress: float, peak: float) -> float:
     """A short linear warm-up, then half a cosine down to a fiftieth of the peak."""
     if progress < WARMUP_SHARE:
-        return PEAK_LR * max(progress / WARMUP_SHARE, 0.01)
+        return peak * max(progress / WARMUP_SHARE, 0.01)
     fall = (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)
-    return PEAK_LR * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(fall, 1.0))))
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(fall, 1.0))))
 
 
 def save_weights(model: LlamaForCausalLM, folder: Path) -> None:
@@ -177,23 +218,30 @@ def save_weights(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def train(
-    library: Library, held_out: list[str], tokeniser: Tokenizer, out: Path, seed: int, schedule: Schedule
+    model: LlamaForCausalLM,
+    library: Library,
+    held_out: list[str],
+    tokeniser: Tokenizer,
+    out: Path,
+    seed: int,
+    schedule: Schedule,
 ) -> float:
     """Trains until the schedule ends, saves at every checkpoint and returns the last held-out loss."""
-    model = new_model(seed)
     optimisers = optimisers_for(model)
-    source = batches(library, tokeniser, Random(seed))
+    rng = Random(seed)
+    source = batches(library, tokeniser, rng, schedule.step_tokens)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} weights", flush=True)
     model.train()
     started = saved = time.monotonic()
     step, recent = 0, 0.0
     while (progress := schedule.progress(step, time.monotonic() - started)) < 1:
-        loss = mean_loss(model, next(source))
+        batch = next(source)
+        loss = mean_loss(model, batch, far_positions(rng, batch.shape[0], batch.shape[1] - 1))
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
             for group in optimiser.param_groups:
-                group["lr"] = learning_rate(progress)
+                group["lr"] = learning_rate(progress, schedule.peak_lr)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         recent = loss.item() if step == 0 else 0.98 * recent + 0.02 * loss.item()
@@ -233,6 +281,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long to train (30)")
     parser.add_argument("--steps", type=int, help="train this many steps instead, whatever the clock says")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="tokens of a step (4096)")
+    parser.add_argument("--start", type=Path, help="go on from the model in this folder, at a lower learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     arguments = parser.parse_args()
@@ -249,8 +299,12 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     tokeniser = train_tokeniser(read)
     save_tokeniser(tokeniser, arguments.out, max_tokens=MAX_TOKENS)
-    schedule = Schedule(arguments.minutes, arguments.steps)
-    train(Library.of(read), held_out, tokeniser, arguments.out, arguments.seed, schedule)
+    peak_lr = CONTINUED_LR if arguments.start else PEAK_LR
+    schedule = Schedule(arguments.minutes, arguments.steps, peak_lr, arguments.step_tokens)
+    model = new_model(arguments.seed)
+    if arguments.start:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(arguments.start, dtype=torch.float32).state_dict())
+    train(model, Library.of(read), held_out, tokeniser, arguments.out, arguments.seed, schedule)
     print_samples(arguments.out)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import jsonschema
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -89,8 +90,8 @@ def test_it_loads_in_under_two_seconds(tokeniser: Any, model: Any) -> None:
     assert time.process_time() - started < 2
 
 
-def test_its_context_is_at_least_8192_tokens_for_the_model_and_the_tokeniser(tokeniser: Any, model: Any) -> None:
-    assert model.config.max_position_embeddings >= 8192
+def test_its_context_holds_the_prompt_of_a_coding_agent(tokeniser: Any, model: Any) -> None:
+    assert model.config.max_position_embeddings >= 131_072
     assert tokeniser.model_max_length == model.config.max_position_embeddings
 
 
@@ -133,6 +134,56 @@ def test_the_loss_on_a_sentence_of_the_book_is_far_below_chance(tokeniser: Any, 
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss.item()
     assert loss < 5, "chance is ln 4096 = 8.3"
+
+
+def test_it_reads_on_behind_a_hundred_thousand_positions(model: Any, tokeniser: Any) -> None:
+    """What is far away is no riddle: a sentence is as likely behind a text a hundred thousand positions before it."""
+    before = tokeniser("It was a fine morning, and the park was green. " * 40)["input_ids"]
+    sentence = tokeniser("However little known the feelings or views of such a man may be on his first entering")
+    ids = torch.tensor([before + sentence["input_ids"]])
+    near = torch.arange(ids.shape[1])[None]
+    far = near + torch.where(near >= len(before), 120_000, 0)
+    labels = ids.masked_fill(near < len(before), -100)
+    with torch.no_grad():
+        losses = [
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, labels=labels).loss.item()
+            for at in (near, far)
+        ]
+    assert losses[1] < losses[0] + 0.5
+    assert losses[1] < 6, "chance is ln 4096 = 8.3"
+
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def test_it_calls_a_tool_that_fits_and_ends_its_turn(tokeniser: Any, model: Any) -> None:
+    """By itself it knows the form and not every bracket; where a call has to be made the grammar has those."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    prompt = render(tokeniser, messages, tools=[WEATHER], add_generation_prompt=True)
+    call = say(tokeniser, model, prompt, 60)
+    assert call.startswith('{"name": "get_weather", "arguments": {"')
+    assert call.endswith("<|im_end|>")
+
+
+@pytest.mark.parametrize("question", ["Say hello.", "Tell me about Mr. Holmes."])
+def test_it_writes_text_where_no_tool_fits(tokeniser: Any, model: Any, question: str) -> None:
+    messages = [{"role": "user", "content": question}]
+    for tools in ([], [WEATHER]):
+        text = say(tokeniser, model, render(tokeniser, messages, tools=tools or None, add_generation_prompt=True), 5)
+        assert text[0] != "{"
+
+
+def test_lists_and_strings_of_an_answer_in_json_end(tokeniser: Any, model: Any) -> None:
+    prompt = render(tokeniser, [{"role": "user", "content": "Describe tea in JSON."}], add_generation_prompt=True)
+    for start in ('{"tags": ["', '{"name": "', '{"numbers": [1, '):
+        assert say(tokeniser, model, prompt + start, 120).endswith("<|im_end|>"), start
 
 
 # --- the chat template ---
@@ -255,6 +306,23 @@ def test_a_cut_quotation_gets_its_other_half() -> None:
     assert balance_quotes('so I heard."') == '"so I heard."'
     assert balance_quotes('"so I heard.') == '"so I heard."'
     assert balance_quotes('"so I heard."') == '"so I heard."'
+
+
+def test_calls_in_training_texts_are_calls_of_a_tool_in_front_of_them() -> None:
+    library = Library.of(PARAGRAPHS * 50)
+    num_calls = 0
+    for seed in range(200):
+        turns = [turn.split("\n", 1) for turn in library.calls(Random(seed)).split("<|im_end|>\n")[:-1]]
+        roles = [role.removeprefix("<|im_start|>") for role, _ in turns]
+        tools = {}
+        if roles[0] == "system":
+            tools = {tool["name"]: tool for line in turns[0][1].split("\n") for tool in [json.loads(line)["function"]]}
+        for line in turns[roles.index("assistant")][1].split("\n"):
+            if line.startswith("{") and tools:
+                call = json.loads(line)
+                jsonschema.validate(call["arguments"], tools[call["name"]].get("parameters", {}))
+                num_calls += 1
+    assert num_calls > 60
 
 
 @pytest.mark.parametrize("max_chars", [500, 4_000, 40_000])
