@@ -48,7 +48,7 @@ from engine.protocol.requests import (
     Sampling,
     Submit,
 )
-from engine.protocol.schema_limits import SchemaLimitError, check_schema, follow_reference
+from engine.protocol.schema_limits import SchemaError, check_schema, follow_reference
 from engine.protocol.wire import ProtocolError, decode, encode
 
 __all__ = [
@@ -80,7 +80,7 @@ __all__ = [
     "Namespace",
     "ProtocolError",
     "Sampling",
-    "SchemaLimitError",
+    "SchemaError",
     "SequenceUpdate",
     "StepFrame",
     "Submit",

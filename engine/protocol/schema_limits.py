@@ -24,8 +24,9 @@ MAX_PATTERNS: Final = 500
 MAX_PATTERN_CHARS: Final = 2_000
 
 
-class SchemaLimitError(ValueError):
-    """A schema beyond a limit. `path` leads to the place, as in `properties.a`; empty is the root."""
+class SchemaError(ValueError):
+    """A schema that is beyond a limit, or cannot be carried out. `path` leads to the reason, as in `properties.a.not`;
+    empty is the root."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}: {reason}" if path else reason)
@@ -34,7 +35,7 @@ class SchemaLimitError(ValueError):
 
 
 def check_schema(schema: Any) -> str | None:
-    """Raises SchemaLimitError for what is beyond the limits of this module. Returns the path of a reference that leads
+    """Raises SchemaError for what is beyond the limits of this module. Returns the path of a reference that leads
     back to where it stands: of a recursive schema, None for others."""
     return _check_chains(_Walk(schema))
 
@@ -74,7 +75,7 @@ class _Walk:
             for key, value in items:
                 self._values += 1
                 if self._values > MAX_VALUES:
-                    raise SchemaLimitError("", f"it may have {MAX_VALUES} values altogether")
+                    raise SchemaError("", f"it may have {MAX_VALUES} values altogether")
                 if isinstance(value, dict | list):
                     entered = self._enter(value, number, key)
                     break
@@ -85,7 +86,7 @@ class _Walk:
             else:
                 open_ones.append(entered)
                 if len(open_ones) > MAX_NESTING:
-                    raise SchemaLimitError(self.path(entered[0]), f"it may be nested {MAX_NESTING} levels deep")
+                    raise SchemaError(self.path(entered[0]), f"it may be nested {MAX_NESTING} levels deep")
 
     def _enter(self, value: Any, parent: int, key: str) -> tuple[int, Iterator[tuple[str, Any]]]:
         number = len(self.ends)
@@ -101,16 +102,16 @@ class _Walk:
     def _count_properties(self, named: dict[str, Any], number: int, *, patterns: bool) -> None:
         self._properties += len(named)
         if self._properties > MAX_PROPERTIES:
-            raise SchemaLimitError(self.path(number), f"a schema may have {MAX_PROPERTIES} properties altogether")
+            raise SchemaError(self.path(number), f"a schema may have {MAX_PROPERTIES} properties altogether")
         for pattern in named if patterns else ():
             self._count_pattern(pattern, number)
 
     def _count_pattern(self, pattern: str, number: int, key: str = "") -> None:
         self._patterns += 1
         if self._patterns > MAX_PATTERNS:
-            raise SchemaLimitError(self.path(number, key), f"a schema may have {MAX_PATTERNS} patterns altogether")
+            raise SchemaError(self.path(number, key), f"a schema may have {MAX_PATTERNS} patterns altogether")
         if len(pattern) > MAX_PATTERN_CHARS:
-            raise SchemaLimitError(self.path(number, key), f"a pattern may be {MAX_PATTERN_CHARS} characters long")
+            raise SchemaError(self.path(number, key), f"a pattern may be {MAX_PATTERN_CHARS} characters long")
 
     def _note(self, number: int, key: str, value: Any) -> None:
         if not isinstance(value, str):
@@ -118,7 +119,7 @@ class _Walk:
         if key == "$ref":
             self.references.append((number, value))
             if len(self.references) > MAX_REFERENCES:
-                raise SchemaLimitError(self.path(number, key), f"a schema may have {MAX_REFERENCES} references")
+                raise SchemaError(self.path(number, key), f"a schema may have {MAX_REFERENCES} references")
         elif key == "pattern":
             self._count_pattern(value, number, key)
 
@@ -161,7 +162,7 @@ def _check_chains(walk: _Walk) -> str | None:
                     within.add(start)
                     if len(chain) > MAX_REFERENCE_CHAIN:
                         reason = f"references may lead on {MAX_REFERENCE_CHAIN} times"
-                        raise SchemaLimitError(walk.path(places[index], "$ref"), reason)
+                        raise SchemaError(walk.path(places[index], "$ref"), reason)
             if not chain:
                 break
             following = next(chain[-1][1], None)

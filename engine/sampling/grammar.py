@@ -18,10 +18,9 @@ from typing import Any, Final
 
 import llguidance
 
-from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, SchemaLimitError, check_schema
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, SchemaError, check_schema
 from engine.sampling import schema as schemas
 from engine.sampling.lark_limits import find_excess, find_nested_too_deep
-from engine.sampling.schema import SchemaError
 from engine.sampling.unspoken import by_id, rename_specials
 
 MAX_LOCATED: Final = 2_000
@@ -38,13 +37,8 @@ _MESSAGE_CHARS: Final = 300
 _REF_ELSEWHERE: Final = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 
 
-class GrammarError(ValueError):
+class GrammarError(SchemaError):
     """A grammar that cannot be carried out. `path` leads to the reason inside of a schema; empty otherwise."""
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{path}: {reason}" if path else reason)
-        self.path = path
-        self.reason = reason
 
 
 class Matcher:
@@ -127,7 +121,7 @@ class Grammars:
             original = schemas.parse(text)
             check_schema(original)
             schema = schemas.prepare(original)
-        except (SchemaError, SchemaLimitError) as mistake:
+        except SchemaError as mistake:
             raise GrammarError(mistake.path, mistake.reason) from None
         return self._compile_prepared(schema)[0]
 
@@ -149,7 +143,7 @@ class Grammars:
             try:
                 check_schema(original)
                 _, source = self._compile_prepared(schemas.prepare(original))
-            except (GrammarError, SchemaError, SchemaLimitError) as mistake:
+            except SchemaError as mistake:
                 path = schemas.join(f"schemas.{name}", mistake.path) if mistake.path else f"schemas.{name}"
                 raise GrammarError(path, mistake.reason) from None
             inner.append({**json.loads(source)["grammars"][0], "name": name})
@@ -211,7 +205,7 @@ def _check_lark(lark: Any, path: str) -> None:
         raise GrammarError(path, "a Lark grammar is a string")
     try:
         _refuse(path, find_excess(lark))
-    except SchemaLimitError as error:
+    except SchemaError as error:
         raise GrammarError(path, f"a schema in it is beyond a limit: {error}") from None
 
 

@@ -24,7 +24,7 @@ _JSON: Final = re.compile(r"%(?:json|llguidance)[ \t\r\n]*")
 
 
 def find_excess(lark: str) -> str | None:
-    """What of a Lark grammar is beyond the limits. Raises SchemaLimitError for a schema in it that is."""
+    """What of a Lark grammar is beyond the limits. Raises SchemaError for a schema in it that is."""
     for found in _JSON.finditer(lark):
         check_schema(_decode_inline(lark, found.end()))
     bare = _SAID.sub("", lark)

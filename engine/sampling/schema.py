@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
+from engine.protocol import SchemaError
 from engine.sampling import numbers, patterns
 from engine.sampling.endless import find_endless
 
@@ -70,15 +71,6 @@ _DAY: Final = r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[
 _DATE: Final = rf"[1-9][0-9]{{3}}-{_DAY}"
 _TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _FORMATS: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-
-
-class SchemaError(ValueError):
-    """A schema that cannot be carried out. `path` leads to the reason, as in `properties.a.not`; empty is the root."""
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{path}: {reason}" if path else reason)
-        self.path = path
-        self.reason = reason
 
 
 def parse(text: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, SchemaLimitError, check_schema
+from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, SchemaError, check_schema
 from gateway.api.fields import an_object, invalid
 from gateway.types import Constraint
 
@@ -32,7 +32,7 @@ def check_size(schema: Any, path: str, code: str = "invalid_grammar") -> str | N
     Returns the path of a reference that leads back to where it stands: of a recursive schema."""
     try:
         recursive = check_schema(schema)
-    except SchemaLimitError as error:
+    except SchemaError as error:
         raise invalid(f"{path}.{error.path}" if error.path else path, error.reason, code=code) from None
     return f"{path}.{recursive}" if recursive is not None else None
 

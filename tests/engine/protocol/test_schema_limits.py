@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol.schema_limits import MAX_REFERENCE_CHAIN, SchemaLimitError, check_schema
+from engine.protocol.schema_limits import MAX_REFERENCE_CHAIN, SchemaError, check_schema
 from tests.fakes.grammars import reference_chain
 from tests.fakes.schemas import HARD
 
@@ -34,7 +34,7 @@ def deep(levels: int, key: str = "items") -> Any:
     ],
 )
 def test_what_is_beyond_a_limit_is_refused_with_its_path(schema: Any, path: str, told: str) -> None:
-    with pytest.raises(SchemaLimitError, match=told) as refused:
+    with pytest.raises(SchemaError, match=told) as refused:
         check_schema(schema)
     assert refused.value.path == path
 
