@@ -180,11 +180,11 @@ def test_each_fork_goes_through_the_grammar_by_itself(model: LoadedModel) -> Non
     grammar, alone = Grammar("json_schema", json.dumps(HARD["recursion through the root"])), []
     for seq in range(6):
         with Desk(model) as desk:
-            desk.submit(seq, grammar, max_tokens=60)
+            desk.submit(seq, grammar, max_tokens=60, temperature=10.0)
             alone.append(desk.text_of(seq))
     with Desk(model) as desk:
         for seq in range(6):
-            desk.submit(seq, grammar, group=Group(1, 6), max_tokens=60)
+            desk.submit(seq, grammar, group=Group(1, 6), max_tokens=60, temperature=10.0)
         assert [desk.text_of(seq) for seq in range(6)] == alone
         stats = desk.loop.stats()
         assert (stats["forks"], stats["prefilled_tokens"]) == (5, len(desk.prompt))
