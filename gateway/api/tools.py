@@ -54,14 +54,14 @@ def function(name: str, name_path: str, description: str | None, schema: Any, pa
     return Tool(name, description, schema, strict, path)
 
 
-def check_together(tools: Sequence[Tool], path: str, name_of: str) -> tuple[Tool, ...]:
-    """Raises BadRequestError for too many, and for two of one name. `name_of` leads from a tool to its name."""
+def check_together(tools: Sequence[Tool], path: str, name_paths: Sequence[str]) -> tuple[Tool, ...]:
+    """Raises BadRequestError for too many, and for two of one name. `name_paths`: where the name of each stands."""
     if len(tools) > MAX_TOOLS:
         raise array_too_long(path, MAX_TOOLS, len(tools))
     names = set[str]()
-    for index, tool in enumerate(tools):
+    for tool, name_path in zip(tools, name_paths, strict=True):
         if tool.name in names:
-            raise _invalid(f"{path}[{index}].{name_of}", f"there is another tool named '{tool.name}'")
+            raise _invalid(name_path, f"there is another tool named '{tool.name}'")
         names.add(tool.name)
     return tuple(tools)
 

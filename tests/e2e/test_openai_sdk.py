@@ -268,8 +268,8 @@ def test_errors_arrive_as_the_sdks_exceptions(server: Server) -> None:
         ask(server, "x", temperature=3)
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as tools:
-        ask(server, "x", tools=[{"type": "custom", "custom": {"name": "f"}}])
-    assert (tools.value.code, tools.value.param) == ("unsupported_parameter", "tools[0].type")
+        ask(server, "x", tools=[{"type": "custom", "custom": {"name": "f g"}}])
+    assert (tools.value.code, tools.value.param) == ("invalid_value", "tools[0].custom.name")
 
 
 async def test_sixteen_at_once_say_what_each_says_alone(server: Server) -> None:

@@ -18,7 +18,7 @@ from gateway.api.lines import Endpoint, asking
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model_json
-from gateway.api.openai.tools import names_a_function
+from gateway.api.openai.tools import custom_names, names_a_tool
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
 from gateway.api.replies import reply_json
@@ -136,7 +136,8 @@ class OpenAI:
             tier=grant(call.tier, record),
             include_usage=call.include_usage,
             calls=calls,
-            named=names_a_function(body),
+            named=names_a_tool(body),
+            custom=custom_names(body),
         )
         stamp = shape.stamp(stream=call.stream) if call.tool_use is None else None  # each call has an id of its own
         return Asked(call, model, shape, stamp=stamp)

@@ -29,6 +29,7 @@ from gateway.api.fields import (
     wrong_value,
 )
 from gateway.api.openai.caching import check_breakpoint, check_control
+from gateway.api.openai.custom_tools import arguments_of
 from gateway.api.structure import count_structure
 from gateway.errors import UnsupportedError
 
@@ -67,9 +68,15 @@ def _text_content(*kinds: str) -> JsonSchema:
 
 _text: JsonSchema = {"type": "string"}
 _called_schema = object_schema({"name": _text, "arguments": _text}, "name", "arguments")
-_call_schema = object_schema(
-    {"id": _text, "type": {"const": "function"}, "function": _called_schema}, "id", "type", "function"
-)
+_custom_schema = object_schema({"name": _text, "input": _text}, "name", "input")
+_call_schema: JsonSchema = {
+    "anyOf": [
+        object_schema(
+            {"id": _text, "type": {"const": "function"}, "function": _called_schema}, "id", "type", "function"
+        ),
+        object_schema({"id": _text, "type": {"const": "custom"}, "custom": _custom_schema}, "id", "type", "custom"),
+    ]
+}
 MESSAGE: Final[JsonSchema] = {
     "anyOf": [
         object_schema(
@@ -249,21 +256,23 @@ def _tool_call(call: Any, path: str) -> Message:
     check_names(an_object(call, path), ("id", "type", "function", "custom", "index"), path)
     for key in ("id", "type"):
         required_text(call, key, path)
-    if call["type"] == "custom":
-        raise UnsupportedError("Calls of custom tools are not supported.", param=f"{path}.type")
-    if call["type"] != "function":
-        raise wrong_value(f"{path}.type", call["type"], ("function",))
-    if call.get("function") is None:
-        raise missing(f"{path}.function")
-    return {"id": call["id"], "type": "function", "function": _called(call["function"], f"{path}.function")}
+    kind = call["type"]
+    if kind not in ("function", "custom"):
+        raise wrong_value(f"{path}.type", kind, ("function", "custom"))
+    if call.get(kind) is None:
+        raise missing(f"{path}.{kind}")
+    called = _called(call[kind], f"{path}.{kind}", "arguments" if kind == "function" else "input")
+    return {"id": call["id"], "type": "function", "function": called}
 
 
-def _called(function: Any, path: str) -> Message:
-    """A function call. Templates write the arguments as JSON themselves, so they get the object where it is one."""
-    check_names(an_object(function, path), ("name", "arguments"), path)
-    for key in ("name", "arguments"):
-        required_text(function, key, path)
-    return {"name": function["name"], "arguments": function["arguments"]}
+def _called(called: Any, path: str, written: str = "arguments") -> Message:
+    """A call, of a custom tool as well, whose `written` is its input: the model is offered it as a function. Templates
+    write the arguments as JSON themselves, so they get the object where it is one."""
+    check_names(an_object(called, path), ("name", written), path)
+    for key in ("name", written):
+        required_text(called, key, path)
+    arguments = called[written] if written == "arguments" else arguments_of(called[written])
+    return {"name": called["name"], "arguments": arguments}
 
 
 def read_arguments(messages: Iterable[Message]) -> None:

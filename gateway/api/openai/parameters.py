@@ -296,7 +296,7 @@ CHAT = _table(
         "integer 0 to 20, default 0; only with `logprobs`",
         "And of so many of the likeliest tokens in the place of each.",
     ),
-    _used("tools", tools, "array of up to 128 functions", "What the model may call; see below."),
+    _used("tools", tools, "array of up to 128 functions and custom tools", "What the model may call; see below."),
     _used(
         "tool_choice",
         tool_choice,

@@ -212,7 +212,7 @@ def _add_call(call: Json, piece: Mapping[str, Any]) -> None:
     for name, value in piece.items():
         if isinstance(value, dict):
             _add_call(call.setdefault(name, {}), value)
-        elif name == "arguments":
+        elif name in ("arguments", "input"):  # the latter of a custom tool
             call[name] = call.get(name, "") + (value or "")
         elif name != "index" and value is not None:
             call[name] = value

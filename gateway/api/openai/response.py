@@ -16,6 +16,7 @@ import xxhash
 
 from engine.protocol import Hello, Namespace
 from gateway.api.answers import Answer
+from gateway.api.openai.custom_tools import input_of
 from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.api.openai.wire import error_json
 from gateway.api.sse import COMMENT, data, json_line, json_text
@@ -70,12 +71,15 @@ class ChatShape:
         tier: Tier = "default",
         calls: Calls = Calls.NONE,
         named: bool = False,
+        custom: frozenset[str] = frozenset(),
     ) -> None:
-        """`tier` is the one served; `named`: a call of one function was asked for by name, which is then no reason to
-        end."""
+        """`tier` is the one served; `named`: a call of one tool was asked for by name, which is then no reason to end;
+        `custom`: names of the custom tools."""
         self._n = n
         self._calls = calls
         self._named = named
+        self._custom = custom
+        self._inputs: dict[int, tuple[int, list[str]]] = {}  # by choice, of a call of a custom tool: its arguments
         self._base: dict[str, Any] = {
             **_new("chatcmpl"),
             "model": model.model,
@@ -113,17 +117,39 @@ class ChatShape:
         )
 
     def call(self, index: int, delta: CallDelta) -> bytes:
-        """Id, type and name once, with the first piece of a call: SDKs join what comes twice."""
+        """Id, type and name once, with the first piece of a call: SDKs join what comes twice. The input of a custom
+        tool comes whole, at the end of its call."""
+        if delta.name in self._custom:
+            return self._input(index) + self._open_custom(index, delta)
+        if not delta.name and index in self._inputs:
+            self._inputs[index][1].append(delta.arguments)
+            return b""
+        before = self._input(index)
         function = {"name": delta.name, "arguments": delta.arguments} if delta.name else {"arguments": delta.arguments}
         if self._calls is Calls.FUNCTION:
             return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(function), b"null")
-        told = {"index": delta.call, "function": function}
+        told: dict[str, Any] = {"index": delta.call, "function": function}
         if delta.name:
             told = {"index": delta.call, "id": new_call_id(), "type": "function", "function": function}
+        return before + self._call(index, told)
+
+    def _open_custom(self, index: int, delta: CallDelta) -> bytes:
+        self._inputs[index] = (delta.call, [delta.arguments])
+        custom = {"name": delta.name, "input": ""}
+        return self._call(index, {"index": delta.call, "id": new_call_id(), "type": "custom", "custom": custom})
+
+    def _input(self, index: int) -> bytes:
+        """Of the call of a custom tool that ends here, if there is one."""
+        if index not in self._inputs:
+            return b""
+        number, written = self._inputs.pop(index)
+        return self._call(index, {"index": number, "custom": {"input": input_of("".join(written))}})
+
+    def _call(self, index: int, told: dict[str, Any]) -> bytes:
         return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % json_line(told), b"null")
 
     def closing(self, index: int, finished: Finished) -> bytes:
-        return self._chunk(index, b'"delta":{}', b'"%b"' % self._reason(finished.reason).encode())
+        return self._input(index) + self._chunk(index, b'"delta":{}', b'"%b"' % self._reason(finished.reason).encode())
 
     def failure(self, error: KvasirError) -> bytes:
         return data(error_json(error))
@@ -136,13 +162,28 @@ class ChatShape:
         choices: list[dict[str, Any]] = [
             {
                 "index": index,
-                "message": _message(answer, self._calls),
+                "message": self._message(answer),
                 "logprobs": None if answer.scored is None else chat_logprobs(answer.scored),
                 "finish_reason": self._reason(answer.reason),
             }
             for index, answer in enumerate(answers)
         ]
         return _body(self._base, "chat.completion", choices, usage)
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
+        if answer.calls or self._calls is not Calls.NONE:
+            message["content"] = answer.text or None
+        if answer.calls and self._calls is Calls.FUNCTION:
+            message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
+        elif answer.calls:
+            message["tool_calls"] = [self._whole_call(call.name, call.arguments) for call in answer.calls]
+        return message
+
+    def _whole_call(self, name: str, arguments: str) -> dict[str, Any]:
+        kind = "custom" if name in self._custom else "function"
+        inside = {"input": input_of(arguments)} if kind == "custom" else {"arguments": arguments}
+        return {"id": new_call_id(), "type": kind, kind: {"name": name, **inside}}
 
     def _reason(self, reason: str) -> str:
         if reason != "tool_calls":
@@ -233,24 +274,6 @@ class CompletionShape:
             for index, answer in enumerate(answers)
         ]
         return _body(self._base, "text_completion", choices, usage)
-
-
-def _message(answer: Answer, calls: Calls) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
-    if answer.calls or calls is not Calls.NONE:
-        message["content"] = answer.text or None
-    if answer.calls and calls is Calls.FUNCTION:
-        message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
-    elif answer.calls:
-        message["tool_calls"] = [
-            {
-                "id": new_call_id(),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in answer.calls
-        ]
-    return message
 
 
 def new_call_id() -> str:

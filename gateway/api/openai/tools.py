@@ -22,6 +22,7 @@ from gateway.api.fields import (
     text,
     wrong_value,
 )
+from gateway.api.openai.custom_tools import custom, with_grammar
 from gateway.api.openai.strict_schema import check_strict
 from gateway.api.tools import (
     MAX_TOOLS,
@@ -32,7 +33,7 @@ from gateway.api.tools import (
     leave_out_tool,
     use_of,
 )
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import BadRequestError
 from gateway.types import Tool, ToolUse
 
 SERVER_TOOLS = (
@@ -51,50 +52,84 @@ _mode = choice("none", "auto", "required")
 
 _NAMED = closed_schema({"name": {"type": "string"}}, "name")
 _FUNCTION = closed_schema({"type": {"const": "function"}, "function": _NAMED}, "type", "function")
+_CUSTOM = closed_schema({"type": {"const": "custom"}, "custom": _NAMED}, "type", "custom")
+_ONE = {"anyOf": [_FUNCTION, _CUSTOM]}
 _DECLARED: dict[str, dict[str, Any]] = {
     "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
     "description": {"type": "string"},
     "parameters": {"type": "object", "properties": {"type": {"const": "object"}}},
 }
+_FORMAT = {
+    "anyOf": [
+        object_schema({"type": {"const": "text"}}, "type"),
+        object_schema(
+            {
+                "type": {"const": "grammar"},
+                "grammar": object_schema(
+                    {"definition": {"type": "string"}, "syntax": {"enum": ["lark", "regex"]}}, "definition", "syntax"
+                ),
+            },
+            "type",
+            "grammar",
+        ),
+    ]
+}
+_KINDS = ("function", "custom")
+"""Types of tools, each the name of what such a tool has inside."""
 
 
 @takes(
     {
         "type": "array",
-        "items": object_schema(
-            {
-                "type": {"const": "function"},
-                "function": object_schema({**_DECLARED, "strict": {"type": "boolean"}}, "name"),
-            },
-            "type",
-            "function",
-        ),
+        "items": {
+            "anyOf": [
+                object_schema(
+                    {
+                        "type": {"const": "function"},
+                        "function": object_schema({**_DECLARED, "strict": {"type": "boolean"}}, "name"),
+                    },
+                    "type",
+                    "function",
+                ),
+                object_schema(
+                    {
+                        "type": {"const": "custom"},
+                        "custom": object_schema(
+                            {"name": _DECLARED["name"], "description": {"type": "string"}, "format": _FORMAT}, "name"
+                        ),
+                    },
+                    "type",
+                    "custom",
+                ),
+            ]
+        },
         "maxItems": MAX_TOOLS,
     }
 )
 def tools(value: Any, path: str) -> tuple[Tool, ...]:
-    """Functions; tools that upstream runs are left out, and those of any other type refused. An empty array is none."""
-    declared = []
+    """Functions and custom tools; tools that upstream runs are left out, and those of any other type refused. An empty
+    array is none."""
+    declared, paths = [], []
     for index, item in enumerate(a_list(value, path)):
         where = f"{path}[{index}]"
         kind = required_text(an_object(item, where), "type", where)
-        if kind == "custom":
-            raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{where}.type")
         if kind.startswith(SERVER_TOOLS):
             leave_out_tool(kind, f"{where}.type")
             continue
-        check_names(item, ("type", "function"), where)
-        if kind != "function":
-            raise wrong_value(f"{where}.type", kind, ("function",))
-        declared.append(_function(item.get("function"), f"{where}.function", "strict"))
-    return check_together(declared, path, "function.name")
+        if kind not in _KINDS:
+            raise wrong_value(f"{where}.type", kind, _KINDS)
+        check_names(item, ("type", kind), where)
+        inside, where = item.get(kind), f"{where}.{kind}"
+        declared.append(_function(inside, where, "strict") if kind == "function" else _custom(inside, where))
+        paths.append(f"{where}.name")
+    return check_together(declared, path, paths)
 
 
 @takes({"type": "array", "items": object_schema(_DECLARED, "name"), "maxItems": MAX_TOOLS})
 def functions(value: Any, path: str) -> tuple[Tool, ...]:
     """The deprecated form of `tools`."""
     declared = [_function(item, f"{path}[{index}]") for index, item in enumerate(a_list(value, path))]
-    return check_together(declared, path, "name")
+    return check_together(declared, path, [f"{path}[{index}].name" for index in range(len(declared))])
 
 
 @takes(
@@ -102,13 +137,14 @@ def functions(value: Any, path: str) -> tuple[Tool, ...]:
         "anyOf": [
             _mode.schema,
             _FUNCTION,
+            _CUSTOM,
             closed_schema(
                 {
                     "type": {"const": "allowed_tools"},
                     "allowed_tools": closed_schema(
                         {
                             "mode": {"enum": ["auto", "required"]},
-                            "tools": {"type": "array", "items": _FUNCTION, "minItems": 1},
+                            "tools": {"type": "array", "items": _ONE, "minItems": 1},
                         },
                         "mode",
                         "tools",
@@ -121,13 +157,11 @@ def functions(value: Any, path: str) -> tuple[Tool, ...]:
     }
 )
 def tool_choice(value: Any, path: str) -> ToolChoice:
-    """A mode, one function by name, or some of the tools with a mode."""
+    """A mode, one tool by name, or some of the tools with a mode."""
     if type(value) is not dict:
         return ToolChoice(_mode(value, path))  # type: ignore[arg-type]
-    kind = choice("function", "allowed_tools", "custom")(required_text(value, "type", path), f"{path}.type")
-    if kind == "custom":
-        raise UnsupportedError("Custom tools are not supported, only functions.", param=f"{path}.type")
-    if kind == "function":
+    kind = choice(*_KINDS, "allowed_tools")(required_text(value, "type", path), f"{path}.type")
+    if kind in _KINDS:
         return ToolChoice("required", (_name(value, path),), single=True)
     only(value, ("type", "allowed_tools"), path)
     where = f"{path}.allowed_tools"
@@ -170,10 +204,15 @@ def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | N
     return (), None
 
 
-def names_a_function(body: Mapping[str, Any]) -> bool:
-    """Whether a valid chat asks for a call of one function by its name."""
+def names_a_tool(body: Mapping[str, Any]) -> bool:
+    """Whether a valid chat asks for a call of one tool by its name."""
     chosen = body.get("tool_choice")
-    return type(body.get("function_call")) is dict or (type(chosen) is dict and chosen.get("type") == "function")
+    return type(body.get("function_call")) is dict or (type(chosen) is dict and chosen.get("type") in _KINDS)
+
+
+def custom_names(body: Mapping[str, Any]) -> frozenset[str]:
+    """Of the custom tools of a valid chat."""
+    return frozenset(tool["custom"]["name"] for tool in body.get("tools") or () if tool["type"] == "custom")
 
 
 def _function(item: Any, path: str, *more: str) -> Tool:
@@ -189,12 +228,31 @@ def _function(item: Any, path: str, *more: str) -> Tool:
     return made
 
 
+def _custom(item: Any, path: str) -> Tool:
+    check_names(an_object(item, path), ("name", "description", "format"), path)
+    name = function(required_text(item, "name", path), f"{path}.name", None, None, path, strict=False).name
+    description, form = item.get("description"), item.get("format")
+    if description is not None:
+        _string(description, f"{path}.description")
+    return custom(name, with_grammar(description, None if form is None else _grammar(form, f"{path}.format")), path)
+
+
+def _grammar(form: Any, path: str) -> str | None:
+    """Of the input; None where it is any text."""
+    if choice("text", "grammar")(required_text(an_object(form, path), "type", path), f"{path}.type") == "text":
+        return None
+    where = f"{path}.grammar"
+    inside = an_object(form.get("grammar"), where)
+    choice("lark", "regex")(required_text(inside, "syntax", where), f"{where}.syntax")
+    return required_text(inside, "definition", where)
+
+
 def _name(item: Any, path: str) -> tuple[str, str]:
-    """Of a function, and where it is said."""
+    """Of a tool, and where it is said."""
     kind = required_text(an_object(item, path), "type", path)
-    if kind != "function":
-        raise wrong_value(f"{path}.type", kind, ("function",))
-    only(item, ("type", "function"), path)
-    where = f"{path}.function"
-    only(an_object(item.get("function"), where), ("name",), where)
-    return required_text(item["function"], "name", where), f"{where}.name"
+    if kind not in _KINDS:
+        raise wrong_value(f"{path}.type", kind, _KINDS)
+    only(item, ("type", kind), path)
+    where = f"{path}.{kind}"
+    only(an_object(item.get(kind), where), ("name",), where)
+    return required_text(item[kind], "name", where), f"{where}.name"

@@ -134,6 +134,9 @@ def test_pieces_of_texts_and_calls_are_joined_and_what_is_not_known_is_kept() ->
         chunk({"tool_calls": [called]}),
         chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]}),
         chunk({"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}),
+        chunk({"tool_calls": [{"index": 1, "id": "call_2", "type": "custom", "custom": {"name": "g", "input": ""}}]}),
+        chunk({"tool_calls": [{"index": 1, "custom": {"input": "te"}}]}),
+        chunk({"tool_calls": [{"index": 1, "custom": {"input": "xt"}}]}),
         chunk({}, finish="tool_calls"),
         USAGE_CHUNK,
         DONE,
@@ -146,7 +149,7 @@ def test_pieces_of_texts_and_calls_are_joined_and_what_is_not_known_is_kept() ->
         "content": "Hello",
         "reasoning_content": "Hmm.",
         "refusal": None,
-        "tool_calls": [call],
+        "tool_calls": [call, {"id": "call_2", "type": "custom", "custom": {"name": "g", "input": "text"}}],
     }
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}
     assert whole == {**BASE, "object": "chat.completion", "choices": [choice], "usage": USAGE}

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 import orjson
-from pydantic_core import from_json
 
+from gateway.api.openai.custom_tools import arguments_of, as_text, input_of, read_arguments
 from gateway.types import Tool
 
 Form = Literal["function", "custom", "local_shell", "shell", "apply_patch"]
@@ -68,7 +68,6 @@ BUILT_IN: Final[Mapping[str, Tool]] = {
 }
 """By their type, which is their name as well."""
 
-_INPUT: Final = _arguments("input", input=_string)
 _INSIDE: Final[Mapping[str, str]] = {"local_shell": "action", "shell": "action", "apply_patch": "operation"}
 CALLS: Final[Mapping[str, Form]] = {
     "function_call": "function",
@@ -110,19 +109,16 @@ class Declared(NamedTuple):
         if self.form == "function":
             item["arguments"] = written
             return
-        arguments = _read(written)
         if self.form == "custom":
-            item["input"] = _text(arguments.get("input", ""))
-        elif self.form == "apply_patch":
-            item["operation"] = {name: _text(arguments[name]) for name in ("type", "path", "diff") if name in arguments}
+            item["input"] = input_of(written)
+            return
+        arguments = read_arguments(written)
+        if self.form == "apply_patch":
+            item["operation"] = {
+                name: as_text(arguments[name]) for name in ("type", "path", "diff") if name in arguments
+            }
         else:
             item["action"] = _action(self.form, arguments)
-
-
-def custom(name: str, description: str | None, path: str) -> Tool:
-    """A custom tool as a function of one text. The grammar of its input, where it has one, is in its description: it
-    cannot be held to by a model that writes JSON."""
-    return Tool(name, description, _INPUT, strict=True, path=path)
 
 
 def joined(namespace: str | None, name: str) -> str:
@@ -138,7 +134,7 @@ def call_of(item: Item) -> tuple[str, str]:
     if form == "function":
         return joined(item.get("namespace"), item["name"]), item["arguments"]
     if form == "custom":
-        return joined(item.get("namespace"), item["name"]), orjson.dumps({"input": item["input"]}).decode()
+        return joined(item.get("namespace"), item["name"]), arguments_of(item["input"])
     inside = item[_INSIDE[form]]
     known = BUILT_IN[form].parameters or {}
     given = (name for name in known["properties"] if inside.get(name) not in (None, {}))
@@ -148,10 +144,10 @@ def call_of(item: Item) -> tuple[str, str]:
 def _action(form: Form, arguments: Mapping[str, Any]) -> Item:
     key = "command" if form == "local_shell" else "commands"
     commands = arguments.get(key, [])
-    said = [_text(one) for one in (commands if type(commands) is list else [commands])]
+    said = [as_text(one) for one in (commands if type(commands) is list else [commands])]
     action: Item = {"type": "exec", key: said, "env": {}} if form == "local_shell" else {key: said}
     if form == "local_shell" and type(env := arguments.get("env")) is dict:
-        action["env"] = {name: _text(value) for name, value in env.items()}
+        action["env"] = {name: as_text(value) for name, value in env.items()}
     for name in ("timeout_ms", "max_output_length"):
         if type(arguments.get(name)) is int and (form == "shell" or name == "timeout_ms"):
             action[name] = arguments[name]
@@ -159,16 +155,3 @@ def _action(form: Form, arguments: Mapping[str, Any]) -> Item:
         if form == "local_shell" and type(arguments.get(name)) is str:
             action[name] = arguments[name]
     return action
-
-
-def _read(written: str) -> dict[str, Any]:
-    """An answer may be cut in the middle of a call."""
-    try:
-        read = from_json(written, allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return read if type(read) is dict else {}
-
-
-def _text(value: Any) -> str:
-    return value if type(value) is str else orjson.dumps(value).decode()

@@ -24,7 +24,8 @@ from gateway.api.fields import (
     takes,
     text,
 )
-from gateway.api.openai.responses.client_tools import BUILT_IN, Declared, custom, joined
+from gateway.api.openai.custom_tools import custom, with_grammar
+from gateway.api.openai.responses.client_tools import BUILT_IN, Declared, joined
 from gateway.api.openai.strict_schema import check_strict
 from gateway.api.openai.tools import SERVER_TOOLS
 from gateway.api.tools import (
@@ -106,6 +107,7 @@ def tools(value: Any, path: str) -> Tools:
     """Tools that the client runs. Those that OpenAI runs are left out, those of unknown types refused."""
     declared: list[Declared] = []
     told: list[dict[str, Any]] = []
+    paths: list[str] = []
     for index, item in enumerate(a_list(value, path)):
         where = f"{path}[{index}]"
         kind = required_text(an_object(item, where), "type", where)
@@ -114,8 +116,9 @@ def tools(value: Any, path: str) -> Tools:
             continue
         found = _namespace(item, where) if kind == "namespace" else [_declared(kind, item, where)]
         declared += found
+        paths += [f"{where}.name"] * len(found)
         told.append(tool_json(found[0].tool) if kind == "function" else item)
-    check_together([one.tool for one in declared], path, "name")
+    check_together([one.tool for one in declared], path, paths)
     return Tools(tuple(declared), tuple(told))
 
 
@@ -165,8 +168,7 @@ def _description(item: Mapping[str, Any], path: str) -> str | None:
     form = {} if item.get("format") is None else an_object(item["format"], f"{path}.format")
     if form.get("type") != "grammar":
         return said
-    grammar = _string(form.get("definition"), f"{path}.format.definition")
-    return f"{said or ''}\n\nThe input is a text of this grammar:\n{grammar}".strip()
+    return with_grammar(said, _string(form.get("definition"), f"{path}.format.definition"))
 
 
 @takes(

@@ -137,7 +137,6 @@ def test_what_is_wrong_is_named_by_its_path(message: Any, path: str, code: str) 
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, ".content[0].type"),
         ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "file"}]}, ".content[1].type"),
         ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, ".audio"),
-        ({"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]}, ".tool_calls[0].type"),
     ],
     ids=str,
 )

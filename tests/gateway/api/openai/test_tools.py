@@ -33,6 +33,10 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
 
 
+def note(**more: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": "note", **more}}
+
+
 WEATHER = declared("weather", description="Weather.", parameters=SCHEMA)
 TOOLS = [WEATHER, declared("now")]
 ONE = Tool("weather", "Weather.", SCHEMA, path="tools[0].function.parameters")
@@ -89,7 +93,17 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": {}}, "tools", "invalid_type"),
     ({"tools": ["f"]}, "tools[0]", "invalid_type"),
     ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "missing_required_parameter"),
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "unsupported_parameter"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].custom", "invalid_type"),
+    ({"tools": [note(), note()]}, "tools[1].custom.name", "invalid_value"),
+    ({"tools": [note(name="f g")]}, "tools[0].custom.name", "invalid_value"),
+    ({"tools": [note(description=1)]}, "tools[0].custom.description", "invalid_type"),
+    ({"tools": [note(format={"type": "xml"})]}, "tools[0].custom.format.type", "invalid_value"),
+    ({"tools": [note(format={"type": "grammar"})]}, "tools[0].custom.format.grammar", "invalid_type"),
+    (
+        {"tools": [note(format={"type": "grammar", "grammar": {"syntax": "lark"}})]},
+        "tools[0].custom.format.grammar.definition",
+        "missing_required_parameter",
+    ),
     ({"tools": [{"type": "file_search"}]}, "tools[0].type", "unsupported_parameter"),
     ({"tools": [{"type": "function"}]}, AT, "invalid_type"),
     ({"tools": [{**WEATHER, "more": 1}]}, "tools[0].more", "unknown_parameter"),
@@ -110,7 +124,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "invalid_value"),
     ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "invalid_type"),
     ({"tools": TOOLS, "tool_choice": {}}, "tool_choice.type", "missing_required_parameter"),
-    ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type", "unsupported_parameter"),
+    ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.custom", "invalid_type"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "invalid_type"),
     ({"tools": TOOLS, "tool_choice": named("f")}, "tool_choice.function.name", "invalid_value"),
     ({"tools": TOOLS, "tool_choice": allowed("none", "now")}, "tool_choice.allowed_tools.mode", "invalid_value"),
