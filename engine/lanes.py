@@ -7,9 +7,9 @@ engine/turns.py says whose turn it is.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import islice
 
 from engine.protocol import LANES, Lane
 from engine.sequence import Sequence, Status
@@ -57,13 +57,19 @@ class Lanes:
         tenants = dict.fromkeys([*running, *self._waiting[lane]])
         return {tenant: self._of_tenant(lane, tenant, running.get(tenant, []), count) for tenant in tenants}
 
+    def has_several_tenants(self, lane: Lane) -> bool:
+        """Whether sequences of more than one tenant run or wait."""
+        tenants = itertools.chain(self._waiting[lane], (sequence.tenant for sequence in self._running[lane]))
+        first = next(tenants, None)
+        return any(tenant != first for tenant in tenants)
+
     def runs(self, lane: Lane) -> bool:
         """Whether any sequence of a lane runs."""
         return bool(self._running[lane])
 
     def _of_tenant(self, lane: Lane, tenant: str, running: list[Sequence], count: int) -> Iterator[Sequence]:
         yield from running
-        yield from list(islice(self._waiting[lane].get(tenant, ()), count))
+        yield from list(itertools.islice(self._waiting[lane].get(tenant, ()), count))
 
     def choose_victim(self) -> Sequence:
         """The youngest running sequence of the batch lane, else of the online lane. There must be one."""

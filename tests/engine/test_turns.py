@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from engine import planner
+from engine.plan import MIN_TAIL_TOKENS
 from tests.fakes.scheduler_bench import Bench, expected, make, prompt
 
 
@@ -84,4 +86,66 @@ def test_a_prefill_that_never_fits_beside_decodes_is_not_starved_by_small_ones_o
     for seq in range(100, 300):
         bench.submit(seq, prompt(6, seq), tenant="other", max_tokens=1)
     assert steps_until(bench, 50) <= 30
+    bench.finish()
+
+
+def prefilled(bench: Bench) -> list[int]:
+    """Of each step, the tokens that it prefilled."""
+    return [sum(count for _, _, count, _ in step if count > 1) for step in bench.runner.steps]
+
+
+def make_large() -> Bench:
+    return make(num_blocks=8000, context_tokens=4000, step_tokens=1024, prefill_grid_tokens=256, max_sequences=64)
+
+
+def test_a_step_prefills_less_while_several_tenants_are_in_the_online_queue() -> None:
+    bench = make_large()
+    for seq in range(1, 5):
+        bench.submit(seq, prompt(2000, seq), tenant="much", use_cache=False, max_tokens=1)
+    bench.step()
+    assert prefilled(bench)[-1] == 1024  # alone
+    bench.submit(100, prompt(20, 1), tenant="little", max_tokens=3)
+    assert steps_until(bench, 100) == 1
+    while len(bench.answer(100)) < 3:
+        bench.step()
+    shared = prefilled(bench)[1:]
+    assert len(shared) == 3  # a step for each token
+    assert 0 < max(shared) <= planner.SHARED_PREFILL_TOKENS + 2 * MIN_TAIL_TOKENS
+    assert sum(shared) >= 2 * 256
+    bench.step()
+    assert prefilled(bench)[-1] > 700  # alone again
+    bench.finish()
+
+
+def test_sequences_of_one_tenant_keep_the_whole_step() -> None:
+    bench = make_large()
+    bench.submit(1, prompt(20), tenant="much", max_tokens=50)
+    bench.step()
+    for seq in range(2, 6):
+        bench.submit(seq, prompt(2000, seq), tenant="much", use_cache=False, max_tokens=1)
+    bench.step()
+    assert bench.runner.steps[-1][0][2] == 1  # a decode is in it
+    assert prefilled(bench)[-1] > 700
+    bench.finish()
+
+
+def test_tenants_of_the_batch_queue_do_not_make_the_steps_of_an_online_tenant_smaller() -> None:
+    bench = make_large()
+    for seq, tenant in enumerate("abc"):
+        bench.submit(seq, prompt(20, seq), tenant=tenant, lane="batch", max_tokens=50)
+    bench.step()
+    bench.submit(9, prompt(2000, 9), tenant="much", max_tokens=1)
+    bench.step()
+    assert prefilled(bench)[-1] == 1024
+    bench.finish()
+
+
+def test_many_tenants_with_short_prompts_do_not_starve_one_with_a_long_prompt() -> None:
+    bench = make_large()
+    bench.submit(1, prompt(2000), tenant="long", max_tokens=1)
+    bench.step()
+    for seq in range(2, 202):
+        bench.submit(seq, prompt(100, seq), tenant=f"short{seq % 7}", max_tokens=2, use_cache=False)
+    # Each of the others may have as many tokens before it as it, in steps of two short prompts.
+    assert steps_until(bench, 1) <= 7 * (2000 + 264) // 200 + 8
     bench.finish()
