@@ -55,7 +55,8 @@ class ForkServer:
         self._watch()
 
     def spawn(self, number: int) -> socket.socket:
-        """A new worker, and the socket to it. Raises OSError."""
+        """A new worker, and the socket to it. Raises OSError: ConnectionError when this server has ended,
+        BlockingIOError when it reads nothing."""
         own, its = socket.socketpair()
         try:
             socket.send_fds(self._socket, [CONTROL.pack(SPAWN, number, 0)], [its.fileno()])
@@ -108,6 +109,17 @@ class ForkServer:
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
+    def lose(self) -> None:
+        """It has ended, or is of no use: ends it and every worker, and calls on_lost, once."""
+        if self._ended:
+            return
+        self._ended = True
+        self.end()
+        if self._process is not None:
+            self._process.wait()
+        self._watcher.close_socket(self._socket)
+        self._on_lost()
+
     def _watch(self) -> None:
         self._watcher.watch(self._socket, self._read)
 
@@ -121,7 +133,7 @@ class ForkServer:
         except OSError:
             data = b""
         self._buffer += data
-        while len(self._buffer) >= CONTROL.size:
+        while len(self._buffer) >= CONTROL.size and not self._ended:
             kind, number, ended = CONTROL.unpack_from(self._buffer)
             size = CONTROL.size + (number if kind == FAILED else 0)
             if len(self._buffer) < size:
@@ -132,11 +144,4 @@ class ForkServer:
                 self._on_exited(number, ended)
             else:
                 self._on_ready(None if kind == READY else text)
-        if data:
-            return self._watch()
-        self.end()
-        if self._process is not None:
-            self._process.wait()
-        self._watcher.close_socket(self._socket)
-        self._on_lost()
-        return None
+        return self._watch() if data else self.lose()

@@ -13,16 +13,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Final
 
-from engine.protocol import LANES, Grammar, Lane
+from engine.protocol import Grammar, Lane
 from engine.sampling.fork_server import ForkServer
 from engine.sampling.grammar_frames import Options, memory_reason
+from engine.sampling.grammar_jobs import GrammarJobs, Job, Key
 from engine.sampling.grammar_worker import GrammarWorker, Matcher, Refusal
 from engine.sampling.socket_watcher import SocketWatcher
 
@@ -37,31 +37,13 @@ MEMORY_BYTES: Final = 256 << 20
 ALL_MEMORY_BYTES: Final = 2 << 30
 """Of all workers: past it the largest one ends."""
 STACK_BYTES: Final = 64 << 20
-WAITING_BYTES: Final = 64 << 20
-"""Texts of grammars that wait to be compiled."""
 TENANT_KEPT: Final = 0.5
 """Share of the workers that one tenant may have."""
-TENANT_WAITING: Final = 0.5
-"""The same of the sequences and bytes that wait."""
 MAX_TRIES: Final = 2
-"""A grammar that is being compiled when the fork server is lost is tried so often."""
+"""A grammar whose compilation is cut short, because the fork server is lost, is tried so often."""
 
 _STACK_SIGNALS: Final = (signal.SIGSEGV, signal.SIGBUS)
 _TIME_SIGNALS: Final = (signal.SIGPROF, signal.SIGALRM)
-
-Key = tuple[str, Grammar]
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """A grammar that is to be compiled, or is."""
-
-    key: Key
-    tenant: str
-    lane: Lane
-    waiting: dict[Matcher, None] = field(default_factory=dict)  # none: it is not wanted any more
-    worker: GrammarWorker | None = None
-    tries: int = 0
 
 
 class GrammarPool:
@@ -88,9 +70,8 @@ class GrammarPool:
             -1, -1, vocab_size, eos_ids, COMPILE_S, MASK_S, memory_bytes=MEMORY_BYTES, stack_bytes=STACK_BYTES
         )
         self._max_kept = max_kept
-        self._max_waiting = max_waiting
-        self._at_once = at_once or min(4, max(2, (os.cpu_count() or 1) // 2))
-        self._tenant_at_once = max(1, self._at_once - 1)  # one is always another tenant's
+        at_once = at_once or min(4, max(2, (os.cpu_count() or 1) // 2))
+        self._jobs = GrammarJobs(max_waiting=max_waiting, at_once=at_once)
         self._post: Callable[[Callable[[], object]], object] | None = None
         self._watcher: SocketWatcher | None = None
         self._server: ForkServer | None = None
@@ -99,11 +80,6 @@ class GrammarPool:
         self._numbers = count(1)
         self._workers: OrderedDict[Key, GrammarWorker] = OrderedDict()  # compiled; the last used at the end
         self._by_number: dict[int, GrammarWorker] = {}
-        self._jobs: dict[Key, _Job] = {}
-        self._turns: OrderedDict[tuple[Lane, str], OrderedDict[Key, _Job]] = OrderedDict()  # (lane, tenant) -> jobs
-        self._compiling: Counter[str] = Counter()  # by tenant
-        self._num_waiting: Counter[str] = Counter()  # sequences by tenant
-        self._text_bytes: Counter[str] = Counter()  # of jobs, by tenant
 
     # -- for the engine's loop ----------------------------------------------------------------------------------------
 
@@ -126,17 +102,11 @@ class GrammarPool:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for their grammars."""
-        return self._num_waiting.total()
+        return self._jobs.num_waiting
 
     def find_refusal(self, tenant: str, grammar: Grammar) -> str | None:
         """Why no more sequences of this tenant may wait."""
-        size = len(grammar.text)
-        if self.num_waiting >= self._max_waiting or self._text_bytes.total() + size > WAITING_BYTES:
-            return "the engine is full: too many sequences wait for their grammars"
-        num_own, own_bytes = self._num_waiting[tenant] + 1, self._text_bytes[tenant] + size
-        if num_own > max(1, TENANT_WAITING * self._max_waiting) or own_bytes > TENANT_WAITING * WAITING_BYTES:
-            return "the engine is full: too many sequences of this tenant wait for their grammars"
-        return None
+        return self._jobs.find_refusal(tenant, grammar)
 
     def open(self, grammar: Grammar, *, tenant: str, salt: str, lane: Lane) -> Matcher:
         """For a new sequence; it is to be compiled next."""
@@ -154,15 +124,7 @@ class GrammarPool:
         if self._unusable is not None:
             matcher.on_ready(self._unusable)
             return
-        job = self._jobs.get(key)
-        if job is None:
-            job = self._jobs[key] = _Job(key, matcher.tenant, matcher.lane)
-            self._text_bytes[job.tenant] += len(matcher.grammar.text)
-            self._queue(job)
-        if matcher not in job.waiting:
-            matcher.grammar = job.key[1]  # equal texts are kept once
-            job.waiting[matcher] = None
-            self._num_waiting[matcher.tenant] += 1
+        self._jobs.wait(matcher)
         self._compile_next()
 
     def drop(self, matcher: Matcher) -> None:
@@ -170,54 +132,25 @@ class GrammarPool:
         if matcher.worker is not None:
             matcher.worker.drop(matcher)
             matcher.worker = None
-        job = self._jobs.get((matcher.salt, matcher.grammar))
-        if job is not None and matcher in job.waiting:
-            self._unwait(job, matcher)
-            if not job.waiting:
-                self._end_job(job)
-                if job.worker is not None:
-                    self._end_worker(job.worker)
+        job = self._jobs.unwait(matcher)
+        if job is not None and job.worker is not None:
+            self._end_worker(job.worker)
         self._compile_next()
 
     def __len__(self) -> int:
         """Compiled grammars that are kept."""
         return len(self._workers)
 
-    # -- turns --------------------------------------------------------------------------------------------------------
-
-    def _queue(self, job: _Job) -> None:
-        self._turns.setdefault((job.lane, job.tenant), OrderedDict())[job.key] = job
-
-    def _unqueue(self, job: _Job) -> None:
-        turn = (job.lane, job.tenant)
-        jobs = self._turns.get(turn, OrderedDict())
-        jobs.pop(job.key, None)
-        if not jobs:
-            self._turns.pop(turn, None)
+    # -- how workers begin --------------------------------------------------------------------------------------------
 
     def _compile_next(self) -> None:
-        """Begins to compile what may be compiled now: each tenant has its turn, online ones first."""
+        """Begins to compile what may be compiled now."""
         if self._watcher is None:
             return
-        if not self._ready:
-            if self._jobs and self._server is None:
-                self._start_server()
-            return
-        while self._compiling.total() < self._at_once:
-            job = self._choose_job()
-            if job is None:
-                return
-            self._unqueue(job)
-            if (turn := (job.lane, job.tenant)) in self._turns:
-                self._turns.move_to_end(turn)
+        if not self._ready and self._server is None and len(self._jobs):
+            self._start_server()
+        while self._ready and (job := self._jobs.choose(self._make_place)) is not None:
             self._begin(job)
-
-    def _choose_job(self) -> _Job | None:
-        for wanted in LANES:
-            for (lane, tenant), jobs in self._turns.items():
-                if lane == wanted and self._compiling[tenant] < self._tenant_at_once and self._make_place(tenant):
-                    return next(iter(jobs.values()))
-        return None
 
     def _make_place(self, tenant: str) -> bool:
         """Whether one more worker may begin for a tenant. Ends one that nobody uses for it."""
@@ -234,21 +167,31 @@ class GrammarPool:
                 return True
         return False
 
-    def _begin(self, job: _Job) -> None:
-        assert self._server is not None, "grammars are compiled while there is a fork server"
-        number = next(self._numbers)
+    def _begin(self, job: Job) -> None:
+        server, number = self._server, next(self._numbers)
+        assert server is not None, "grammars are compiled while there is a fork server"
         try:
-            sock = self._server.spawn(number)
+            sock = server.spawn(number)
+        except (ConnectionError, BlockingIOError):  # it has ended, or reads nothing: another one is started
+            server.lose()
+            self._try_again(job)
+            return
         except OSError as error:
             log.error("a process for a grammar could not be started: %s", error)
             self._answer(job, Refusal(None, "the engine could not start a process for the grammar"))
             return
         salt, grammar = job.key
-        worker = job.worker = GrammarWorker(number, grammar, job.tenant, salt, sock)
+        worker = GrammarWorker(number, grammar, job.tenant, salt, sock)
+        self._jobs.begin(job, worker)
         worker.watch = partial(self._watch, worker)
         self._by_number[number] = worker
-        self._compiling[job.tenant] += 1
         worker.watch()
+
+    def _try_again(self, job: Job) -> None:
+        if job.tries + 1 < MAX_TRIES:
+            self._jobs.put_back(job)
+        else:
+            self._answer(job, Refusal(None, "the grammar could not be compiled"))
 
     # -- what workers say ---------------------------------------------------------------------------------------------
 
@@ -263,15 +206,19 @@ class GrammarPool:
         if self._by_number.get(worker.number) is not worker:
             return
         worker.pump()
-        job = self._jobs.get(worker.key)
-        if job is not None and job.worker is worker:
+        if (job := self._find_job(worker)) is not None:
             self._look_at_compiling(job, worker)
         self._bound_memory()
         self._compile_next()
         if worker.waited_for:
             self._watch(worker)
 
-    def _look_at_compiling(self, job: _Job, worker: GrammarWorker) -> None:
+    def _find_job(self, worker: GrammarWorker) -> Job | None:
+        """What it is compiling."""
+        job = self._jobs.find(worker.key)
+        return job if job is not None and job.worker is worker else None
+
+    def _look_at_compiling(self, job: Job, worker: GrammarWorker) -> None:
         if worker.refusal is not None:
             self._end_worker(worker)
             self._answer(job, worker.refusal)
@@ -279,36 +226,14 @@ class GrammarPool:
             self._workers[worker.key] = worker
             self._answer(job, None)
 
-    def _answer(self, job: _Job, refusal: Refusal | None) -> None:
+    def _answer(self, job: Job, refusal: Refusal | None) -> None:
         """The grammar is compiled, or is not going to be."""
-        waiting = list(job.waiting)
-        for matcher in waiting:
-            self._unwait(job, matcher)
-            if refusal is None and job.worker is not None:
+        waiting = self._jobs.end(job)
+        if refusal is None and job.worker is not None:
+            for matcher in waiting:
                 matcher.join(job.worker)
-        self._end_job(job)
         for matcher in waiting:
             matcher.on_ready(refusal)
-
-    def _unwait(self, job: _Job, matcher: Matcher) -> None:
-        del job.waiting[matcher]
-        self._num_waiting[matcher.tenant] -= 1
-        if not self._num_waiting[matcher.tenant]:
-            del self._num_waiting[matcher.tenant]
-
-    def _end_job(self, job: _Job) -> None:
-        self._unqueue(job)
-        del self._jobs[job.key]
-        self._text_bytes[job.tenant] -= len(job.key[1].text)
-        if not self._text_bytes[job.tenant]:
-            del self._text_bytes[job.tenant]
-        self._stop_compiling(job)
-
-    def _stop_compiling(self, job: _Job) -> None:
-        if job.worker is not None:
-            self._compiling[job.tenant] -= 1
-            if not self._compiling[job.tenant]:
-                del self._compiling[job.tenant]
 
     # -- how workers end ----------------------------------------------------------------------------------------------
 
@@ -333,8 +258,7 @@ class GrammarPool:
             return
         worker.pump()  # what it said before
         log.info("the process of a grammar ended (%s)", signal.strsignal(ended) if ended > 0 else f"status {-ended}")
-        job = self._jobs.get(worker.key)
-        self._lose(worker, _reason(ended, compiling=job is not None and job.worker is worker))
+        self._lose(worker, _reason(ended, compiling=self._find_job(worker) is not None))
         self._compile_next()
 
     def _lose(self, worker: GrammarWorker, reason: str | None) -> None:
@@ -343,17 +267,11 @@ class GrammarPool:
         for matcher in list(worker.matchers.values()):
             matcher.lose(reason)
         worker.matchers.clear()
-        job = self._jobs.get(worker.key)
-        if job is None or job.worker is not worker:
-            return
-        job.tries += 1
-        if reason is not None or job.tries == MAX_TRIES:
-            refusal = Refusal("", reason) if reason is not None else Refusal(None, "the grammar could not be compiled")
-            self._answer(job, worker.refusal or refusal)
-        else:
-            self._stop_compiling(job)
-            job.worker = None
-            self._queue(job)
+        job = self._find_job(worker)
+        if job is not None and reason is not None:
+            self._answer(job, worker.refusal or Refusal("", reason))
+        elif job is not None:
+            self._try_again(job)
 
     def _bound_memory(self) -> None:
         while sum(worker.grown_bytes for worker in self._by_number.values()) > ALL_MEMORY_BYTES:
@@ -382,7 +300,7 @@ class GrammarPool:
             return
         log.warning("structured output is not possible with this model: %s", reason)
         self._unusable = Refusal("", reason)
-        for job in list(self._jobs.values()):
+        for job in self._jobs.all():
             self._answer(job, self._unusable)
 
     def _lost(self) -> None:
@@ -394,7 +312,7 @@ class GrammarPool:
             worker.pump()
             self._lose(worker, None)
         if not was_ready:
-            for job in list(self._jobs.values()):
+            for job in self._jobs.all():
                 self._answer(job, Refusal(None, "the engine could not start the process that compiles grammars"))
         self._compile_next()
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import Grammar, Sampling
-from engine.sampling import grammar_pool
+from engine.sampling import grammar_jobs, grammar_pool
 from engine.sampling.constrain import StepMasks
 from engine.sampling.grammar_worker import Matcher
 from engine.sequence import NO_TOKEN, Sequence
@@ -179,7 +179,7 @@ def test_one_tenant_keeps_half_of_the_grammars_and_the_last_used_ones() -> None:
 
 
 def test_only_so_many_sequences_and_bytes_of_a_tenant_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_pool, "WAITING_BYTES", 400)
+    monkeypatch.setattr(grammar_jobs, "WAITING_BYTES", 400)
     with desk_where(MISBEHAVE, max_waiting=4) as desk:
         for number in range(2):
             assert desk.pool.find_refusal("a", SLOW) is None
@@ -222,6 +222,70 @@ def test_the_fork_server_is_replaced_and_what_was_compiled_comes_back() -> None:
         desk.run_until(lambda: waiting.answered)
         assert waiting.refusal is None
         assert masks_of(desk, matcher)
+
+
+def kill_server(desk: GrammarDesk) -> None:
+    """As the kernel does when memory is short; the pool has not heard of it yet."""
+    assert desk.pool._server is not None
+    process = desk.pool._server._process
+    assert process is not None
+    process.kill()
+    process.wait()
+
+
+def test_a_fork_server_that_died_between_two_grammars_is_replaced_for_the_second() -> None:
+    with GrammarDesk() as desk:
+        first = desk.compile(regex("a+"))
+        kill_server(desk)
+        second = desk.begin(regex("b+"))  # nothing that was posted has run
+        assert not second.answered
+        desk.run_until(lambda: second.answered)
+        assert second.refusal is None
+        assert masks_of(desk, second.matcher, A + 1)
+        assert masks_of(desk, first)
+        kill_server(desk)
+        other = desk.compile(regex("c+"), tenant="b")  # an earlier death counts for the grammar that met it alone
+        assert other.find(0)
+
+
+@pytest.mark.parametrize("times", [1, grammar_pool.MAX_TRIES])
+def test_a_grammar_whose_fork_server_dies_while_it_is_compiled_is_tried_once_more(times: int, tmp_path: Path) -> None:
+    begun = [tmp_path / f"begun{number}" for number in range(grammar_pool.MAX_TRIES)]
+    program = f"""
+import os, pathlib, time
+from engine.sampling.grammar import Grammars
+compile = Grammars.compile
+def held(self, grammar):
+    begun = [path for path in map(pathlib.Path, {[str(path) for path in begun]}) if not path.exists()]
+    if begun and grammar.text == "held":
+        begun[0].touch()
+        if {len(begun)} - len(begun) < {times}: time.sleep(3600)
+    return compile(self, grammar)
+Grammars.compile = held
+"""
+    with desk_where(program) as desk:
+        asked = desk.begin(regex("held"))
+        for path in begun[:times]:
+            desk.run_until(lambda: desk.pool._ready)
+            wait_for(path.exists)
+            assert not asked.answered
+            kill_server(desk)
+            desk.run_until(lambda: not desk.pool._ready)
+        desk.run_until(lambda: asked.answered)
+        assert desk.compile(regex("a+"), tenant="b").find(0)
+        if times < grammar_pool.MAX_TRIES:
+            assert asked.refusal is None
+            assert asked.matcher.find(0)
+        else:
+            assert asked.refusal is not None
+            assert asked.refusal.path is None  # not the grammar's fault: it may work on another engine
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < limit_s, "it did not come to be"
+        os.sched_yield()
 
 
 def test_a_fork_server_that_cannot_start_refuses_what_waits_and_is_tried_again() -> None:
@@ -280,10 +344,7 @@ print(server, *workers, flush=True)
     )
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) >= 2, done.stderr
-    limit_s = time.monotonic() + LIMIT_S
-    while any(map(running, pids)):
-        assert time.monotonic() < limit_s, "a process is left"
-        os.sched_yield()
+    wait_for(lambda: not any(map(running, pids)))
     assert done.returncode == (0 if end == "close" else -signal.SIGKILL)
 
 
