@@ -364,7 +364,10 @@ class Scheduler:
 
     def _fail_grammar(self, sequence: Sequence) -> None:
         failure = sequence.matcher.failure if sequence.matcher is not None else None
-        self._fail(sequence, failure or "the grammar became too complex to go on with")
+        if failure is None:
+            self._fail(sequence, "the grammar became too complex to go on with", "")
+        else:
+            self._fail(sequence, failure.reason, failure.path)
 
     def _fail_not_finite(self, sequence: Sequence) -> None:
         self.counters.not_finite += 1
@@ -381,8 +384,9 @@ class Scheduler:
         self.counters.failed_rows += 1
         self._fail(sequence, "the engine had an internal error with this sequence")
 
-    def _fail(self, sequence: Sequence, error: str) -> None:
-        self._finish(sequence, "error", SequenceUpdate(sequence.seq, error=error))
+    def _fail(self, sequence: Sequence, error: str, grammar_path: str | None = None) -> None:
+        update = SequenceUpdate(sequence.seq, error=error, grammar_path=grammar_path)
+        self._finish(sequence, "error", update)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, update: SequenceUpdate | None = None) -> None:
         """Ends a sequence and tells its owner."""

@@ -45,7 +45,7 @@ class _Walk:
 
     starts      id -> number of an object or array: its place in that order
     ends        number -> the first number behind its inside
-    references  (number of the object, target), in order
+    references  (number of the object, target), by number
     """
 
     def __init__(self, root: Any) -> None:
@@ -56,6 +56,7 @@ class _Walk:
         self._parents: list[tuple[int, str]] = []  # of each number: the parent's number, and the key in it
         self._values = self._properties = self._patterns = 0
         self._visit(root)
+        self.references.sort(key=lambda one: one[0])  # a `$ref` may stand behind the objects beside it
 
     def path(self, number: int, key: str = "") -> str:
         """As error messages of the HTTP API write it."""

@@ -278,8 +278,9 @@ class GrammarPool:
             if self._evict(None):
                 continue
             largest = max(self._by_number.values(), key=lambda worker: worker.grown_bytes)
+            reason = f"the grammars of this engine need more than {ALL_MEMORY_BYTES >> 20} MiB of memory"
             for matcher in largest.matchers.values():
-                matcher.failure = f"the grammars of this engine need more than {ALL_MEMORY_BYTES >> 20} MiB of memory"
+                matcher.failure = Refusal(None, reason)
             self._lose(largest, "the grammars of this engine need too much memory")
             if self._server is not None:
                 self._server.kill(largest.number)

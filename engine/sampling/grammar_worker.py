@@ -165,7 +165,7 @@ class Matcher:
         self.tenant = tenant
         self.salt = salt
         self.lane = lane
-        self.failure: str | None = None
+        self.failure: Refusal | None = None
         self.worker: GrammarWorker | None = None
         self.on_ready: Callable[[Refusal | None], object] = self._compiled_again
         self._pool = pool
@@ -193,7 +193,7 @@ class Matcher:
         if self.waits and reason is not None:
             self._crashes += 1
             if self._crashes == MAX_CRASHES:
-                self.failure = reason
+                self.failure = Refusal("", reason)
         self._asked = None
 
     def prepare(self, tokens: array[int], num_prompt: int) -> bool:
@@ -225,7 +225,7 @@ class Matcher:
         """The mask that was asked for; None when nothing may come."""
         self._found, self._asked, self._bits = self._asked, None, bits
         if bits is None:
-            self.failure = self.failure or "the grammar became too complex to go on with"
+            self.failure = self.failure or Refusal("", "it became too complex to go on with")
 
     def find(self, count: int) -> bytes | None:
         """The mask behind so many generated tokens, if it is here."""
@@ -247,4 +247,4 @@ class Matcher:
 
     def _compiled_again(self, refusal: Refusal | None) -> None:
         if refusal is not None:
-            self.failure = refusal.reason
+            self.failure = refusal

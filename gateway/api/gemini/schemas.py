@@ -104,7 +104,7 @@ def _numbers(fields: dict[str, Any], kind: str) -> dict[str, Any]:
     for name in ("minimum", "maximum"):
         if name in fields:
             bound = fields[name]
-            made[name] = int(bound) if kind == "integer" and bound.is_integer() else bound
+            made[name] = int(bound) if kind == "integer" and abs(bound) < INT64 and bound.is_integer() else bound
     written = fields.get("format", "")
     if written == "int32":
         made = {"minimum": -_INT32, "maximum": _INT32 - 1} | made

@@ -209,7 +209,8 @@ def test_a_sequence_whose_masks_hang_ends_and_no_other(monkeypatch: pytest.Monke
         hangs, other = desk.compile(regex("a+")), desk.compile(regex("b+"), tenant="b")
         assert not masks_of(desk, hangs)
         assert hangs.failure is not None
-        assert "more than 0.1 s" in hangs.failure
+        assert "more than 0.1 s" in hangs.failure.reason
+        assert hangs.failure.path == ""
         assert other.find(0)
 
 
