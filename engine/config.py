@@ -70,8 +70,10 @@ class EngineSettings(Section):
         None,
         description="Folder of the blocks on disk, none without one; `kvasir serve` puts it into its data_dir.",
     )
-    disk_max_age_s: Annotated[float, Field(ge=0)] = Field(
-        604800.0, description="Seconds; blocks of other models that were not used for so long are deleted at the start."
+    disk_max_age_s: Annotated[float, Field(gt=0)] = Field(
+        604800.0,
+        description="Seconds; blocks on disk that were not used for so long are deleted, those of other models and of "
+        "engines that are gone too. A lease keeps its prefix longer.",
     )
     copy_queue_bytes: Annotated[int, Field(ge=0)] = Field(
         16 << 20,

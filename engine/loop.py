@@ -94,7 +94,7 @@ class EngineLoop:
 
     def start(self) -> None:
         """Starts the thread, and those of the lower tiers. Once."""
-        self._tiers.start(lambda name: CopyThread(name, self._mailbox.post))
+        self._tiers.start(lambda name: CopyThread(name, self._mailbox.post), self._clock())
         self._intake.start(self._mailbox.post)
         self._thread.start()
 

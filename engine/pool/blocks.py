@@ -45,7 +45,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefixes = Prefixes(num_blocks, block_size)
-        self.evictions = 0  # blocks given up for others since the start
+        self.evictions = 0  # blocks given up since the start, for others or because of their age
         self._policy: EvictionPolicy = LeastRecentlyUsed(num_blocks) if policy is None else policy
 
         self._refs = [0] * num_blocks  # sequences that hold the block
@@ -155,6 +155,10 @@ class BlockPool:
             self._pins[block] = 1
         self._num_live += count
         return blocks
+
+    def evict(self) -> None:
+        """Gives up the next cached leaf though nothing needs its place. There must be one."""
+        self._evict()
 
     # -- leases -------------------------------------------------------------------------------------------------------
 

@@ -92,13 +92,16 @@ class LeastRecentlyUsed:
 
     def __init__(self, num_blocks: int) -> None:
         self._used = [0] * num_blocks  # logical time of the last use
+        self._used_s = [0.0] * num_blocks  # and the caller's
+        self._now = 0.0
         self._candidate = bytearray(num_blocks)
         self._heap: list[tuple[int, int]] = []
         self._clock = 0
         self._size = 0
 
     def advance(self, now: float) -> None:
-        """The order of use is all that counts."""
+        """The order of use decides; the time is for `oldest_s`."""
+        self._now = now
 
     def begin(self, origin: Origin, reused: Sequence[int], digests: Sequence[bytes]) -> None:
         """The time of use comes with `touch`."""
@@ -109,6 +112,7 @@ class LeastRecentlyUsed:
     def touch(self, block: int) -> None:
         self._clock += 1
         self._used[block] = self._clock
+        self._used_s[block] = self._now
 
     def add(self, block: int) -> None:
         assert not self._candidate[block], f"block {block} is a candidate already"
@@ -131,6 +135,15 @@ class LeastRecentlyUsed:
                 self._candidate[block] = 0
                 self._size -= 1
                 return block
+
+    def oldest_s(self) -> float | None:
+        """When the next victim was used last, as `advance` said; None when there is no victim. O(1), amortised."""
+        while self._heap:
+            used, block = self._heap[0]
+            if self._candidate[block] and self._used[block] == used:
+                return self._used_s[block]
+            heapq.heappop(self._heap)
+        return None
 
     def __len__(self) -> int:
         return self._size

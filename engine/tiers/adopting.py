@@ -35,11 +35,12 @@ RELEASE_AT_ONCE: Final = 4096
 
 @dataclass(slots=True)
 class _Adoption:
-    """found  parents before children; by_use  the same, longest ago first; slots  of those that are in, by digest;
+    """found  parents before children; by_use  their digests and ages in seconds,
+    longest ago first; slots  of those that are in, by digest;
     promised  leases of earlier runs, the most valuable first; leases  where they are entered"""
 
     found: list[BlockKey]
-    by_use: list[bytes]
+    by_use: list[tuple[bytes, float]]
     promised: list[Lease]
     leases: Leases | None
     slots: dict[bytes, int] = field(default_factory=dict)
@@ -53,7 +54,7 @@ def adopt(tier: Tier, account: Account, leases: Leases | None) -> None:
     worker_of(tier).run(partial(_look, tier), partial(_begin, tier, account, leases))
 
 
-def _look(tier: Tier) -> tuple[Scan, list[bytes], list[Lease]]:
+def _look(tier: Tier) -> tuple[Scan, list[tuple[bytes, float]], list[Lease]]:
     """On the tier's thread. Never raises."""
     try:
         promised = [] if tier.leases is None else tier.leases.read()
@@ -62,11 +63,16 @@ def _look(tier: Tier) -> tuple[Scan, list[bytes], list[Lease]]:
     except Exception:
         log.exception("the %s tier could not be looked through at the start; it begins empty", tier.name)
         scan, promised = Scan([], [], 0, 0), []
-    by_use = sorted(zip(scan.used_s, (key.digest for key in scan.found), strict=True), key=lambda entry: entry[0])
-    return scan, [digest for _, digest in by_use], promised
+    ages = zip((key.digest for key in scan.found), scan.ages_s, strict=True)
+    return scan, sorted(ages, key=lambda entry: -entry[1]), promised
 
 
-def _begin(tier: Tier, account: Account, leases: Leases | None, looked: tuple[Scan, list[bytes], list[Lease]]) -> None:
+def _begin(
+    tier: Tier,
+    account: Account,
+    leases: Leases | None,
+    looked: tuple[Scan, list[tuple[bytes, float]], list[Lease]],
+) -> None:
     scan, by_use, promised = looked
     tier.counters.torn += scan.torn
     tier.counters.collected += scan.collected
@@ -89,26 +95,30 @@ def _take_in(tier: Tier, account: Account, job: _Adoption, start: int, _: object
     if end < len(job.found):
         worker_of(tier).run(_nothing, partial(_take_in, tier, account, job, end))
     else:
-        _keep(tier, job, 0)
+        _keep(tier, account, job, 0)
 
 
-def _keep(tier: Tier, job: _Adoption, start: int, _: object = None) -> None:
+def _keep(tier: Tier, account: Account, job: _Adoption, start: int, _: object = None) -> None:
     end = start + LEASES_AT_ONCE
     if tier.leases is not None and job.leases is not None:
         job.leases.restore(tier.number, job.promised[start:end], tier.leases.clock())
     if end < len(job.promised):
-        worker_of(tier).run(_nothing, partial(_keep, tier, job, end))
+        worker_of(tier).run(_nothing, partial(_keep, tier, account, job, end))
     else:
-        _let_go(tier, job, 0)
+        _let_go(tier, account, job, 0)
 
 
-def _let_go(tier: Tier, job: _Adoption, start: int, _: object = None) -> None:
+def _let_go(tier: Tier, account: Account, job: _Adoption, start: int, _: object = None) -> None:
     end = start + RELEASE_AT_ONCE
-    for digest in job.by_use[start:end]:
+    for digest, age_s in job.by_use[start:end]:
         if digest in job.slots:
+            if tier.lasting is not None:
+                tier.pool.advance(account.now - age_s)
             tier.pool.release([job.slots[digest]])
+    if tier.lasting is not None:
+        tier.pool.advance(account.now)
     if end < len(job.by_use):
-        worker_of(tier).run(_nothing, partial(_let_go, tier, job, end))
+        worker_of(tier).run(_nothing, partial(_let_go, tier, account, job, end))
         return
     tier.ready = True
     if job.found:

@@ -24,10 +24,12 @@ import numpy as np
 
 from engine.leases.file import LeaseFile
 from engine.protocol import HASHES, Namespace
+from engine.tiers import disk_sweep
 from engine.tiers.block_file import BlockFormat, block_path
+from engine.tiers.disk_files import delete
 from engine.tiers.disk_folders import OwnFolder, claim
-from engine.tiers.disk_scan import Scan, delete, scan
-from engine.tiers.stores import BlockKey, Payload
+from engine.tiers.disk_scan import Scan, scan
+from engine.tiers.stores import BlockKey, Part, Payload
 
 
 class DiskStore:
@@ -67,8 +69,7 @@ class DiskStore:
                 rows = rows[:number]
                 break
         if len(rows):
-            with contextlib.suppress(OSError):  # what is used goes last when there is too much at the next start, and
-                os.utime(self._path(keys[len(rows) - 1].digest))  # the blocks before count as used with it
+            self.note_use(keys[len(rows) - 1].digest)
         return rows
 
     def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
@@ -82,10 +83,10 @@ class DiskStore:
 
     def scan(self, most: int, budget_bytes: int, max_age_s: float, leased: Collection[bytes] = ()) -> Scan:
         """Reads the headers of all files, and deletes what is of no use: what proves nothing, what hangs from nothing,
-        what is beyond `most` blocks, and files of other namespaces that were not used for `max_age_s` seconds or do
+        what is beyond `most` blocks, what was not used for `max_age_s` seconds, and files of other namespaces that do
         not fit into the budget beside these. Never fails; an unreadable folder is an empty one.
 
-        leased  digests of blocks that go last, with all that they hang from
+        leased  digests of blocks that go last, whatever their age, with all that they hang from
         """
         try:
             own = self._own
@@ -100,6 +101,22 @@ class DiskStore:
             max_age_s=max_age_s,
             leased=leased,
         )
+
+    # -- see engine.tiers.stores.FolderStore --------------------------------------------------------------------------
+
+    def note_use(self, digest: bytes) -> None:
+        """In the file's time: what was used last goes last at the next start, and blocks before it count as used with
+        it."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path(digest))
+
+    def find_parts(self) -> list[Part]:
+        with contextlib.suppress(OSError):
+            return disk_sweep.find_parts(self._folder, self._own)
+        return []
+
+    def expire(self, part: Part, max_age_s: float) -> int:
+        return disk_sweep.expire(self._folder, part, max_age_s)
 
     def close(self) -> None:
         """Another engine may have the folder from now on."""

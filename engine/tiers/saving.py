@@ -61,12 +61,14 @@ class Saving:
     part_blocks  that are saved to one tier between two turns of the loop, at most
     at_once      blocks that a copy has in memory
     on_saved     called with a tier's number, the digests that can be found there from now on, and the time
+    on_used      called with a tier and the last of its slots whose blocks a chain has there already
     """
 
     def __init__(
         self, tiers: Sequence[Tier], account: Account, *, queue_bytes: int, part_blocks: int, at_once: int
     ) -> None:
         self.on_saved: Callable[[int, list[bytes], float], object] | None = None
+        self.on_used: Callable[[Tier, int], object] | None = None
         self._tiers = tiers
         self._account = account
         self._queue_bytes, self._queued_bytes = queue_bytes, 0
@@ -144,6 +146,8 @@ class Saving:
         have = tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests)
         tier.pool.acquire(have)
         tier.pool.release(have[:-1])
+        if have and self.on_used is not None:
+            self.on_used(tier, have[-1])
         job = _Save(chain, index=len(have), slot=have[-1] if have else None)
         self._jobs[tier] = job
         self._go_on(tier, job)

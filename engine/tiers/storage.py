@@ -13,9 +13,11 @@ from engine.compute.kv_cache import KVCache
 from engine.compute.numerics import find_numerics
 from engine.config import ConfigError, EngineSettings
 from engine.pool.blocks import BlockPool
+from engine.pool.eviction import LeastRecentlyUsed
 from engine.protocol import Namespace
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import CacheStore, HostStore
+from engine.tiers.tier import Lasting
 from engine.tiers.tiers import Tier, Tiers
 
 COPY_BYTES: Final = 16 << 20
@@ -35,14 +37,17 @@ def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool,
     if settings.host_bytes:
         slots = _slots("host_bytes", settings.host_bytes, store.block_bytes)
         tiers.append(
-            Tier("host", _pool(slots, pool), HostStore(slots, store.block_bytes), store.block_bytes),
+            Tier("host", BlockPool(slots, pool.block_size), HostStore(slots, store.block_bytes), store.block_bytes),
         )
     if settings.disk_dir is not None and settings.disk_bytes:
         numerics = find_numerics(cache.data.device)
         disk = DiskStore(settings.disk_dir.absolute(), namespace, _layout(cache), store.block_bytes, numerics)
         slots = _slots("disk_bytes", settings.disk_bytes, disk.file_bytes)
         scan = partial(disk.scan, slots, settings.disk_bytes, settings.disk_max_age_s)
-        tiers.append(Tier("disk", _pool(slots, pool), disk, disk.file_bytes, scan, disk.lease_file(), disk.close))
+        order = LeastRecentlyUsed(slots)
+        lasting = Lasting(disk, order, settings.disk_max_age_s)
+        below = BlockPool(slots, pool.block_size, order)
+        tiers.append(Tier("disk", below, disk, disk.file_bytes, scan, disk.lease_file(), disk.close, lasting))
     at_once = max(1, COPY_BYTES // store.block_bytes)
     return Tiers(
         tiers,
@@ -50,10 +55,6 @@ def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool,
         part_blocks=PART_BLOCKS,
         at_once=at_once,
     )
-
-
-def _pool(num_slots: int, above: BlockPool) -> BlockPool:
-    return BlockPool(num_slots, above.block_size)
 
 
 def _slots(setting: str, budget_bytes: int, slot_bytes: int) -> int:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
@@ -44,6 +44,29 @@ class Store(Protocol):
 
     def drop(self, digests: Sequence[bytes]) -> None:
         """The tier has given these blocks up: what is kept of them besides the slot may go. Never fails."""
+        ...
+
+
+class Part(NamedTuple):
+    """Some of the files of a folder that engines share, few enough for one job of a copy thread."""
+
+    folder: str  # of one engine's blocks
+    name: str  # of a folder in it; empty for its leases
+
+
+class FolderStore(Protocol):
+    """A store whose blocks outlive the engine, in a folder that it shares with others. Calls never fail."""
+
+    def note_use(self, digest: bytes) -> None:
+        """The block, and what it hangs from, was used without being read."""
+        ...
+
+    def find_parts(self) -> list[Part]:
+        """All files but this engine's, of this model and of others, also those of engines that live."""
+        ...
+
+    def expire(self, part: Part, max_age_s: float) -> int:
+        """Deletes those that were not used for so long. How many there were; none of an engine that lives."""
         ...
 
 

@@ -14,12 +14,13 @@ from typing import Final
 
 from engine.leases.file import LeaseFile
 from engine.pool.blocks import BlockPool
+from engine.pool.eviction import LeastRecentlyUsed
 from engine.protocol import TOKEN_BYTES
 from engine.protocol import Tier as TierName
 from engine.tiers.copy_thread import Worker
 from engine.tiers.disk_scan import Scan
 from engine.tiers.residency import Residency
-from engine.tiers.stores import BlockKey, Store
+from engine.tiers.stores import BlockKey, FolderStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,21 @@ class Counters:
     dropped: int = 0  # not saved, because the queue was full or the store had just failed
     failed: int = 0  # not copied, because the store failed
     torn: int = 0  # lost, because they were not there or not sound any more
-    collected: int = 0  # deleted at the start, for their age or the budget
+    collected: int = 0  # deleted for their age, or at the start because of the budget
+
+
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """What a tier has besides whose blocks outlive the engine.
+
+    folder     its store, as the folder that engines share
+    order      the eviction policy of its pool
+    max_age_s  after which a block that nobody used goes
+    """
+
+    folder: FolderStore
+    order: LeastRecentlyUsed
+    max_age_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +91,7 @@ class Tier:
     scan    what the store holds at the start, called on the tier's thread with the digests that leases end in
     leases  on disk, beside the blocks of this tier
     close   ends the store, on the tier's thread, after everything else
+    lasting where the blocks outlive the engine
     ready   everything that the start found is accounted for; nothing is saved before
     number  place among the tiers, 0 for the first
     late    copies that were given up and have not ended: while there are any, nothing is saved or restored here
@@ -88,6 +104,7 @@ class Tier:
     scan: Callable[[Collection[bytes]], Scan] | None = None
     leases: LeaseFile | None = None
     close: Callable[[], object] | None = None
+    lasting: Lasting | None = None
     number: int = 0
     worker: Worker | None = None
     ready: bool = True

@@ -29,6 +29,7 @@ from engine.leases.leases import Leases
 from engine.leases.saving import LeaseSaving
 from engine.protocol import BlockEvents
 from engine.tiers.adopting import adopt
+from engine.tiers.aging import Aging
 from engine.tiers.copy_thread import Worker
 from engine.tiers.restoring import Restoring
 from engine.tiers.saving import Saving
@@ -63,6 +64,10 @@ class Tiers:
             self.tiers, self._account, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=at_once
         )
         self._restoring = Restoring(self.tiers, self._account, part_blocks=part_blocks, at_once=at_once)
+        self._aging = {
+            tier: Aging(tier, tier.lasting, self._account) for tier in self.lower if tier.lasting is not None
+        }
+        self._saving.on_used = self._used
         self._leases: Leases | None = None
         self._lease_saving: LeaseSaving | None = None
 
@@ -76,8 +81,9 @@ class Tiers:
 
     # -- for the loop -------------------------------------------------------------------------------------------------
 
-    def start(self, make_worker: Callable[[str], Worker]) -> None:
+    def start(self, make_worker: Callable[[str], Worker], now: float = 0.0) -> None:
         """Gives each lower tier its thread, by name, and looks for what the last run left."""
+        self._tell_time(now)
         for tier in self.lower:
             tier.worker = make_worker(f"copy-{tier.name}")
             if tier.scan is not None:
@@ -118,16 +124,20 @@ class Tiers:
     @property
     def next_s(self) -> float | None:
         """When `pump` has something to do, though nothing else happens until then; None when it has not."""
-        return None if self._lease_saving is None else self._lease_saving.next_s
+        times = [aging.next_s for aging in self._aging.values()]
+        times += [] if self._lease_saving is None else [self._lease_saving.next_s]
+        return min((at_s for at_s in times if at_s is not None), default=None)
 
     def pump(self, now: float, *, steps_run: bool = False) -> None:
         """Starts what can be saved now. Call it in each turn, while `pump_wanted`, and at `next_s`.
 
         steps_run  there was a step in this turn, and will be one in the next: saving takes its time
         """
-        self._account.now = now
+        self._tell_time(now)
         self._restoring.end_overdue(now)
         self._saving.pump(steps_run=steps_run)
+        for aging in self._aging.values():
+            aging.pump()
         if self._lease_saving is not None:
             self._lease_saving.pump()
 
@@ -194,6 +204,7 @@ class Tiers:
               nothing is begun, because the sequence could not be admitted either
         Returns the gpu blocks that are being written; empty when nothing was begun.
         """
+        self._tell_time(now)
         return self._restoring.begin(chain, room, now)
 
     def forget(self, chain: Chain, start: int = 0) -> None:
@@ -201,6 +212,15 @@ class Tiers:
         trusted."""
         for tier in self.lower:
             self._account.forget(tier, tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests)[start:])
+
+    def _tell_time(self, now: float) -> None:
+        self._account.now = now
+        for tier in self._aging:
+            tier.pool.advance(now)
+
+    def _used(self, tier: Tier, slot: int) -> None:
+        if (aging := self._aging.get(tier)) is not None:
+            aging.used(slot)
 
 
 def _each(calls: Sequence[Callable[[], object]]) -> None:

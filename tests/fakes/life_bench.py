@@ -26,6 +26,7 @@ from engine.tiers.disk_scan import Scan
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.stores import BlockKey, Payload, Store
+from engine.tiers.tier import Lasting
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import GARBAGE, OracleRunner, Prefixes
 from tests.fakes.scheduler_bench import SIZE, VOCAB, pack
@@ -326,7 +327,10 @@ def start(
     scan = partial(store.scan, disk, disk * files.file_bytes, max_age_s)
     began = folder.wall
     leases = files.lease_file(clock=lambda: bench.now, wall=lambda: began + bench.now)
-    levels.append(Tier("disk", BlockPool(disk, SIZE, policy(disk)), store, files.file_bytes, scan, leases))
+    order = policy(disk)
+    lasting = Lasting(files, order, max_age_s) if type(order) is LeastRecentlyUsed else None
+    below = BlockPool(disk, SIZE, order)
+    levels.append(Tier("disk", below, store, files.file_bytes, scan, leases, lasting=lasting))
     tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
     scheduler = Scheduler(
         pool, namespace, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
