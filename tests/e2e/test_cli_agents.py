@@ -6,10 +6,8 @@ prompts have up to 35,000 tokens, whose prefill takes some tens of seconds of on
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -23,8 +21,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 CLIENTS = ROOT / ".clients/node_modules/.bin"
-DEMO = ROOT / "engine/demo/model"
-CONTEXT = 131_072  # positions; agents send 35,000 tokens
 TURN_LIMIT_S = 900.0
 QUESTION = "Say hello."
 
@@ -55,15 +51,8 @@ AGENTS: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With the demo model, and room in its context for what agents send."""
-    folder = tmp_path_factory.mktemp("agents")
-    model = folder / "demo"
-    shutil.copytree(DEMO, model)
-    settings = json.loads((model / "config.json").read_text())
-    settings["max_position_embeddings"] = max(CONTEXT, settings["max_position_embeddings"])
-    (model / "config.json").write_text(json.dumps(settings))
-    flags = ("--model", str(model), "--served-name", "demo", "--kv-cache-bytes", str(1 << 30), "--dtype", "float32")
-    with Server(folder / "data", *flags) as running:
+    """What a newcomer starts: the demo model, with room for the prompts of agents."""
+    with Server(tmp_path_factory.mktemp("agents") / "data") as running:
         yield running
 
 
@@ -88,7 +77,7 @@ def environment(server: Server, home: Path) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_API_KEY": "none",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "64",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096",  # an answer cut off is an error to it; these have 20 to 600
         "GOOGLE_GEMINI_BASE_URL": server.url,
         "GEMINI_API_KEY": "none",
     }
@@ -120,5 +109,5 @@ def test_an_agent_completes_two_turns_and_the_second_comes_from_the_cache(
         seen.append((after[0] - before[0], after[1] - before[1]))
     (first_prompt, _), (second_prompt, second_cached) = seen
     assert first_prompt > 1000
-    assert second_cached > 0.8 * first_prompt, seen
-    assert second_prompt > second_cached
+    # of what was sent: the model may call tools, so a turn may be several requests
+    assert 0.8 * second_prompt < second_cached < second_prompt, seen
