@@ -23,6 +23,7 @@ AT_ONCE: Final = 64 << 10
 """Work on a request that does not leave the event loop, at most: ten milliseconds at worst (see `work_of`)."""
 
 CONTAINER_WORK: Final = 128
+VALUE_WORK: Final = 8
 TEXT_WORK: Final = 8
 
 SWITCH_S: Final = 0.001
@@ -54,10 +55,11 @@ def share_interpreter() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-def work_of(num_chars: int, containers: int = 0) -> int:
-    """How much work it is to parse, check, render or hash a text, or one with so many messages, parts or other objects:
-    each costs as much as a thousand characters."""
-    return num_chars // TEXT_WORK + CONTAINER_WORK * containers
+def work_of(num_chars: int, containers: int = 0, values: int = 0) -> int:
+    """How much work it is to parse, check, render or hash a text, or one with so many messages, parts or other objects,
+    each of which costs as much as a thousand characters, and so many values, each of which, with its name, costs as
+    much as 64."""
+    return num_chars // TEXT_WORK + CONTAINER_WORK * containers + VALUE_WORK * values
 
 
 async def off_loop(amount: int, work: Callable[[], _T]) -> _T:

@@ -12,6 +12,7 @@ import orjson
 from engine.protocol import TOKEN_BYTES
 from gateway.api.beginnings import Beginning
 from gateway.api.lines import OK, Answered, Line, Lines
+from gateway.api.structure import work_of_json
 from gateway.api.upstream_lines import Headers
 from gateway.errors import OverloadedError
 from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
@@ -55,7 +56,7 @@ class BatchRunner:
 
     async def plan(self, job: Job, row: bytes) -> LinePlan | None:
         """See Runner."""
-        line = self._line(job, await _loaded(row), "", len(row))
+        line = self._line(job, *await _loaded(row), "", len(row))
         model = line.body.get("model")
         try:
             beginning = await self.lines.find_beginning(line)
@@ -66,8 +67,8 @@ class BatchRunner:
 
     async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
         """See Runner."""
-        value = await _loaded(row)
-        answered = await self.lines.answer(self._line(job, value, request_id, len(row)))
+        value, work = await _loaded(row)
+        answered = await self.lines.answer(self._line(job, value, work, request_id, len(row)))
         return LineResult(
             ok=answered.status == OK,
             body=self._formats[job.dialect].answered(value, request_id, answered),
@@ -80,16 +81,17 @@ class BatchRunner:
         """See Runner."""
         return self._formats[job.dialect].unrun(orjson.loads(row) if row else {}, why)
 
-    def _line(self, job: Job, row: Row, request_id: str, num_bytes: int) -> Line:
+    def _line(self, job: Job, row: Row, work: int, request_id: str, num_bytes: int) -> Line:
         rows = self._formats[job.dialect]
         endpoint, body = rows.request(job, row)
-        return Line(endpoint, Tenant(job.tenant), body, job.namespace or "", request_id, rows.headers(job), num_bytes)
+        tenant, headers = Tenant(job.tenant), rows.headers(job)
+        return Line(endpoint, tenant, body, job.namespace or "", request_id, headers, num_bytes, work)
 
 
-async def _loaded(row: bytes) -> Row:
-    """In a thread where it is large. It was counted and checked when it was read (RowFormat.check)."""
-    value: Row = await off_loop(len(row), lambda: orjson.loads(row))
-    return value
+async def _loaded(row: bytes) -> tuple[Row, int]:
+    """And the work that it makes. In a thread where it is large. It was counted and checked when it was read
+    (RowFormat.check)."""
+    return await off_loop(len(row), lambda: (orjson.loads(row), work_of_json(row)))
 
 
 def _expected_tokens(body: Mapping[str, Any], beginning: Beginning | None, num_bytes: int) -> int:

@@ -67,7 +67,7 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
     structure = await off_loop(work_of(len(body)), lambda: check_structure(body))
     if record.body is not None:
         record.body.grow_to(len(body) + VALUE_BYTES * structure.values)
-    record.work = work_of(len(body), structure.containers)
+    record.work = structure.work(len(body))
     return await off_loop(record.work, lambda: _parse(body, server.max_json_depth))
 
 

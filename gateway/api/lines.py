@@ -37,6 +37,7 @@ from gateway.errors import (
     UpstreamLostError,
 )
 from gateway.native import no_panic
+from gateway.tasks import off_loop
 from gateway.types import Tenant, Usage
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def check_body(body: Body) -> None:
 
 class Line(NamedTuple):
     """A line. `endpoint` is the name of one that there is; `headers` are for upstreams, besides those of its target.
-    `num_bytes` are those of its row."""
+    `num_bytes` are those of its row, `work` is that it is to read it (tasks.work_of)."""
 
     endpoint: str
     tenant: Tenant
@@ -114,6 +115,7 @@ class Line(NamedTuple):
     request_id: str = ""
     headers: Headers = ()
     num_bytes: int = 0
+    work: int = 0
 
 
 class Answered(NamedTuple):
@@ -191,11 +193,12 @@ class Lines:
             return None
         try:
             if self._elsewhere.serves(line.body, line.tenant):
-                return beginning_of_body(line.body)
+                return await off_loop(line.work, lambda: beginning_of_body(line.body))
             record = self._record(line)
             with no_panic(), collected(record.ignored):
                 asked = await call(record, line.tenant, line.body)
-                return beginning_of_call(asked, self._namespaces.separating_key(line.tenant, asked.cache_key))
+                key = self._namespaces.separating_key(line.tenant, asked.cache_key)
+                return await off_loop(record.work, lambda: beginning_of_call(asked, key))
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
                 raise OverloadedError(error.message, retry_after_s=error.retry_after_s) from error
@@ -241,7 +244,7 @@ class Lines:
             lane="batch",
             body_bytes=line.num_bytes,
             ignored=IgnoredFields(self._refuses_unknown(line.tenant.name)),
-            work=line.num_bytes,
+            work=line.work,
         )
 
 

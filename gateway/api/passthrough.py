@@ -11,24 +11,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
-from urllib.parse import unquote_plus
 
 from aiohttp import web
 from multidict import CIMultiDict
 
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.body import RAW
-from gateway.api.cache_control import check_cache, from_body, stricter
+from gateway.api.cache_control import stricter
 from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
-from gateway.api.limiting import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, set_aside
+from gateway.api.limiting import ONLY_COUNTED, Limits, set_aside
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.wire import OPENAI
+from gateway.api.passed_on import headers_of, lower, need_of, priority_of, query_of, reuse_of
 from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
 from gateway.api.short_way import SEEN, Written, may_come_again
 from gateway.api.sse import data, event
@@ -37,39 +37,13 @@ from gateway.api.tiers import find_tier
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
 from gateway.native import no_panic
-from gateway.types import PLAIN_REUSE, Need, Reuse, Scope, Tenant, UpstreamAnswer, UpstreamRequest
+from gateway.tasks import off_loop
+from gateway.types import Scope, Tenant, UpstreamAnswer, UpstreamRequest
 
 log = logging.getLogger(__name__)
 
-PASSED_ON: Final = frozenset(
-    (
-        "accept",
-        "anthropic-beta",
-        "anthropic-version",
-        "content-type",
-        "idempotency-key",
-        "openai-beta",
-        "traceparent",
-        "tracestate",
-        "user-agent",
-        "x-client-request-id",
-        "x-goog-api-client",
-    )
-)
-"""Headers of a client that an upstream gets, besides those that begin with x-stainless-. No others: they are for us, or
-secrets."""
-
 RESPONSES: Final = "/v1/responses"
 """Whose answers an upstream keeps unless it is asked not to."""
-
-MAX_ANSWERS: Final = 128
-"""To one prompt, that a request is taken to want."""
-
-_MOST: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens", "maxOutputTokens")
-"""How the APIs call the tokens that an answer may have."""
-
-_KEYS: Final = frozenset(("key", "api_key", "access_token", "$key"))
-"""Parameters of a URL that an upstream never gets."""
 
 
 class Upstreams(Protocol):
@@ -151,8 +125,8 @@ class Passthrough:
             dialect=OPENAI.name,
             model="",
             path=path,
-            query=_query(http.rel_url.raw_query_string),
-            headers=tuple(header for header in _headers(http) if header[0] != "content-type"),
+            query=query_of(http.rel_url.raw_query_string),
+            headers=tuple(header for header in headers_of(http) if header[0] != "content-type"),
             body=b"",
             values={},
             received_s=record.received_s,
@@ -164,7 +138,7 @@ class Passthrough:
         await set_aside(self._limits, record, lambda: ONLY_COUNTED)
         record.traces = [request.trace]
         async with self._upstreams.answer(request) as answer:
-            record.stream = SSE in dict(_lower(answer.headers)).get("content-type", "")
+            record.stream = SSE in dict(lower(answer.headers)).get("content-type", "")
             return await _pass_back(http, record, answer, request.deadline_s)
 
     async def answer(
@@ -186,31 +160,13 @@ class Passthrough:
         if not isinstance(model, str) or not self.serves(model, tenant):
             return None
         record = http[RECORD]
-        dialect = _dialect(record.endpoint)
-        request = UpstreamRequest(
-            request_id=record.request_id,
-            tenant=tenant,
-            dialect=dialect,
-            model=model,
-            path=record.endpoint,
-            query=_query(http.rel_url.raw_query_string),
-            headers=_headers(http),
-            body=body,
-            values=values,
-            received_s=record.received_s,
-            deadline_s=record.received_s + self._server.request_timeout_s,
-            metered=metered,
-            reuse=stricter(record.reuse, reuse_of(values)),
-            scope=self.scope(record, tenant),
-            tier=find_tier(dialect, values, tenant),
-            priority=_priority(values),
-            made=self.made(record.endpoint, values, tenant),
-        )
-        await set_aside(self._limits, record, lambda: _need(request))
+        request = await off_loop(record.work, lambda: self._request(http, tenant, model, body, values, metered))
+        need = need_of(request)
+        await set_aside(self._limits, record, lambda: need)
         record.traces = [request.trace]
         async with self._upstreams.answer(request) as answer:
             record.model = answer.label
-            record.stream = SSE in dict(_lower(answer.headers)).get("content-type", "")
+            record.stream = SSE in dict(lower(answer.headers)).get("content-type", "")
             if (seen := http.get(SEEN)) is None or not may_come_again(record):
                 return await _pass_back(http, record, answer, request.deadline_s)
             pieces: list[bytes] = []
@@ -219,8 +175,35 @@ class Passthrough:
             )
             if not record.status:
                 headers = {**dict(answer.headers), **(_UNBUFFERED if record.stream else {})}
-                seen.keep(record, Written(model, None, _need(request), headers, b"".join(pieces)))
+                seen.keep(record, Written(model, None, need, headers, b"".join(pieces)))
             return response
+
+    def _request(
+        self, http: web.Request, tenant: Tenant, model: str, body: bytes, values: Mapping[str, Any], metered: bool
+    ) -> UpstreamRequest:
+        """Raises BadRequestError for what it says of the cache, ForbiddenError for a namespace."""
+        record = http[RECORD]
+        dialect = _dialect(record.endpoint)
+        return UpstreamRequest(
+            request_id=record.request_id,
+            tenant=tenant,
+            dialect=dialect,
+            model=model,
+            path=record.endpoint,
+            query=query_of(http.rel_url.raw_query_string),
+            headers=headers_of(http),
+            body=body,
+            values=values,
+            received_s=record.received_s,
+            deadline_s=record.received_s + self._server.request_timeout_s,
+            metered=metered,
+            reuse=stricter(record.reuse, reuse_of(values)),
+            scope=self.scope(record, tenant),
+            tier=find_tier(dialect, values, tenant),
+            priority=priority_of(values),
+            made=self.made(record.endpoint, values, tenant),
+            work=record.work,
+        )
 
 
 async def _pass_back(
@@ -304,53 +287,8 @@ async def _noting(pieces: AsyncGenerator[bytes, None], noted: list[bytes]) -> As
         yield piece
 
 
-def reuse_of(values: Mapping[str, Any]) -> Reuse:
-    """What the body's `cache` says, which no upstream gets. Raises BadRequestError for what is none of ours."""
-    cache = values.get("cache")
-    return PLAIN_REUSE if cache is None else from_body(check_cache(cache, "cache"))
-
-
-def _priority(values: Mapping[str, Any]) -> int:
-    """As vLLM and SGLang call it, and as our own engines' requests have it."""
-    said = values.get("priority", 0)
-    return said if type(said) is int else 0
-
-
 def _dialect(endpoint: str) -> str:
     """Of a route that generates. The request itself may look like one of another dialect, by a header."""
     if "{model}" in endpoint:
         return GEMINI.name
     return ANTHROPIC.name if endpoint.startswith("/v1/messages") else OPENAI.name
-
-
-def _headers(http: web.Request) -> tuple[tuple[str, str], ...]:
-    return tuple(
-        (name, value)
-        for name, value in _lower(http.headers.items())
-        if name in PASSED_ON or name.startswith("x-stainless-")
-    )
-
-
-def _lower(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(name.lower(), value) for name, value in headers]
-
-
-def _need(request: UpstreamRequest) -> Need:
-    """Of what the request says itself; its prompt is nobody's to count before the upstream has."""
-    if not request.metered:
-        return ONLY_COUNTED
-    values = request.values
-    inputs = -(-len(request.body) // BYTES_PER_TOKEN)
-    if request.path.endswith("/embeddings"):
-        return Need(inputs)
-    inside = values.get("generationConfig")
-    said = {**values, **(inside if isinstance(inside, dict) else {})}
-    most = [said[name] for name in _MOST if type(said.get(name)) is int]
-    answers = next((said[name] for name in ("n", "candidateCount") if type(said.get(name)) is int), 1)
-    return Need(inputs, max(0, most[0]) if most else None, min(max(1, answers), MAX_ANSWERS))
-
-
-def _query(raw: str) -> str:
-    """Without what may be a key, however it is spelt."""
-    parts = [part for part in raw.split("&") if part]
-    return "&".join(part for part in parts if unquote_plus(part.partition("=")[0]).strip().lower() not in _KEYS)

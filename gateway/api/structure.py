@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from gateway.errors import BadRequestError
+from gateway.tasks import work_of
 
 MAX_CONTAINERS: Final = 50_000
 """Objects and arrays of one body: a conversation of 10,000 messages of several parts has fewer."""
@@ -32,6 +33,10 @@ class Structure(NamedTuple):
     names: int
     values: int
 
+    def work(self, num_bytes: int) -> int:
+        """Of a body of so many bytes (tasks.work_of). A name has a value."""
+        return work_of(num_bytes, self.containers, max(self.names, self.values))
+
     def fits(self) -> bool:
         return self.containers <= MAX_CONTAINERS and self.names <= MAX_NAMES and self.values <= MAX_VALUES
 
@@ -49,6 +54,11 @@ def check_structure(body: bytes, what: str = "The JSON body of your request") ->
             code="too_many_json_values",
         )
     return exact
+
+
+def work_of_json(body: bytes) -> int:
+    """At least the work that it makes (tasks.work_of)."""
+    return _bound(body).work(len(body))
 
 
 def count_structure(body: bytes) -> Structure:

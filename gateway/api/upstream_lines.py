@@ -11,9 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from gateway.api.passthrough import Passthrough, Upstreams, reuse_of
+from gateway.api.passed_on import reuse_of
+from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.record import Record
 from gateway.errors import DeadlineError, UpstreamLostError
+from gateway.tasks import off_loop
 from gateway.types import Tenant, UpstreamAnswer, UpstreamRequest
 
 Headers = tuple[tuple[str, str], ...]
@@ -55,6 +57,7 @@ class UpstreamLines:
 
     async def answer(self, record: Record, tenant: Tenant, body: dict[str, Any], target: Target) -> Came:
         """Whole. Raises KvasirError when no upstream answered, or none with JSON."""
+        written = await off_loop(record.work, lambda: orjson.dumps(body))
         request = UpstreamRequest(
             request_id=record.request_id,
             tenant=tenant,
@@ -63,7 +66,7 @@ class UpstreamLines:
             path=target.path,
             query="",
             headers=target.headers,
-            body=orjson.dumps(body),
+            body=written,
             values=body,
             received_s=record.received_s,
             deadline_s=record.received_s + self._timeout_s,
@@ -71,6 +74,7 @@ class UpstreamLines:
             lane="batch",
             scope=self._passthrough.scope(record, tenant),
             made=self._passthrough.made(target.path, body, tenant),
+            work=record.work,
         )
         record.traces = [request.trace]
         request.trace.by_upstream = True  # also where its cached answer is given again: it is paid as upstreams are
@@ -90,7 +94,7 @@ class UpstreamLines:
         body = bytes(whole)
         if _encoding(answer) in ("gzip", "x-gzip", "deflate"):
             body = _inflated(body, self._max_answer_bytes)
-        row = one_row(body)
+        row = await off_loop(len(body), lambda: one_row(body))
         if row is None:
             raise _unreadable(answer, "what is no JSON")
         return row

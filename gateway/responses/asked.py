@@ -36,6 +36,10 @@ class EngineAsked:
     def reuse(self) -> Reuse:
         return self.request.reuse
 
+    @property
+    def work(self) -> int:
+        return self.request.work
+
     def find_unfit(self, max_temperature: float) -> str | None:
         """See Asked."""
         request = self.request

@@ -65,6 +65,11 @@ class Asked(Protocol):
     @property
     def reuse(self) -> Reuse: ...
 
+    @property
+    def work(self) -> int:
+        """That it is to hash it (tasks.work_of)."""
+        ...
+
     def find_unfit(self, max_temperature: float) -> str | None:
         """Why no other request's answer will do, as far as that can be told without its text; None where one may.
 
@@ -75,7 +80,8 @@ class Asked(Protocol):
         ...
 
     def find_situation(self) -> Situation | None:
-        """None for what is no chat that ends with a text of its user."""
+        """None for what is no chat that ends with a text of its user. Hashes all of it: work for a thread, where
+        there is much."""
         ...
 
 

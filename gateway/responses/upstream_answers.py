@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Protocol
 
 from gateway.config import ResponseCacheSettings
@@ -23,13 +24,11 @@ from gateway.responses.upstream_forms import MEDIA, read, streams_for, told
 from gateway.responses.upstream_key import find_upstream_bypass, route_of
 from gateway.responses.upstream_recording import Form, Kept, write
 from gateway.responses.upstream_traces import account_given_up, account_hit, account_shared, took_ms
+from gateway.tasks import off_loop
 from gateway.types import Hit, Lookup, Replay, Trace, UpstreamAnswer, UpstreamRequest
 
 ONCE: Final = frozenset(("idempotency-key", "x-client-request-id"))
 """Headers of one request, which another one of ours must not be taken for."""
-
-TIERS: Final = ("service_tier", "priority")
-"""Names in a body that say how long an answer may take, and nothing of what it says."""
 
 
 class Upstreams(Protocol):
@@ -91,7 +90,8 @@ class RememberedUpstreams:
         """See Upstreams. Raises NotCachedError, too."""
         mode = self._modes.get(request.tenant.name, self._settings.mode)
         replay = self._replays.get(route_of(request))
-        reason = find_upstream_bypass(request, self._settings, mode, known=replay is not None)
+        find = partial(find_upstream_bypass, request, self._settings, mode, known=replay is not None)
+        reason = await off_loop(request.work, find)
         if reason is not None or replay is None:
             self._note(request, Lookup("bypass", reason or "route"))
             if request.reuse.only_kept:
@@ -99,7 +99,8 @@ class RememberedUpstreams:
             async with self._upstreams.answer(request) as answer:
                 yield answer
             return
-        asked = UpstreamAsked.of(request, replay, self._upstreams.whose(request.model, request.tenant.name))
+        whose = self._upstreams.whose(request.model, request.tenant.name)
+        asked = await off_loop(request.work, lambda: UpstreamAsked.of(request, replay, whose))
         async with aclosing(self._answer(asked)) as answers:
             async for answer in answers:
                 yield answer
@@ -290,8 +291,7 @@ def _shared(asked: UpstreamAsked, form: Form) -> Hashable | None:
     """What requests have in common that share an answer in this form; None for those that share none. Nobody of the
     online lane waits for what has to wait in the other, and nobody for what its upstream was told to let wait."""
     request = asked.request
-    tier = [str(request.values.get(name)) for name in TIERS]
-    return (asked.key, form, asked.reuse, request.lane, *tier) if asked.reuse.read else None
+    return (asked.key, form, asked.reuse, request.lane, asked.tiers) if asked.reuse.read else None
 
 
 def _off_the_path(request: UpstreamRequest) -> UpstreamRequest:

@@ -6,9 +6,12 @@ request that may be for more than a text, has the exact cache alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
+
+import orjson
 
 from gateway.responses.asked import owner_of
 from gateway.responses.base import Situation
@@ -26,6 +29,12 @@ from gateway.types import Replay, Reuse, UpstreamRequest
 
 MAX_MODEL_CHARS: Final = 256
 """Of a model's name that questions are kept under: where a pattern matches, clients choose it."""
+
+TIERS: Final = ("service_tier", "priority")
+"""Names in a body that say how long an answer may take, and nothing of what it says."""
+
+MAX_SECTION_NAMES: Final = 256
+"""Of a body or a section of it. One with more is for no API, and not looked through."""
 
 DEFAULT_TEMPERATURE: Final = 1.0
 """What the APIs take for a request that says none."""
@@ -101,6 +110,7 @@ class UpstreamAsked:
     replay  converts answers of its route
     form    in which it wants its answer
     whose   which upstreams and models answer it
+    tiers   digest of how long its answer may take
     """
 
     request: UpstreamRequest
@@ -109,11 +119,13 @@ class UpstreamAsked:
     whose: str
     key: bytes
     owner: str
+    tiers: bytes
 
     @classmethod
     def of(cls, request: UpstreamRequest, replay: Replay, whose: str) -> UpstreamAsked:
         form = Form(streams(request), streams(request) and include_usage(request))
-        return cls(request, replay, form, whose, upstream_key(request, whose), owner_of(request.owner))
+        tiers = hashlib.sha256(orjson.dumps([request.values.get(name) for name in TIERS])).digest()
+        return cls(request, replay, form, whose, upstream_key(request, whose), owner_of(request.owner), tiers)
 
     @property
     def tenant(self) -> str:
@@ -126,6 +138,10 @@ class UpstreamAsked:
     @property
     def reuse(self) -> Reuse:
         return self.request.reuse
+
+    @property
+    def work(self) -> int:
+        return self.request.work
 
     def find_unfit(self, max_temperature: float) -> str | None:
         """See Asked."""
@@ -152,7 +168,7 @@ class UpstreamAsked:
 
 def _is_plain(section: Mapping[str, Any]) -> bool:
     """Whether nothing in it asks for more than one text."""
-    return all(
+    return len(section) <= MAX_SECTION_NAMES and all(
         value is None or value in _PLAIN.get(name.replace("_", "").lower(), (value,)) for name, value in section.items()
     )
 

@@ -26,6 +26,7 @@ class UpstreamRequest:
     only     name of the one upstream that is asked, whatever it serves; empty: those of the model
     made     is told the upstream and the id of a response that is kept there, before the client has it. Never raises
     scope    who may get its answer again; None is the tenant alone. What clients separate theirs with is in the body
+    work     that it is to look through, hash or edit its body (tasks.work_of)
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class UpstreamRequest:
     method: str = "POST"
     only: str = ""
     made: Callable[[str, str], Awaitable[None]] | None = None
+    work: int = 0
     trace: Trace = field(default_factory=Trace)
 
     @property

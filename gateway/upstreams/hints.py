@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -31,22 +32,24 @@ _KEYED: Final = frozenset(("/v1/chat/completions", "/v1/responses"))
 
 
 class Seen:
-    """Digests of prefixes, each until a time; the ones that were not used for longest go first."""
+    """Digests of prefixes, each until a time; the ones that were not used for longest go first. Safe in any thread."""
 
     def __init__(self, most: int, ttl_s: float, clock: Callable[[], float]) -> None:
         self._most = most
         self._ttl_s = ttl_s
         self._clock = clock
         self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = Lock()
 
     def has(self, digest: bytes) -> bool:
         return self._until_s.get(digest, 0.0) > self._clock()
 
     def add(self, digest: bytes) -> None:
-        self._until_s[digest] = self._clock() + self._ttl_s
-        self._until_s.move_to_end(digest)
-        if len(self._until_s) > self._most:
-            self._until_s.popitem(last=False)
+        with self._lock:
+            self._until_s[digest] = self._clock() + self._ttl_s
+            self._until_s.move_to_end(digest)
+            if len(self._until_s) > self._most:
+                self._until_s.popitem(last=False)
 
 
 class Block(NamedTuple):

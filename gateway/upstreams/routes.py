@@ -12,8 +12,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from typing import Final
 
 from gateway.config import EVERYBODY, ServedModel, UpstreamSettings
+
+MAX_NAME_CHARS: Final = 1024
+"""Of a model. No upstream is asked for a longer one, which patterns would be matched with for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Routes:
 
     def find(self, model: str, tenant: str) -> list[Route]:
         """In the order in which they are tried, whatever their dialect; empty when the tenant has none for it."""
+        if len(model) > MAX_NAME_CHARS:
+            return []
         found = [
             (served, upstream)
             for upstream, every in self._served

@@ -35,16 +35,16 @@ from gateway.errors import (
     UpstreamsAwayError,
     UpstreamTimeoutError,
 )
+from gateway.tasks import off_loop
 from gateway.types import UpstreamAnswer, UpstreamRequest
+from gateway.upstreams.bodies import body_for
 from gateway.upstreams.failures import AttemptFailed
-from gateway.upstreams.hints import hinted
-from gateway.upstreams.json_edit import named_once, replaced, root, without_member
 from gateway.upstreams.listing import Listing
 from gateway.upstreams.opened import Opened
 from gateway.upstreams.placing import take_place
-from gateway.upstreams.routes import Route, Routes, may
+from gateway.upstreams.routes import Route, Routes
 from gateway.upstreams.stored import telling_id
-from gateway.upstreams.told_usage import asking_for_usage, tells_no_usage, without_usage
+from gateway.upstreams.told_usage import without_usage
 from gateway.upstreams.upstream import Upstream
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,8 @@ class Upstreams:
     async def _try(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
         """One upstream, as often as it may be tried. Raises AttemptFailed when it never answered."""
         upstream = self._by_name[route.upstream]
-        body, metered = self._body(request, route, upstream)
+        body, metered, hint = await off_loop(request.work, lambda: body_for(request, route, upstream))
+        upstream.hints += hint
         last: UpstreamAnswer | None = None
         for attempt in range(upstream.settings.retries + 1):
             again = attempt < upstream.settings.retries
@@ -225,19 +226,6 @@ class Upstreams:
         trace.retries += trace.engine is not None
         trace.engine, trace.by_upstream = upstream.name, True
         return await upstream.open(request, route.model, body)
-
-    def _body(self, request: UpstreamRequest, route: Route, upstream: Upstream) -> tuple[bytes, bool]:
-        """What it is sent, and whether its usage was asked for by us."""
-        if request.only:
-            return request.body, False
-        body, tenant, settings = _renamed(request, route), request.tenant.name, upstream.settings
-        if may(settings.hints, tenant):
-            hint = hinted(request, body, upstream.seen)
-            upstream.hints += hint is not body
-            body = hint
-        if may(settings.meter, tenant) and tells_no_usage(request):
-            return asking_for_usage(body), True
-        return body, False
 
     def _good_answer(
         self, opened: Opened, request: UpstreamRequest, route: Route, *, take_usage_out: bool
@@ -316,21 +304,6 @@ def _log_failover(request: UpstreamRequest, routes: Sequence[Route], failure: st
 def _retriable(status: int) -> bool:
     """Whether the same request may be answered by another try, or by somebody else."""
     return status in (408, 429) or (status >= 500 and status not in (501, 505))
-
-
-def _renamed(request: UpstreamRequest, route: Route) -> bytes:
-    """As the client wrote it, but for the model's name where the upstream has another one for it."""
-    body = request.body
-    if "cache" in request.values:  # what is said of our own cache is for nobody else
-        body = without_member(body, root(body), "cache")
-    if "{model}" in request.path:
-        if any(part in ("", ".", "..") for part in route.model.split("/")):
-            raise ModelNotFoundError(request.model)
-        return body
-    if (named := named_once(body, "model")) is None:
-        # Parsers differ in which one they take: ours would decide about another model than the upstream answers with.
-        raise BadRequestError("Invalid 'model': it is there more than once.", param="model", code="invalid_value")
-    return body if route.model == request.model else replaced(body, named, route.model)
 
 
 async def _once(body: bytes) -> AsyncGenerator[bytes, None]:

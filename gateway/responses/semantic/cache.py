@@ -27,6 +27,7 @@ from gateway.responses.semantic.scope import find_unfit
 from gateway.responses.semantic.spaces import Spaces
 from gateway.responses.semantic.sync import Sync
 from gateway.responses.semantic.vectors import Embeds, Vectors
+from gateway.tasks import off_loop
 
 if TYPE_CHECKING:
     from gateway.responses.semantic.space import Sight, Space
@@ -104,7 +105,7 @@ class SemanticCache:
         """And what to count it as: hit, miss, or why it was not looked up."""
         if (unfit := self._unfit(asked)) is not None:
             return unfit, None
-        if (situation := asked.find_situation()) is None:
+        if (situation := await off_loop(asked.work, asked.find_situation)) is None:
             return "chat", None
         text = situation.text.strip()
         unfit = find_unfit(text, max_chars=self._settings.max_text_chars)

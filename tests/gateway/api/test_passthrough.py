@@ -20,7 +20,7 @@ from google import genai
 from yarl import URL
 
 from gateway.api.lines import Line
-from gateway.api.passthrough import _need
+from gateway.api.passed_on import need_of
 from gateway.api.routes import RUNNER
 from gateway.config import LimitSettings, ServerSettings, TenantSettings
 from gateway.types import Need, Tenant, UpstreamRequest
@@ -818,7 +818,7 @@ def test_what_a_request_needs_of_its_limits_is_what_it_says_itself(
     path: str, values: dict[str, Any], expected: Need
 ) -> None:
     request = UpstreamRequest("r", Tenant("a"), "openai", "m", path, "", (), b" " * 100, values, 0.0, 1.0)
-    assert _need(request) == expected
+    assert need_of(request) == expected
 
 
 async def test_a_stream_whose_usage_the_operator_wants_is_metered_and_the_client_does_not_see_it() -> None:
