@@ -14,6 +14,7 @@ from gateway.admin.accounting import Accounting
 from gateway.admin.cache.handlers import CachePages
 from gateway.admin.handlers import Admin
 from gateway.admin.ledger import Ledger, LedgerPage
+from gateway.admin.loop_lag import LoopLag
 from gateway.admin.metrics import Metrics
 from gateway.admin.sources import Sources
 from gateway.api.admission import Admission
@@ -200,6 +201,7 @@ def build_app(
     )
     lines = Lines(endpoints, observer, sources.all_joined, elsewhere, named, refuses_unknown)
     app[RUNNER] = BatchRunner(lines, formats)
+    app.cleanup_ctx.append(LoopLag(metrics.registry).running)
     app.on_shutdown.append(lambda _: background.close())
     app.on_shutdown.append(lambda _: kept.close())
     # What sends a file piece by piece would do so for a HEAD as well.
