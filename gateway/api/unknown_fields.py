@@ -33,6 +33,8 @@ _INDEX: Final = re.compile(r"\[[0-9]+\]")
 _ODD_LETTER: Final = re.compile(r"[^A-Za-z0-9_.$\[\]-]")
 _SHORT: Final = 3  # characters of a name that is no typo of any other
 _LONG: Final = 8  # characters from which on two may be wrong
+_MEANT: Final = frozenset(("max_tokens", "min_tokens", "seed", "speed", "top_a"))
+"""Fields of other routes and servers that are like one of ours by chance."""
 
 
 @dataclass(slots=True)
@@ -94,7 +96,7 @@ def leave_out(name: str) -> bool:
 
 def typo_of(name: str, known: Collection[str], given: Collection[str]) -> str | None:
     """The known name that this one was meant to be; None where it is like none of them."""
-    return None if len(name) > MAX_NAME_CHARS else _nearest(name, frozenset(known).difference(given))
+    return None if len(name) > MAX_NAME_CHARS or name in _MEANT else _nearest(name, frozenset(known).difference(given))
 
 
 def _clean(path: str) -> str:

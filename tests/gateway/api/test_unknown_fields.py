@@ -88,10 +88,12 @@ WILD = [
     "session_id",
     "skip_special_tokens",
     "slot_id",
+    "speed",
     "tags",
     "template",
     "thinking",
     "thread",
+    "top_a",
     "trace",
     "transforms",
     "truncate_prompt_tokens",
@@ -213,6 +215,20 @@ async def test_what_looks_like_a_typo_of_a_known_field_is_refused(body: dict[str
 )
 def test_no_field_that_clients_are_seen_to_send_is_taken_for_a_typo(known: dict[str, Any]) -> None:
     assert not {name: typo_of(name, known, ()) for name in WILD if name not in known and typo_of(name, known, ())}
+
+
+def test_no_field_of_one_route_is_taken_for_a_typo_on_another() -> None:
+    tables = [CHAT, COMPLETION, RESPONSE, MESSAGES, GENERATE, GENERATION]
+    found = {
+        (name, meant)
+        for known in tables
+        for other in tables
+        for name in other
+        if name not in known and (meant := typo_of(name, known, ())) is not None
+    }
+    assert not [
+        (name, meant) for name, meant in found if name.replace("_", "").lower() != meant.replace("_", "").lower()
+    ]
 
 
 def test_a_field_beside_the_one_that_it_looks_like_is_no_typo() -> None:
