@@ -8,95 +8,42 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
-from gateway import errors
-from gateway.api.dialect import Route
-from gateway.api.fields import Parameter
-from gateway.api.gemini.contents import PART
-from gateway.api.gemini.parameters import GENERATION
-from gateway.api.gemini.tools import TOOL
 from gateway.api.openapi import template
 from gateway.api.routes import ROUTES, routes
+from gateway.config import Settings
 from gateway.responses.semantic import budget
+from tests import docs
 from tests.fakes.gateway import make_app, running
 
-HTTP_API = (Path(__file__).parent.parent / "docs/http-api.md").read_text(encoding="utf-8")
-OPERATIONS = (Path(__file__).parent.parent / "docs/operations.md").read_text(encoding="utf-8")
-NESTED = {"generationConfig": GENERATION, "parts": PART, "tools": TOOL}
-"""Tables of the Gemini API below those of its routes, by what their chapter is called."""
-SECTIONS = {
-    "used": "### Parameters",
-    "none": "### Accepted without effect",
-    "left_out": "### Left out",
-    "refused": "### Refused",
-}
-ROUTES_OF = make_app()[ROUTES]
-EVERY = [route for own in ROUTES_OF.values() for route in own]
+ROOT = Path(__file__).parent.parent
+HTTP_API = (ROOT / "docs/http-api.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs/guides/operations.md").read_text(encoding="utf-8")
+PAGES = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+EVERY = [route for own in make_app()[ROUTES].values() for route in own]
 
 
-def title(route: Route) -> str:
-    return f"{route.method} {template(route.path)}"
+@pytest.mark.parametrize("page", ["configuration.md", "http-api.md"])
+def test_the_generated_parts_of_a_page_are_those_of_the_code(page: str) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == docs.renewed(written, docs.parts()[page]), "stale: run python -m tests.docs"
 
 
-def chapter(route: Route) -> str:
-    """The text below a route's heading, up to the next one. Routes with the very same table may share a chapter, and
-    those of two versions of an API."""
-    same = [one for one in EVERY if one is route or one.parameters is route.parameters is not None]
-    headings = [f"\n## {title(one)}\n" for one in (route, *same)]
-    headings.append(headings[0].replace("/v1beta/", "/v1/"))
-    heading = next((one for one in headings if one in HTTP_API), headings[0])
-    return HTTP_API.split(heading, 1)[1].split("\n## ", 1)[0]
-
-
-def documented() -> list[Any]:
-    """Every parameter of every route, with its route."""
-    return [
-        pytest.param(route, parameter, id=f"{title(route)} {parameter.name}")
-        for route in EVERY
-        for parameter in (*(route.parameters or {}).values(), *(route.form or {}).values())
+def test_every_setting_says_what_it_means() -> None:
+    tables = [
+        kind for field in Settings.model_fields.values() for kind in (field.annotation, *get_args(field.annotation))
     ]
-
-
-def test_every_route_is_documented_with_the_key_it_wants() -> None:
-    for route in EVERY:
-        key = "-" if route.key == "none" else route.key
-        assert re.search(rf"^\| `{re.escape(title(route))}` \|.*\| {key} \|$", HTTP_API, re.MULTILINE), title(route)
-
-
-def test_no_route_is_documented_that_is_not_there() -> None:
-    rows = re.findall(r"^\| `((?:GET|POST|PUT|PATCH|DELETE) /[^`]*)` \|", HTTP_API, re.MULTILINE)
-    assert sorted(set(rows)) == sorted({title(route) for route in EVERY})
+    models = [kind for kind in tables if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    assert len(models) == len(Settings.model_fields)
+    assert not {name for model in models for name, field in model.model_fields.items() if not field.description}
 
 
 def test_the_application_answers_nothing_else() -> None:
     assert sorted(routes(make_app())) == sorted({(route.method, template(route.path)) for route in EVERY})
-
-
-@pytest.mark.parametrize(("route", "parameter"), documented())
-def test_every_parameter_is_documented_as_what_becomes_of_it(route: Route, parameter: Parameter) -> None:
-    row = f"| `{parameter.name}` | {parameter.accepts} | {parameter.does} |"
-    _, found, rest = chapter(route).partition(f"\n{SECTIONS[parameter.effect]}\n")
-    assert found
-    assert row in rest.split("\n### ", 1)[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter"), [(name, parameter) for name, table in NESTED.items() for parameter in table.values()]
-)
-def test_every_field_inside_of_a_field_is_documented(name: str, parameter: Parameter) -> None:
-    _, found, rest = HTTP_API.partition(f"\n## Gemini: {name}\n")
-    assert found
-    inside = rest.split("\n## ", 1)[0].partition(f"\n{SECTIONS[parameter.effect]}\n")[2].split("\n### ", 1)[0]
-    assert f"| `{parameter.name}` | {parameter.accepts} | {parameter.does} |" in inside
-
-
-@pytest.mark.parametrize("route", [one for one in EVERY if one.query], ids=title)
-def test_every_parameter_of_a_url_is_documented(route: Route) -> None:
-    for parameter in route.query.values():
-        assert f"| `{parameter.name}` | {parameter.accepts} | {parameter.does} |" in chapter(route)
 
 
 async def test_every_metric_is_documented_and_no_other() -> None:
@@ -114,7 +61,7 @@ async def test_what_the_response_cache_counts_is_documented() -> None:
 
 
 def test_what_is_told_of_a_budget_is_documented() -> None:
-    page = (Path(__file__).parent.parent / "docs/semantic-cache.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/semantic-cache.md").read_text(encoding="utf-8")
     assert not {field.name for field in fields(budget.Figures) if f"`{field.name}`" not in page}
 
 
@@ -126,18 +73,8 @@ async def test_the_line_of_a_request_is_documented_name_by_name(caplog: pytest.L
     text = OPERATIONS.split("One INFO line per request:\n\n", 1)[1].split("\n\n", 1)[0]
     documented, written = re.findall(r"(\w+)=", text), re.findall(r"(\w+)=", line)
     assert [name for name in documented if name in written] == written  # what is empty is left out
-    source = (Path(__file__).parent.parent / "gateway/api/middleware.py").read_text(encoding="utf-8")
+    source = (ROOT / "gateway/api/middleware.py").read_text(encoding="utf-8")
     assert documented == ["request_id", *re.findall(r'^        \("(\w+)", ', source, re.MULTILINE)]
-
-
-def test_every_error_code_is_documented() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.KvasirError)]
-    for kind in kinds:
-        assert f"| {kind.status} | `{kind.type}` |" in HTTP_API
-        assert kind.code is None or f"`{kind.code}`" in HTTP_API
-    sources = (Path(__file__).parent.parent / "gateway/api").rglob("*.py")
-    codes = {code for path in sources for code in re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8"))}
-    assert not {code for code in codes if f"`{code}`" not in HTTP_API}
 
 
 def named(room: str) -> Iterator[str]:
@@ -153,12 +90,11 @@ def named(room: str) -> Iterator[str]:
 
 
 def test_the_table_of_rooms_has_every_file_and_no_other() -> None:
-    root = Path(__file__).parent.parent
-    table = (root / "docs/architecture.md").read_text().split("\n## Rooms\n", 1)[1].split("\n## ", 1)[0]
+    table = (ROOT / "docs/architecture.md").read_text().split("\n## Rooms\n", 1)[1].split("\n## ", 1)[0]
     names = {name for room in re.findall(r"^\| (`[^|]*?) \|", table, re.MULTILINE) for name in named(room)}
-    assert not {name for name in names if not (root / name).exists()}
-    sources = (path for package in ("gateway", "engine") for path in (root / package).rglob("*.py"))
-    files = {path.relative_to(root).as_posix() for path in sources if path.name != "__init__.py"}
+    assert not {name for name in names if not (ROOT / name).exists()}
+    sources = (path for package in ("gateway", "engine") for path in (ROOT / package).rglob("*.py"))
+    files = {path.relative_to(ROOT).as_posix() for path in sources if path.name != "__init__.py"}
     folders = tuple(name for name in names if name.endswith("/"))
     assert not {file for file in files - names if not file.startswith(folders)}
 
@@ -168,10 +104,9 @@ RECORDS = {"changelog.md", "decisions.md", "lab-notebook.md"}
 
 
 def test_every_source_that_a_page_names_is_there() -> None:
-    root = Path(__file__).parent.parent
-    places = (root / folder for folder in ("deploy", "engine", "gateway", "tests"))
-    files = [f"/{path.relative_to(root)}" for place in places for path in place.rglob("*.*")]
-    for page in (root / "README.md", *root.glob("docs/*.md")):
+    places = (ROOT / folder for folder in ("deploy", "engine", "gateway", "tests"))
+    files = [f"/{path.relative_to(ROOT)}" for place in places for path in place.rglob("*.*")]
+    for page in PAGES:
         named = re.findall(r"(?<![\w/.])((?:\w+/)*\w+\.(?:py|c))\b", page.read_text())
         gone = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
         assert not gone or page.name in RECORDS, f"{page.name}: {gone}"
@@ -184,8 +119,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_link_of_the_docs_leads_somewhere() -> None:
-    root = Path(__file__).parent.parent
-    for page in (root / "README.md", *root.glob("docs/*.md")):
+    for page in PAGES:
         for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
             path, _, anchor = link.partition("#")
             target = page.parent / path if path else page

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
-from gateway.config import NamespaceSettings, PriceSettings, Settings, TenantSettings, UpstreamSettings
+from gateway.config import Settings, TenantSettings
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
 PATHS = [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
 
 
@@ -132,58 +129,6 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_every_setting_has_its_own_flag_and_variable() -> None:
     assert len({flag_name(path) for path in PATHS}) == len(PATHS)
     assert len({variable_name(path) for path in PATHS}) == len(PATHS)
-
-
-def _chapter(heading: str) -> str:
-    """Of the page of settings, up to the next one."""
-    return (DOCS / "configuration.md").read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-
-
-def _documented(heading: str) -> set[str]:
-    return set(re.findall(r"^\| `(\w+)` \|", _chapter(heading), re.MULTILINE))
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_every_setting_is_documented_with_default_flag_variable_and_meaning(path: str) -> None:
-    section, _, name = path.partition(".")
-    field = sections(Settings)[section].model_fields[name]
-    assert field.description
-    given = f"`{flag_name(path)}`<br>`{variable_name(path)}`"
-    assert f"| `{name}` | {_default(field)} | {given} | {field.description} |" in _chapter(f"[{section}]")
-
-
-def test_no_setting_is_documented_that_is_not_there() -> None:
-    for section, model in sections(Settings).items():
-        assert _documented(f"[{section}]") == set(model.model_fields)
-    for table, name in TABLES.items():
-        assert _documented(f"[[{name}]]") == set(table.model_fields)
-
-
-TABLES = {
-    TenantSettings: "tenants",
-    NamespaceSettings: "namespaces",
-    PriceSettings: "prices",
-    UpstreamSettings: "upstreams",
-}
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    if field.default in (None, ()):
-        return "-"
-    default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-    return f"`{','.join(field.default) if isinstance(field.default, tuple) else default}`"
-
-
-@pytest.mark.parametrize(
-    ("table", "name"),
-    [(table, name) for table in TABLES for name in table.model_fields],
-)
-def test_every_setting_of_a_table_is_documented(table: type[BaseModel], name: str) -> None:
-    field = table.model_fields[name]
-    row = f"| `{name}` | {_default(field)} | {field.description} |"
-    assert row in _chapter(f"[[{TABLES[table]}]]")
 
 
 def test_prices_come_from_the_file_with_every_digit(tmp_path: Path) -> None:

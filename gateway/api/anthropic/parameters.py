@@ -120,7 +120,7 @@ def _table(*parameters: Parameter) -> dict[str, Parameter]:
 
 MESSAGES: Final = _table(
     Parameter("model", _string, "string, required", "Name of a served model, as in `GET /v1/models`."),
-    Parameter("messages", read_turns, "array of 1 to 10,000 messages, required", "The conversation; see below."),
+    Parameter("messages", read_turns, "array of 1 to 10,000 messages, required", "The conversation."),
     Parameter(
         "max_tokens",
         integer(0, MAX_TOKENS),
@@ -158,7 +158,7 @@ MESSAGES: Final = _table(
         "output_config",
         check_output_config,
         "object: `format` of type `json_schema`, `effort`",
-        "`format`: what the answer has to be; see below. `effort` has no effect: the model works as it was made to.",
+        "`format`: what the answer has to be. `effort` has no effect: the model works as it was made to.",
     ),
     Parameter(
         "output_format",
@@ -192,7 +192,7 @@ MESSAGES: Final = _table(
         "cache_control",
         check_control,
         "object: `type` `ephemeral`, `ttl` `5m` or `1h`",
-        "Marks the last block that can be cached; see below.",
+        "Marks the last block that can be cached.",
     ),
     Parameter(
         "cache",
@@ -205,13 +205,13 @@ MESSAGES: Final = _table(
         "diagnostics",
         diagnostics,
         "object: `previous_message_id`, a string or null",
-        "Why less was read than the message with this id left in the cache; see below.",
+        "Why less was read than the message with this id left in the cache.",
     ),
     Parameter(
         "tools",
         read_tools,
         "array of up to 512 tools of type `custom`, `bash_*`, `text_editor_*` or `memory_*`",
-        "What the model may call; see below. Tools that Anthropic runs are left out.",
+        "What the model may call. Tools that Anthropic runs are left out.",
     ),
     Parameter(
         "tool_choice",

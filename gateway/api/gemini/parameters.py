@@ -91,7 +91,7 @@ GENERATION: Final = table(
         "responseMimeType",
         choice(*MIME_TYPES),
         "`text/plain`, `application/json` or `text/x.enum`",
-        "What the answer has to be; see below.",
+        "What the answer has to be.",
     ),
     used("responseSchema", schema, "Schema", "And which JSON, or which one of several values."),
     used("responseJsonSchema", anything, "JSON Schema", "The same; not together with `responseSchema`."),
@@ -125,17 +125,17 @@ GENERATION: Final = table(
 )
 
 GENERATE: Final = table(
-    used("contents", contents, "array of 1 or more contents, required", "The conversation; see below."),
+    used("contents", contents, "array of 1 or more contents, required", "The conversation."),
     used("systemInstruction", instruction, "content of text", "What the model is told before it."),
-    used("tools", tools, "array: `functionDeclarations`", "Functions that may be called; see below."),
-    used("toolConfig", tool_config, "object: `functionCallingConfig`", "Which of them, and whether; see below."),
-    used("generationConfig", message(GENERATION), "object", "How the answer is made; see below."),
+    used("tools", tools, "array: `functionDeclarations`", "Functions that may be called."),
+    used("toolConfig", tool_config, "object: `functionCallingConfig`", "Which of them, and whether."),
+    used("generationConfig", message(GENERATION), "object", "How the answer is made."),
     no_effect("model", _string, "string", "The URL names the model."),
     no_effect("safetySettings", repeated(message(SAFETY)), "array of objects", "Nothing is filtered."),
     no_effect("labels", string_map(64, 64, 256), "up to 64 pairs", "Not kept."),
     no_effect("store", boolean, "boolean", "Nothing is stored."),
     no_effect("serviceTier", _string, "string", "There is one."),
-    used("cachedContent", cached_content, "`cachedContents/ID`", "What the prompt begins with; see below."),
+    used("cachedContent", cached_content, "`cachedContents/ID`", "What the prompt begins with."),
     refused("continuationToken", anything, "-", "Every answer is complete."),
 )
 

@@ -121,7 +121,7 @@ EMBEDDINGS = {
             "input",
             check_input,
             "string, array of strings, array of token ids, or array of arrays of token ids; required",
-            "The texts, up to `embeddings.max_inputs`, none of them empty. Token ids are the model's own; see below.",
+            "The texts, up to `embeddings.max_inputs`, none of them empty. Token ids are the model's own.",
         ),
         Parameter(
             "encoding_format",

@@ -219,7 +219,7 @@ _SHARED = (
         "response_format",
         response_format,
         "object: `type` `text`, `json_object` or `json_schema`",
-        "What the answer has to be; see below.",
+        "What the answer has to be.",
     ),
     _used(
         "structured_outputs",
@@ -275,7 +275,7 @@ _SHARED = (
 
 CHAT = _table(
     *_SHARED,
-    _used("messages", parse_messages, "array of 1 or more messages, required", "The conversation; see below."),
+    _used("messages", parse_messages, "array of 1 or more messages, required", "The conversation."),
     _used(
         "max_completion_tokens",
         integer(1, MAX_TOKENS),
@@ -286,17 +286,17 @@ CHAT = _table(
         "prompt_cache_options",
         check_options,
         "object: `mode` `implicit` or `explicit`, `ttl` one of `leases.ttls`",
-        "Which prefixes are kept, and for how long at least; see below.",
+        "Which prefixes are kept, and for how long at least.",
     ),
     _used("max_tokens", integer(1, MAX_TOKENS), "integer from 1", "The older name; not together with the newer."),
-    _used("logprobs", boolean, "boolean, default false", "Log probabilities of the answer's tokens; see below."),
+    _used("logprobs", boolean, "boolean, default false", "Log probabilities of the answer's tokens."),
     _used(
         "top_logprobs",
         integer(0, 20),
         "integer 0 to 20, default 0; only with `logprobs`",
         "And of so many of the likeliest tokens in the place of each.",
     ),
-    _used("tools", tools, "array of up to 128 functions and custom tools", "What the model may call; see below."),
+    _used("tools", tools, "array of up to 128 functions and custom tools", "What the model may call."),
     _used(
         "tool_choice",
         tool_choice,
@@ -321,7 +321,7 @@ CHAT = _table(
         "service_tier",
         choice("auto", "default", "flex", "scale", "priority", "fast"),
         "`auto`, `default`, `flex`, `scale`, `priority` or `fast`",
-        "Who goes first where requests wait; the answer says which it was. See below.",
+        "Who goes first where requests wait; the answer says which it was.",
     ),
     _no_effect(
         "reasoning_effort",
@@ -362,7 +362,7 @@ COMPLETION = _table(
         "logprobs",
         integer(0, 5),
         "integer 0 to 5",
-        "Log probabilities of the tokens, and of so many likeliest ones; with `echo` of the prompt, too. See below.",
+        "Log probabilities of the tokens, and of so many likeliest ones; with `echo` of the prompt, too.",
     ),
     _used(
         "best_of",

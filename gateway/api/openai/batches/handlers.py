@@ -71,7 +71,7 @@ def expires_after(value: Any, path: str) -> float:
 
 
 _create = (
-    Parameter("input_file_id", text(), "id of a file", "The requests: a file with the purpose `batch`; see above."),
+    Parameter("input_file_id", text(), "id of a file", "The requests: a file with the purpose `batch`."),
     Parameter(
         "endpoint",
         choice(*ENDPOINTS),

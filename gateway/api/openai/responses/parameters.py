@@ -108,7 +108,7 @@ def _refused(name: str, check: Any, accepts: str, does: str, *harmless: Any) -> 
 
 _INPUT = (
     *_as_chat("model"),
-    _used("input", parse_input, "string, or array of items", "What is answered; see below."),
+    _used("input", parse_input, "string, or array of items", "What is answered."),
     _used("instructions", _string, "string", "A system message before all; not kept for the next response."),
     _used(
         "previous_response_id",
@@ -120,9 +120,9 @@ _INPUT = (
         "truncation",
         choice("auto", "disabled"),
         "`auto` or `disabled`, the default",
-        "`auto`: an input that does not fit loses its oldest turns, instructions aside, until it does; see below.",
+        "`auto`: an input that does not fit loses its oldest turns, instructions aside, until it does.",
     ),
-    _used("tools", tools, "array of up to 128 tools that the client runs", "What the model may call; see below."),
+    _used("tools", tools, "array of up to 128 tools that the client runs", "What the model may call."),
     _used(
         "tool_choice",
         tool_choice,
@@ -130,7 +130,7 @@ _INPUT = (
         "Default `auto`; `required` makes the model call, and one tool makes it call that one, once.",
     ),
     _used("parallel_tool_calls", boolean, "boolean, default true", "Whether there may be more than one call."),
-    _used("text", text_options, "object: `format`, `verbosity`", "What the answer has to be; see below."),
+    _used("text", text_options, "object: `format`, `verbosity`", "What the answer has to be."),
     _refused("conversation", anything, "-", "Conversations are not supported; use `previous_response_id`."),
     _no_effect(
         "reasoning",
@@ -182,7 +182,7 @@ _TABLE = (
         "object: `mode` `implicit` or `explicit`, `ttl` one of `leases.ttls`, `prewarm` boolean, "
         "`comparison_response_id`",
         "Which prefixes are kept, and for how long at least, as for chats. `prewarm`: the prompt is computed, and "
-        "nothing generated. `comparison_response_id`: asks for `prompt_cache_diagnostics`; see below.",
+        "nothing generated. `comparison_response_id`: asks for `prompt_cache_diagnostics`.",
     ),
     *_as_chat(
         "prompt_cache_key",
@@ -212,13 +212,13 @@ _TABLE = (
         "store",
         boolean,
         "boolean, default true",
-        "Keeps the response. It says `store: false` where that was not possible; see below.",
+        "Keeps the response. It says `store: false` where that was not possible.",
     ),
     _used(
         "background",
         boolean,
         "boolean, default false; not with `stream` or `store: false`",
-        "Answers at once that the response is `in_progress`; see below.",
+        "Answers at once that the response is `in_progress`.",
     ),
     _refused("background_options", anything, "-", "There is one speed in the background, and no priority."),
     _refused("context_management", anything, "-; only `[]`", "Conversations are not compacted.", []),
