@@ -7,16 +7,14 @@
               held -----' its grammar is compiled
 
 Pure bookkeeping: no threads, no clock, no model. engine/loop.py calls it from its one thread: schedule, then commit,
-fail or give_up, then take_updates. engine/planner.py decides who runs and preempts, engine/tables.py keeps the blocks
-of the sequences, engine/leases/claims.py what their breakpoints became.
+fail or give_up, then take_updates. engine/planner.py decides who runs and preempts, engine/results.py takes
+what a step computed, engine/open_sequences.py ends sequences, engine/tables.py keeps their blocks,
+engine/leases/claims.py what their breakpoints became.
 """
 
 from __future__ import annotations
 
-import logging
 from array import array
-from collections.abc import Callable
-from typing import Any
 
 from engine.config import EngineSettings
 from engine.counters import Counters
@@ -24,16 +22,16 @@ from engine.forks import Forks
 from engine.lanes import Lanes
 from engine.leases.claims import Claims
 from engine.leases.leases import Leases
+from engine.open_sequences import OpenSequences
 from engine.plan import is_prefill
 from engine.planner import Planner
 from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES, FinishReason, Load, Namespace, SequenceUpdate, Submit, split_digests
 from engine.refusals import Limits, find_mistake
-from engine.sequence import MASK_LATE, NO_TOKEN, NOT_FINITE, ROW_FAILED, Fork, Sequence, Status, Step, Work
+from engine.results import Results
+from engine.sequence import Sequence, Status, Step
 from engine.tables import BlockTables, digests_fit
 from engine.tiers.tiers import Tier, Tiers
-
-log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -81,11 +79,10 @@ class Scheduler:
         self._lanes = Lanes()
         self.forks = Forks()
         self._planner = Planner(self._lanes, self.tables, self.claims, self.counters, settings)
-        self._context_tokens = context_tokens
         self._eos_ids = frozenset(eos_ids)
         self._max_waiting = settings.max_waiting
-        self._sequences: dict[str, dict[int, Sequence]] = {}  # owner -> seq -> sequence that is not finished
-        self._updates: dict[str, list[SequenceUpdate]] = {}
+        self._sequences = OpenSequences(self._lanes, self.forks, self.tables, self.claims, self.counters)
+        self._results = Results(self._sequences, self.tables, self.claims, self.counters, context_tokens=context_tokens)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -115,7 +112,7 @@ class Scheduler:
         if refusal or mistake:
             self.counters.refused += 1
             finish: FinishReason = "abort" if refusal else "error"
-            self._update(owner, SequenceUpdate(message.seq, finish=finish, error=refusal or mistake))
+            self._sequences.update(owner, SequenceUpdate(message.seq, finish=finish, error=refusal or mistake))
             return None
         if not message.use_cache:
             digests = []
@@ -143,7 +140,7 @@ class Scheduler:
         )
         self.forks.join(sequence, message.group)
         self.claims.open(sequence, message.tokens)
-        self._sequences.setdefault(owner, {})[message.seq] = sequence
+        self._sequences.add(sequence)
         if not held:
             self._lanes.add(sequence)
         return sequence
@@ -158,40 +155,40 @@ class Scheduler:
         """Answers a sequence that was held and is not going to run."""
         if sequence.status is Status.HELD:
             self.counters.refused += 1
-            self._end(sequence, finish)
+            self._sequences.end(sequence, finish)
             update = SequenceUpdate(sequence.seq, finish=finish, error=error, grammar_path=grammar_path)
-            self._update(sequence.owner, update)
+            self._sequences.update(sequence.owner, update)
 
     def refuse(self, owner: str, seq: int, mistake: str, *, grammar_path: str | None = None) -> None:
         """Answers a sequence that can never run, without queueing it."""
         self.counters.submitted += 1
         self.counters.refused += 1
-        self._update(owner, SequenceUpdate(seq, finish="error", error=mistake, grammar_path=grammar_path))
+        self._sequences.update(owner, SequenceUpdate(seq, finish="error", error=mistake, grammar_path=grammar_path))
 
     def has(self, owner: str, seq: int) -> bool:
         """Whether this sequence is here and not finished."""
-        return seq in self._sequences.get(owner, {})
+        return self._sequences.find(owner, seq) is not None
 
     def abort(self, owner: str, seq: int) -> bool:
         """Ends a sequence at any time, without an update, and frees its blocks. False when there is none."""
-        sequence = self._sequences.get(owner, {}).get(seq)
+        sequence = self._sequences.find(owner, seq)
         if sequence is None:
             return False
-        self._end(sequence, "abort")
+        self._sequences.end(sequence, "abort")
         return True
 
     def abort_owner(self, owner: str) -> int:
         """Aborts everything that a gateway sent, and drops what was not yet told to it. Returns how many there were."""
-        sequences = list(self._sequences.get(owner, {}).values())
+        sequences = self._sequences.of(owner)
         for sequence in sequences:
-            self._end(sequence, "abort")
-        self._updates.pop(owner, None)
+            self._sequences.end(sequence, "abort")
+        self._sequences.drop_updates(owner)
         return len(sequences)
 
     def fail_all(self, error: str) -> None:
         """Ends every sequence with an error update."""
-        for sequence in [s for by_seq in self._sequences.values() for s in by_seq.values()]:
-            self._fail(sequence, error)
+        for sequence in self._sequences.all():
+            self._sequences.fail(sequence, error)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -217,44 +214,16 @@ class Scheduler:
     def commit(self, step: Step, results: list[int | None], now: float) -> None:
         """Takes the results of a step that succeeded, one for each work and fork: full blocks become findable, tokens
         are appended, sequences that are at their end are finished."""
-        assert len(results) == step.num_results, f"{len(results)} results for {step.num_results} works and forks"
         self.pool.advance(now)
         self.tables.settle()
-        sequences = step.sequences
-        for sequence, result in zip(sequences, results, strict=True):
-            if result == NOT_FINITE:
-                self._guard(sequence, self._fail_not_finite, sequence)
-            elif result == ROW_FAILED:
-                self._guard(sequence, self._fail_row, sequence)
-        late = {s for s, result in zip(sequences, results, strict=True) if result == MASK_LATE}
-        for work in step.work:
-            self._guard(work.sequence, self._take_computed, work, now, work.sequence in late)
-        for fork in step.forks:
-            self._guard(fork.sequence, self._take_forked, fork, now)
-        for sequence, result in zip(sequences, results, strict=True):
-            if result == NO_TOKEN:
-                self._guard(sequence, self._fail_grammar, sequence)
-            elif result is not None and result != MASK_LATE:
-                self._guard(sequence, self._append, sequence, result, now)
-
-    def _guard(self, sequence: Sequence, take: Callable[..., None], *values: Any) -> None:
-        """Takes a result of a sequence, unless it has failed or was aborted since it was scheduled. An error ends that
-        sequence alone; what the step wrote for it and is not registered yet never is."""
-        if sequence.status is not Status.RUNNING:
-            return
-        try:
-            take(*values)
-        except Exception:
-            log.exception("a result of a step could not be taken (request %s)", sequence.request_id or "-")
-            if sequence.status is Status.RUNNING:
-                self._fail_row(sequence)
+        self._results.take(step, results, now)
 
     def fail(self, step: Step, error: str) -> None:
         """The step did not succeed: its sequences end with an error, and nothing that it wrote becomes findable."""
         self.tables.settle()
         for sequence in step.sequences:
             if sequence.status is Status.RUNNING:
-                self._fail(sequence, error)
+                self._sequences.fail(sequence, error)
 
     def can_give_up(self, step: Step) -> bool:
         """Whether `give_up` may end the step: it has work of the batch lane in it, and nothing that the online lane
@@ -269,8 +238,7 @@ class Scheduler:
 
     def take_updates(self) -> dict[str, list[SequenceUpdate]]:
         """What has to be told to each owner since the last call."""
-        updates, self._updates = self._updates, {}
-        return updates
+        return self._sequences.take_updates()
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -306,115 +274,3 @@ class Scheduler:
             batch_running=self._lanes.count_running("batch"),
             batch_backlog=batch_backlog,
         )
-
-    # -- results ------------------------------------------------------------------------------------------------------
-
-    def _take_computed(self, work: Work, now: float, again: bool) -> None:
-        """`again`: its last token is computed once more, because nothing could be sampled behind it."""
-        sequence = work.sequence
-        if again:
-            self.counters.masks_late += 1
-        if is_prefill(work):
-            self.counters.prefilled_tokens += work.count
-        else:
-            self.counters.decoded_tokens += not again
-        sequence.num_computed = work.start + work.count - again
-        self.tables.register(sequence)
-        self.claims.register(sequence, now)
-        if work.samples and is_prefill(work):
-            self.tables.save(sequence)
-
-    def _take_forked(self, fork: Fork, now: float) -> None:
-        self.tables.follow(fork.sequence, fork.source)
-        self.claims.register(fork.sequence, now)
-        fork.sequence.prompt_logprobs = fork.source.prompt_logprobs
-
-    def _append(self, sequence: Sequence, token: int, now: float) -> None:
-        update = SequenceUpdate(sequence.seq)
-        if not sequence.num_generated:
-            self._describe_start(sequence, update, now)
-            if sequence.sampling.prompt_logprobs is not None:
-                update.prompt_logprobs = sequence.prompt_logprobs
-        sampling = sequence.sampling
-        if not sampling.max_tokens:  # the prompt is computed, and that is all
-            self._finish(sequence, "length", update)
-            return
-        if token in sequence.end_ids:
-            update.stop_id = token
-            self._finish(sequence, "stop", update)
-            return
-        sequence.tokens.append(token)
-        update.tokens.append(token)
-        if sequence.siblings is not None:
-            sequence.siblings.settle()
-        if sampling.logprobs is not None:
-            update.logprobs, sequence.logprobs = sequence.logprobs, []
-        if sequence.num_generated >= sampling.max_tokens or sequence.num_tokens >= self._context_tokens:
-            self._finish(sequence, "length", update)
-        else:
-            self._update(sequence.owner, update)
-
-    def _describe_start(self, sequence: Sequence, update: SequenceUpdate, now: float | None) -> None:
-        update.cached_tokens = sequence.cached_tokens
-        self.claims.describe(sequence, update)
-        if sequence.scheduled_s is not None:
-            update.queue_ms = max(0.0, (sequence.scheduled_s - sequence.arrived_s) * 1000)
-            if now is not None:
-                update.prefill_ms = max(0.0, (now - sequence.scheduled_s) * 1000)
-
-    def _fail_grammar(self, sequence: Sequence) -> None:
-        failure = sequence.matcher.failure if sequence.matcher is not None else None
-        if failure is None:
-            self._fail(sequence, "the grammar became too complex to go on with", "")
-        else:
-            self._fail(sequence, failure.reason, failure.path)
-
-    def _fail_not_finite(self, sequence: Sequence) -> None:
-        self.counters.not_finite += 1
-        forgotten = self.tables.quarantine(sequence)
-        self.leases.drop_lost()
-        log.error(
-            "numbers that are not finite: sequence ended, %d blocks unregistered (request %s)",
-            forgotten,
-            sequence.request_id or "-",
-        )
-        self._fail(sequence, "the model computed numbers that are not finite")
-
-    def _fail_row(self, sequence: Sequence) -> None:
-        self.counters.failed_rows += 1
-        self._fail(sequence, "the engine had an internal error with this sequence")
-
-    def _fail(self, sequence: Sequence, error: str, grammar_path: str | None = None) -> None:
-        update = SequenceUpdate(sequence.seq, error=error, grammar_path=grammar_path)
-        self._finish(sequence, "error", update)
-
-    def _finish(self, sequence: Sequence, reason: FinishReason, update: SequenceUpdate | None = None) -> None:
-        """Ends a sequence and tells its owner."""
-        update = update or SequenceUpdate(sequence.seq)
-        update.finish = reason
-        if not sequence.num_generated and update.cached_tokens is None:
-            self._describe_start(sequence, update, None)
-        self._end(sequence, reason)
-        self._update(sequence.owner, update)
-
-    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """The only way out: takes a sequence out of everything it is in, and its blocks with it."""
-        by_seq = self._sequences[sequence.owner]
-        del by_seq[sequence.seq]
-        if not by_seq:
-            del self._sequences[sequence.owner]
-        if sequence.status is Status.RUNNING:
-            self.tables.release(sequence)
-        if sequence.status is Status.HELD:
-            sequence.status = Status.FINISHED
-        else:
-            self._lanes.remove(sequence)
-        if sequence.matcher is not None:
-            sequence.matcher.close()
-        self.forks.leave(sequence)
-        self.claims.close(sequence)
-        sequence.finish = reason
-        self.counters.finished[reason] += 1
-
-    def _update(self, owner: str, update: SequenceUpdate) -> None:
-        self._updates.setdefault(owner, []).append(update)

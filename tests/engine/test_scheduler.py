@@ -603,7 +603,7 @@ def test_an_error_with_one_row_ends_that_sequence_alone_and_registers_nothing_of
     assert bench.of(3)[0].cached_tokens == 0
 
 
-@pytest.mark.parametrize("where", ["tables.register", "claims.register", "_describe_start"])
+@pytest.mark.parametrize("where", ["tables.register", "claims.register", "_sequences.describe_start"])
 def test_an_error_in_the_bookkeeping_of_one_sequence_ends_that_one_alone(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -611,7 +611,7 @@ def test_an_error_in_the_bookkeeping_of_one_sequence_ends_that_one_alone(
     first = bench.submit(1, prompt(12), max_tokens=4)
     bench.submit(2, prompt(12, 1), max_tokens=4)
     owner, _, name = where.rpartition(".")
-    target = getattr(bench.scheduler, owner) if owner else bench.scheduler
+    target = getattr(bench.scheduler, owner)
     usual, broken = getattr(target, name), [first]
 
     def fail(sequence: Any, *values: Any) -> Any:
