@@ -283,7 +283,7 @@ class HeldGrammars:
         assert pool is not None
         self._pool, self._mailbox = pool, desk.loop._mailbox
         self._compile_next = pool._compile_next
-        pool._max_waiting = max_waiting
+        pool._jobs._max_waiting = max_waiting
         pool._compile_next = lambda: None  # type: ignore[method-assign]
 
     def go(self) -> None:
