@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import re
@@ -77,10 +78,10 @@ async def test_the_line_of_a_request_is_documented_name_by_name(caplog: pytest.L
     assert documented == ["request_id", *re.findall(r'^        \("(\w+)", ', source, re.MULTILINE)]
 
 
-def named(room: str) -> Iterator[str]:
-    """The files and folders that a cell of the table of rooms stands for: of names behind a folder or a file each is
+def named(module: str) -> Iterator[str]:
+    """The files and folders that a cell of the table of modules stands for: of names behind a folder or a file each is
     in the same folder as that, and of names in brackets in the folder before them."""
-    place, _, inside = room.partition(" (")
+    place, _, inside = module.partition(" (")
     first, *others = place.replace("`", "").split()
     if "`" in inside:
         yield from (first + name for name in inside.replace("`", "").rstrip(")").split())
@@ -89,9 +90,9 @@ def named(room: str) -> Iterator[str]:
         yield from (first, *(folder + name for name in others))
 
 
-def test_the_table_of_rooms_has_every_file_and_no_other() -> None:
-    table = (ROOT / "docs/architecture.md").read_text().split("\n## Rooms\n", 1)[1].split("\n## ", 1)[0]
-    names = {name for room in re.findall(r"^\| (`[^|]*?) \|", table, re.MULTILINE) for name in named(room)}
+def test_the_table_of_modules_has_every_file_and_no_other() -> None:
+    table = (ROOT / "docs/architecture.md").read_text().split("\n## Modules\n", 1)[1].split("\n## ", 1)[0]
+    names = {name for module in re.findall(r"^\| (`[^|]*?) \|", table, re.MULTILINE) for name in named(module)}
     assert not {name for name in names if not (ROOT / name).exists()}
     sources = (path for package in ("gateway", "engine") for path in (ROOT / package).rglob("*.py"))
     files = {path.relative_to(ROOT).as_posix() for path in sources if path.name != "__init__.py"}
@@ -110,6 +111,24 @@ def test_every_source_that_a_page_names_is_there() -> None:
         named = re.findall(r"(?<![\w/.])((?:\w+/)*\w+\.(?:py|c))\b", page.read_text())
         gone = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
         assert not gone or page.name in RECORDS, f"{page.name}: {gone}"
+
+
+def names_of(path: Path) -> set[str]:
+    """Functions, classes and methods of a file, as `name` and `Class.method`."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            functions = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+            names |= {f"{node.name}.{one.name}" for one in functions}
+    return names
+
+
+def test_every_function_that_a_page_names_is_there() -> None:
+    named = [one for page in PAGES for one in re.findall(r"`([\w/]+\.py):([\w.]+)`", page.read_text())]
+    assert len(named) > 20
+    assert not {(path, name) for path, name in named if name not in names_of(ROOT / path)}
 
 
 def anchors(page: Path) -> set[str]:
