@@ -113,6 +113,16 @@ def test_every_source_that_a_page_names_is_there() -> None:
         assert not gone or page.name in RECORDS, f"{page.name}: {gone}"
 
 
+def test_every_figure_of_the_readme_has_a_script_and_is_in_the_notebook() -> None:
+    table = (ROOT / "README.md").read_text().split("| what | figure | script |", 1)[1].split("\n\n", 1)[0]
+    scripts = re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)
+    notebook = (ROOT / "docs/lab-notebook.md").read_text()
+    assert scripts
+    assert not {
+        name for name in scripts if not (ROOT / f"tests/bench/{name}.py").exists() or f"`{name}" not in notebook
+    }
+
+
 def names_of(path: Path) -> set[str]:
     """Functions, classes and methods of a file, as `name` and `Class.method`."""
     names: set[str] = set()
