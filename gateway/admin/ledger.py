@@ -83,7 +83,7 @@ class LedgerPage:
         self._now = now
 
     def routes(self) -> list[Route]:
-        summary = "What was used and saved, in tokens, milliseconds and money."
+        summary = "Used and saved tokens, milliseconds and money."
         return [Route("GET", "/admin/ledger", self.show, summary, query=QUERY, media=(JSON, CSV), key="admin")]
 
     async def show(self, http: web.Request) -> web.Response:

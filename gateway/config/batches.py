@@ -60,13 +60,14 @@ class BatchSettings(Section):
         "that is its result. One whose engine died is tried once more at most.",
     )
     lease_s: Annotated[float, Field(gt=0)] = Field(
-        60.0, description="Seconds after which other gateways take over what one that is gone has been working on."
+        60.0, description="Seconds after which other gateways take over the lines of one that stopped."
     )
     poll_s: Annotated[float, Field(gt=0)] = Field(
         1.0, description="Seconds from one look for something to do to the next."
     )
     redis_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        5.0, description="Seconds that Redis may take for one call about jobs and lines, before it is taken for away."
+        5.0,
+        description="Seconds that Redis may take for one call about jobs and lines, before it counts as unreachable.",
     )
     keep_s: Annotated[float, Field(gt=0)] = Field(
         2592000.0,

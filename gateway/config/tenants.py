@@ -19,7 +19,7 @@ class AuthSettings(Section):
 
 
 class TenantSettings(Section):
-    """[[tenants]]: one tenant and its keys. Without any, the server is open and everybody is one tenant."""
+    """[[tenants]]: one tenant and its keys. Without any, the server is open and all requests belong to one tenant."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
         ..., description="Name in logs, metrics and the block namespace; letters, digits and `._-`."

@@ -90,7 +90,7 @@ class UpstreamSettings(Section):
         300.0, description="Seconds to the first byte of an answer; one that does not stream comes whole."
     )
     idle_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        120.0, description="Seconds from one piece of an answer to the next."
+        120.0, description="Seconds from one chunk of an answer to the next."
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Seconds that one answer may take; `server.request_timeout_s` holds, too."

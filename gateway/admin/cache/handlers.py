@@ -96,7 +96,7 @@ class CachePages:
     def routes(self) -> list[Route]:
         pages = (
             ("/admin/cache", self.page, "Remembered answers, the latest first.", PAGE),
-            ("/admin/cache/stats", self.stats, "How many answers are remembered, by tenant and model.", IN_URL),
+            ("/admin/cache/stats", self.stats, "Counts remembered answers by tenant and model.", IN_URL),
             ("/admin/cache/{id}", self.one, "One remembered answer.", ONE),
         )
         invalidate = Route(

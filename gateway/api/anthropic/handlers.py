@@ -71,7 +71,7 @@ class Anthropic:
                 "POST",
                 "/v1/messages/count_tokens",
                 self.count_tokens,
-                "How many tokens the prompt of a message has.",
+                "Counts the tokens of a message's prompt.",
                 COUNT,
                 ("model", "messages"),
                 example=_EXAMPLE,

@@ -87,14 +87,18 @@ class CachedContents:
     def _routes(self, root: str) -> Iterator[Route]:
         one = f"{root}/{{name}}"
         yield Route(
-            "POST", root, self.create, "Keeps the beginning of prompts.", CREATE, required=("model",), example=EXAMPLE
+            "POST",
+            root,
+            self.create,
+            "Creates a cached content: the beginning of prompts.",
+            CREATE,
+            required=("model",),
+            example=EXAMPLE,
         )
-        yield Route("GET", root, self.list_all, "What is kept.", query=PAGE)
+        yield Route("GET", root, self.list_all, "Cached contents.", query=PAGE)
         yield Route("GET", one, self.get, "One of them.")
-        yield Route(
-            "PATCH", one, self.change, "Keeps it longer, or shorter.", CHANGE, query=MASK, example={"ttl": "600s"}
-        )
-        yield Route("DELETE", one, self.delete, "Keeps it no longer.")
+        yield Route("PATCH", one, self.change, "Changes its end.", CHANGE, query=MASK, example={"ttl": "600s"})
+        yield Route("DELETE", one, self.delete, "Deletes it.")
 
     async def use(self, tenant: Tenant, name: str, model: str) -> tuple[CachedContent, Kept]:
         """For a request to this model. Raises NotFoundError, and BadRequestError when it belongs to another model."""

@@ -88,8 +88,8 @@ class GeminiFiles:
             example = {"file": {"displayName": "notes.txt", "mimeType": "text/plain"}}
             yield Route("POST", f"/upload/{version}/files", self.upload, summary, CREATE, example=example)
             yield Route("GET", f"/{version}/files", self.list_files, "The files that are kept.", query=PAGE)
-            yield Route("GET", one, self.get_file, "What is known of one of them.")
-            yield Route("DELETE", one, self.delete, "Keeps it no longer.")
+            yield Route("GET", one, self.get_file, "Description of a file.")
+            yield Route("DELETE", one, self.delete, "Deletes it.")
 
     async def close(self) -> None:
         """Nothing is left of uploads that are not complete."""

@@ -59,7 +59,7 @@ class Gemini:
             "POST",
             f"{model}:streamGenerateContent",
             self.stream,
-            "The same, in pieces.",
+            "The same, as a stream.",
             **asks,
             query=STREAM,
             media=(SSE, JSON),
@@ -68,7 +68,7 @@ class Gemini:
             "POST",
             f"{model}:countTokens",
             self.count,
-            "How many tokens a prompt has.",
+            "Counts the tokens of a prompt.",
             COUNT,
             example=EXAMPLE,
         )

@@ -163,7 +163,7 @@ class Embeddings:
                 "POST",
                 "/v1/embeddings",
                 self.create,
-                "Vectors of texts.",
+                "Embeds texts.",
                 EMBEDDINGS,
                 ("model", "input"),
                 example={"model": self._settings.names[0], "input": "The weather is lovely today."},

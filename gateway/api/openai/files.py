@@ -58,11 +58,11 @@ class Files:
     def routes(self) -> list[Route]:
         one = "/v1/files/{file_id}"
         return [
-            Route("POST", "/v1/files", self.upload, "Keeps a file.", form=UPLOAD, required=("purpose",)),
+            Route("POST", "/v1/files", self.upload, "Uploads a file.", form=UPLOAD, required=("purpose",)),
             Route("GET", "/v1/files", self.list_files, "The files that are kept.", query=LIST),
-            Route("GET", one, self.get_file, "What is known of one of them."),
-            Route("GET", f"{one}/content", self.content, "Its bytes.", media=(BYTES,)),
-            Route("DELETE", one, self.delete, "Keeps it no longer."),
+            Route("GET", one, self.get_file, "Description of a file."),
+            Route("GET", f"{one}/content", self.content, "Bytes of a file.", media=(BYTES,)),
+            Route("DELETE", one, self.delete, "Deletes it."),
         ]
 
     async def upload(self, http: web.Request) -> web.StreamResponse:

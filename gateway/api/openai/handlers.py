@@ -73,7 +73,7 @@ class OpenAI:
                 "GET",
                 "/v1/chat/completions",
                 self.list_chats,
-                "The chats that are kept: none, ever.",
+                "Stored chats: none, ever.",
                 query=LIST,
             ),
             Route("GET", "/v1/models", self.list_models, "The models that are served."),

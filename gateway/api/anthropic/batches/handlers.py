@@ -74,16 +74,16 @@ class MessageBatches:
                 "POST",
                 ROOT,
                 self.create,
-                "Has many messages answered when there is room.",
+                "Creates a batch of messages.",
                 CREATE,
                 ("requests",),
                 example=example,
             ),
             Route("GET", ROOT, self.list_batches, "The batches, newest first.", query=LIST),
-            Route("GET", one, self.get_batch, "How far one of them is."),
-            Route("DELETE", one, self.delete, "Forgets one that has ended, with its results."),
-            Route("POST", f"{one}/cancel", self.cancel, "Begins no more of its requests."),
-            Route("GET", f"{one}/results", self.results, "What became of its requests.", media=(JSONL,)),
+            Route("GET", one, self.get_batch, "State of a batch."),
+            Route("DELETE", one, self.delete, "Deletes a batch that has ended, with its results."),
+            Route("POST", f"{one}/cancel", self.cancel, "Cancels a batch."),
+            Route("GET", f"{one}/results", self.results, "Results of a batch.", media=(JSONL,)),
         ]
 
     async def create(self, http: web.Request) -> web.StreamResponse:

@@ -122,14 +122,14 @@ class OpenAIBatches:
                 "POST",
                 "/v1/batches",
                 self.create,
-                "Has a file of requests answered when there is room.",
+                "Creates a batch from a file of requests.",
                 CREATE,
                 REQUIRED,
                 example={"input_file_id": "file-0", "endpoint": ENDPOINTS[0], "completion_window": WINDOW},
             ),
             Route("GET", "/v1/batches", self.list_batches, "The batches, newest first.", query=LIST),
-            Route("GET", one, self.get_batch, "How far one of them is."),
-            Route("POST", f"{one}/cancel", self.cancel, "Begins no more of its requests."),
+            Route("GET", one, self.get_batch, "State of a batch."),
+            Route("POST", f"{one}/cancel", self.cancel, "Cancels a batch."),
         ]
 
     async def create(self, http: web.Request) -> web.StreamResponse:

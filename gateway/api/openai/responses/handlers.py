@@ -79,7 +79,7 @@ class Responses:
                 "POST",
                 "/v1/responses",
                 self.create,
-                "The answer to items, told as items.",
+                "Answers a list of items with items.",
                 RESPONSE,
                 required,
                 media=(JSON, SSE),
@@ -89,7 +89,7 @@ class Responses:
                 "POST",
                 "/v1/responses/input_tokens",
                 self.input_tokens,
-                "How many tokens an input has.",
+                "Counts the tokens of an input.",
                 TOKENS,
                 required,
                 example=example,
@@ -101,10 +101,10 @@ class Responses:
                 "Refused: conversations are not compacted.",
                 refuses=True,
             ),
-            Route("GET", one, self.retrieve, "A kept response.", query=IN_RESPONSE_URL),
-            Route("DELETE", one, self.delete, "Deletes a kept response."),
+            Route("GET", one, self.retrieve, "A stored response.", query=IN_RESPONSE_URL),
+            Route("DELETE", one, self.delete, "Deletes a stored response."),
             Route("POST", f"{one}/cancel", self.cancel, "Ends a response that runs in the background."),
-            Route("GET", f"{one}/input_items", self.input_items, "What a response answered.", query=IN_ITEMS_URL),
+            Route("GET", f"{one}/input_items", self.input_items, "Input items of a response.", query=IN_ITEMS_URL),
         ]
 
     async def create(self, http: web.Request) -> web.StreamResponse:
