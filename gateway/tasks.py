@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -26,6 +26,9 @@ CONTAINER_WORK: Final = 128
 VALUE_WORK: Final = 8
 TEXT_WORK: Final = 8
 
+LARGE: Final = 1 << 17
+"""Work from which on no single call of a C library may do all of it: the text of a megabyte."""
+
 SWITCH_S: Final = 0.001
 """After which a thread that runs Python gives way to one that waits, the event loop's above all. Python's own is 5 ms,
 which a small request would wait several times over."""
@@ -35,6 +38,8 @@ _thread: Final = ThreadPoolExecutor(1, thread_name_prefix="large")
 in the event loop's way for as long again."""
 
 MAX_REST_S: Final = 0.05
+_rested_s = 0.0
+"""Monotonic time at which that thread has rested; written by itself alone."""
 
 LOOKS: Final = 8
 """So often the loop has to come round before somebody who does not answer is given up."""
@@ -72,16 +77,16 @@ async def off_loop(amount: int, work: Callable[[], _T]) -> _T:
 
 
 def _paced(work: Callable[[], _T]) -> _T:
-    """Has the thread rest before what waits behind long work, for about as long, so that a row of large requests leaves
-    the event loop half of the interpreter."""
+    """Has the thread rest before what comes behind long work, for about as long, so that a row of large requests leaves
+    the event loop half of the interpreter, and a small one waits for one long call at most."""
+    global _rested_s
+    time.sleep(max(0.0, _rested_s - time.monotonic()))
     begun_s = time.monotonic()
     try:
         return work()
     finally:
-        took_s = time.monotonic() - begun_s
-        if took_s > SWITCH_S:
-            with suppress(RuntimeError):  # the process ends
-                _thread.submit(time.sleep, min(took_s, MAX_REST_S))
+        ended_s = time.monotonic()
+        _rested_s = ended_s + (min(ended_s - begun_s, MAX_REST_S) if ended_s - begun_s > SWITCH_S else 0.0)
 
 
 async def cancel(task: asyncio.Task[Any] | None) -> None:

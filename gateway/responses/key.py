@@ -2,7 +2,8 @@
 
 The form is that of a Request, so that one question is one key in every dialect, streamed or not. It is one JSON array
 of tagged values, in which no value can pass for another. Where the model reads the order of names (tools, schemas,
-arguments of earlier calls) the order counts; a message is the same however its own names are ordered.
+arguments of earlier calls) the order counts; a message is the same however its own names are ordered. Of large requests
+the same values are added one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any, Final
 import orjson
 
 from engine.protocol import Grammar, Hello, Sampling
+from gateway.digests import feed
 from gateway.responses.base import Situation
+from gateway.tasks import LARGE
 from gateway.types import ChatPrompt, Constraint, Prompt, Request, TextPrompt, Tool, ToolUse
 
 VERSION: Final = 1
@@ -88,7 +91,11 @@ def _digest(kind: str, request: Request, model: Hello, prompt: Prompt) -> bytes:
         ("tool_use", None if use is None else _tool_use(use)),
         ("answer", request.number, request.prewarm),
     )
-    return hashlib.sha256(orjson.dumps(parts)).digest()
+    if request.work <= LARGE:
+        return hashlib.sha256(orjson.dumps(parts)).digest()
+    hashed = hashlib.sha256()
+    feed(hashed, parts)
+    return hashed.digest()
 
 
 @lru_cache(maxsize=64)

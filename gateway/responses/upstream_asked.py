@@ -18,6 +18,7 @@ from gateway.responses.base import Situation
 from gateway.responses.upstream_key import (
     CALLED,
     include_usage,
+    is_large,
     route_of,
     sampling_of,
     situation_digest,
@@ -157,8 +158,8 @@ class UpstreamAsked:
         return None if type(temperature) in (int, float) and temperature <= max_temperature else "sampling"
 
     def find_situation(self) -> Situation | None:
-        """See Asked. None as well for a chat in which there is anything but text."""
-        chat = _CHATS.get(route_of(self.request))
+        """See Asked. None as well for a chat in which there is anything but text, and for a large one."""
+        chat = None if is_large(self.request) else _CHATS.get(route_of(self.request))
         cut = None if chat is None else _cut(self.request.values, chat)
         if cut is None:
             return None

@@ -2,7 +2,8 @@
 
 Their bodies are not known here but as JSON: everything in them counts, unknown fields too, except what is known to
 change no answer. Names may come in any order where it is certain that no model reads it: those of the body, of a turn,
-and of a part of one. Deeper down are schemas, and arguments of earlier calls.
+and of a part of one. Deeper down are schemas, and arguments of earlier calls. Large bodies are the same only byte for
+byte.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ _VECTORS: Final = "/v1/embeddings"
 
 _STRICTER: Final = ("on", "ask", "off")
 
+LARGE_BYTES: Final = 1 << 20
+"""Of a body. A larger one is not written again in a common form, which would stop all other threads."""
+
 _LEAST, _MOST, _LONGEST = -(2**63), 2**64 - 1, 20
 """Whole numbers that are read exactly, and characters of the longest of them."""
 
@@ -75,8 +79,17 @@ def include_usage(request: UpstreamRequest) -> bool:
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
+def is_large(request: UpstreamRequest) -> bool:
+    """Whether only the same bytes are the same request, and none means the same."""
+    return len(request.body) > LARGE_BYTES
+
+
 def upstream_key(request: UpstreamRequest, whose: str) -> bytes:
     """32 bytes. `whose` says which upstreams and models answer it."""
+    if is_large(request):
+        hashed = hashlib.sha256(_digest("large upstream", request, {}, whose))
+        hashed.update(request.body)
+        return hashed.digest()
     return _digest("upstream", request, request.values, whose)
 
 
@@ -152,7 +165,7 @@ def _is_sse(request: UpstreamRequest) -> bool:
 def _find_odd(request: UpstreamRequest) -> str | None:
     """Parsers differ in which of two names they take, and in how they read long numbers: the upstream might answer
     another request than the one that was looked for here, and its answer would be kept for who asks the latter."""
-    if orjson.dumps(request.values) == request.body:  # as most clients write it
+    if is_large(request) or orjson.dumps(request.values) == request.body:  # as most clients write it
         return None
     try:
         json.loads(request.body, object_pairs_hook=_once, parse_int=_exact)

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+from gateway.digests import feed
 from gateway.types import MAX_BREAKPOINTS, UpstreamRequest
 from gateway.upstreams.json_edit import find, replaced, root, with_member
 
@@ -122,26 +123,26 @@ def _with_mark(body: bytes, block: Block) -> bytes:
 def _blocks(request: UpstreamRequest) -> Iterator[Block]:
     """In the order in which the upstream reads them. Nothing behind what is no block."""
     hashed = hashlib.sha256()
-    _feed(hashed, request.tenant.name.encode(), request.model.encode())
+    feed(hashed, [request.tenant.name, request.model])
     for path, value, told in _pieces(request.values):
         if not isinstance(value, dict | str):
             return
-        _feed(hashed, told, _canonical(value))
+        feed(hashed, [told, _canonical(value)])
         yield Block(path, value, hashed.copy().digest()[:16])
 
 
-def _pieces(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any, bytes]]:
+def _pieces(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]:
     """Path, value, and where it stands."""
     for number, tool in enumerate(_list(values.get("tools"))):
-        yield ("tools", number), tool, b"tool"
-    yield from _content(("system",), values.get("system"), b"system")
+        yield ("tools", number), tool, "tool"
+    yield from _content(("system",), values.get("system"), "system")
     for number, message in enumerate(_list(values.get("messages"))):
         if not isinstance(message, dict):
             return
-        yield from _content(("messages", number, "content"), message.get("content"), str(message.get("role")).encode())
+        yield from _content(("messages", number, "content"), message.get("content"), str(message.get("role")))
 
 
-def _content(path: Path, content: Any, told: bytes) -> Iterator[tuple[Path, Any, bytes]]:
+def _content(path: Path, content: Any, told: str) -> Iterator[tuple[Path, Any, str]]:
     if isinstance(content, str):
         yield path, content, told
     for number, block in enumerate(_list(content)):
@@ -161,18 +162,11 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _canonical(block: dict[str, Any] | str) -> bytes:
+def _canonical(block: dict[str, Any] | str) -> dict[str, Any]:
     """A string is a block of text. Marks are no part of what a block says."""
     if isinstance(block, str):
         block = {"type": "text", "text": block}
-    return orjson.dumps({name: value for name, value in block.items() if name != "cache_control"})
-
-
-def _feed(hashed: Any, *parts: bytes) -> None:
-    """Each with its length, so that none can pass for two."""
-    for part in parts:
-        hashed.update(len(part).to_bytes(8, "little"))
-        hashed.update(part)
+    return {name: value for name, value in block.items() if name != "cache_control"}
 
 
 def _cache_key(request: UpstreamRequest) -> str | None:
@@ -183,7 +177,7 @@ def _cache_key(request: UpstreamRequest) -> str | None:
     items = values.get("messages", values.get("input"))
     hashed = hashlib.sha256()
     beginning = [values.get("instructions"), values.get("tools"), _beginning(items)]
-    _feed(hashed, request.tenant.name.encode(), request.model.encode(), orjson.dumps(beginning))
+    feed(hashed, [request.tenant.name, request.model, beginning])
     return f"kvasir-{hashed.hexdigest()[:24]}"
 
 

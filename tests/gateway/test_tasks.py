@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,3 +129,23 @@ async def test_a_loop_ends_although_its_library_drops_the_cancellation() -> None
     await asyncio.sleep(0)
     await asyncio.wait_for(tasks.cancel(task), 30)
     assert turns == [True]
+
+
+async def test_the_thread_for_large_requests_rests_between_two_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"s": 100.0}
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock["s"] += seconds
+
+    def work() -> None:
+        clock["s"] += 0.03
+
+    monkeypatch.setattr(tasks, "time", SimpleNamespace(monotonic=lambda: clock["s"], sleep=sleep))
+    monkeypatch.setattr(tasks, "_rested_s", 0.0)
+    await asyncio.gather(*(tasks.off_loop(tasks.AT_ONCE + 1, work) for _ in range(3)))
+    assert slept == pytest.approx([0.0, 0.03, 0.03])
+    clock["s"] += 1.0
+    await tasks.off_loop(tasks.AT_ONCE + 1, work)
+    assert slept[3:] == [0.0], "it had rested"

@@ -165,6 +165,17 @@ def changed(kind: type, name: str, value: Any) -> bytes:
 KEY = request_key(REQUEST, MODEL)
 
 
+def test_the_key_of_a_large_request_says_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.responses.key.LARGE", -1)
+    own = request_key(REQUEST, MODEL)
+    assert own != KEY
+    monkeypatch.setitem(globals(), "KEY", own)  # which `changed` compares with
+    for kind, values in OTHER.items():
+        for name, value in values.items():
+            ignored = name in IGNORED.get(kind, frozenset()) and (kind, name) != (Request, "tenant")
+            assert (changed(kind, name, value) == own) == ignored, f"{kind.__name__}.{name}"
+
+
 @pytest.mark.parametrize("kind", OTHER, ids=lambda kind: kind.__name__)
 def test_every_field_changes_the_key_or_is_known_to_change_no_answer(kind: type) -> None:
     names = {field.name for field in fields(kind)}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.api.replays import REPLAYS
 from gateway.responses.upstream_asked import UpstreamAsked
-from gateway.responses.upstream_key import route_of
+from gateway.responses.upstream_key import LARGE_BYTES, route_of
 from gateway.types import Reuse, Tenant, UpstreamRequest
 
 CHAT, MESSAGES, GENERATE = "/v1/chat/completions", "/v1/messages", "/v1beta/models/{model}:generateContent"
@@ -230,3 +230,16 @@ def test_whatever_a_body_says_nothing_fails(path: str, turns: Any, more: dict[st
     situation = one.find_situation()
     assert situation is None or isinstance(situation.text, str)
     assert one.find_unfit(0.3) in ("tools", "form", "sampling", None)
+
+
+def test_a_large_request_is_one_byte_for_byte_and_means_the_same_as_none() -> None:
+    values = {"model": "m", "temperature": 0, "messages": [{"role": "user", "content": "a" * LARGE_BYTES}]}
+    one = asked(CHAT, values)
+    assert one.key == asked(CHAT, dict(values)).key
+    assert one.find_situation() is None
+    for other in (
+        asked(CHAT, {**values, "user": "u"}),
+        asked(CHAT, values, tenant="b"),
+        asked(CHAT, values, whose="v"),
+    ):
+        assert other.key != one.key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.upstreams import json_edit
 from gateway.upstreams.json_edit import children, find, named_once, replaced, root, with_member
 
 values = st.recursive(
@@ -20,6 +22,14 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=12,
 )
+
+
+@pytest.fixture(autouse=True, params=[1, 7, 64 << 10], scope="module")
+def slices(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Texts are looked through slice by slice, of any size."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_edit, "_SLICE", request.param)
+        yield
 
 
 def indented(value: Any) -> bytes:

@@ -1,0 +1,39 @@
+"""Digests of large JSON values, made so that other threads have their turn. Pure.
+
+`orjson.dumps` of a whole prompt lets no other thread run until it is done: 31 MB of escaped characters take 0.12 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import orjson
+
+_SLICE: Final = 64 << 10
+"""Characters that are added at once: a fraction of a millisecond."""
+
+
+class Hash(Protocol):
+    """One of hashlib's."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
+def feed(hashed: Hash, value: Any) -> None:
+    """Adds a value, each part with its kind and length, so that no other value can pass for it. Names of an object
+    count in their order. `value` is nested as deep as a request body may be, at most."""
+    if type(value) is str:
+        hashed.update(b"s%d:" % len(value))
+        for start in range(0, len(value), _SLICE):
+            hashed.update(value[start : start + _SLICE].encode("utf-8", "surrogatepass"))
+    elif isinstance(value, dict):
+        hashed.update(b"{%d:" % len(value))
+        for name, item in value.items():
+            feed(hashed, name)
+            feed(hashed, item)
+    elif isinstance(value, list | tuple):
+        hashed.update(b"[%d:" % len(value))
+        for item in value:
+            feed(hashed, item)
+    else:
+        hashed.update(b"v%b;" % orjson.dumps(value))
