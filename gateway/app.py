@@ -102,7 +102,11 @@ class Gateway:
         self.ledger = Ledger(settings.ledger, prices, book, time.time)
         self.limits = TenantLimits(settings.limits, settings.tenants, redis_or_memory.counters(settings, self.redis))
         self.upstreams = Upstreams(
-            settings.upstreams, self.upstream_keys, proxies=self.upstream_proxies, queue=settings.queue
+            settings.upstreams,
+            self.upstream_keys,
+            proxies=self.upstream_proxies,
+            queue=settings.queue,
+            num_tenants=len(settings.tenants),
         )
         self.figures = EngineFigures(lambda: self.registry.engines)
         remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)

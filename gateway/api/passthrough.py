@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, Protocol
 
 from aiohttp import web
@@ -25,6 +24,7 @@ from gateway.api.body import RAW
 from gateway.api.cache_control import stricter
 from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
+from gateway.api.kept_there import KeptThere
 from gateway.api.limiting import ONLY_COUNTED, Limits, set_aside
 from gateway.api.namespaces import Namespaces
 from gateway.api.openai.wire import OPENAI
@@ -41,9 +41,6 @@ from gateway.tasks import off_loop
 from gateway.types import Scope, Tenant, UpstreamAnswer, UpstreamRequest
 
 log = logging.getLogger(__name__)
-
-RESPONSES: Final = "/v1/responses"
-"""Whose answers an upstream keeps unless it is asked not to."""
 
 
 class Upstreams(Protocol):
@@ -80,10 +77,9 @@ class Passthrough:
         embedding_models: Mapping[str, int],
         limits: Limits,
         namespaces: Namespaces,
-        made: Callable[[str, str, str], Awaitable[None]],
+        kept_there: KeptThere,
     ) -> None:
-        """`made` is told tenant, upstream and id of a response that an upstream keeps, and never raises."""
-        self._made = made
+        self.kept_there = kept_there
         self._limits = limits
         self._namespaces = namespaces
         self._server = server
@@ -109,13 +105,6 @@ class Passthrough:
         use."""
         return self._namespaces.scope(record.namespace, tenant)
 
-    def made(
-        self, path: str, values: Mapping[str, Any], tenant: Tenant
-    ) -> Callable[[str, str], Awaitable[None]] | None:
-        """For a request whose answer the upstream keeps, who is told its id (UpstreamRequest)."""
-        stored = path == RESPONSES and values.get("store") is not False
-        return partial(self._made, tenant.name) if stored else None
-
     async def kept(self, http: web.Request, tenant: Tenant, upstream: str, path: str) -> web.StreamResponse:
         """What the upstream says of a response that it keeps. Raises only while nothing was sent."""
         record = http[RECORD]
@@ -134,6 +123,7 @@ class Passthrough:
             metered=False,
             method="GET" if http.method == "HEAD" else http.method,
             only=upstream,
+            made=self.kept_there.told(tenant.name) if http.method == "GET" else None,
         )
         await set_aside(self._limits, record, lambda: ONLY_COUNTED)
         record.traces = [request.trace]
@@ -201,7 +191,8 @@ class Passthrough:
             scope=self.scope(record, tenant),
             tier=find_tier(dialect, values, tenant),
             priority=priority_of(values),
-            made=self.made(record.endpoint, values, tenant),
+            made=self.kept_there.made(record.endpoint, values, tenant.name),
+            maker=self.kept_there.maker(tenant.name),
             work=record.work,
         )
 

@@ -37,6 +37,7 @@ from gateway.api.gemini.embeddings import GeminiEmbeddings
 from gateway.api.gemini.files import GeminiFiles
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
+from gateway.api.kept_there import KeptThere
 from gateway.api.limiting import Limits
 from gateway.api.lines import Lines
 from gateway.api.malformed import MALFORMED
@@ -135,7 +136,8 @@ def build_app(
     metrics = Metrics(sources)
     observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
     named = Namespaces(namespaces, tenants, cache_key)
-    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses.remember_upstream)
+    there = KeptThere(responses)
+    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, there)
     refuses_unknown = refusing(api, tenants)
     admission = Admission(keys, named, limits, refuses_unknown)
     answering = Answering(

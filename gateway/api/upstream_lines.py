@@ -73,7 +73,8 @@ class UpstreamLines:
             reuse=reuse_of(body),
             lane="batch",
             scope=self._passthrough.scope(record, tenant),
-            made=self._passthrough.made(target.path, body, tenant),
+            made=self._passthrough.kept_there.made(target.path, body, tenant.name),
+            maker=self._passthrough.kept_there.maker(tenant.name),
             work=record.work,
         )
         record.traces = [request.trace]

@@ -82,6 +82,11 @@ class UpstreamSettings(Section):
     meter: tuple[str, ...] = Field(
         (), description="Tenants whose streams are asked for their usage, which is taken out again, or `*`."
     )
+    foreign_ids: tuple[str, ...] = Field(
+        (),
+        description="Tenants who share its key with others and may still name any response, file, container, cache or "
+        "other thing that is kept under it, or `*`; all others only what was made for them through this gateway.",
+    )
     headers: dict[str, SecretStr] = Field({}, description="Headers that every request to it gets; values are secrets.")
     connect_timeout_s: Annotated[float, Field(gt=0)] = Field(
         5.0, description="Seconds to get a connection, waiting for a free one included."

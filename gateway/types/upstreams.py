@@ -24,7 +24,9 @@ class UpstreamRequest:
     tier, priority  as in Request, where requests wait for an upstream
     method   of the client's request
     only     name of the one upstream that is asked, whatever it serves; empty: those of the model
-    made     is told the upstream and the id of a response that is kept there, before the client has it. Never raises
+    made     is told the upstream and the id of a thing that is kept there, before the client has it. Never raises
+    maker    which upstream made, for the tenant, the thing with an id; None when that is not known. Raises
+             OverloadedError
     scope    who may get its answer again; None is the tenant alone. What clients separate theirs with is in the body
     work     that it is to look through, hash or edit its body (tasks.work_of)
     """
@@ -50,6 +52,7 @@ class UpstreamRequest:
     only: str = ""
     made: Callable[[str, str], Awaitable[None]] | None = None
     work: int = 0
+    maker: Callable[[str], Awaitable[str | None]] | None = None
     trace: Trace = field(default_factory=Trace)
 
     @property

@@ -37,13 +37,14 @@ from gateway.errors import (
 )
 from gateway.tasks import off_loop
 from gateway.types import UpstreamAnswer, UpstreamRequest
+from gateway.upstreams.accounts import Accounts
 from gateway.upstreams.bodies import body_for
 from gateway.upstreams.failures import AttemptFailed
 from gateway.upstreams.listing import Listing
 from gateway.upstreams.opened import Opened
 from gateway.upstreams.placing import take_place
 from gateway.upstreams.routes import Route, Routes
-from gateway.upstreams.stored import telling_id
+from gateway.upstreams.stored import telling_ids
 from gateway.upstreams.told_usage import without_usage
 from gateway.upstreams.upstream import Upstream
 
@@ -72,11 +73,13 @@ class Upstreams:
         *,
         proxies: Mapping[str, str] | None = None,
         queue: QueueSettings | None = None,
+        num_tenants: int = 1,
         clock: Callable[[], float] = time.monotonic,
         backoff_s: float = 0.25,
     ) -> None:
         """proxies    URLs of proxies in front of upstreams, by name
         queue      the limits for those who wait for a place
+        num_tenants  that are configured
         backoff_s  how long the first retry waits where the upstream does not say
         """
         queue = queue or QueueSettings()
@@ -86,6 +89,7 @@ class Upstreams:
             for one in settings
         }
         self._routes = Routes(settings)
+        self._accounts = Accounts(settings, keys, num_tenants)
         self._listing = Listing(list(self._by_name.values()))
         self._backoff_s = backoff_s
         self._labels: set[str] = set()
@@ -123,11 +127,11 @@ class Upstreams:
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
         """The answer, once its first byte is there; leaving the context ends the request at the upstream.
 
-        Raises ModelNotFoundError, NotFoundError and BadRequestError before anybody was asked, QueueFullError and
-        DeadlineError when there was no place to be asked in, UpstreamsAwayError, UpstreamLostError and
-        UpstreamTimeoutError when nobody answered.
+        Raises ModelNotFoundError, NotFoundError, BadRequestError and OverloadedError before anybody was asked,
+        QueueFullError and DeadlineError when there was no place to be asked in, UpstreamsAwayError, UpstreamLostError
+        and UpstreamTimeoutError when nobody answered.
         """
-        routes = self._routes_of(request)
+        routes = await self._accounts.holding(request, self._routes_of(request))
         request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
         with ExitStack() as closing:  # pieces that nobody began to read close nothing
             answer = await self._first_good(request, routes, closing)
@@ -234,7 +238,7 @@ class Upstreams:
         max_bytes = self._by_name[route.upstream].settings.max_metered_bytes
         if request.made is not None and opened.status == 200:
             told = partial(request.made, route.upstream)
-            pieces = telling_id(pieces, told, stream=opened.is_stream, max_bytes=max_bytes)
+            pieces = telling_ids(pieces, told, stream=opened.is_stream, max_bytes=max_bytes)
         if take_usage_out and opened.is_plain_stream:
             pieces = without_usage(pieces, max_bytes)
             headers = tuple(item for item in headers if item[0].lower() != "content-length")

@@ -1,7 +1,7 @@
-"""Answers of the Responses API that their upstream keeps: the id of one, told before the client has it.
+"""Answers of upstreams that keep something of them: its ids, told before the client has them.
 
-Bytes pass as they came. A stream names its response in its first event; of a whole answer the last bytes wait until its
-id was told.
+Bytes pass as they came. Of a stream each event that names something is read before it goes on; of a whole answer the
+last bytes wait until its ids were told.
 """
 
 from __future__ import annotations
@@ -14,34 +14,52 @@ from typing import Any, Final
 import orjson
 
 from gateway.upstreams.events import Events, data_of
+from gateway.upstreams.stored_ids import made_ids
 
 _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
+_NAMING: Final = re.compile(rb'"(?:response\.(?:created|output_item\.added|output_item\.done)|container|audio)"')
+"""In events that may name what is kept. Inside of a JSON string a quote has a backslash in front."""
 
 
-async def telling_id(
+async def telling_ids(
     pieces: AsyncGenerator[bytes, None], told: Callable[[str], Awaitable[None]], *, stream: bool, max_bytes: int
 ) -> AsyncGenerator[bytes, None]:
-    """The pieces. `told` gets the id of a response; of none whose first event, or whole answer, has more than
-    `max_bytes` or cannot be read."""
+    """The pieces. `told` gets each id once; none of an event, or whole answer, that has more than `max_bytes` or cannot
+    be read."""
+    telling = _Telling(told)
     async with aclosing(pieces):
-        async for piece in _stream(pieces, told, max_bytes) if stream else _whole(pieces, told, max_bytes):
+        async for piece in _stream(pieces, telling, max_bytes) if stream else _whole(pieces, telling, max_bytes):
             yield piece
 
 
+class _Telling:
+    def __init__(self, told: Callable[[str], Awaitable[None]]) -> None:
+        self._told = told
+        self._known = set[str]()
+
+    async def read(self, written: bytes) -> None:
+        try:
+            value: Any = orjson.loads(written)
+        except orjson.JSONDecodeError:
+            return
+        for found in made_ids(value):
+            if found not in self._known and _ID.fullmatch(found):
+                self._known.add(found)
+                await self._told(found)
+
+
 async def _stream(
-    pieces: AsyncGenerator[bytes, None], told: Callable[[str], Awaitable[None]], max_bytes: int
+    pieces: AsyncGenerator[bytes, None], telling: _Telling, max_bytes: int
 ) -> AsyncGenerator[bytes, None]:
-    events: Events | None = Events(max_bytes)
+    events = Events(max_bytes)
     async for piece in pieces:
-        if events is not None and (whole := [data for event in events.feed(piece) if (data := data_of(event))]):
-            events = None
-            await _tell(whole[0], told)
+        for event in events.feed(piece):
+            if _NAMING.search(event):
+                await telling.read(data_of(event))
         yield piece
 
 
-async def _whole(
-    pieces: AsyncGenerator[bytes, None], told: Callable[[str], Awaitable[None]], max_bytes: int
-) -> AsyncGenerator[bytes, None]:
+async def _whole(pieces: AsyncGenerator[bytes, None], telling: _Telling, max_bytes: int) -> AsyncGenerator[bytes, None]:
     body: bytearray | None = bytearray()
     last = b""
     async for piece in pieces:
@@ -52,18 +70,6 @@ async def _whole(
             body += piece
             body = body if len(body) <= max_bytes else None
     if body is not None:
-        await _tell(bytes(body), told)
+        await telling.read(bytes(body))
     if last:
         yield last
-
-
-async def _tell(written: bytes, told: Callable[[str], Awaitable[None]]) -> None:
-    try:
-        value: Any = orjson.loads(written)
-    except orjson.JSONDecodeError:
-        return
-    if isinstance(value, dict) and isinstance(inside := value.get("response"), dict):
-        value = inside
-    response_id = value.get("id") if isinstance(value, dict) else None
-    if isinstance(response_id, str) and _ID.fullmatch(response_id):
-        await told(response_id)

@@ -262,10 +262,12 @@ def make_files(settings: FileSettings, folder: Path, now: Callable[[], float]) -
     return FileStore(Folder(settings.folder or folder, settings, now), settings)
 
 
-def make_upstreams(settings: Sequence[UpstreamSettings], waits: QueueSettings) -> Upstreams:
+def make_upstreams(
+    settings: Sequence[UpstreamSettings], waits: QueueSettings, tenants: Sequence[TenantSettings] = ()
+) -> Upstreams:
     """With the keys of the settings, and retries that do not wait."""
     keys = {one.name: one.key.get_secret_value() for one in settings if one.key is not None}
-    return Upstreams(settings, keys, queue=waits, backoff_s=0.0)
+    return Upstreams(settings, keys, queue=waits, num_tenants=len(tenants), backoff_s=0.0)
 
 
 def make_lane(given: Options, folder: Path, files: FileStore) -> BatchLane:
@@ -283,7 +285,7 @@ async def running(
     folder = tempfile.TemporaryDirectory(prefix="kvasir-files-")
     files = make_files(given.files, Path(folder.name), given.now)
     limits = given.limits = given.limits or limits_of(given)
-    upstreams = make_upstreams(given.upstreams, given.waits)
+    upstreams = make_upstreams(given.upstreams, given.waits, given.tenants)
     lane = make_lane(given, Path(folder.name), files)
     app = make_app(street, models, state, given, files, upstreams, lane.store)
     worker = lane.worker(app[RUNNER])

@@ -16,6 +16,7 @@ from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
+from gateway.api.kept_there import RESPONSES
 from gateway.api.lines import Endpoint, check_body
 from gateway.api.openai.responses.background import RETRY_AFTER_S, Background, settled
 from gateway.api.openai.responses.diagnostics import diagnose
@@ -28,7 +29,6 @@ from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.openai.wire import OPENAI
-from gateway.api.passthrough import RESPONSES
 from gateway.api.record import RECORD, Record, kvasir_headers
 from gateway.api.replies import reply, reply_json
 from gateway.api.tiers import grant

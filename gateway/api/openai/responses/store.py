@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 _ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 
 _UPSTREAM: Final = "upstream:"
-"""In front of ids of responses that an upstream keeps: what is kept of them here is its name."""
+"""In front of ids of what an upstream keeps, responses and parts of them: what is kept of them here is its name."""
 
 _UPSTREAM_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 
@@ -112,15 +112,15 @@ class ResponseStore:
             return False
         return await self._ask_for(lambda: self._store.delete(tenant, response_id))
 
-    async def remember_upstream(self, tenant: str, upstream: str, response_id: str) -> None:
-        """That an upstream keeps a response which it made for the tenant. Never raises."""
-        await self._put(lambda: self._store.put(tenant, _UPSTREAM + response_id, upstream.encode()))
+    async def remember_upstream(self, tenant: str, upstream: str, kept_id: str) -> None:
+        """That an upstream keeps a response, or something of one, which it made for the tenant. Never raises."""
+        await self._put(lambda: self._store.put(tenant, _UPSTREAM + kept_id, upstream.encode()))
 
-    async def find_upstream(self, tenant: str, response_id: str) -> str | None:
+    async def find_upstream(self, tenant: str, kept_id: str) -> str | None:
         """Which upstream keeps it. Raises OverloadedError when it cannot be known."""
-        if not _UPSTREAM_ID.fullmatch(response_id):
+        if not _UPSTREAM_ID.fullmatch(kept_id):
             return None
-        name = await self._ask_for(lambda: self._store.find(tenant, _UPSTREAM + response_id))
+        name = await self._ask_for(lambda: self._store.find(tenant, _UPSTREAM + kept_id))
         return None if name is None else name.decode()
 
     async def forget_upstream(self, tenant: str, response_id: str) -> None:

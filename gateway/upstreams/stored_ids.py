@@ -1,0 +1,181 @@
+"""Ids of things that an upstream keeps: those that a request names, and those that an answer says were made. Pure.
+
+Whatever is kept under one key of the upstream can be named by everyone who asks with that key. accounts.py says who
+shares a key; stage.py refuses the ids that a tenant may not name.
+
+Looked for by the names that the APIs have for them (OpenAI's chats and Responses, Anthropic's messages, Gemini's
+contents), at any depth, except in what is only data to the upstream: arguments and results of tools, schemas, metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from gateway.errors import BadRequestError
+
+MAX_IDS: Final = 1000
+"""That one request may name."""
+
+MAX_MADE: Final = 256
+"""Of one answer, or event, that are remembered."""
+
+_MAX_DEPTH: Final = 4
+"""Of an event, a response, its output, an item."""
+
+_NAMES: Final = frozenset(
+    (
+        "previous_response_id",
+        "comparison_response_id",
+        "file_id",
+        "file_ids",
+        "container_id",
+        "vector_store_id",
+        "vector_store_ids",
+        "cachedContent",
+        "cached_content",
+        "fileSearchStoreNames",
+        "file_search_store_names",
+    )
+)
+"""Members whose value is an id, or a list of them."""
+
+_URIS: Final = frozenset(("fileUri", "file_uri"))
+"""Members whose value is an id unless it is a public address."""
+
+_THINGS: Final = frozenset(("conversation", "container", "thread"))
+"""Members whose value is an id, or an object with one."""
+
+_OBJECTS: Final = _THINGS | {"audio"}
+"""Members whose value may be an object with an id."""
+
+_DATA: Final = frozenset(
+    (
+        "args",
+        "input_schema",
+        "json_schema",
+        "labels",
+        "logit_bias",
+        "metadata",
+        "parameters",
+        "parametersJsonSchema",
+        "response",
+        "responseJsonSchema",
+        "responseSchema",
+        "schema",
+    )
+)
+"""Members in which ids are only data."""
+
+_SELF_CONTAINED: Final = frozenset(
+    (
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+    )
+)
+"""Types of Responses items that say everything themselves: their id is only a name. Of others the upstream may read
+what it keeps under the id."""
+
+
+class StoredId(NamedTuple):
+    """An id, and where the request has it."""
+
+    id: str
+    path: str
+
+
+def named_ids(values: Mapping[str, Any]) -> list[StoredId]:
+    """Those that a request names, each once. Raises BadRequestError for more than MAX_IDS."""
+    found: dict[str, StoredId] = {}
+    items = values.get("input")
+    if isinstance(items, list):
+        found |= {one.id: one for one in _items(items)}
+    left: list[tuple[str, Any]] = [("", values)]
+    while left and len(found) <= MAX_IDS:
+        path, value = left.pop()
+        if isinstance(value, list):
+            left += [(f"{path}[{index}]", one) for index, one in enumerate(value) if isinstance(one, dict | list)]
+            continue
+        for name, inside in value.items():
+            where = f"{path}.{name}" if path else name
+            for stored in _ids(name, inside, where):
+                found.setdefault(stored.id, stored)
+            if isinstance(inside, dict | list) and not _is_data(name, inside):
+                left.append((where, inside))
+    if len(found) > MAX_IDS:
+        raise BadRequestError(f"A request can name {MAX_IDS} stored things at most.")
+    return list(found.values())
+
+
+def made_ids(value: Any) -> list[str]:
+    """Those of a whole answer, or of one event of a stream, MAX_MADE at most: responses, their items, containers, and
+    spoken answers."""
+    found = dict.fromkeys(one for one in _made(value) if isinstance(one, str))
+    return list(found)[:MAX_MADE]
+
+
+def _ids(name: str, value: Any, path: str) -> Iterator[StoredId]:
+    if name in _NAMES:
+        several = enumerate(value) if isinstance(value, list) else ()
+        yield from [StoredId(one, f"{path}[{index}]") for index, one in several if isinstance(one, str)]
+    elif name in _OBJECTS and isinstance(value, dict):
+        value, path = value.get("id"), f"{path}.id"
+    elif name not in _THINGS and not (name in _URIS and isinstance(value, str) and not _is_public(value)):
+        return
+    if isinstance(value, str) and value:
+        yield StoredId(value, path)
+
+
+def _items(items: list[Any]) -> Iterator[StoredId]:
+    """Of the input of a response: references, and items that their upstream may complete."""
+    for index, item in enumerate(items):
+        if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+            continue
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        complete = kind in _SELF_CONTAINED or (kind == "reasoning" and item.get("encrypted_content"))
+        if not complete:
+            yield StoredId(item["id"], f"input[{index}].id")
+
+
+def _is_data(name: str, value: Any) -> bool:
+    """`input` is a list of items, or else the arguments of a tool."""
+    return name in _DATA or (name == "input" and isinstance(value, dict))
+
+
+def _is_public(uri: str) -> bool:
+    """Whether anybody may read what is there: a URL that is none of the upstream's own files."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return False
+    own = (parts.hostname or "").endswith("googleapis.com")
+    return parts.scheme in ("http", "https") and not own
+
+
+def _made(value: Any, depth: int = 0) -> Iterator[Any]:
+    if not isinstance(value, dict) or depth > _MAX_DEPTH:
+        return
+    for name in ("response", "message", "delta", "item"):  # what an event, or a choice, is about
+        yield from _made(value.get(name), depth + 1)
+    for name in ("output", "data", "choices"):
+        for one in _list(value.get(name)):
+            yield from _made(one, depth + 1)
+    yield value.get("id")
+    yield value.get("container_id")
+    for name in ("container", "audio"):
+        if isinstance(thing := value.get(name), dict):
+            yield thing.get("id")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
