@@ -6,6 +6,7 @@ import ast
 import json
 import logging
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
+from engine.config import flag_name, load, sections
 from gateway.api.openapi import template
 from gateway.api.routes import ROUTES, routes
 from gateway.config import Settings
@@ -121,6 +123,24 @@ def test_every_figure_of_the_readme_has_a_script_and_is_in_the_notebook() -> Non
     assert not {
         name for name in scripts if not (ROOT / f"tests/bench/{name}.py").exists() or f"`{name}" not in notebook
     }
+
+
+BATCH_FLAGS = {"--wait", "--url", "--key", "--errors"}
+COMMON_FLAGS = {"--config", "--help", "--help-all", "--slow"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_settings_and_flags_that_a_page_shows_are_taken(page: Path, tmp_path: Path) -> None:
+    """Blocks of TOML of one page are one file: what is said of a tenant needs the tenant."""
+    text, file = page.read_text(encoding="utf-8"), tmp_path / "kvasir.toml"
+    blocks = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    ours = [block for block in blocks if tomllib.loads(block).keys() <= Settings.model_fields.keys()]
+    file.write_text("\n".join(ours), encoding="utf-8")
+    load(Settings, file=file, environ={}, flags={})
+    commands = re.findall(r"^\$ (?:\S*/)?(?:kvasir|serve)\b.*$", text, re.MULTILINE)
+    paths = (f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields)
+    known = {*map(flag_name, paths), *BATCH_FLAGS, *COMMON_FLAGS}
+    assert not {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)} - known
 
 
 def names_of(path: Path) -> set[str]:
