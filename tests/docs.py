@@ -165,13 +165,15 @@ def shown(routes: Mapping[str, list[Route]]) -> list[tuple[str, Route]]:
     ]
 
 
+_KEYS = {"tenant": "", "admin": " (admin key)", "none": " (no key)"}
+
+
 def route_table(routes: Mapping[str, list[Route]]) -> str:
-    rows = [f"| {TITLES[name]} | `{title(route)}` | {route.summary} | {_key(route)} |" for name, route in shown(routes)]
-    return "\n".join(["| API | route | what it does | key |", "| --- | --- | --- | --- |", *rows])
-
-
-def _key(route: Route) -> str:
-    return "-" if route.key == "none" else route.key
+    rows = [
+        f"| {TITLES[name]} | `{title(route)}` | {route.summary.rstrip('.')}{_KEYS[route.key]} |"
+        for name, route in shown(routes)
+    ]
+    return "\n".join(["| API | route | what it does |", "| --- | --- | --- |", *rows])
 
 
 def parameters(routes: Mapping[str, list[Route]]) -> str:
@@ -195,10 +197,10 @@ def _chapter(heading: str, table: list[Parameter], query: tuple[Parameter, ...],
     every = (*table, *query)
     model = max(before, key=lambda chapter: _common(every, chapter), default=None)
     lines: list[str] = []
-    if model is not None and _common(every, model) >= 3:
+    if model is not None and _common(every, model) >= min(3, len(every)):
         same = [one for one in every if _known(one, model)]
-        names = "All" if len(same) == len(every) else ", ".join(f"`{one.name}`" for one in same)
-        lines.append(f"As in {model.title}: {names}.")
+        names = "" if len(same) == len(every) else ": " + ", ".join(f"`{one.name}`" for one in same)
+        lines.append(f"As in {model.title}{names}.")
         table = [one for one in table if one not in same]
         query = tuple(one for one in query if one not in same)
     if used := [one for one in table if one.effect == "used"]:

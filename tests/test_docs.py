@@ -36,6 +36,13 @@ def test_the_generated_parts_of_a_page_are_those_of_the_code(page: str) -> None:
     assert written == docs.renewed(written, docs.parts()[page]), "stale: run python -m tests.docs"
 
 
+def test_the_docs_stay_short() -> None:
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    assert words["decisions.md"] <= 5_000
+    assert words["lab-notebook.md"] <= 8_000
+    assert sum(words.values()) - words["decisions.md"] - words["lab-notebook.md"] <= 30_000
+
+
 def test_every_setting_says_what_it_means() -> None:
     tables = [
         kind for field in Settings.model_fields.values() for kind in (field.annotation, *get_args(field.annotation))
