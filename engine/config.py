@@ -53,8 +53,8 @@ class EngineSettings(Section):
     )
     secret: str | None = Field(
         None,
-        description="Shared with the gateways; an engine that has one refuses connections without it. Needed where "
-        "`listen` is no loopback address or socket file.",
+        description="Shared with the gateways; required where `listen` is neither a loopback address nor a socket "
+        "file.",
     )
     block_size: Annotated[int, Field(ge=4, le=1024)] = Field(16, description="Tokens per block.")
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
@@ -72,8 +72,8 @@ class EngineSettings(Section):
     )
     disk_max_age_s: Annotated[float, Field(gt=0)] = Field(
         604800.0,
-        description="Seconds; blocks on disk that were not used for so long are deleted, those of other models and of "
-        "engines that are gone too. A lease keeps its prefix longer.",
+        description="Seconds after which unused blocks on disk are deleted, of all models; a lease keeps its prefix "
+        "longer.",
     )
     copy_queue_bytes: Annotated[int, Field(ge=0)] = Field(
         16 << 20,
@@ -89,15 +89,14 @@ class EngineSettings(Section):
     )
     batch_step_tokens: Annotated[int, Field(ge=16)] = Field(
         256,
-        description="Tokens of prefills of the batch lane in one step; not less than `prefill_grid_tokens` and eight.",
+        description="Prefilled tokens of the batch queue in one step; at least `prefill_grid_tokens` + 8.",
     )
     prefill_grid_tokens: Annotated[int, Field(ge=16)] = Field(
         256, description="Tokens; a prefill is cut only at multiples of this, so that a warm answer equals a cold one."
     )
     grammar_cache: Annotated[int, Field(ge=1)] = Field(
         64,
-        description="Compiled schemas and grammars, each in a small process of its own, that are in use or kept for "
-        "the next request with the same; one tenant has half of them at most.",
+        description="Compiled grammars, in use or kept, each in a process of its own; one tenant has at most half.",
     )
     threads: Annotated[int, Field(ge=0)] = Field(
         0, description="CPU threads of one engine; 0 leaves one core to the gateway and shares the rest."
@@ -105,7 +104,7 @@ class EngineSettings(Section):
     hash_name: HashName = Field("xxh3_128", description="Hash of the block chain; a hit is verified in any case.")
     heartbeat_s: Annotated[float, Field(gt=0)] = Field(2.0, description="Seconds between renewals of the index lease.")
     lease_s: Annotated[float, Field(gt=0)] = Field(
-        10.0, description="Seconds after which the index of an engine that fell silent is gone."
+        10.0, description="Seconds without a heartbeat after which an engine's index is deleted."
     )
     eviction: Literal["lru", "hit-density"] = Field(
         "lru",

@@ -15,8 +15,8 @@ class BatchSettings(Section):
 
     folder: Path | None = Field(
         None,
-        description="Folder of the jobs' inputs and results; `batches` in `server.data_dir` when not set. "
-        "Gateways on one Redis have to share one.",
+        description="Folder of inputs and results, shared by gateways on one Redis; `batches` in `server.data_dir` "
+        "when not set.",
     )
     price: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5, description="Factor on the price of tokens that the batch lane computed."
@@ -42,11 +42,10 @@ class BatchSettings(Section):
     )
     max_bytes: Annotated[int, Field(ge=1)] = Field(
         50 << 30,
-        description="Bytes of one tenant's jobs on disk, inputs and results that became no files; the next one gets "
-        "429. 50 GiB.",
+        description="Bytes of one tenant's jobs on disk; the next one gets 429. 50 GiB.",
     )
     max_in_flight: Annotated[int, Field(ge=1, le=4096)] = Field(
-        32, description="Lines that one gateway works on at a time, waiting for a place at an engine included."
+        32, description="Lines that one gateway works on at a time, those that wait for a slot included."
     )
     line_timeout_s: Annotated[float, Field(gt=0)] = Field(
         3600.0, description="Seconds that one line may take altogether, from when it is begun."
@@ -56,8 +55,7 @@ class BatchSettings(Section):
     )
     max_attempts: Annotated[int, Field(ge=1)] = Field(
         5,
-        description="Times that a line is tried which an engine or an upstream failed, or whose gateway ended, before "
-        "that is its result. One whose engine died is tried once more at most.",
+        description="Times that a failed or abandoned line is tried; twice at most if its engine died.",
     )
     lease_s: Annotated[float, Field(gt=0)] = Field(
         60.0, description="Seconds after which other gateways take over the lines of one that stopped."

@@ -17,8 +17,8 @@ class ApiSettings(Section):
 
     unknown_fields: Literal["ignore", "refuse"] = Field(
         "ignore",
-        description="Fields of a request that the gateway does not know: `ignore` names them in the answer's header, "
-        "`refuse` is a 400. One that looks like a typo of a known field is always refused.",
+        description="`ignore` names unknown fields in a header, `refuse` is a 400. Typos of known fields are always "
+        "refused.",
     )
 
 

@@ -23,8 +23,7 @@ class LedgerSettings(Section):
     )
     max_rows: Annotated[int, Field(ge=1)] = Field(
         10_000,
-        description="Rows (tenant, model, lane, currency) of one day that a gateway tells apart; further models are "
-        "summed up under the name `other`.",
+        description="Rows (tenant, model, lane, currency) of one day; further models are summed as `other`.",
     )
 
 

@@ -32,8 +32,8 @@ class LimitSettings(Section):
     )
     burst_s: Annotated[float, Field(gt=0, le=60)] = Field(
         60.0,
-        description="Seconds' worth of a limit per minute that may be used at once, after a pause: no minute has more "
-        "than 1 + burst_s / 60 of it. A request that needs more than that by itself is let in when all of it is there.",
+        description="Seconds' worth of a limit that may be used at once: no minute has more than 1 + burst_s / 60 of "
+        "it.",
     )
     count_cached_tokens: bool = Field(
         False, description="Whether tokens of prompts that were reused count against the limits of tokens."

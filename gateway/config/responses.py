@@ -37,23 +37,21 @@ class ResponseCacheSettings(Section):
     )
     max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
         128 << 20,
-        description="Bytes of answers in the memory of one gateway; 0 keeps none there. What does not fit goes from "
-        "the tenant or namespace that has most, what was used longest ago first.",
+        description="Bytes of answers in a gateway's memory; 0 keeps none. The tenant with most loses its least "
+        "recently used.",
     )
     memory_s: Annotated[float, Field(ge=0)] = Field(
         60.0,
-        description="Seconds that an answer is given from the memory of a gateway before Redis is asked whether it is "
-        "still there.",
+        description="Seconds that an answer is given from memory before Redis is asked whether it still exists.",
     )
     removals_s: Annotated[float, Field(gt=0)] = Field(
         1.0,
-        description="Seconds from one look in Redis for answers that were removed at other gateways to the next; those "
-        "are then not given from this gateway's memory.",
+        description="Seconds between looks in Redis for answers that other gateways removed.",
     )
     max_rendered_bytes: Annotated[int, Field(ge=0)] = Field(
         32 << 20,
-        description="Bytes of requests and answers, as they were sent and written, in the memory of one gateway: the "
-        "same bytes are answered without being read; 0 reads all.",
+        description="Bytes of requests and rendered answers in memory, to answer equal bytes without parsing; 0 "
+        "keeps none.",
     )
     max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
         64 << 20, description="Bytes of answers in Redis, of all tenants, those used last; 0 keeps none there."
@@ -63,7 +61,7 @@ class ResponseCacheSettings(Section):
     )
     max_flight_bytes: Annotated[int, Field(ge=1024)] = Field(
         8 << 20,
-        description="Bytes of one answer that wait for the slowest of those who share it; then it is given up.",
+        description="Bytes of a shared answer that wait for its slowest reader before that is given up.",
     )
 
     @model_validator(mode="after")

@@ -18,8 +18,8 @@ class SemanticCacheSettings(Section):
     )
     bound: Annotated[float, Field(gt=0, le=0.2)] = Field(
         0.01,
-        description="Wrong hits that are accepted, as a share of requests: those looked up, and literal repeats "
-        "of them up to a fifth.",
+        description="Accepted wrong hits, as a share of requests that are looked up (and of a fifth of literal "
+        "repeats).",
     )
     judged: bool = Field(
         True,
@@ -36,7 +36,7 @@ class SemanticCacheSettings(Section):
         0.03, description="Requests whose hit is compared with a fresh answer, as a share of all, about."
     )
     max_audits: Annotated[int, Field(ge=0)] = Field(
-        4, description="Audits at the same time; beyond, what would be audited is answered afresh instead."
+        4, description="Audits at the same time; beyond, a hit that is due for one is answered afresh."
     )
     max_judging: Annotated[int, Field(ge=0)] = Field(
         64, description="Answers that wait to be compared; beyond, what they would have taught is not learned."
@@ -67,8 +67,8 @@ class SemanticCacheSettings(Section):
     )
     max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
         1 << 30,
-        description="Bytes of memory of one gateway for the questions of all tenants together, about. What does not "
-        "fit goes from the tenant or namespace that has most, what was used longest ago first.",
+        description="Bytes of all questions in a gateway's memory, about. The tenant with most loses its least "
+        "recently used.",
     )
     max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
         32 << 20, description="Bytes of questions in Redis of one tenant and model; 0 keeps none there."

@@ -38,9 +38,7 @@ class ServerSettings(Section):
     )
     max_bodies_bytes: Annotated[int, Field(ge=1024)] = Field(
         512 << 20,
-        description="Bytes that the bodies of all requests in flight may take, decoded and parsed, and one tenant's "
-        "half of that; one body of `max_body_bytes` fits in any case. Beyond it requests get 503, beyond a tenant's "
-        "half 429.",
+        description="Bytes of all bodies in flight, decoded and parsed (503 beyond); one tenant has half of it (429).",
     )
     max_json_depth: Annotated[int, Field(ge=8, le=240)] = Field(
         128, description="Levels; a request body nested deeper is refused with 400."
@@ -53,8 +51,8 @@ class ServerSettings(Section):
     )
     first_byte_s: Annotated[float, Field(ge=0)] = Field(
         2.0,
-        description="Seconds after which a stream whose prompt is still being computed gets its headers and a ping; "
-        "0 waits for the first token.",
+        description="Seconds after which a stream whose prompt is still being computed gets headers and a ping; 0 "
+        "never.",
     )
     keep_alive_s: Annotated[float, Field(gt=0)] = Field(
         75.0, description="Seconds that an idle client connection is kept open."
@@ -65,16 +63,13 @@ class ServerSettings(Section):
     max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(
         3, description="Engines that are tried before the first byte is sent."
     )
-    max_prompts: Annotated[int, Field(ge=1)] = Field(
-        256, description="Prompts, and answers to them, of one request, at most."
-    )
+    max_prompts: Annotated[int, Field(ge=1)] = Field(256, description="Prompts, and answers to them, of one request.")
     prompts_at_once: Annotated[int, Field(ge=1)] = Field(
-        16, description="Prompts of one completion request that are worked on at the same time."
+        16, description="Prompts of one completion request that are computed at the same time."
     )
     cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = Field(
         (),
-        description="Origins of web pages that may read answers, as `https://example.com`, or `*` for all; several "
-        "separated by commas. None: browsers keep answers from pages of other origins.",
+        description="Origins of web pages that may read answers, as `https://example.com`, or `*`.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
 

@@ -29,8 +29,8 @@ class PromptSettings(Section):
     )
     cache_key: CacheKeyMode = Field(
         "separate",
-        description="What `prompt_cache_key` does: `separate` reuses prefixes only among requests with the same key, "
-        "`hint` among all of a tenant and sends requests with the same key to the same engine.",
+        description="`separate`: a `prompt_cache_key` separates prefixes; `hint`: it only steers equal keys to one "
+        "engine.",
     )
 
 
@@ -52,13 +52,13 @@ class QueueSettings(Section):
     """[queue]: places at the engines, for the online lane and for the batch lane in what that leaves."""
 
     max_waiting: Annotated[int, Field(ge=0)] = Field(
-        1024, description="Requests that wait for a place, over all tenants; the next one gets 429."
+        1024, description="Requests that wait for a slot, of all tenants; the next one gets 429."
     )
     max_waiting_per_tenant: Annotated[int, Field(ge=0)] = Field(
-        512, description="Requests of one tenant that wait for a place; the next one gets 429."
+        512, description="Requests of one tenant that wait for a slot; the next one gets 429."
     )
     max_wait_s: Annotated[float, Field(gt=0)] = Field(
-        60.0, description="Seconds that a request waits for a place before it gets 503."
+        60.0, description="Seconds that a request waits for a slot before it gets 503."
     )
     places_per_engine: Annotated[int, Field(ge=0)] = Field(
         0, description="Requests that one engine works on; 0 takes twice what the engine runs at a time."
@@ -68,14 +68,12 @@ class QueueSettings(Section):
     )
     tier_s: Annotated[float, Field(ge=0)] = Field(
         1.0,
-        description="Seconds of engine time that `flex` requests are behind those of their time, `priority` before.",
+        description="Seconds of engine time by which `flex` requests are put back and `priority` ones ahead.",
     )
     aging: Annotated[float, Field(gt=0, le=10)] = Field(
-        0.05, description="Seconds of prefill that a second of waiting makes up for, where shorter prefills go first."
+        0.05, description="Seconds of prefill that one second of waiting makes up for."
     )
     overload_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.4, description="Share of the engines' time, spent on computing again what was evicted, that is an overload."
+        0.4, description="Share of engine time spent on recomputing evicted prefixes that counts as overload."
     )
-    overload_aging: Annotated[float, Field(gt=0, le=10)] = Field(
-        0.015, description="The same as `aging` while sessions push one another out of the caches."
-    )
+    overload_aging: Annotated[float, Field(gt=0, le=10)] = Field(0.015, description="`aging` while overloaded.")

@@ -27,7 +27,9 @@ class TenantSettings(Section):
     keys: Annotated[tuple[Annotated[str, Field(min_length=8)], ...], Field(min_length=1)] = Field(
         ..., description="API keys of this tenant, 8 characters or more."
     )
-    requests_per_minute: PerMinute | None = Field(None, description="In place of that of `[limits]`, as the next four.")
+    requests_per_minute: PerMinute | None = Field(
+        None, description="Instead of that of `[limits]`, like the next four."
+    )
     tokens_per_minute: PerMinute | None = Field(None, description="Tokens of prompts and completions; 0 is no limit.")
     input_tokens_per_minute: PerMinute | None = Field(None, description="Tokens of prompts; 0 is no limit.")
     output_tokens_per_minute: PerMinute | None = Field(None, description="Tokens of completions; 0 is no limit.")
@@ -36,8 +38,7 @@ class TenantSettings(Section):
     )
     weight: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0,
-        description="Share of the engines, and of bounded upstreams, beside other tenants who wait: twice the weight "
-        "has twice as much.",
+        description="Share of engines and bounded upstreams beside other waiting tenants.",
     )
     priority: bool = Field(
         False, description="Whether its requests may ask to be served before others (`service_tier`)."
@@ -74,8 +75,7 @@ class NamespaceSettings(Section):
     )
     semantic_cache: bool = Field(
         False,
-        description="Whether the semantic cache is for requests in it as well: any of these tenants may have asked the "
-        "question whose answer is given.",
+        description="Whether the semantic cache works in it: then one tenant's question may get another's answer.",
     )
     default: bool = Field(
         False, description="Whether requests of these tenants use it that ask for no namespace; one per tenant."

@@ -65,7 +65,7 @@ class UpstreamSettings(Section):
         0, description="Of several upstreams for one model the lowest is tried first; then the order of the file."
     )
     over_engines: bool = Field(
-        False, description="Whether it is asked also for models that an engine or the embedder of ours serves."
+        False, description="Whether it is also asked for models of own engines or of the own embedder."
     )
     tenants: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         (EVERYBODY,), description="Names of the tenants that may use it, or `*` for every tenant."
@@ -74,18 +74,18 @@ class UpstreamSettings(Section):
         (), description="Tenants whose requests get caching hints where they have none, or `*` for every tenant."
     )
     max_hints: Annotated[int, Field(ge=1)] = Field(
-        100_000, description="Prefixes of prompts, as hashes of 16 bytes, that are remembered as seen before."
+        100_000, description="Prefixes (hashes of 16 bytes) that are remembered as seen."
     )
     hint_ttl_s: Annotated[float, Field(gt=0)] = Field(
-        300.0, description="Seconds that a prefix counts as seen before: about as long as the upstream caches one."
+        300.0, description="Seconds that a prefix counts as seen: about as long as the upstream caches one."
     )
     meter: tuple[str, ...] = Field(
         (), description="Tenants whose streams are asked for their usage, which is taken out again, or `*`."
     )
     foreign_ids: tuple[str, ...] = Field(
         (),
-        description="Tenants who share its key with others and may still name any response, file, container, cache or "
-        "other thing that is kept under it, or `*`; all others only what was made for them through this gateway.",
+        description="Tenants that may name any id kept under a shared key, or `*`; others only what was made for "
+        "them here.",
     )
     headers: dict[str, SecretStr] = Field({}, description="Headers that every request to it gets; values are secrets.")
     connect_timeout_s: Annotated[float, Field(gt=0)] = Field(
@@ -102,26 +102,23 @@ class UpstreamSettings(Section):
     )
     max_connections: Annotated[int, Field(ge=1)] = Field(
         256,
-        description="Connections for the online lane, each of which has one request at a time; lines of batches have "
-        "`batch_places` of their own.",
+        description="Connections for online requests, one request each; lines of batches have `batch_places`.",
     )
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         256, description="Requests that wait for a connection; for the next one it counts as busy."
     )
     max_in_flight: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="Requests that it has at a time from one gateway, lines of batches included; further online ones "
-        "wait within the limits of `[queue]`, tenants in turns. 0 is no limit.",
+        description="Requests sent to it at a time by one gateway, lines included; more wait as in `[queue]`. 0 is "
+        "no limit.",
     )
     overflow_s: Annotated[float, Field(ge=0)] | None = Field(
         None,
-        description="Seconds that a request waits for one of these places while there is another upstream to ask; as "
-        "`queue.max_wait_s` when not set.",
+        description="Seconds to wait for a slot while another upstream has the model; `queue.max_wait_s` when not set.",
     )
     batch_places: Annotated[int, Field(ge=1)] = Field(
         16,
-        description="Requests in flight at it, online ones included, up to which a gateway sends it lines of batches; "
-        "online requests go first.",
+        description="Requests in flight, online ones included, up to which lines of batches are sent.",
     )
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
         2, description="Further tries at this upstream, before the first byte, until the next one is asked."
@@ -143,7 +140,7 @@ class UpstreamSettings(Section):
     )
     max_listed: Annotated[int, Field(ge=1)] = Field(1000, description="Models of its list that are looked at.")
     max_error_bytes: Annotated[int, Field(ge=1024)] = Field(
-        1 << 20, description="Bytes of an error that are kept to try elsewhere first; a larger one is cut to that."
+        1 << 20, description="Bytes of an error that are kept while others are tried; a larger one is cut."
     )
     max_metered_bytes: Annotated[int, Field(ge=1024)] = Field(
         4 << 20, description="Bytes of a whole answer, or an event, that are kept to read its usage; 4 MiB."

@@ -240,8 +240,8 @@ _SHARED = (
         "prompt_cache_key",
         text(512),
         "string of up to 512 characters",
-        "Separates: prefixes are reused only by requests of the same tenant with the same key. Where the operator set "
-        "`cache_key` to `hint`, it separates nothing and only chooses among engines.",
+        'Separates: only requests of the tenant with the same key share prefixes. With `cache_key = "hint"` '
+        "it only chooses among engines.",
     ),
     _used(
         "cache_salt",

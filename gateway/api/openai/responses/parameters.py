@@ -160,15 +160,13 @@ _TABLE = (
         "top_logprobs",
         integer(0, 20),
         "integer 0 to 20, default 0",
-        "Log probabilities of the answer's tokens, and of so many of the likeliest in the place of each; 0 tells none "
-        "unless `include` asks for them.",
+        "Log probabilities of the answer's tokens, and of so many likeliest ones for each; 0: only if `include` asks.",
     ),
     _used(
         "include",
         include,
         "array of names",
-        "`message.output_text.logprobs`: log probabilities of the answer's tokens. The other names of the API are of "
-        "things that no answer has here, and have no effect.",
+        "`message.output_text.logprobs`: log probabilities of the answer's tokens. Other names have no effect.",
     ),
     _used(
         "metadata",
