@@ -35,12 +35,12 @@ _LOAD: Final = (
     ("decode_tokens_per_s", "Tokens per second, moving average."),
 )
 _COUNTERS: Final = (
-    ("evictions", ("evictions",), "Blocks that could be hit and whose room was given to others."),
+    ("evictions", ("evictions",), "Evicted blocks."),
     ("shared_tokens", ("shared_tokens",), "Cached tokens that another request computed after this one had arrived."),
     ("shared_waits", ("shared_waits",), "Times a request waited for another to compute their common prefix."),
-    ("forks", ("forks",), "Answers that took the prompt of another answer to it, and computed nothing of it."),
-    ("steps_given_up", ("steps_given_up",), "Steps of the batch lane that were given up for the online lane."),
-    ("preemptions", ("preemptions",), "Sequences whose blocks others needed, and that were computed anew."),
+    ("forks", ("forks",), "Answers that forked from another answer to the same prompt."),
+    ("steps_given_up", ("steps_given_up",), "Batch steps abandoned for online requests."),
+    ("preemptions", ("preemptions",), "Preempted sequences, which are computed again."),
     ("copied_blocks", ("copied_blocks",), "Shared blocks that were copied when one of their answers wrote into them."),
     ("leases_granted", ("leases", "granted"), "New leases, those that degraded at once among them."),
     ("leases_renewed", ("leases", "renewed"), "Uses of a lease by a later request."),
@@ -60,8 +60,8 @@ _TIER_COUNTERS: Final = (
     ("saved", "Blocks copied into a tier."),
     ("restored", "Blocks copied from a tier to where the model runs."),
     ("dropped", "Blocks not copied into a tier, because its queue was full or it failed."),
-    ("torn", "Blocks that were not there, or not sound, when they were wanted."),
-    ("evictions", "Blocks of a tier whose room was given to others."),
+    ("torn", "Blocks missing or damaged when they were read."),
+    ("evictions", "Blocks evicted from a tier."),
 )
 
 

@@ -20,7 +20,7 @@ def ledger_metrics(ledger: LedgerStatus) -> Iterator[Metric]:
         "kvasir_saved_seconds", "Seconds that computing them would have taken.", labels=("by", *_WHOSE)
     )
     money = CounterMetricFamily(
-        "kvasir_saved_cost", "What they would have cost more.", labels=("by", *_WHOSE, "currency")
+        "kvasir_saved_cost", "What the saved work would have cost.", labels=("by", *_WHOSE, "currency")
     )
     for row, figures in ledger.totals.items():
         whose = [row.model, row.tenant, row.lane]
@@ -36,10 +36,10 @@ def ledger_metrics(ledger: LedgerStatus) -> Iterator[Metric]:
                 money.add_metric([saver, *whose, row.currency], figures.get(f"{saver}_nano", 0) / NANO)
     yield from (cost, tokens, seconds, money)
     yield GaugeMetricFamily(
-        "kvasir_ledger_pending_rows", "Rows of the ledger that Redis does not have yet.", value=ledger.pending
+        "kvasir_ledger_pending_rows", "Rows of the ledger that are not written to Redis yet.", value=ledger.pending
     )
     yield CounterMetricFamily(
-        "kvasir_ledger_dropped", "Requests that the ledger had no row left for.", value=ledger.dropped
+        "kvasir_ledger_dropped", "Requests that no ledger row was left for.", value=ledger.dropped
     )
     yield CounterMetricFamily(
         "kvasir_ledger_capped",

@@ -92,7 +92,7 @@ class Metrics:
         )
         self._lookups = self._counts(
             "response_cache_answers",
-            "Answers, by what the response cache had for them: exact, shared, semantic, miss, bypass.",
+            "Answers by outcome: exact, shared, semantic, miss, bypass.",
             (*tenant_model, "outcome"),
         )
         self._retries = self._counts("retries", "Requests sent to another engine before the first byte.", ("model",))
@@ -244,13 +244,13 @@ class _Scraped(Collector):
         yield from upstream_metrics(self._sources.upstreams())
         yield from response_cache_metrics(self._sources.response_cache())
         responses = CounterMetricFamily(
-            "kvasir_stored_responses", "What became of responses that were to be kept.", labels=("outcome",)
+            "kvasir_stored_responses", "Responses to be stored, by outcome.", labels=("outcome",)
         )
         for outcome, count in self._sources.responses().items():
             responses.add_metric([outcome], count)
         yield responses
         malformed = CounterMetricFamily(
-            "kvasir_malformed_requests", "Requests refused before they had a route.", labels=("reason",)
+            "kvasir_malformed_requests", "Requests that are not valid HTTP.", labels=("reason",)
         )
         for reason, count in self._sources.malformed().items():
             malformed.add_metric([reason], count)
@@ -263,21 +263,21 @@ class _Scraped(Collector):
             value=float(bool(self._sources.redis().get("up"))),
         )
         strange = CounterMetricFamily(
-            "kvasir_redis_unreadable", "Entries of Redis that were passed over: nothing of ours.", labels=("store",)
+            "kvasir_redis_unreadable", "Skipped entries in Redis that no gateway wrote.", labels=("store",)
         )
         for store, count in unreadable.items():
             strange.add_metric([store], count)
         yield strange
         yield CounterMetricFamily(
             "kvasir_log_lost_lines",
-            "Lines of this gateway's log that were dropped, because it is read too slowly, or could not be written.",
+            "Log lines dropped because the log is read too slowly or cannot be written.",
             value=self._sources.lost_lines(),
         )
 
     def _queue(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a place.", labels=("lane",))
         in_flight = GaugeMetricFamily("kvasir_queue_in_flight", "Places taken.", labels=("engine", "lane"))
-        outcomes = CounterMetricFamily("kvasir_queue_requests", "What became of requests.", labels=("lane", "outcome"))
+        outcomes = CounterMetricFamily("kvasir_queue_requests", "Requests by outcome.", labels=("lane", "outcome"))
         for lane in LANES:
             queue = self._sources.queue(lane)
             waiting.add_metric([lane], queue.waiting)
@@ -286,16 +286,16 @@ class _Scraped(Collector):
             for outcome in ("admitted", "refused", "expired", "abandoned"):
                 outcomes.add_metric([lane, outcome], getattr(queue, outcome))
         holds = GaugeMetricFamily(
-            "kvasir_queue_overloaded", "1 while sessions push one another out of the caches.", labels=("model",)
+            "kvasir_queue_overloaded", "1 while sessions evict one another's blocks.", labels=("model",)
         )
         share = GaugeMetricFamily(
             "kvasir_queue_computed_again_ratio",
-            "Of the engines' time, what goes into computing again what was evicted.",
+            "Share of engine time spent on recomputing evicted prefixes.",
             labels=("model",),
         )
         held_back = GaugeMetricFamily(
             "kvasir_queue_held_back",
-            "Requests that wait for room in a cache though an engine is free.",
+            "Requests that wait for cache space although an engine is free.",
             labels=("model",),
         )
         for model, overload in self._sources.queue("online").overload.items():
@@ -311,13 +311,13 @@ class _Scraped(Collector):
             (
                 "paused_models",
                 "kvasir_batch_models_paused",
-                "Models whose lines this gateway leaves alone for a while.",
+                "Models whose lines are paused at this gateway.",
             ),
-            ("open_jobs", "kvasir_batch_jobs_open", "Batches for which something is left to do, of all gateways."),
+            ("open_jobs", "kvasir_batch_jobs_open", "Unfinished batches of all gateways."),
         )
         for name, metric, text in gauges:
             yield GaugeMetricFamily(metric, text, value=float(figures.pop(name, 0)))
-        lines = CounterMetricFamily("kvasir_batch_lines", "What became of lines of batches.", labels=("outcome",))
+        lines = CounterMetricFamily("kvasir_batch_lines", "Lines of batches by outcome.", labels=("outcome",))
         for outcome, count in figures.items():
             lines.add_metric([outcome], count)
         yield lines
@@ -325,7 +325,7 @@ class _Scraped(Collector):
     def _limits(self) -> Iterator[Metric]:
         limits = self._sources.limits()
         refused = CounterMetricFamily(
-            "kvasir_limited_requests", "Requests that a limit of their tenant refused.", labels=("tenant", "limit")
+            "kvasir_limited_requests", "Requests refused by a limit of the tenant.", labels=("tenant", "limit")
         )
         for tenant, told in limits["tenants"].items():
             for limit, count in told["refused"].items():
@@ -333,7 +333,7 @@ class _Scraped(Collector):
         yield refused
         yield CounterMetricFamily(
             "kvasir_limit_outages",
-            "Times that Redis went away, and limits were counted by this gateway alone until it was back.",
+            "Outages of Redis, during which each gateway counts limits for itself.",
             value=limits["outages"],
         )
 

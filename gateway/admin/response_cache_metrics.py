@@ -14,14 +14,14 @@ def response_cache_metrics(stats: Mapping[str, Any]) -> Iterator[Metric]:
     """One family after the other; those of the semantic cache without a sample where it is not in use."""
     for name, text in (
         ("entries", "Answers in the memory of this gateway."),
-        ("bytes", "Bytes of them."),
+        ("bytes", "Bytes of these answers."),
         ("in_flight", "Generations that identical requests may share."),
-        ("waiting", "Requests that are answered by these."),
+        ("waiting", "Requests that wait for these generations."),
     ):
         yield GaugeMetricFamily(f"kvasir_response_cache_{name}", text, value=float(stats[name]))
     for name, text, label in (
-        ("bypassed", "Answers that the response cache had no part in.", "reason"),
-        ("events", "What became of answers in the response cache.", "event"),
+        ("bypassed", "Bypasses of the response cache by reason.", "reason"),
+        ("events", "Events of the response cache.", "event"),
     ):
         counts = CounterMetricFamily(f"kvasir_response_cache_{name}", text, labels=(label,))
         for value, count in stats[name].items():
@@ -32,8 +32,8 @@ def response_cache_metrics(stats: Mapping[str, Any]) -> Iterator[Metric]:
 
 def _semantic_cache(stats: Mapping[str, Any]) -> Iterator[Metric]:
     for name, text, label in (
-        ("outcomes", "Requests that the semantic cache was asked for, by what it had for them.", "outcome"),
-        ("events", "What became of questions and audits in the semantic cache.", "event"),
+        ("outcomes", "Look-ups of the semantic cache by outcome.", "outcome"),
+        ("events", "Events of the semantic cache.", "event"),
     ):
         counts = CounterMetricFamily(f"kvasir_semantic_cache_{name}", text, labels=(label,))
         for value, count in stats[name].items():
@@ -44,8 +44,8 @@ def _semantic_cache(stats: Mapping[str, Any]) -> Iterator[Metric]:
         ("hits", "Answers by meaning since the budget began."),
         ("audits", "Hits that were compared with a fresh answer since the budget began."),
         ("wrong_requests", "Estimated wrong hits, as a share of the requests that the bound is about."),
-        ("wrong_requests_high", "Upper end of its interval of 95%."),
-        ("bound", "What it is kept under."),
+        ("wrong_requests_high", "Upper end of the 95% interval of that share."),
+        ("bound", "The bound for wrong hits."),
         ("closed", "1 while the bound leaves no room for hits."),
     ):
         figures = GaugeMetricFamily(f"kvasir_semantic_cache_{name}", text, labels=("owner", "model"))

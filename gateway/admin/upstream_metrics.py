@@ -19,13 +19,13 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
     )
     errors = CounterMetricFamily(
         "kvasir_upstream_errors",
-        "Requests that an upstream failed, or had no place for: connect, timeout, lost, busy, full, late, key, "
+        "Failed requests to an upstream by kind: connect, timeout, lost, busy, full, late, key, "
         "redirect, usage, or a status from 400 on.",
         labels=("upstream", "kind"),
     )
     unmetered = CounterMetricFamily(
         "kvasir_upstream_unmetered",
-        "Answers of an upstream that told no usage, or an absurd one.",
+        "Answers of an upstream without usage, or with an absurd one.",
         labels=("upstream",),
     )
     hints = CounterMetricFamily(
@@ -45,7 +45,7 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
     )
     breaker = GaugeMetricFamily(
         "kvasir_upstream_breaker_open",
-        "1 while an upstream is left alone, 0.5 while one request may try it, 0 while it is asked.",
+        "1 while the breaker is open, 0.5 while one request tries the upstream, 0 while it is closed.",
         labels=("upstream",),
     )
     for name, figures in upstreams.items():
