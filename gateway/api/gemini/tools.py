@@ -117,7 +117,9 @@ def tool_config(value: Any, path: str) -> dict[str, Any]:
 
 
 def tool_use(declared: tuple[Tool, ...], calling: dict[str, Any], path: str) -> ToolUse | None:
-    """None where nothing may be called. `calling` is what `tool_config` returned, `path` its path."""
+    """None where nothing may be called. ANY is one call or several, also of a single allowed name: the names say which
+    functions, not how often, and this API has no field for one call. `calling` is what `tool_config`
+    returned, `path` its path."""
     mode = calling.get("mode", "AUTO")
     names = calling.get("allowedFunctionNames", [])
     where = under(path, "functionCallingConfig.allowedFunctionNames")

@@ -172,7 +172,7 @@ def calling(mode: str | None = None, *names: str) -> dict[str, Any]:
         (calling("AUTO"), ToolUse((F, G))),
         (calling("MODE_UNSPECIFIED"), ToolUse((F, G))),
         (calling("ANY"), ToolUse((F, G), "required")),
-        (calling("any", "g"), ToolUse((G,), "required")),
+        (calling("any", "g"), ToolUse((G,), "required", parallel=True)),  # one name, and yet several calls
         (calling("NONE"), None),
     ],
 )
