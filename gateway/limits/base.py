@@ -32,6 +32,10 @@ class CountersDownError(Exception):
     """Redis did not answer in time, or could not do it."""
 
 
+class CountersStrangeError(CountersDownError):
+    """Redis answers, but holds something else where this tenant's counters would be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Take:
     """What one request takes, all of it or nothing.
@@ -65,7 +69,8 @@ class Taken:
 
 
 class Counters(Protocol):
-    """Buckets and leases by tenant. A tenant's do not change another's. Every method raises CountersDownError."""
+    """Buckets and leases by tenant. A tenant's do not change another's. Every method raises CountersDownError; what
+    is no counter in Redis is passed over."""
 
     async def take(self, tenant: str, take: Take) -> Taken:
         """Atomic: of requests that come at once none gets what another one took."""

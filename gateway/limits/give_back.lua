@@ -1,5 +1,6 @@
 -- At the end of a request: what it did not use flows back, what it used beyond that is taken, and leases end.
 -- KEYS  as in take.lua
+-- returns  buckets that could not be read and count as full
 -- ARGV  now as in take.lua, how many flights, their ids; then kind and cost in microseconds of each bucket
 local buckets, flights = KEYS[1], KEYS[2]
 local now = tonumber(ARGV[1])
@@ -7,12 +8,21 @@ if not now then
   local time = redis.call('TIME')
   now = time[1] * 1000000 + time[2]
 end
+local strange = 0
+local function full_at(found) -- 0 for what is no time that a gateway wrote
+  local at = tonumber(found or 0)
+  if at and at >= 0 and at < 9007199254740992 then
+    return at
+  end
+  strange = strange + 1
+  return 0
+end
 local first = 3 + tonumber(ARGV[2])
 for i = 3, first - 1 do
   redis.call('ZREM', flights, ARGV[i])
 end
 for i = first, #ARGV, 2 do
-  local at = math.max(tonumber(redis.call('HGET', buckets, ARGV[i]) or 0), now) - tonumber(ARGV[i + 1])
+  local at = math.max(full_at(redis.call('HGET', buckets, ARGV[i])), now) - tonumber(ARGV[i + 1])
   if at > now then
     redis.call('HSET', buckets, ARGV[i], string.format('%.0f', at))
     local stays = math.ceil((at - now) / 1000) + 1000
@@ -23,4 +33,4 @@ for i = first, #ARGV, 2 do
     redis.call('HDEL', buckets, ARGV[i])
   end
 end
-return 1
+return strange

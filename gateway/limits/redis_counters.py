@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from gateway.limits.base import CountersDownError, Take, Taken
-from gateway.redis_calls import RedisCalls
+from gateway.limits.base import CountersDownError, CountersStrangeError, Take, Taken
+from gateway.redis_calls import RedisCalls, skipped
 from gateway.types import LimitKind
+
+_STORE: Final = "counters of limits"
 
 
 class RedisCounters:
@@ -37,11 +39,16 @@ class RedisCounters:
 
     async def take(self, tenant: str, take: Take) -> Taken:
         args = [self._now(), take.burst_us, self._lease_us, take.flight or "", take.max_in_flight, *_flat(take.costs)]
-        admitted, now_us, in_flight, *full_us = await self._ask(self._take, _keys(tenant), args)
+        answer = await self._ask(self._take, _keys(tenant), args)
+        if answer is None:
+            raise CountersStrangeError(f"the keys of tenant {tenant} hold what no gateway wrote")
+        admitted, now_us, in_flight, strange, *full_us = answer
+        _note(strange)
         return Taken(bool(admitted), now_us, dict(zip(take.costs, full_us, strict=True)), in_flight)
 
     async def give_back(self, tenant: str, costs: Mapping[LimitKind, int], flights: Sequence[str]) -> None:
-        await self._ask(self._give_back, _keys(tenant), [self._now(), len(flights), *flights, *_flat(costs)])
+        args = [self._now(), len(flights), *flights, *_flat(costs)]
+        _note(await self._ask(self._give_back, _keys(tenant), args) or 0)
 
     async def renew(self, tenant: str, flights: Sequence[str]) -> None:
         await self._ask(self._renew, _keys(tenant)[1:], [self._now(), self._lease_us, *flights])
@@ -50,7 +57,13 @@ class RedisCounters:
         return "" if self._now_us is None else self._now_us()
 
     async def _ask(self, script: AsyncScript, keys: list[str], args: list[str | int]) -> Any:
-        return await self._calls.ask(script(keys=keys, args=args))
+        """None for keys that hold what no gateway wrote."""
+        return await self._calls.ask_or_skip(_STORE, script(keys=keys, args=args), None)
+
+
+def _note(strange: int) -> None:
+    for _ in range(strange):
+        skipped(_STORE, ValueError())
 
 
 def _keys(tenant: str) -> list[str]:

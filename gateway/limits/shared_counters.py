@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from gateway import tasks
-from gateway.limits.base import Counters, CountersDownError, Take, Taken
+from gateway.limits.base import Counters, CountersDownError, CountersStrangeError, Take, Taken
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ class SharedCounters:
         self._asked_again_s = now_s + self._retry_s  # while it is asked, nobody else waits for it
         try:
             taken = await redis.take(tenant, take)
+        except CountersStrangeError:  # of this tenant alone; redis_calls.py has counted it
+            self._note_up()
+            return await self._memory.take(tenant, take), self._memory
         except CountersDownError as error:
             self._doubt(tenant, take)
             self._note_down(error)

@@ -2,13 +2,24 @@
 -- KEYS     buckets (hash: kind, microsecond at which it is full again), flights (sorted set: id, end in microseconds)
 -- ARGV     now in microseconds or empty for Redis's own clock, microseconds of a burst, microseconds of a lease,
 --          id of a flight or empty, flights at most; then kind and cost in microseconds of each bucket
--- returns  1 if it was taken else 0, now, flights, and when each bucket is full again
+-- returns  1 if it was taken else 0, now, flights, buckets that could not be read and count as full, and when each
+--          bucket is full again
 local buckets, flights = KEYS[1], KEYS[2]
 local burst, lease, flight, most = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local now = tonumber(ARGV[1])
 if not now then
   local time = redis.call('TIME')
   now = time[1] * 1000000 + time[2]
+end
+
+local strange = 0
+local function full_at(found) -- 0 for what is no time that a gateway wrote
+  local at = tonumber(found or 0)
+  if at and at >= 0 and at < 9007199254740992 then
+    return at
+  end
+  strange = strange + 1
+  return 0
 end
 
 local admitted, kinds, costs, full = 1, {}, {}, {}
@@ -18,7 +29,7 @@ for i = 6, #ARGV, 2 do
 end
 local found = #kinds > 0 and redis.call('HMGET', buckets, unpack(kinds))
 for i = 1, #kinds do
-  full[i] = math.max(tonumber(found[i] or 0), now)
+  full[i] = math.max(full_at(found[i]), now)
   if costs[i] > 0 and full[i] + math.min(costs[i], burst) > now + burst then
     admitted = 0
   end
@@ -50,4 +61,4 @@ if admitted == 1 then
     taken = taken + 1
   end
 end
-return {admitted, now, taken, unpack(full)}
+return {admitted, now, taken, strange, unpack(full)}

@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 from gateway.limits.base import WINDOW_US, Counters, CountersDownError, Take, cost_us, room, wait_us
 from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.redis_counters import RedisCounters
-from gateway.redis_calls import connect
+from gateway.limits.shared_counters import SharedCounters
+from gateway.redis_calls import connect, unreadable
 from gateway.types import LimitKind
 from tests.fakes.limits import Clock
 from tests.fakes.redis_process import RedisProcess
@@ -206,8 +207,8 @@ async def test_redis_that_is_away_or_cannot_do_it_is_down(own_redis: RedisProces
     redis = connect(own_redis.url, 0.5)
     try:
         counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=0.5)
-        await redis.set("kvasir:limits:{north}", "not a hash")
-        with pytest.raises(CountersDownError, match="WRONGTYPE"):
+        await redis.config_set("maxmemory", "1")
+        with pytest.raises(CountersDownError, match="OOM"):
             await counters.take("north", requests(1))
         own_redis.kill()
         for call in (
@@ -219,3 +220,35 @@ async def test_redis_that_is_away_or_cannot_do_it_is_down(own_redis: RedisProces
                 await call
     finally:
         await redis.aclose()
+
+
+@pytest.mark.parametrize("junk", ["x", "", "-5", "1e308", "nan", "9" * 400])
+async def test_a_bucket_that_no_gateway_wrote_is_full_and_counted(redis: Redis, junk: str) -> None:
+    unreadable.clear()
+    counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S)
+    await redis.hset("kvasir:limits:{north}", "requests", junk)  # type: ignore[misc]
+    assert (await counters.take("north", requests(60))).admitted
+    assert not (await counters.take("north", requests(60))).admitted, "it counts again from then on"
+    await redis.hset("kvasir:limits:{north}", "requests", junk)  # type: ignore[misc]
+    await counters.give_back("north", {"requests": cost_us(30, 60)}, [])
+    assert (await counters.take("north", requests(60))).admitted
+    assert unreadable == {"counters of limits": 2}
+
+
+@pytest.mark.parametrize("key", ["kvasir:limits:{north}", "kvasir:limits:{north}:flights"])
+async def test_keys_of_another_type_are_passed_over_for_their_tenant_alone(redis: Redis, key: str) -> None:
+    unreadable.clear()
+    counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S)
+    shared = SharedCounters(counters, MemoryCounters(lease_s=LEASE_S), retry_s=1000.0)
+    await redis.set(key, "something else")
+    flight = Take({"requests": cost_us(60, 60)}, "a", 1)
+    taken, memory = await shared.take("north", flight)
+    assert taken.admitted
+    assert memory is not counters
+    assert not (await shared.take("north", flight))[0].admitted
+    await counters.give_back("north", {"requests": 1}, ["a"])
+    await counters.renew("north", ["a"])
+    assert (await shared.take("south", flight))[1] is counters
+    assert shared.outages == 0
+    assert unreadable["counters of limits"] >= 3
+    assert await redis.get(key) == b"something else"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -33,6 +35,14 @@ class Connection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self.writer = reader, writer
+
+    async def read(self, path: str) -> str:
+        """The body of an answer that is 200."""
+        head = await self.ask("GET", path)
+        assert b" 200 " in head, head
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        assert length is not None
+        return (await self._reader.readexactly(int(length[1]))).decode()
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The head of the answer."""
@@ -69,14 +79,20 @@ async def test_connections_are_refused_before_descriptors_run_out_and_operators_
         assert b" 503 " in refused
         assert b"connection: close" in refused.lower()
         assert b"retry-after:" in refused.lower()
-        operator = await connect()
+        operator, reader = await connect(), await connect()
         assert b" 200 " in await operator.ask("GET", "/health/liveness")
+        assert json.loads(await reader.read("/admin/stats"))
         assert b" 200 " in await first.ask("POST", "/v1/chat/completions", CHAT)
         # 2. Beyond the second: nobody, however many come; none waits for a descriptor that there is not.
         more = [await connect() for _ in range(FEW)]
         assert (await more[-1].heard()).startswith(b"HTTP/1.1 503 ")
         assert b" 200 " in await operator.ask("GET", "/health/liveness")
-        assert b" 200 " in await operator.ask("GET", "/metrics")
+        assert json.loads(await reader.read("/admin/stats"))
+        refusals = re.search(
+            r'malformed_requests_total\{reason="TooManyConnections"\} (\S+)', await reader.read("/metrics")
+        )
+        assert refusals is not None
+        assert float(refusals[1]) > FEW / 2
         # 3. Once others have left, everybody is served again.
         for connection in (*held, *more):
             await connection.close()
@@ -91,7 +107,7 @@ async def test_connections_are_refused_before_descriptors_run_out_and_operators_
                 await connection.close()
 
         await until(served)
-        for connection in (first, operator):
+        for connection in (first, operator, reader):
             await connection.close()
         _, errors = await process.communicate(b"\n")
     assert process.returncode == 0
