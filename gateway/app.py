@@ -18,7 +18,6 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from engine.config import ConfigError
-from gateway import redis_or_memory
 from gateway.admin.accounting import audit_entry
 from gateway.admin.sources import EngineState, EngineStatus, Sources
 from gateway.api.malformed import MALFORMED
@@ -38,7 +37,7 @@ from gateway.logs import lost_lines
 from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.places import PlaceQueue
-from gateway.redis_calls import connect
+from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.exact import ExactCache
@@ -50,6 +49,7 @@ from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
+from gateway.storage.redis_calls import connect
 from gateway.street import Street
 from gateway.types import Trace
 from gateway.upstreams.proxies import find_proxy
@@ -79,8 +79,9 @@ class Gateway:
         self.prompts = PromptStage(settings.prompt)
         self.queue: PlaceQueue[BundledEngine] = PlaceQueue(settings.queue, Router(settings.routing))
         self.embedder = Embedder(settings.embeddings)
-        self.index = redis_or_memory.index(settings, self.redis, self.memory)
-        self.contents = redis_or_memory.contents(settings, self.redis)
+        self.stores = stores = RedisOrMemory(settings, self.redis)
+        self.index = stores.index(self.memory)
+        self.contents = stores.contents()
         folder = settings.files.folder or settings.server.data_dir / "files"
         self.files = FileStore(Folder(folder, settings.files, time.time), settings.files)
         jobs_folder = settings.batches.folder or settings.server.data_dir / "batches"
@@ -95,12 +96,10 @@ class Gateway:
             on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
         )
-        self.responses = ResponseStore(
-            redis_or_memory.stored_responses(settings, self.redis), retry_s=settings.redis.retry_s
-        )
-        prices, book = Prices(settings.prices, settings.batches.price), redis_or_memory.book(settings, self.redis)
-        self.ledger = Ledger(settings.ledger, prices, book, time.time)
-        self.limits = TenantLimits(settings.limits, settings.tenants, redis_or_memory.counters(settings, self.redis))
+        self.responses = ResponseStore(stores.stored_responses())
+        prices = Prices(settings.prices, settings.batches.price)
+        self.ledger = Ledger(settings.ledger, prices, stores.book(), time.time)
+        self.limits = TenantLimits(settings.limits, settings.tenants, stores.counters())
         self.upstreams = Upstreams(
             settings.upstreams,
             self.upstream_keys,
@@ -110,9 +109,10 @@ class Gateway:
         )
         self.figures = EngineFigures(lambda: self.registry.engines)
         remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
-        shared = redis_or_memory.shared_answers(settings, self.redis)
-        self.semantic_cache = _semantic_cache(settings, self.redis, self.embedder)
-        self.removals = _removals(settings, self.redis, remembered, shared, self.semantic_cache)
+        shared = stores.answers()
+        self.semantic_cache = _semantic_cache(settings, stores, self.embedder)
+        every_s = settings.response_cache.removals_s
+        self.removals = Removals(remembered, shared, stores.removals(), self.semantic_cache, every_s=every_s)
         self.answers = KeptAnswers(remembered, shared, self.removals)
         self.response_cache = _response_cache(
             settings, remembered, shared, self.removals, self.semantic_cache, self._audited
@@ -146,7 +146,7 @@ class Gateway:
             upstreams=self.remembered,
             embedder=self.embedder,
             responses=self.responses,
-            fingerprints=redis_or_memory.fingerprints(settings, self.redis),
+            fingerprints=self.stores.fingerprints(),
             stored_responses=settings.stored_responses,
             contents=self.contents,
             files=self.files,
@@ -169,7 +169,7 @@ class Gateway:
                 ledger=self.ledger,
                 limits=self.limits.figures,
                 response_cache=self.response_cache.stats,
-                redis=lambda: {"up": self.index.redis_up, "outages": self.index.outages},
+                redis=self.stores.figures,
                 batches=self.batches.figures,
                 lost_lines=lost_lines,
                 malformed=lambda: MALFORMED.counts,
@@ -203,18 +203,6 @@ class Gateway:
         return [_status(engine, self.figures.of(engine.url)) for engine in self.registry.engines]
 
 
-def _removals(
-    settings: Settings,
-    redis: Redis | None,
-    memory: MemoryEntries,
-    shared: RedisEntries | None,
-    semantic: SemanticCache | None,
-) -> Removals:
-    """What operators removed, here and at other gateways."""
-    told = redis_or_memory.shared_removals(settings, redis)
-    return Removals(memory, shared, told, semantic, every_s=settings.response_cache.removals_s)
-
-
 def _response_cache(
     settings: Settings,
     memory: MemoryEntries,
@@ -224,13 +212,13 @@ def _response_cache(
     audited: Audited,
 ) -> ResponseCache:
     """Steps 1 and 7 of the street."""
-    own, retry_s = settings.response_cache, settings.redis.retry_s
-    exact = ExactCache(memory, shared, memory_s=own.memory_s, retry_s=retry_s, clock=time.monotonic, removals=removals)
+    own = settings.response_cache
+    exact = ExactCache(memory, shared, memory_s=own.memory_s, removals=removals)
     modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
     return ResponseCache(own, modes, exact, semantic, time.time, audited)
 
 
-def _semantic_cache(settings: Settings, redis: Redis | None, embedder: Embedder) -> SemanticCache | None:
+def _semantic_cache(settings: Settings, stores: RedisOrMemory, embedder: Embedder) -> SemanticCache | None:
     """None where nobody may use it, or the extra is missing."""
     own = settings.semantic_cache
     modes = {tenant.name: tenant.semantic_cache for tenant in settings.tenants if tenant.semantic_cache is not None}
@@ -239,15 +227,13 @@ def _semantic_cache(settings: Settings, redis: Redis | None, embedder: Embedder)
     if not embedder.models() or find_spec("usearch") is None:
         log.warning("the semantic cache needs the extra `semantic`, which is missing: only exact answers are found")
         return None
-    shared = redis_or_memory.shared_questions(settings, redis)
     return SemanticCache(
         own,
         modes,
         embedder,
-        shared,
+        stores.questions(),
         random=random.random,
         now=time.time,
-        retry_s=settings.redis.retry_s,
         namespaces=[namespace.name for namespace in settings.namespaces if namespace.semantic_cache],
     )
 

@@ -18,6 +18,7 @@ api/ writes these in its own shape.
     +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
     |   +-- NoEngineError          503                          the model is known, its engines are away
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
+    |   +-- RedisDownError         503                          what is asked for is in Redis, which does not answer
     |   +-- UpstreamsAwayError     503                          all upstreams of the model are left alone, or busy
     +-- EngineLostError            502                          after the first byte; before it the street tries again
     +-- UpstreamLostError          502  upstream_failed         no upstream answered, or one stopped in its answer
@@ -211,6 +212,19 @@ class DeadlineError(OverloadedError):
             "The server is busy: no place became free in time (queue.max_wait_s or the request's own limit).",
             retry_after_s=retry_after_s,
         )
+
+
+class RedisDownError(OverloadedError):
+    """Redis is unreachable or refused a command. Most callers go on without it; others have a 503.
+
+    why    for the log: what Redis or its client said
+    asked  False: nothing was changed: the command was not sent, or could not be carried out
+    """
+
+    def __init__(self, why: str, *, asked: bool = True, retry_after_s: float = 1.0) -> None:
+        super().__init__("Redis, where this is kept, cannot be reached at the moment.", retry_after_s=retry_after_s)
+        self.why = why
+        self.asked = asked
 
 
 class EngineLostError(KvasirError):

@@ -24,8 +24,8 @@ from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses, EngineStartError
-from gateway.redis_calls import connect, warn_of_eviction
 from gateway.redis_server import RedisServer, RedisStartError
+from gateway.storage.redis_calls import connect, warn_of_eviction
 from gateway.tasks import share_interpreter
 from gateway.version import installed_version
 

@@ -35,7 +35,8 @@ WITH_NUMPY = {
 }
 """What the extra `semantic` is for; imported when the first text is embedded or looked up."""
 FOUNDATION = {
-    *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.redis_calls"),
+    *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.breaker"),
+    *("gateway.storage.redis_calls", "gateway.storage.breaker"),
     *("gateway.config", "gateway.digests", "gateway.fair_queue", "gateway.logs", "gateway.native"),
 }
 PROMISES = {
@@ -82,7 +83,7 @@ def test_imports_follow_the_street(path: Path) -> None:
     used = ours(path) - {module, "gateway", "engine"}
     if module.startswith("engine"):
         assert not {name for name in used if name.startswith("gateway")}, "the engine never imports the gateway"
-    elif module in FOUNDATION or room in ("config", "types", "logs"):
+    elif module in FOUNDATION or room in ("config", "types", "logs", "storage"):
         allowed = FOUNDATION | {"engine.protocol"} | ({"engine.config"} if room == "config" else set())
         outside = {name for name in used if not name.startswith(f"gateway.{room}.")}
         assert outside <= allowed, "the foundation imports nothing above it"

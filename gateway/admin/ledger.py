@@ -15,16 +15,13 @@ from gateway.admin.report import GROUPS, as_csv, report
 from gateway.api.auth import Auth
 from gateway.api.dialect import JSON, Route
 from gateway.api.fields import Parameter, choice, invalid, read_query, takes, text, wrong_value
-from gateway.errors import OverloadedError
-from gateway.ledger.base import BookDownError, Entry, Figures, Row
+from gateway.ledger.base import Entry, Figures, Row
 
 CSV: Final = "text/csv"
 DAYS: Final = 30
 """That are told of when nothing else is asked for, today among them."""
 
 _WRITTEN = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", re.ASCII)
-
-RETRY_AFTER_S: Final = 5.0
 
 
 class Ledger(Protocol):
@@ -35,7 +32,7 @@ class Ledger(Protocol):
         ...
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
-        """The rows of these days. Raises BookDownError."""
+        """The rows of these days. Raises RedisDownError."""
         ...
 
 
@@ -91,13 +88,7 @@ class LedgerPage:
         self._auth.check_admin(http)
         asked = read_query(http.query, QUERY)
         first, last = self._days(asked)
-        try:
-            rows = await self._ledger.read(first.isoformat(), last.isoformat())
-        except BookDownError as error:
-            raise OverloadedError(
-                "The ledger is in Redis, which does not answer. Nothing is lost: it is written when Redis is back.",
-                retry_after_s=RETRY_AFTER_S,
-            ) from error
+        rows = await self._ledger.read(first.isoformat(), last.isoformat())
         rows = {row: figures for row, figures in rows.items() if _wanted(row, asked)}
         by = asked.get("group_by", ("day",))
         if _wants_csv(http, asked):

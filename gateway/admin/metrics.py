@@ -23,7 +23,7 @@ from gateway.admin.sources import Sources
 from gateway.admin.tallies import Count, Counts, Durations, Seconds
 from gateway.admin.upstream_metrics import upstream_metrics
 from gateway.api.record import CLIENT_LEFT, Record, is_final
-from gateway.redis_calls import unreadable
+from gateway.storage.redis_calls import unreadable
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
@@ -259,8 +259,13 @@ class _Scraped(Collector):
         yield from self._batches()
         yield GaugeMetricFamily(
             "kvasir_redis_up",
-            "1 while Redis answers; 0 while the index is the memory of this gateway alone.",
+            "1 while Redis is reachable; 0 while this gateway goes on with its own memory.",
             value=float(bool(self._sources.redis().get("up"))),
+        )
+        yield CounterMetricFamily(
+            "kvasir_redis_outages",
+            "Times that Redis became unreachable.",
+            value=self._sources.redis().get("outages", 0),
         )
         strange = CounterMetricFamily(
             "kvasir_redis_unreadable", "Skipped entries in Redis that no gateway wrote.", labels=("store",)
@@ -334,7 +339,7 @@ class _Scraped(Collector):
         yield CounterMetricFamily(
             "kvasir_limit_outages",
             "Outages of Redis, during which each gateway counts limits for itself.",
-            value=limits["outages"],
+            value=self._sources.redis().get("outages", 0),
         )
 
     def _embeddings(self) -> Metric:

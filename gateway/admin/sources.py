@@ -99,8 +99,8 @@ class Sources:
     upstreams   figures of each upstream: requests, in_flight, unmetered, errors by kind, breaker, dialect
     responses   what became of responses that were to be kept, since the start
     ledger      what requests used and saved
-    limits      "outages" of what counts them, and under "tenants" those that tenants have, and who was refused
-    redis       at least {"up": bool}; the index answers from memory while it is False
+    limits      under "tenants" those that tenants have, and who was refused
+    redis       at least {"up": bool}, and "outages" since the start
     response_cache  what it holds now, and since the start by outcome, by reason of a bypass, and by event
     batches     figures of the batch lane's worker: in_flight, paused_models, open_jobs, and lines since the start by
                 outcome; or empty

@@ -10,10 +10,6 @@ from gateway.errors import QuotaError
 from gateway.types import CachedContent
 
 
-class ContentsDownError(Exception):
-    """The store does not answer."""
-
-
 class ContentStore(Protocol):
     """What one tenant keeps, no other one finds. What is past its end is gone at once. Bodies never change."""
 

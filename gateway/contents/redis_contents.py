@@ -18,8 +18,9 @@ import orjson
 from redis.asyncio import Redis
 
 from gateway.config import GeminiSettings
-from gateway.contents.base import ContentsDownError, too_large, too_many
-from gateway.redis_calls import RedisCalls, read_or_skip
+from gateway.contents.base import too_large, too_many
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 from gateway.types import CachedContent
 
 _STORE: Final = "cached contents"
@@ -28,14 +29,22 @@ _NO_TIME_S: Final = 250e9
 
 
 class RedisContents:
-    """A ContentStore. Every call raises ContentsDownError when Redis does not answer within the time limit."""
+    """A ContentStore. Every call raises RedisDownError."""
 
-    def __init__(self, redis: Redis, limits: GeminiSettings, now: Callable[[], float], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        limits: GeminiSettings,
+        now: Callable[[], float],
+        *,
+        timeout_s: float,
+        breaker: RedisBreaker | None = None,
+    ) -> None:
         """`redis` is the caller's: it is not closed here. `now` is seconds since 1970."""
         self._redis = redis
         self._limits = limits
         self._now = now
-        self._calls = RedisCalls(timeout_s, ContentsDownError)
+        self._calls = RedisCalls(timeout_s, breaker)
         self._put_script = redis.register_script(_source("put.lua"))
         self._extend_script = redis.register_script(_source("extend.lua"))
         self._delete_script = redis.register_script(_source("delete.lua"))

@@ -2,46 +2,30 @@
 
 Redis answers             what it has counts. What it has lost (evicted, restarted empty) is put back from a copy,
                           unless it was deleted
-Redis is away             copies are used, and new contents are this gateway's alone until it is back. Nothing can be
+Redis is unreachable      copies are used, and new contents are this gateway's alone until it is back. Nothing can be
                           changed or deleted: other gateways would not hear of it
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
-from gateway.contents.base import ContentsDownError
 from gateway.contents.memory_contents import MemoryContents
 from gateway.contents.redis_contents import RedisContents, told
-from gateway.errors import OverloadedError, QuotaError
+from gateway.errors import QuotaError, RedisDownError
 from gateway.types import CachedContent
-
-log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 class SharedContents:
-    """A ContentStore. `extend` and `delete` raise OverloadedError while Redis is away."""
+    """A ContentStore. `extend` and `delete` raise RedisDownError while Redis is unreachable."""
 
-    def __init__(
-        self, redis: RedisContents, memory: MemoryContents, *, retry_s: float, clock: Callable[[], float]
-    ) -> None:
-        """After a failure Redis is not asked for `retry_s` on `clock`, which need not be the one of the contents."""
+    def __init__(self, redis: RedisContents, memory: MemoryContents) -> None:
         self._redis = redis
         self._memory = memory
-        self._retry_s = retry_s
-        self._clock = clock
-        self._asked_again_s = 0.0
-        self._down = False
 
     async def put(self, tenant: str, content: CachedContent) -> None:
         """See base.py."""
         try:
-            await self._ask(lambda: self._redis.put(tenant, content))
-        except ContentsDownError:
+            await self._redis.put(tenant, content)
+        except RedisDownError:
             await self._memory.put(tenant, content)
         else:
             self._memory.copy(tenant, content)
@@ -50,16 +34,16 @@ class SharedContents:
         """See base.py."""
         copy = await self._memory.find(tenant, name)
         try:
-            found, was_deleted = await self._ask(lambda: self._redis.look(tenant, name))
+            found, was_deleted = await self._redis.look(tenant, name)
             if found is not None and copy is None:
-                content = await self._ask(lambda: self._redis.find(tenant, name))
+                content = await self._redis.find(tenant, name)
             elif found is not None and copy is not None:
                 content = told(found, copy.body)
             elif copy is not None and not was_deleted:
                 content = await self._put_back(tenant, copy)
             else:
                 content = None
-        except ContentsDownError:
+        except RedisDownError:
             return copy
         if content is None:
             await self._memory.delete(tenant, name)
@@ -71,8 +55,8 @@ class SharedContents:
         """See base.py."""
         copies = await self._memory.all_of(tenant)
         try:
-            listed = await self._ask(lambda: self._redis.all_of(tenant))
-        except ContentsDownError:
+            listed = await self._redis.all_of(tenant)
+        except RedisDownError:
             return copies
         names = {content.name for content in listed}
         lost = [await self.find(tenant, copy.name) for copy in copies if copy.name not in names]
@@ -83,10 +67,7 @@ class SharedContents:
         content = await self.find(tenant, name)
         if content is None:
             return None
-        try:
-            extended = await self._ask(lambda: self._redis.extend(tenant, name, expires_s))
-        except ContentsDownError:
-            raise _away() from None
+        extended = await self._redis.extend(tenant, name, expires_s)
         if extended is not None:
             await self._memory.extend(tenant, name, expires_s)
         return extended
@@ -95,34 +76,12 @@ class SharedContents:
         """See base.py."""
         if await self.find(tenant, name) is None:
             return False
-        try:
-            was_there = await self._ask(lambda: self._redis.delete(tenant, name))
-        except ContentsDownError:
-            raise _away() from None
+        was_there = await self._redis.delete(tenant, name)
         await self._memory.delete(tenant, name)
         return was_there
 
     async def _put_back(self, tenant: str, copy: CachedContent) -> CachedContent | None:
         try:
-            return copy if await self._ask(lambda: self._redis.put_back(tenant, copy)) else None
+            return copy if await self._redis.put_back(tenant, copy) else None
         except QuotaError:
             return copy  # other gateways took the room meanwhile
-
-    async def _ask(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        if self._down and self._clock() < self._asked_again_s:
-            raise ContentsDownError("Redis did not answer a moment ago")
-        try:
-            answer = await call()
-        except ContentsDownError as error:
-            if not self._down:
-                log.warning("Redis does not answer, cached contents are this gateway's own until it does: %s", error)
-            self._down, self._asked_again_s = True, self._clock() + self._retry_s
-            raise
-        if self._down:
-            self._down = False
-            log.info("Redis answers again, cached contents are shared")
-        return answer
-
-
-def _away() -> OverloadedError:
-    return OverloadedError("Cached contents cannot be changed while Redis is away.", retry_after_s=1.0)

@@ -22,10 +22,6 @@ class Index(Protocol):
         digests  packed chain digests, DIGEST_BYTES each, first block first
         An incarnation that the index knows is in the answer, with 0 when it holds none of them; one that it does not
         know is left out. The answer is empty when there are no digests or no incarnations, and nobody is asked then.
-        Raises IndexDownError, and nothing else, when it cannot answer.
+        Raises RedisDownError, and nothing else, when it cannot answer.
         """
         ...
-
-
-class IndexDownError(Exception):
-    """The index cannot be asked now. Never reaches the street: FallbackIndex answers from memory then."""

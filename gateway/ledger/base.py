@@ -93,12 +93,8 @@ class Entry(NamedTuple):
         return self.lane != "online" and not self.by_upstream
 
 
-class BookDownError(Exception):
-    """The book did not answer in time, or could not do it."""
-
-
 class Book(Protocol):
-    """Rows by day. Every method raises BookDownError, and has then changed nothing, or all that it was to change."""
+    """Rows by day. Every method raises RedisDownError, and has then changed nothing, or all that it was to change."""
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
         """Adds to what is there. What was added under this number before is not added again. Returns how many figures

@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 
 from gateway import tasks
 from gateway.config import LedgerSettings
-from gateway.ledger.base import OTHER, Book, BookDownError, Entry, Figures, Row, add_up
+from gateway.errors import RedisDownError
+from gateway.ledger.base import OTHER, Book, Entry, Figures, Row, add_up
 from gateway.ledger.prices import Prices, Tariff, count
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,6 @@ class Ledger:
         self._flushing = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
         self._forgotten = ""  # the day on which old ones were dropped last
-        self._down = False
         self._dropped = 0
         self.capped = 0
         """Figures of rows that the book does not have in full, as they were too large."""
@@ -109,18 +109,12 @@ class Ledger:
                 self._cut()
                 await self._send()
                 await self._forget()
-            except BookDownError as error:
-                if not self._down:
-                    log.warning("the ledger cannot be written, and adds up in memory until it can: %s", error)
-                self._down = True
+            except RedisDownError:
                 return False
-        if self._down:
-            self._down = False
-            log.info("the ledger is written again")
         return True
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
-        """The rows of these days of all gateways, and of this one up to now. Raises BookDownError."""
+        """The rows of these days of all gateways, and of this one up to now. Raises RedisDownError."""
         await self.flush()
         return await self._book.read(first, last)
 

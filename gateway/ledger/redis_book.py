@@ -17,8 +17,9 @@ from urllib.parse import quote, unquote
 
 from redis.asyncio import Redis
 
-from gateway.ledger.base import COLUMNS, BookDownError, Figures, Row, capped
-from gateway.redis_calls import RedisCalls, read_or_skip
+from gateway.ledger.base import COLUMNS, Figures, Row, capped
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 REMEMBERED_S: Final = 86_400
 """Seconds for which a number is known to have been added: whoever tries again does so within them."""
@@ -35,10 +36,10 @@ _ADDED: Final = "kvasir:{ledger}.added:"
 class RedisBook:
     """See Book in base.py."""
 
-    def __init__(self, redis: Redis, *, timeout_s: float) -> None:
+    def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every command."""
         self._redis = redis
-        self._calls = RedisCalls(timeout_s, BookDownError)
+        self._calls = RedisCalls(timeout_s, breaker)
         self._add = redis.register_script(files(__package__).joinpath("add.lua").read_text(encoding="utf-8"))
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:

@@ -28,14 +28,6 @@ WINDOW_US: Final = 60_000_000
 """A minute, in which a limit flows into its bucket. A bucket holds no more than that."""
 
 
-class CountersDownError(Exception):
-    """Redis did not answer in time, or could not do it."""
-
-
-class CountersStrangeError(CountersDownError):
-    """Redis answers, but holds something else where this tenant's counters would be."""
-
-
 @dataclass(frozen=True, slots=True)
 class Take:
     """What one request takes, all of it or nothing.
@@ -69,7 +61,7 @@ class Taken:
 
 
 class Counters(Protocol):
-    """Buckets and leases by tenant. A tenant's do not change another's. Every method raises CountersDownError; what
+    """Buckets and leases by tenant. A tenant's do not change another's. Every method raises RedisDownError; what
     is no counter in Redis is passed over."""
 
     async def take(self, tenant: str, take: Take) -> Taken:

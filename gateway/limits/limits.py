@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from gateway import tasks
 from gateway.config import LimitSettings, TenantSettings
-from gateway.errors import RateLimitError
+from gateway.errors import RateLimitError, RedisDownError
 from gateway.limits.amounts import Amounts, Limits, costs, limits_of, refusal, to_set_aside, used
-from gateway.limits.base import Counters, CountersDownError, Take, Taken, room
+from gateway.limits.base import Counters, Take, Taken, room
 from gateway.limits.shared_counters import SharedCounters
 from gateway.types import LimitKind, Need, Room, Usage
 
@@ -139,7 +139,7 @@ class TenantLimits:
 
     def figures(self) -> dict[str, Any]:
         """For /metrics and /admin/stats, as counters said last."""
-        return {"outages": self._counters.outages, "tenants": {name: self._figures(name) for name in self._accounts}}
+        return {"tenants": {name: self._figures(name) for name in self._accounts}}
 
     def _figures(self, tenant: str) -> dict[str, Any]:
         account = self._accounts[tenant]
@@ -199,5 +199,5 @@ class Hold:
 
 async def _tried(call: Coroutine[Any, Any, None]) -> None:
     """What was set aside flows back within a minute, and leases end by themselves."""
-    with contextlib.suppress(CountersDownError):
+    with contextlib.suppress(RedisDownError):
         await call

@@ -15,8 +15,10 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from gateway.limits.base import CountersDownError, CountersStrangeError, Take, Taken
-from gateway.redis_calls import RedisCalls, skipped
+from gateway.errors import RedisDownError
+from gateway.limits.base import Take, Taken
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, skipped
 from gateway.types import LimitKind
 
 _STORE: Final = "counters of limits"
@@ -26,12 +28,18 @@ class RedisCounters:
     """See Counters in base.py."""
 
     def __init__(
-        self, redis: Redis, *, lease_s: float, timeout_s: float, now_us: Callable[[], int] | None = None
+        self,
+        redis: Redis,
+        *,
+        lease_s: float,
+        timeout_s: float,
+        breaker: RedisBreaker | None = None,
+        now_us: Callable[[], int] | None = None,
     ) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `now_us` None: Redis's own
         clock, on which gateways agree."""
         self._lease_us = round(lease_s * 1e6)
-        self._calls = RedisCalls(timeout_s, CountersDownError)
+        self._calls = RedisCalls(timeout_s, breaker)
         self._now_us = now_us
         self._take = redis.register_script(_source("take.lua"))
         self._give_back = redis.register_script(_source("give_back.lua"))
@@ -41,7 +49,7 @@ class RedisCounters:
         args = [self._now(), take.burst_us, self._lease_us, take.flight or "", take.max_in_flight, *_flat(take.costs)]
         answer = await self._ask(self._take, _keys(tenant), args)
         if answer is None:
-            raise CountersStrangeError(f"the keys of tenant {tenant} hold what no gateway wrote")
+            raise RedisDownError(f"the keys of tenant {tenant} hold what no gateway wrote", asked=False)
         admitted, now_us, in_flight, strange, *full_us = answer
         _note(strange)
         return Taken(bool(admitted), now_us, dict(zip(take.costs, full_us, strict=True)), in_flight)

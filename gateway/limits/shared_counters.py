@@ -1,20 +1,18 @@
-"""Redis while it answers, this gateway's own memory while it does not: a limiter that is down limits less, and refuses
-nobody for it. What memory counted is not told to Redis afterwards.
-
-An outage costs the requests that ask when it begins one time limit each, and one request every retry_s after that.
+"""Redis while it is reachable, this gateway's own memory while it is not: a limiter that is down limits less, and
+refuses no request for it. What memory counted is not written to Redis afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from gateway import tasks
-from gateway.limits.base import Counters, CountersDownError, CountersStrangeError, Take, Taken
+from gateway.errors import RedisDownError
+from gateway.limits.base import Counters, Take, Taken
 
 log = logging.getLogger(__name__)
 
@@ -23,39 +21,27 @@ MAX_DOUBTFUL: Final = 1024
 
 
 class SharedCounters:
-    """Never raises. `outages` are counted since the start."""
+    """Never raises."""
 
-    def __init__(
-        self, redis: Counters | None, memory: Counters, *, retry_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, redis: Counters | None, memory: Counters) -> None:
         self._redis = redis
         self._memory = memory
-        self._retry_s = retry_s
-        self._clock = clock
-        self._asked_again_s = 0.0
-        self._down = False
-        self._doubtful: deque[tuple[str, str]] = deque(maxlen=MAX_DOUBTFUL)  # by tenant; we heard of none
-        self.outages = 0
+        self._doubtful: deque[tuple[str, str]] = deque(maxlen=MAX_DOUBTFUL)  # by tenant; Redis may have given them
 
     async def take(self, tenant: str, take: Take) -> tuple[Taken, Counters]:
-        """Also tells who counted it: what was taken there is given back there."""
-        redis, now_s = self._redis, self._clock()
-        if redis is None or (self._down and now_s < self._asked_again_s):
+        """Also returns who counted it: what was taken there is given back there."""
+        redis = self._redis
+        if redis is None:
             return await self._memory.take(tenant, take), self._memory
-        self._asked_again_s = now_s + self._retry_s  # while it is asked, nobody else waits for it
         try:
             taken = await redis.take(tenant, take)
-        except CountersStrangeError:  # of this tenant alone; redis_calls.py has counted it
-            self._note_up()
-            return await self._memory.take(tenant, take), self._memory
-        except CountersDownError as error:
-            self._doubt(tenant, take)
-            self._note_down(error)
+        except RedisDownError as error:
+            if error.asked:
+                self._doubt(tenant, take)
             return await self._memory.take(tenant, take), self._memory
         except asyncio.CancelledError:
             self._doubt(tenant, take)
             raise
-        self._note_up()
         if self._doubtful:
             doubtful = list(self._doubtful)
             self._doubtful.clear()
@@ -66,22 +52,11 @@ class SharedCounters:
         if take.flight is not None:
             self._doubtful.append((tenant, take.flight))
 
-    def _note_down(self, error: CountersDownError) -> None:
-        if not self._down:
-            self._down = True
-            self.outages += 1
-            log.warning("Redis does not answer, limits are counted by this gateway alone until it does: %s", error)
-
-    def _note_up(self) -> None:
-        if self._down:
-            self._down = False
-            log.info("Redis answers again, limits are shared")
-
 
 async def _end(redis: Counters, flights: Sequence[tuple[str, str]]) -> None:
-    """Gives up when Redis is away again: leases end by themselves."""
+    """Gives up when Redis is unreachable again: leases end by themselves."""
     try:
         for tenant in {tenant for tenant, _ in flights}:
             await redis.give_back(tenant, {}, [flight for owner, flight in flights if owner == tenant])
-    except CountersDownError as error:
-        log.debug("leases end by themselves: %s", error)
+    except RedisDownError as error:
+        log.debug("leases end by themselves: %s", error.why)

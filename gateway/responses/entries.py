@@ -70,13 +70,14 @@ class About:
     num_bytes: int
 
 
-class EntriesDownError(Exception):
-    """The store did not answer in time, or could not do it."""
-
-
 class Entries(Protocol):
     """Answers by owner and id, within bytes, the one that was used longest ago goes first; none is found past its
-    time. Methods raise EntriesDownError."""
+    time. Methods raise RedisDownError."""
+
+    @property
+    def up(self) -> bool:
+        """False while Redis is unreachable."""
+        ...
 
     @property
     def evicted(self) -> int:

@@ -5,17 +5,15 @@ An answer is found by its id and given only when its whole key is the request's,
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from gateway.responses.entries import Entries, EntriesDownError, Entry
+from gateway.errors import RedisDownError
+from gateway.responses.entries import Entries, Entry
 from gateway.responses.key import entry_id
 from gateway.responses.memory_entries import MemoryEntries, MemoryFigures
-
-log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -49,20 +47,14 @@ class ExactCache:
         redis: Entries | None,
         *,
         memory_s: float = math.inf,
-        retry_s: float,
-        clock: Callable[[], float],
         removals: Removals | None = None,
     ) -> None:
         """What has been in memory for `memory_s` is asked for in Redis again, and everything while Redis answers and it
-        is not known what was removed. After a failure Redis is left alone for `retry_s` on `clock`."""
+        is not known what was removed."""
         self._removals = removals
         self._memory_s = math.inf if redis is None else memory_s
         self._memory = memory
         self._redis = redis
-        self._retry_s = retry_s
-        self._clock = clock
-        self._asked_again_s = 0.0
-        self._down = False
         self.figures = ExactFigures()
 
     @property
@@ -100,7 +92,7 @@ class ExactCache:
             return None
         name, removals = entry_id(key), self._num_removals
         here = self._memory.get(owner, name)
-        entry = await self._ask(lambda: redis.find(owner, name), here)
+        entry = await self._ask(redis.find(owner, name), here)
         if entry is None:
             self._memory.delete(owner, name)
         if entry is None or entry.key != key:
@@ -121,9 +113,9 @@ class ExactCache:
         redis, removals = self._redis, self._num_removals
         if redis is None:
             return
-        await self._ask(lambda: redis.put(entry), False)
+        await self._ask(redis.put(entry), False)
         if removals != self._num_removals and self._memory.get(entry.owner, entry.id) is not entry:
-            await self._ask(lambda: redis.remove(entry.owner, entry.id), False)  # it came behind its own removal
+            await self._ask(redis.remove(entry.owner, entry.id), False)  # it came behind its own removal
 
     @property
     def _num_removals(self) -> int:
@@ -133,21 +125,11 @@ class ExactCache:
     @property
     def _memory_is_current(self) -> bool:
         """Or nobody can tell, because Redis is away."""
-        return self._removals is None or self._removals.current or self._redis is None or self._down
+        return self._removals is None or self._removals.current or self._redis is None or not self._redis.up
 
-    async def _ask(self, call: Callable[[], Awaitable[_T]], otherwise: _T) -> _T:
-        asked_s = self._clock()
-        if self._down and asked_s < self._asked_again_s:
-            return otherwise
+    async def _ask(self, call: Awaitable[_T], otherwise: _T) -> _T:
         try:
-            answer = await call()
-        except EntriesDownError as error:
-            if not self._down:
-                log.warning("Redis does not answer, the response cache is this gateway's memory: %s", error)
-            self.figures.redis_failures += 1
-            self._down, self._asked_again_s = True, self._clock() + self._retry_s
+            return await call
+        except RedisDownError as error:
+            self.figures.redis_failures += error.asked
             return otherwise
-        if self._down and asked_s >= self._asked_again_s:  # what was asked before it failed says nothing
-            self._down = False
-            log.info("Redis answers again, the response cache is shared")
-        return answer

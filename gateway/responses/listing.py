@@ -53,7 +53,7 @@ class Chosen:
 
 class Answers(Protocol):
     """All answers that are remembered, of this gateway and in what it shares with others. Methods raise
-    EntriesDownError: who asks here wants to know, and not to be served."""
+    RedisDownError: who asks here wants to know, and not to be served."""
 
     def scan(self, chosen: Chosen, at_s: float) -> AsyncIterator[About]:
         """Those that were chosen at that second, each once, in no order; what comes or goes meanwhile may be

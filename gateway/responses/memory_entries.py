@@ -45,6 +45,7 @@ class MemoryEntries:
         self._max_bytes = max_bytes
         self._now = now
         self._owners: dict[str, _Owned] = {}  # none of them is empty
+        self.up = True
         self.figures = MemoryFigures()
 
     @property

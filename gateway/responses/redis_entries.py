@@ -22,8 +22,9 @@ import orjson
 from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings
-from gateway.redis_calls import RedisCalls, read_or_skip
-from gateway.responses.entries import About, EntriesDownError, Entry
+from gateway.responses.entries import About, Entry
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 TOTALS: Final = "kvasir:answers"
 
@@ -34,7 +35,13 @@ class RedisEntries:
     """See Entries."""
 
     def __init__(
-        self, redis: Redis, settings: ResponseCacheSettings, *, timeout_s: float, now: Callable[[], float]
+        self,
+        redis: Redis,
+        settings: ResponseCacheSettings,
+        *,
+        timeout_s: float,
+        breaker: RedisBreaker | None = None,
+        now: Callable[[], float],
     ) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `now` is in seconds since
         1970, as in entries."""
@@ -42,11 +49,16 @@ class RedisEntries:
         self._max_bytes = settings.max_redis_bytes
         self._owner_bytes = min(settings.max_redis_bytes_per_tenant, settings.max_redis_bytes)
         self._now = now
-        self._calls = RedisCalls(timeout_s, EntriesDownError)
+        self._calls = RedisCalls(timeout_s, breaker)
         self._put = redis.register_script(_source("answers_listed.lua", "answers_put.lua"))
         self._find = redis.register_script(_source("answers_find.lua"))
         self._remove = redis.register_script(_source("answers_listed.lua", "answers_remove.lua"))
         self._evicted = 0
+
+    @property
+    def up(self) -> bool:
+        """See Entries."""
+        return self._calls.up
 
     @property
     def evicted(self) -> int:

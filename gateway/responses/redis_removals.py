@@ -16,10 +16,11 @@ from typing import Final
 import orjson
 from redis.asyncio import Redis
 
-from gateway.redis_calls import RedisCalls, read_or_skip
-from gateway.responses.entries import EntriesDownError
+from gateway.errors import RedisDownError
 from gateway.responses.listing import Chosen
 from gateway.responses.removals import Place, Removal, Told
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 MAX_REMOVALS: Final = 256
 """That are known; who missed more of them gives up what it has."""
@@ -33,9 +34,9 @@ _KEYS: Final = ["kvasir:{removals}.head", "kvasir:{removals}.last"]
 class RedisRemovals:
     """See RemovalLog."""
 
-    def __init__(self, redis: Redis, *, timeout_s: float) -> None:
+    def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
-        self._calls = RedisCalls(timeout_s, EntriesDownError)
+        self._calls = RedisCalls(timeout_s, breaker)
         self._add = redis.register_script(_source("removals_add.lua"))
         self._read = redis.register_script(_source("removals_read.lua"))
 
@@ -53,7 +54,7 @@ class RedisRemovals:
         name, last, *written = await self._calls.ask(asked)
         place = read_or_skip("removals", lambda: (name.decode(), int(last)))
         if place is None:
-            raise EntriesDownError("what was removed cannot be read")
+            raise RedisDownError("what was removed cannot be read")
         removals = [removal for one in written if (removal := _read(one)) is not None]
         return Told(place, removals, whole=log == place[0] and number + len(removals) == place[1])
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from gateway import tasks
-from gateway.responses.entries import About, Entries, EntriesDownError, Entry
+from gateway.errors import RedisDownError
+from gateway.responses.entries import About, Entries, Entry
 from gateway.responses.listing import Chosen
 from gateway.responses.memory_entries import MemoryEntries
 
@@ -65,7 +66,7 @@ class Told:
 
 
 class RemovalLog(Protocol):
-    """What gateways tell each other. Methods raise EntriesDownError."""
+    """What gateways tell each other. Methods raise RedisDownError."""
 
     async def add(self, removal: Removal) -> None: ...
 
@@ -105,7 +106,6 @@ class Removals:
         self._every_s = every_s
         self._place: Place | None = None
         self._following: asyncio.Task[None] | None = None
-        self._down = False
         self.number = 0
         self.current = True
 
@@ -118,7 +118,7 @@ class Removals:
         await tasks.cancel(self._following)
 
     async def tell(self, removal: Removal) -> None:
-        """Redis has its answers no more. Raises EntriesDownError when other gateways do not hear of it."""
+        """Redis has its answers no more. Raises RedisDownError when other gateways do not hear of it."""
         await self._apply(removal)
         if self._log is not None:
             await self._log.add(removal)
@@ -133,13 +133,11 @@ class Removals:
                 self._empty()
             for removal in told.removals:
                 await self._apply(removal)
-        except EntriesDownError as error:
-            self._note_down(error)
+        except RedisDownError:
+            self.current = False
+            self._place = self._place or LOST
             return
         self._place, self.current = told.place, True
-        if self._down:
-            self._down = False
-            log.info("Redis answers again, removed answers are heard of")
 
     async def _follow(self) -> None:
         while not tasks.was_cancelled():
@@ -166,10 +164,3 @@ class Removals:
         self._memory.figures.emptied += 1
         log.warning("it is not known which answers were removed: this gateway's memory of answers is emptied")
         self._memory.clear()
-
-    def _note_down(self, error: EntriesDownError) -> None:
-        self.current = False
-        self._place = self._place or LOST
-        if not self._down:
-            self._down = True
-            log.warning("Redis does not answer, answers that are removed elsewhere are not heard of: %s", error)

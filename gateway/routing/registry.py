@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from engine.protocol import ENGINES_KEY, Hello, Load, announcement_key
 from gateway import tasks
 from gateway.errors import ModelNotFoundError, NoEngineError
-from gateway.redis_calls import read_or_skip
+from gateway.storage.redis_calls import read_or_skip
 
 log = logging.getLogger(__name__)
 

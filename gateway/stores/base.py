@@ -9,12 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class StoreDownError(Exception):
-    """The store did not answer in time, or could not do it."""
-
-
 class Store(Protocol):
-    """Bytes by tenant and key. Every method raises StoreDownError."""
+    """Bytes by tenant and key. Every method raises RedisDownError."""
 
     async def put(self, tenant: str, key: str, body: bytes) -> bool:
         """In place of what was kept under this key. False, and nothing changed, if it is larger than one may be."""

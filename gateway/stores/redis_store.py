@@ -15,21 +15,27 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.config import StoredResponseSettings
-from gateway.redis_calls import RedisCalls
-from gateway.stores.base import StoreDownError
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls
 
 
 class RedisStore:
     """See Store in base.py."""
 
     def __init__(
-        self, redis: Redis, settings: StoredResponseSettings, *, timeout_s: float, name: str = "responses"
+        self,
+        redis: Redis,
+        settings: StoredResponseSettings,
+        *,
+        timeout_s: float,
+        breaker: RedisBreaker | None = None,
+        name: str = "responses",
     ) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `name` is that of the keys."""
         self._name = name
         self._redis = redis
         self._settings = settings
-        self._calls = RedisCalls(timeout_s, StoreDownError)
+        self._calls = RedisCalls(timeout_s, breaker)
         self._put = redis.register_script(_source("put.lua"))
         self._delete = redis.register_script(_source("delete.lua"))
 

@@ -14,9 +14,9 @@ from typing import Any, Final
 import aiohttp
 
 from engine.protocol import Lane
+from gateway.breaker import Breaker
 from gateway.config import QueueSettings, UpstreamSettings
 from gateway.types import UpstreamRequest
-from gateway.upstreams.breaker import Breaker
 from gateway.upstreams.connections import Connections, read_some
 from gateway.upstreams.failures import AttemptFailed
 from gateway.upstreams.hints import Seen

@@ -25,7 +25,7 @@ from gateway.queues.batch.base import Job, LinePlan
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_lines import RedisLines
 from gateway.queues.batch.redis_scripts import RedisScripts
-from gateway.redis_calls import connect
+from gateway.storage.redis_calls import connect
 from tests.fakes.batches import FakeRunner, Lane
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until

@@ -26,7 +26,7 @@ from gateway.limits.limits import TenantLimits
 from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.redis_counters import RedisCounters
 from gateway.limits.shared_counters import SharedCounters
-from gateway.redis_calls import connect
+from gateway.storage.redis_calls import connect
 from gateway.types import ANONYMOUS, Need, Usage
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.redis_process import RedisProcess
@@ -48,7 +48,7 @@ ROUNDS = 7
 
 def limits_of(settings: LimitSettings, redis: Redis | None) -> TenantLimits:
     shared = None if redis is None else RedisCounters(redis, lease_s=60, timeout_s=1)
-    return TenantLimits(settings, (), SharedCounters(shared, MemoryCounters(lease_s=60), retry_s=1))
+    return TenantLimits(settings, (), SharedCounters(shared, MemoryCounters(lease_s=60)))
 
 
 async def decide(limits: TenantLimits) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from gateway.redis_calls import connect
+from gateway.storage.redis_calls import connect
 
 LIMIT_S = 10.0
 

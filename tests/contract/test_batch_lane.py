@@ -16,7 +16,7 @@ from gateway.queues.batch.lines import Lines
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_lines import RedisLines
 from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
-from gateway.redis_calls import connect
+from gateway.storage.redis_calls import connect
 from tests.fakes.batches import FakeRunner, Lane
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
@@ -71,10 +71,10 @@ async def test_while_redis_is_away_lines_wait_and_then_go_on(tmp_path: Path, cap
                 await until(lambda: len(runner.holding) == 4)
                 process.kill()
                 runner.gate.set()
-                await until(lambda: "waits for Redis" in caplog.text)
+                await until(lambda: "Redis for batches is unreachable" in caplog.text)
                 assert worker.in_flight == 4, "their results are not given up"
                 process.start()
                 job = await lane.ended(job)
             assert job.counts == Counts(20, succeeded=20)
             assert Counter(runner.ran) == Counter(map(str, range(20)))
-            assert caplog.text.count("waits for Redis") == 1
+            assert caplog.text.count("Redis for batches is unreachable") == 1

@@ -15,7 +15,8 @@ from gateway.contents.memory_contents import MemoryContents
 from gateway.contents.redis_contents import RedisContents
 from gateway.contents.shared_contents import SharedContents
 from gateway.errors import OverloadedError, QuotaError
-from gateway.redis_calls import connect
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import connect
 from gateway.types import CachedContent
 from tests.fakes.clock import Clock
 from tests.fakes.redis_process import RedisProcess
@@ -44,7 +45,7 @@ async def store(request: pytest.FixtureRequest, redis_url: str, clock: Clock) ->
     redis: Redis = connect(redis_url, LIMIT_S)
     try:
         in_redis = RedisContents(redis, LIMITS, clock, timeout_s=LIMIT_S)
-        yield in_redis if request.param == "redis" else SharedContents(in_redis, memory, retry_s=1.0, clock=clock)
+        yield in_redis if request.param == "redis" else SharedContents(in_redis, memory)
     finally:
         await redis.aclose()
 
@@ -135,12 +136,11 @@ class Pair:
 @pytest.fixture
 async def pair(own_redis: RedisProcess, clock: Clock) -> AsyncIterator[Pair]:
     clients = [connect(own_redis.url, 1.0) for _ in range(2)]
-    stores = [
-        SharedContents(
-            RedisContents(client, LIMITS, clock, timeout_s=1.0), MemoryContents(LIMITS, clock), retry_s=1, clock=clock
-        )
-        for client in clients
-    ]
+    stores = []
+    for client in clients:
+        breaker = RedisBreaker(retry_s=1.0, clock=clock)
+        in_redis = RedisContents(client, LIMITS, clock, timeout_s=1.0, breaker=breaker)
+        stores.append(SharedContents(in_redis, MemoryContents(LIMITS, clock)))
     try:
         yield Pair(stores[0], stores[1], own_redis, clock)
     finally:

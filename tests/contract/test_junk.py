@@ -13,8 +13,8 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.protocol import ENGINES_KEY, announcement_key
-from gateway.redis_calls import connect, unreadable, warn_of_eviction
 from gateway.routing.registry import announced
+from gateway.storage.redis_calls import connect, unreadable, warn_of_eviction
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 from tests.fakes.whole import LIMIT_S, Whole, whole

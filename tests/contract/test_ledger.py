@@ -12,12 +12,13 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.config import LedgerSettings, PriceSettings
-from gateway.ledger.base import COLUMNS, LARGEST, Book, BookDownError, Entry, Row
+from gateway.errors import RedisDownError
+from gateway.ledger.base import COLUMNS, LARGEST, Book, Entry, Row
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 from gateway.ledger.redis_book import RedisBook
-from gateway.redis_calls import connect
+from gateway.storage.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 30.0
@@ -117,7 +118,7 @@ async def test_whichever_write_fails_a_batch_is_added_as_a_whole_or_not_at_all(o
         await redis.execute_command(*broken)
         if broken[0] == "RENAME":
             await redis.execute_command("SET", broken[1], "something else")
-        with pytest.raises(BookDownError):
+        with pytest.raises(RedisDownError):
             await book.add(name, rows)
         await redis.execute_command(*repaired)
         assert await book.read("0", "9") == {
@@ -191,7 +192,7 @@ async def test_what_was_counted_while_redis_was_away_is_there_when_it_is_back(ow
     for _ in range(3):
         ledger.add(Entry("north", "m", prompt_tokens=1))
         assert not await ledger.flush()
-    with pytest.raises(BookDownError):
+    with pytest.raises(RedisDownError):
         await ledger.read("1970-01-01", "1970-01-01")
     own_redis.start()
     (figures,) = (await ledger.read("1970-01-01", "1970-01-01")).values()

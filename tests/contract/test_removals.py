@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from gateway.redis_calls import connect
-from gateway.responses.entries import EntriesDownError
+from gateway.errors import RedisDownError
 from gateway.responses.listing import Chosen
 from gateway.responses.redis_removals import MAX_BYTES, MAX_REMOVALS, RedisRemovals
 from gateway.responses.removals import LOST, Removal
+from gateway.storage.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 30.0
@@ -96,7 +96,7 @@ async def test_a_redis_that_is_full_is_read_all_the_same(own_redis: RedisProcess
         place = (await log.read(None)).place
         await redis.config_set("maxmemory", 1)
         assert (await log.read(place)).whole
-        with pytest.raises(EntriesDownError):
+        with pytest.raises(RedisDownError):
             await log.add(removal())
     finally:
         await redis.aclose()
@@ -109,6 +109,6 @@ async def test_a_redis_that_is_gone_says_so(tmp_path: Path) -> None:
         await log.add(removal())
         process.kill()
         for call in (log.add(removal()), log.read(None)):
-            with pytest.raises(EntriesDownError):
+            with pytest.raises(RedisDownError):
                 await call
         await redis.aclose()

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings
-from gateway.redis_calls import MAX_CALLS, connect
-from gateway.responses.entries import OVERHEAD_BYTES, About, Entries, EntriesDownError, Entry
+from gateway.errors import RedisDownError
+from gateway.responses.entries import OVERHEAD_BYTES, About, Entries, Entry
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import TOTALS, RedisEntries
+from gateway.storage.redis_calls import MAX_CALLS, connect
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -214,7 +215,7 @@ async def test_of_a_burst_that_redis_does_not_answer_every_call_ends_in_time() -
     redis: Redis = Redis(port=server.sockets[0].getsockname()[1])
     entries = RedisEntries(redis, ResponseCacheSettings(), timeout_s=0.1, now=lambda: 0.0)
     asked = await asyncio.gather(*[entries.find("tenant:a", "x") for _ in range(2 * MAX_CALLS)], return_exceptions=True)
-    assert {type(one) for one in asked} == {EntriesDownError}
+    assert {type(one) for one in asked} == {RedisDownError}
     closing.set()
     await redis.aclose()
     server.close()
@@ -236,7 +237,7 @@ async def test_a_redis_that_is_gone_says_so_in_time(tmp_path: Path) -> None:
         ]
         for call in calls:
             async with asyncio.timeout(2 * LIMIT_S):
-                with pytest.raises(EntriesDownError):
+                with pytest.raises(RedisDownError):
                     await call()
         await redis.aclose()
 

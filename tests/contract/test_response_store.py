@@ -15,9 +15,10 @@ from redis.asyncio import Redis
 
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.config import StoredResponseSettings
-from gateway.errors import OverloadedError
-from gateway.redis_calls import connect
-from gateway.stores.base import Store, StoreDownError
+from gateway.errors import OverloadedError, RedisDownError
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import connect
+from gateway.stores.base import Store
 from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore
 from tests.fakes.redis_process import RedisProcess
@@ -230,10 +231,11 @@ KEPT = Kept(
 async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
     own_redis: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "gateway.api.openai.responses.store")
+    caplog.set_level(logging.INFO, "gateway.storage")
     redis, clock = connect(own_redis.url, LIMIT_S), [0.0]
-    store = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
-    responses = ResponseStore(store, retry_s=10.0, now=lambda: clock[0])
+    breaker = RedisBreaker(retry_s=10.0, clock=lambda: clock[0])
+    store = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S, breaker=breaker)
+    responses = ResponseStore(store)
     try:
         assert await responses.put("a", KEPT)
         assert await responses.find("a", ID) == KEPT
@@ -263,7 +265,7 @@ async def test_a_redis_that_is_full_is_one_that_is_down(own_redis: RedisProcess)
     store = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
     try:
         await redis.config_set("maxmemory", 1)
-        with pytest.raises(StoreDownError):
+        with pytest.raises(RedisDownError):
             await store.put("a", "1", b"x")
     finally:
         await redis.aclose()

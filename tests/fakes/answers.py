@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from gateway.responses.entries import About, EntriesDownError
+from gateway.errors import RedisDownError
+from gateway.responses.entries import About
 from gateway.responses.listing import Chosen, Told
 
 
@@ -34,4 +35,4 @@ class FakeAnswers:
 
     def _check(self) -> None:
         if self.down:
-            raise EntriesDownError("away")
+            raise RedisDownError("away")

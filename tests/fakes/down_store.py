@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from gateway.stores.base import StoreDownError
+from gateway.errors import RedisDownError
 
 
 class DownStore:
     """A Store that never answers."""
 
     async def put(self, tenant: str, key: str, body: bytes) -> bool:
-        raise StoreDownError("away")
+        raise RedisDownError("away")
 
     async def replace(self, tenant: str, key: str, before: bytes, body: bytes) -> bool:
-        raise StoreDownError("away")
+        raise RedisDownError("away")
 
     async def find(self, tenant: str, key: str) -> bytes | None:
-        raise StoreDownError("away")
+        raise RedisDownError("away")
 
     async def delete(self, tenant: str, key: str) -> bool:
-        raise StoreDownError("away")
+        raise RedisDownError("away")

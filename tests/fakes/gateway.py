@@ -144,7 +144,7 @@ def response_cache(
     """Steps 1 and 7, to stand before the fake street (FakeStreet.responses)."""
     own = ResponseCacheSettings(**{"upstreams": "on", **settings})
     memory = memory or MemoryEntries(own.max_memory_bytes, now)
-    exact = ExactCache(memory, redis, retry_s=1.0, clock=time.monotonic)
+    exact = ExactCache(memory, redis)
     return ResponseCache(own, {}, exact, semantic, now, audited)
 
 
@@ -202,7 +202,7 @@ def make_app(
     )
     limits = given.limits = given.limits or limits_of(given)
     upstreams = upstreams or Upstreams(given.upstreams, {})
-    responses = ResponseStore(given.response_store or MemoryStore(given.stored_responses), retry_s=60.0)
+    responses = ResponseStore(given.response_store or MemoryStore(given.stored_responses))
     return build_app(
         server=given.server,
         leases=given.leases,
@@ -255,7 +255,7 @@ def make_app(
 
 def limits_of(given: Options) -> TenantLimits:
     memory = MemoryCounters(lease_s=given.limited.lease_s)
-    return TenantLimits(given.limited, given.tenants, SharedCounters(None, memory, retry_s=1.0))
+    return TenantLimits(given.limited, given.tenants, SharedCounters(None, memory))
 
 
 def make_files(settings: FileSettings, folder: Path, now: Callable[[], float]) -> FileStore:

@@ -14,6 +14,7 @@ from gateway.limits.limits import TenantLimits
 from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.redis_counters import RedisCounters
 from gateway.limits.shared_counters import SharedCounters
+from gateway.storage.breaker import RedisBreaker
 
 START_US = 1_800_000_000_000_000
 """Of the size of Redis's own clock: nothing may be lost to rounding there."""
@@ -47,6 +48,7 @@ def tenant_limits(
     settings = LimitSettings(**limits)
     memory = MemoryCounters(lease_s=settings.lease_s, now_us=clock)
     if isinstance(redis, Redis):
-        redis = RedisCounters(redis, lease_s=settings.lease_s, timeout_s=timeout_s, now_us=clock)
-    shared = SharedCounters(redis, memory, retry_s=1.0, clock=clock.seconds)
+        breaker = RedisBreaker(retry_s=1.0, clock=clock.seconds)
+        redis = RedisCounters(redis, lease_s=settings.lease_s, timeout_s=timeout_s, breaker=breaker, now_us=clock)
+    shared = SharedCounters(redis, memory)
     return TenantLimits(settings, tenants, shared, clock.seconds)

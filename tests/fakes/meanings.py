@@ -73,7 +73,6 @@ def semantic_cache(meanings: Meanings, *, chance: float = 1.0, **settings: Any) 
         None,
         random=lambda: chance,
         now=time.time,
-        retry_s=1.0,
     )
 
 
@@ -96,7 +95,7 @@ class Kitchen:
     def __post_init__(self) -> None:
         own = ResponseCacheSettings()
         memory = MemoryEntries(own.max_memory_bytes, lambda: self.now)
-        exact = self.exact or ExactCache(memory, None, memory_s=60.0, retry_s=1.0, clock=lambda: self.now)
+        exact = self.exact or ExactCache(memory, None, memory_s=60.0)
         self.semantic = SemanticCache(
             self.settings,
             self.modes,
@@ -104,7 +103,6 @@ class Kitchen:
             self.redis,
             random=lambda: self.chance,
             now=lambda: self.now,
-            retry_s=0.01,
             namespaces=self.namespaces,
         )
         self.exact = exact

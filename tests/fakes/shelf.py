@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.responses.entries import About, EntriesDownError, Entry
+from gateway.errors import RedisDownError
+from gateway.responses.entries import About, Entry
 
 
 class Shelf:
@@ -35,10 +36,14 @@ class Shelf:
         return []
 
     @property
+    def up(self) -> bool:
+        return not self.down
+
+    @property
     def evicted(self) -> int:
         return 0
 
     def _check(self) -> None:
         self.asked += 1
         if self.down:
-            raise EntriesDownError("away")
+            raise RedisDownError("away")

@@ -127,7 +127,7 @@ class House:
         self._files, self._hello = files, hello
         own = ResponseCacheSettings()
         self.memory, self.shelf = MemoryEntries(own.max_memory_bytes, time.time), Shelf()
-        exact = ExactCache(self.memory, self.shelf, memory_s=60.0, retry_s=1.0, clock=time.monotonic)
+        exact = ExactCache(self.memory, self.shelf, memory_s=60.0)
         judged = SemanticCacheSettings(mode="on", judged=False, lookup_timeout_s=10.0)
         self.semantic = SemanticCache(
             judged,
@@ -136,7 +136,6 @@ class House:
             None,
             random=lambda: 1.0,
             now=time.time,
-            retry_s=1.0,
             namespaces=[namespace] if namespace else (),
         )
         self.responses = ResponseCache(own, {}, exact, self.semantic, time.time)

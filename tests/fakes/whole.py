@@ -17,7 +17,7 @@ from engine.protocol import Submit, TokenizerFiles
 from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway
 from gateway.config import EnginesSettings, LeaseSettings, ServerSettings, Settings
-from gateway.redis_calls import connect
+from gateway.storage.redis_calls import connect
 from tests.fakes import tokenisers
 from tests.fakes.fake_engine import FakeEngine, make_hello
 

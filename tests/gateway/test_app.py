@@ -18,8 +18,8 @@ from engine.protocol import TOKEN_BYTES
 from gateway.app import Gateway, upstream_keys
 from gateway.config import LeaseSettings, LimitSettings, Settings, TenantSettings
 from gateway.errors import RateLimitError
-from gateway.redis_calls import connect
 from gateway.serving import _introduce, close_with
+from gateway.storage.redis_calls import connect
 from gateway.types import ANONYMOUS, Event, Finished, Need, Request, Started, TextDelta, Usage
 from tests.fakes import tokenisers
 from tests.fakes.meanings import MODEL, chat

@@ -9,8 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -24,15 +23,14 @@ from gateway.api.body import read_json
 from gateway.api.dialect import JSON, Route
 from gateway.api.fields import Parameter, boolean, in_url, integer, invalid, read, read_query, shown, takes, text
 from gateway.config import ServerSettings
-from gateway.errors import ForbiddenError, NotFoundError, OverloadedError
-from gateway.responses.entries import About, EntriesDownError
+from gateway.errors import ForbiddenError, NotFoundError
+from gateway.responses.entries import About
 from gateway.responses.listing import Answers, Chosen, Told
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 SHOWN: Final = 20
 """Answers that a dry run names; it counts all."""
 
-RETRY_AFTER_S: Final = 1.0
 _PLACE: Final = re.compile(r"([0-9]{1,18})-([0-9a-f]{32})", re.ASCII)
 
 Place = tuple[int, str]
@@ -119,12 +117,11 @@ class CachePages:
         asked, now_s = read_query(http.query, PAGE), self._now()
         after, limit = asked.get("after"), asked.get("limit", DEFAULT_LIMIT)
         latest: list[tuple[Place, str, About]] = []  # a heap of one more than are asked for
-        with _known():
-            async for kept in self._answers.scan(chosen_by(asked), now_s):
-                if after is None or _place_of(kept) < after:
-                    heapq.heappush(latest, (_place_of(kept), kept.owner, kept))
-                    if len(latest) > limit + 1:
-                        heapq.heappop(latest)
+        async for kept in self._answers.scan(chosen_by(asked), now_s):
+            if after is None or _place_of(kept) < after:
+                heapq.heappush(latest, (_place_of(kept), kept.owner, kept))
+                if len(latest) > limit + 1:
+                    heapq.heappop(latest)
         latest.sort(reverse=True)
         page = [kept for _, _, kept in latest[:limit]]
         following = "{}-{}".format(*_place_of(page[-1])) if len(latest) > limit else None
@@ -134,8 +131,7 @@ class CachePages:
         """GET /admin/cache/stats"""
         self._auth.check_admin(http)
         chosen, now_s = chosen_by(read_query(http.query, IN_URL)), self._now()
-        with _known():
-            sums = _sums([kept async for kept in self._answers.scan(chosen, now_s)], now_s)
+        sums = _sums([kept async for kept in self._answers.scan(chosen, now_s)], now_s)
         total = sums.pop(("", ""))
         rows = [{**_whose(owner), "model": model, **asdict(one)} for (owner, model), one in sorted(sums.items())]
         return _json({"rows": rows, "total": asdict(total)})
@@ -147,9 +143,8 @@ class CachePages:
         content = read_query(http.query, ONE).get("content", False)
         if content and not self._content:
             raise ForbiddenError("What remembered answers say is shown where auth.admin_content is set.")
-        with _known():
-            found = [kept async for kept in self._answers.scan(Chosen(id=name), now_s) if kept.id == name]
-            told = await self._answers.find(found[0]) if found else None
+        found = [kept async for kept in self._answers.scan(Chosen(id=name), now_s) if kept.id == name]
+        told = await self._answers.find(found[0]) if found else None
         if told is None:
             raise NotFoundError(f"No answer is remembered under the id '{shown(name)}'.", param="id")
         return _json({**_told(found[0], now_s), **_said(told, content=content)})
@@ -169,13 +164,11 @@ class CachePages:
         if at_s is None:
             why = "it is over, or was given to somebody else or for another choice; ask without it first"
             raise invalid("confirm", why)
-        with _known():
-            removed = await self._answers.remove(chosen, at_s)
+        removed = await self._answers.remove(chosen, at_s)
         return _json({"dry_run": False, "removed": removed})
 
     async def _dry_run(self, chosen: Chosen, key: bytes, now_s: float) -> web.Response:
-        with _known():
-            found = [kept async for kept in self._answers.scan(chosen, now_s)]
+        found = [kept async for kept in self._answers.scan(chosen, now_s)]
         latest = heapq.nlargest(SHOWN, found, key=_place_of)
         body = {
             "dry_run": True,
@@ -186,17 +179,6 @@ class CachePages:
             "confirm_within_s": LIFE_S,
         }
         return _json(body)
-
-
-@contextmanager
-def _known() -> Iterator[None]:
-    """Half of what is remembered would be a wrong answer."""
-    try:
-        yield
-    except EntriesDownError as error:
-        raise OverloadedError(
-            "What is remembered cannot be told while Redis does not answer.", retry_after_s=RETRY_AFTER_S
-        ) from error
 
 
 def _sums(found: list[About], now_s: float) -> dict[tuple[str, str], _Sum]:

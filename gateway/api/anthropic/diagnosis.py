@@ -6,8 +6,8 @@ A store that is down costs no answer: nothing is remembered, and what cannot be 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +15,10 @@ from typing import Any
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
 from gateway.api.anthropic.wire import dotted
-from gateway.redis_calls import read_or_skip
-from gateway.stores.base import Store, StoreDownError
+from gateway.errors import RedisDownError
+from gateway.storage.redis_calls import read_or_skip
+from gateway.stores.base import Store
 from gateway.types import Request
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ class Diagnosis:
             return None
         try:
             written = await self._store.find(request.tenant.name, store_key(previous))
-        except StoreDownError as error:
-            log.warning("a prompt cannot be compared: %s", error)
+        except RedisDownError:
             return _reason("unavailable", detail="what is remembered cannot be reached")
         known = None if written is None else read_or_skip("fingerprints", partial(Fingerprint.from_json, written))
         if known is None:
@@ -57,10 +55,8 @@ class Diagnosis:
         """For the next message. Never raises."""
         pieces = self._question.pieces
         taken = take(self._message_id, request.model, request.salt, pieces, cached.read + cached.written)
-        try:
+        with suppress(RedisDownError):
             await self._store.put(request.tenant.name, store_key(self._message_id), taken.to_json())
-        except StoreDownError as error:
-            log.warning("a prompt is not remembered: %s", error)
 
     def _compared(self, before: Fingerprint, previous: str, request: Request, cached: Cached) -> dict[str, Any] | None:
         change = compare(before, previous, request.model, self._question.pieces)

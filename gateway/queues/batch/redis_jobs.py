@@ -19,7 +19,7 @@ from gateway.config import BatchSettings
 from gateway.queues.batch.base import Job, State
 from gateway.queues.batch.jobs import read, too_many_jobs, too_many_lines, written
 from gateway.queues.batch.redis_scripts import PREFIX, STORE, RedisScripts
-from gateway.redis_calls import read_or_skip
+from gateway.storage.redis_calls import read_or_skip
 
 READ_AT_ONCE: Final = 100
 

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
 
-from gateway.errors import OverloadedError
-from gateway.redis_calls import RedisCalls
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls
 
 _T = TypeVar("_T")
 
@@ -33,11 +33,11 @@ class RedisScripts:
 
     def __init__(self, redis: Redis, *, timeout_s: float) -> None:
         self.redis = redis
-        self.calls = RedisCalls(timeout_s, _down, all_ask=True)
+        self.calls = RedisCalls(timeout_s, RedisBreaker(retry_s=RETRY_AFTER_S, name="Redis for batches"), all_ask=True)
         self._scripts = {name: redis.register_script(_source(name)) for name in SCRIPTS}
 
     async def run(self, script: str, *args: bytes | str | int) -> Any:
-        """What the script of this name returns. Raises OverloadedError."""
+        """What the script of this name returns. Raises RedisDownError."""
         return await self.ask(self.call(script, *args))
 
     def call(self, script: str, *args: bytes | str | int) -> Awaitable[Any]:
@@ -45,12 +45,8 @@ class RedisScripts:
         return self._scripts[script](keys=[PREFIX], args=args)
 
     async def ask(self, call: Awaitable[_T]) -> _T:
-        """Raises OverloadedError. What was asked for may have been done all the same."""
+        """Raises RedisDownError. What was asked for may have been done all the same."""
         return await self.calls.ask(call)
-
-
-def _down(_: str) -> OverloadedError:
-    return OverloadedError("Batches cannot be reached at the moment.", retry_after_s=RETRY_AFTER_S)
 
 
 def _source(name: str) -> str:

@@ -72,7 +72,6 @@ class Worker:
         self._not_before: dict[str, float] = {}  # job -> second of the clock at which it may be stepped again
         self._swept_s = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
-        self._down: set[str] = set()  # loops that found Redis away when they asked it last
         self._open_jobs = 0
 
     def start(self) -> None:
@@ -108,7 +107,7 @@ class Worker:
     async def _look_for_steps(self) -> None:
         while not tasks.was_cancelled():
             self._changed.clear()
-            await self._while_up("steps", self._begin_steps)
+            await _while_up(self._begin_steps)
             await _event(self._changed, self._settings.poll_s)
 
     async def _begin_steps(self) -> None:
@@ -157,7 +156,7 @@ class Worker:
     async def _look_for_lines(self) -> None:
         while not tasks.was_cancelled():
             self._running.room.clear()
-            await self._while_up("lines", self._running.claim)
+            await _while_up(self._running.claim)
             await _event(self._running.room, self._settings.poll_s)
 
     # -- leases -------------------------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ class Worker:
     async def _renew(self) -> None:
         while not tasks.was_cancelled():
             await asyncio.sleep(self._settings.lease_s / 3)
-            await self._while_up("leases", self._running.renew)
+            await _while_up(self._running.renew)
 
     # -- small things -------------------------------------------------------------------------------------------------
 
@@ -179,24 +178,18 @@ class Worker:
     def _is_paused(self, job_id: str) -> bool:
         return self._not_before.get(job_id, 0.0) > self._clock()
 
-    async def _while_up(self, loop: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Does it, or finds out that it cannot be done now. One loop may have nothing to ask of a Redis that is away,
-        or may do what a full one still does, while another one waits."""
-        try:
-            with no_panic():
-                await work()
-        except OverloadedError as error:
-            if not self._down:
-                log.warning("the batch lane waits for Redis: %s", error.__cause__ or error)
-            self._down.add(loop)
-        except KvasirError as error:
-            log.warning("the batch lane tries again: %s", error)
-        except Exception:
-            log.exception("the batch lane tries again")
-        else:
-            if self._down == {loop}:
-                log.info("the batch lane goes on")
-            self._down.discard(loop)
+
+async def _while_up(work: Callable[[], Awaitable[None]]) -> None:
+    """Does it, or finds out that it cannot be done now."""
+    try:
+        with no_panic():
+            await work()
+    except OverloadedError as error:
+        log.debug("the batch lane waits for Redis: %s", error.__cause__ or error)  # its breaker warns
+    except KvasirError as error:
+        log.warning("the batch lane tries again: %s", error)
+    except Exception:
+        log.exception("the batch lane tries again")
 
 
 async def _event(event: asyncio.Event, timeout_s: float) -> None:

@@ -62,7 +62,6 @@ class SemanticCache:
         *,
         random: Callable[[], float],
         now: Callable[[], float],
-        retry_s: float,
         namespaces: Collection[str] = (),
     ) -> None:
         """modes   of tenants that have one of their own
@@ -75,7 +74,7 @@ class SemanticCache:
         self._namespaces = frozenset(f"namespace:{name}" for name in namespaces)
         self._now = now
         self._background = Background()
-        self._sync = Sync(redis, self._background, sync_s=settings.sync_s, retry_s=retry_s, clock=time.monotonic)
+        self._sync = Sync(redis, self._background, sync_s=settings.sync_s, clock=time.monotonic)
         self._spaces = Spaces(settings, self._sync, random=random, now=now)
         self._looked: WeakKeyDictionary[Asked, _Looked] = WeakKeyDictionary()
         self._judging = self._auditing = 0

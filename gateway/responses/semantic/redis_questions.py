@@ -20,7 +20,8 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from gateway.config import SemanticCacheSettings
-from gateway.redis_calls import RedisCalls, read_or_skip
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 READ_AT_A_TIME: Final = 256
 
@@ -33,18 +34,16 @@ BUDGET_S: Final = 30 * 86400
 """Seconds that what was learned is kept when nobody asks any more; at most some 500 KB for an owner and model."""
 
 
-class QuestionsDownError(Exception):
-    """Redis did not answer in time, or could not do it."""
-
-
 class RedisQuestions:
-    """Methods raise QuestionsDownError."""
+    """Methods raise RedisDownError."""
 
-    def __init__(self, redis: Redis, settings: SemanticCacheSettings, *, timeout_s: float) -> None:
+    def __init__(
+        self, redis: Redis, settings: SemanticCacheSettings, *, timeout_s: float, breaker: RedisBreaker | None = None
+    ) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
         self._redis = redis
         self._settings = settings
-        self._calls = RedisCalls(timeout_s, QuestionsDownError)
+        self._calls = RedisCalls(timeout_s, breaker)
         self._put = redis.register_script(files(__package__).joinpath("questions_put.lua").read_text(encoding="utf-8"))
 
     async def put(self, name: str, key: bytes, body: bytes) -> None:

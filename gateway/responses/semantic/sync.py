@@ -1,25 +1,23 @@
-"""Keeps the spaces of several gateways together over Redis, off the path of requests. A Redis that is down is left
-alone for a while: each gateway then knows its own questions.
+"""Keeps the spaces of several gateways together over Redis, off the path of requests. While Redis is unreachable each
+gateway knows its own questions.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import orjson
 
+from gateway.errors import RedisDownError
 from gateway.responses.semantic.background import Background
 from gateway.responses.semantic.entry import Entry
-from gateway.responses.semantic.redis_questions import READ_AT_A_TIME, QuestionsDownError, RedisQuestions
+from gateway.responses.semantic.redis_questions import READ_AT_A_TIME, RedisQuestions
 
 if TYPE_CHECKING:
     from gateway.responses.semantic.space import Space
-
-log = logging.getLogger(__name__)
 
 SAVE_S: Final = 30.0
 """Seconds from one time that what was learned is saved to the next."""
@@ -61,25 +59,21 @@ class Sync:
         background: Background,
         *,
         sync_s: float,
-        retry_s: float,
         clock: Callable[[], float],
     ) -> None:
         """`background` is the caller's, who closes it."""
         self._redis = redis
         self._background = background
         self._sync_s = sync_s
-        self._retry_s = retry_s
         self._clock = clock
         self._known: dict[str, _Known] = {}
-        self._asked_again_s = 0.0
-        self._down = False
         self._writing = 0
         self.failures = self.unread = self.removed = 0
 
     def catch_up(self, name: str, space: Space) -> None:
         """Soon the space knows what others put, if it was a while ago that this was asked."""
         now, known = self._clock(), self._known.setdefault(name, _Known())
-        if self._redis is None or known.reading or now < max(known.next_s, self._asked_again_s):
+        if self._redis is None or known.reading or now < known.next_s:
             return
         known.reading = True
         self._background.start(self._read(self._redis, name, known, space), "read questions")
@@ -102,7 +96,7 @@ class Sync:
 
     def _write(self, name: str, key: bytes, body: bytes) -> None:
         redis = self._redis
-        if redis is None or self._clock() < self._asked_again_s or (body and self._writing >= MAX_WRITES):
+        if redis is None or (body and self._writing >= MAX_WRITES):
             return
         self._writing += 1
         self._background.start(self._written(redis.put(name, key, body)), "write a question")
@@ -121,14 +115,14 @@ class Sync:
         try:
             for key in gone:
                 await redis.put(name, key, b"")
-        except QuestionsDownError as error:
-            self._failed(error)
+        except RedisDownError as error:
+            self.failures += error.asked
 
     async def _written(self, call: Awaitable[None]) -> None:
         try:
             await call
-        except QuestionsDownError as error:
-            self._failed(error)
+        except RedisDownError as error:
+            self.failures += error.asked
         finally:
             self._writing -= 1
 
@@ -146,11 +140,8 @@ class Sync:
                 if len(changes) < READ_AT_A_TIME:
                     break
             await self._save(redis, name, known, space)
-            if self._down:
-                self._down = False
-                log.info("Redis answers again, questions are shared")
-        except QuestionsDownError as error:
-            self._failed(error)
+        except RedisDownError as error:
+            self.failures += error.asked
         finally:
             known.reading = False
             known.next_s = self._clock() + self._sync_s
@@ -183,10 +174,3 @@ class Sync:
             space.budget.restore(orjson.loads(state))
         except ValueError:
             self.unread += 1
-
-    def _failed(self, error: QuestionsDownError) -> None:
-        self.failures += 1
-        self._asked_again_s = self._clock() + self._retry_s
-        if not self._down:
-            self._down = True
-            log.warning("Redis does not answer, questions of the semantic cache are this gateway's own: %s", error)

@@ -17,8 +17,8 @@ from gateway.admin.sources import EngineStatus
 from gateway.api.lines import Line
 from gateway.api.routes import RUNNER
 from gateway.config import AuthSettings, LedgerSettings, PriceSettings, TenantSettings
-from gateway.errors import EngineLostError, QueueFullError
-from gateway.ledger.base import BookDownError, Figures, Row
+from gateway.errors import EngineLostError, QueueFullError, RedisDownError
+from gateway.ledger.base import Figures, Row
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
@@ -437,10 +437,10 @@ async def test_json_is_written_for_who_takes_both() -> None:
 
 class Away(MemoryBook):
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> None:
-        raise BookDownError("away")
+        raise RedisDownError("away")
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
-        raise BookDownError("away")
+        raise RedisDownError("away")
 
 
 async def test_while_redis_is_away_requests_are_answered_and_the_page_says_why_not() -> None:
@@ -449,8 +449,8 @@ async def test_while_redis_is_away_requests_are_answered_and_the_page_says_why_n
         assert (await gateway.post(CHAT, ASK))[0] == 200
         status, text, headers = await gateway.get("/admin/ledger")
         assert status == 503
-        assert "Nothing is lost" in json.loads(text)["error"]["message"]
-        assert headers["Retry-After"] == "5"
+        assert "cannot be reached" in json.loads(text)["error"]["message"]
+        assert headers["Retry-After"] == "1"
         stats = json.loads((await gateway.get("/admin/stats"))[1])["ledger"]
         assert (stats["requests"], stats["pending_rows"], stats["dropped"]) == (1, 1, 0)
         assert stats["used"]["cost"] == {"USD": "0.0000636"}

@@ -15,9 +15,9 @@ from google.genai import types
 
 from gateway.config import NamespaceSettings, ResponseCacheSettings, TenantSettings
 from gateway.errors import EngineLostError
-from gateway.redis_calls import connect
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.stage import ResponseCache
+from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.gemini import gemini

@@ -18,7 +18,8 @@ from engine.protocol import BlockEvents, blocks_key, split_digests
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.index.redis_index import RedisIndex
-from gateway.redis_calls import connect
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -31,6 +32,7 @@ class Both:
     index: FallbackIndex
     memory: MemoryIndex
     redis: Redis
+    breaker: RedisBreaker
 
     async def hold(self, name: str, in_redis: int, in_memory: int | None = None) -> None:
         """Leading blocks of PROMPT that each side thinks the engine has."""
@@ -47,24 +49,25 @@ class Both:
 async def both(url: str, timeout_s: float = 5.0) -> AsyncIterator[Both]:
     redis = connect(url, timeout_s)
     memory = MemoryIndex()
-    index = FallbackIndex(RedisIndex(redis, timeout_s=timeout_s), memory, retry_s=RETRY_S)
+    breaker = RedisBreaker(retry_s=RETRY_S)
+    index = FallbackIndex(RedisIndex(redis, timeout_s=timeout_s, breaker=breaker), memory, retry_s=RETRY_S)
     index.start()
     try:
-        yield Both(index, memory, redis)
+        yield Both(index, memory, redis, breaker)
     finally:
         await index.close()
         await redis.aclose()
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.levelname for record in caplog.records if record.name == "gateway.index.fallback"]
+    return [record.levelname for record in caplog.records if record.name == "gateway.storage.breaker"]
 
 
 async def test_redis_is_believed_while_it_answers(redis_url: str) -> None:
     async with both(redis_url) as these:
         await these.hold("a", 7, in_memory=3)
         assert await these.find("a") == {"a": 7}
-        assert these.index.redis_up
+        assert these.breaker.up
 
 
 async def test_engines_that_redis_does_not_know_are_looked_up_in_memory(redis_url: str) -> None:
@@ -80,7 +83,6 @@ async def test_without_a_redis_memory_answers() -> None:
     index = FallbackIndex(None, memory, retry_s=RETRY_S)
     memory.apply("a", BlockEvents(stored=PROMPT[:32]))
     assert dict(await index.find("m", PROMPT, ["a"])) == {"a": 2}
-    assert not index.redis_up
     await index.close()
 
 
@@ -94,22 +96,22 @@ async def test_an_outage_is_said_once_and_so_is_its_end(
         await asyncio.to_thread(own_redis.kill)
         for _ in range(50):
             assert await these.find("a") == {"a": 3}
-        assert not these.index.redis_up
+        assert not these.breaker.up
         assert warnings(caplog) == ["WARNING"]
         await asyncio.to_thread(own_redis.start)
-        await until(lambda: these.index.redis_up)  # nobody asks for it
+        await until(lambda: these.breaker.up)  # nobody asks for it
         assert warnings(caplog) == ["WARNING", "INFO"]
         assert await these.find("a") == {"a": 3}  # Redis came back empty: the engine has not published yet
         await these.hold("a", 7)
         assert await these.find("a") == {"a": 7}  # the script is loaded again
-        assert these.index.outages == 1
+        assert these.breaker.outages == 1
 
 
 async def test_an_outage_is_noticed_without_a_request(own_redis: RedisProcess) -> None:
     async with both(own_redis.url) as these:
         await asyncio.to_thread(own_redis.kill)
-        await until(lambda: not these.index.redis_up)
-        assert these.index.outages == 1
+        await until(lambda: not these.breaker.up)
+        assert these.breaker.outages == 1
 
 
 async def test_a_redis_that_hangs_costs_one_time_limit_and_then_nothing(
@@ -128,7 +130,7 @@ async def test_a_redis_that_hangs_costs_one_time_limit_and_then_nothing(
             for _ in range(100):
                 assert await these.find("a") == {"a": 3}
         own_redis._process.send_signal(signal.SIGCONT)
-        await until(lambda: these.index.redis_up)
+        await until(lambda: these.breaker.up)
         assert await these.find("a") == {"a": 7}
 
 
@@ -138,7 +140,7 @@ async def test_a_burst_waits_for_connections_instead_of_running_out_of_them(redi
         await these.hold("a", 7)
         found = await asyncio.gather(*(these.find("a") for _ in range(500)))
         assert found == [{"a": 7}] * 500
-        assert these.index.redis_up
+        assert these.breaker.up
 
 
 async def test_a_key_of_another_kind_is_an_engine_that_holds_nothing_and_no_outage(redis_url: str) -> None:
@@ -146,16 +148,17 @@ async def test_a_key_of_another_kind_is_an_engine_that_holds_nothing_and_no_outa
         await these.redis.set(blocks_key("m", "a"), "not a hash")
         these.memory.apply("a", BlockEvents(stored=PROMPT[:32]))
         assert await these.find("a") == {"a": 0}
-        assert these.index.redis_up
+        assert these.breaker.up
 
 
 async def test_an_empty_question_asks_nobody(own_redis: RedisProcess) -> None:
     own_redis.kill()
     redis: Redis = Redis.from_url(own_redis.url)
-    index = FallbackIndex(RedisIndex(redis, timeout_s=5.0), MemoryIndex(), retry_s=RETRY_S)
+    breaker = RedisBreaker(retry_s=RETRY_S)
+    index = FallbackIndex(RedisIndex(redis, timeout_s=5.0, breaker=breaker), MemoryIndex(), retry_s=RETRY_S)
     assert dict(await index.find("m", b"", ["a"])) == {}
     assert dict(await index.find("m", PROMPT, [])) == {}
-    assert index.redis_up
+    assert breaker.up
     await redis.aclose()
 
 
@@ -163,6 +166,8 @@ async def test_closing_ends_a_look_whose_cancellation_redis_py_drops() -> None:
     asked = asyncio.Event()
 
     class Deaf:
+        wait_s = 0.0
+
         async def ping(self) -> None:
             asked.set()
             with contextlib.suppress(asyncio.CancelledError):

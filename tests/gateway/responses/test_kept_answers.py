@@ -11,7 +11,6 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.config import AuthSettings, ResponseCacheSettings, TenantSettings
-from gateway.redis_calls import connect
 from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers
@@ -21,6 +20,7 @@ from gateway.responses.redis_removals import RedisRemovals
 from gateway.responses.removals import Removals
 from gateway.responses.stage import ResponseCache
 from gateway.responses.upstream_recording import Form, Kept, write
+from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.redis_process import RedisProcess
@@ -72,7 +72,7 @@ async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | 
     shared = None if redis is None else RedisEntries(redis, settings, timeout_s=LIMIT_S, now=now)
     log = None if redis is None else RedisRemovals(redis, timeout_s=LIMIT_S)
     removals = Removals(memory, shared, log, every_s=settings.removals_s)
-    exact = ExactCache(memory, shared, memory_s=settings.memory_s, retry_s=1.0, clock=time.monotonic, removals=removals)
+    exact = ExactCache(memory, shared, memory_s=settings.memory_s, removals=removals)
     cache = ResponseCache(settings, {}, exact, None, now)
     street = FakeStreet(pieces or ("Hello", " world"), responses=cache)
     auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict
 
 import pytest
 
-from gateway.responses.entries import About, EntriesDownError, Entry
+from gateway.errors import RedisDownError
+from gateway.responses.entries import About, Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import entry_id
 from gateway.responses.listing import Chosen
@@ -44,7 +44,7 @@ class Log:
     async def _answer(self) -> None:
         await asyncio.sleep(0)
         if self.away:
-            raise EntriesDownError("away")
+            raise RedisDownError("away")
 
 
 class Shelf:
@@ -78,19 +78,22 @@ class Shelf:
     async def all_of(self, owner: str) -> list[About]:
         raise NotImplementedError
 
+    @property
+    def up(self) -> bool:
+        return not self.away
+
     async def _answer(self) -> None:
         if self.go is not None:
             await self.go.wait()
         if self.away:
-            raise EntriesDownError("away")
+            raise RedisDownError("away")
 
 
 class Gateway:
     def __init__(self, log: Log, shelf: Shelf | None = None, *, max_bytes: int = 1 << 24) -> None:
         self.memory = MemoryEntries(max_bytes, lambda: NOW)
         self.removals = Removals(self.memory, shelf, log, every_s=0.001)
-        self.now = 0.0
-        self.exact = ExactCache(self.memory, shelf, retry_s=1.0, clock=lambda: self.now, removals=self.removals)
+        self.exact = ExactCache(self.memory, shelf, removals=self.removals)
 
     def has(self, *entries: Entry) -> list[bool]:
         return [self.exact.has(entry) for entry in entries]
@@ -203,7 +206,7 @@ async def test_who_comes_after_removals_has_missed_none() -> None:
     assert there.memory.figures.emptied == 0
 
 
-async def test_who_began_without_redis_cannot_know(caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_began_without_redis_cannot_know() -> None:
     log = Log()
     there = Gateway(log)
     log.away = True
@@ -214,10 +217,7 @@ async def test_who_began_without_redis_cannot_know(caplog: pytest.LogCaptureFixt
     assert there.has(kept) == [False]
 
 
-async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_again_removals_are_heard(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "gateway.responses.removals")
+async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_again_removals_are_heard() -> None:
     log, shelf = Log(), Shelf()
     there = Gateway(log, shelf)
     poisoned, good = entry(0), entry(1)
@@ -235,7 +235,6 @@ async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_aga
     log.removals.append(removal(id=poisoned.id))
     await shelf.remove(NORTH, poisoned.id)
     shelf.away = False
-    there.now += 2.0
     assert await there.exact.find(NORTH, entry(2).key) is None
     assert there.has(poisoned, good) == [False, False]
     assert await there.exact.find(NORTH, poisoned.key) is None
@@ -244,8 +243,6 @@ async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_aga
     await there.removals.look()
     assert there.has(poisoned) == [False]
     assert there.exact.peek(NORTH, good.key) == good
-    own = [record.levelname for record in caplog.records if record.name == "gateway.responses.removals"]
-    assert own == ["WARNING", "INFO"]
 
 
 async def test_who_cannot_tell_others_says_so_and_has_it_no_more_itself() -> None:
@@ -253,7 +250,7 @@ async def test_who_cannot_tell_others_says_so_and_has_it_no_more_itself() -> Non
     log.away = True
     here = Gateway(log)
     here.exact.keep(kept := entry(0))
-    with pytest.raises(EntriesDownError):
+    with pytest.raises(RedisDownError):
         await here.removals.tell(removal())
     assert here.has(kept) == [False]
 

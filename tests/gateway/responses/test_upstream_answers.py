@@ -87,7 +87,7 @@ class Stub:
 
 def remembered(stub: Stub, **options: Any) -> tuple[RememberedUpstreams, Figures]:
     settings = ResponseCacheSettings(**{"upstreams": "on", **options})
-    exact = ExactCache(MemoryEntries(1 << 20, time.time), None, retry_s=1.0, clock=time.monotonic)
+    exact = ExactCache(MemoryEntries(1 << 20, time.time), None)
     lookups = Lookups(settings, exact, None, time.time)
     return RememberedUpstreams(stub, REPLAYS, settings, {}, lookups), lookups.figures
 

@@ -7,26 +7,20 @@ answer.
 
 from __future__ import annotations
 
-import logging
 import re
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import orjson
 
 from gateway.api.openai.responses.items import Item
-from gateway.errors import OverloadedError
-from gateway.redis_calls import read_or_skip
-from gateway.stores.base import Store, StoreDownError
+from gateway.errors import RedisDownError
+from gateway.storage.redis_calls import read_or_skip
+from gateway.stores.base import Store
 from gateway.tasks import off_loop, work_of
-
-log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 _ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 
@@ -57,14 +51,10 @@ class Kept:
 
 
 class ResponseStore:
-    """What the handlers see. Says once when an outage begins, and once when it ends."""
+    """What the handlers see."""
 
-    def __init__(self, store: Store, *, retry_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """retry_s: seconds without the store after a failure, before it is asked again."""
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._retry_s = retry_s
-        self._now = now
-        self._down_until: float | None = None
         self._outcomes: Counter[str] = Counter()
 
     @property
@@ -75,7 +65,7 @@ class ResponseStore:
     async def put(self, tenant: str, kept: Kept) -> bool:
         """Whether it is kept. Never raises."""
         body = await off_loop(work_of(0, len(kept.items)), lambda: kept.body)
-        done = await self._put(lambda: self._store.put(tenant, kept.response["id"], body))
+        done = await self._put(self._store.put(tenant, kept.response["id"], body))
         if done is not None:
             self._outcomes["kept" if done else "too_large"] += 1
         return bool(done)
@@ -84,71 +74,48 @@ class ResponseStore:
         """Whether it is kept now, in place of what was kept as `before`: not where that was deleted, or is another one
         by now. Never raises."""
         body = kept.body
-        done = await self._put(lambda: self._store.replace(tenant, kept.response["id"], before, body))
+        done = await self._put(self._store.replace(tenant, kept.response["id"], before, body))
         if done:
             self._outcomes["kept"] += 1
         return bool(done)
 
-    async def _put(self, put: Callable[[], Awaitable[bool]]) -> bool | None:
-        """None when the store is down."""
+    async def _put(self, put: Awaitable[bool]) -> bool | None:
+        """None while Redis is unreachable."""
         try:
-            return await self._ask(put)
-        except StoreDownError:
+            return await put
+        except RedisDownError:
             self._outcomes["failed"] += 1
             return None
 
     async def find(self, tenant: str, response_id: str) -> Kept | None:
-        """Raises OverloadedError when it cannot be known. What is no id of ours is not there."""
+        """Raises RedisDownError when it cannot be known. What is no id of ours is not there."""
         if not _ID.fullmatch(response_id):
             return None
-        body = await self._ask_for(lambda: self._store.find(tenant, response_id))
+        body = await self._store.find(tenant, response_id)
         if body is None:
             return None
         return await off_loop(len(body), lambda: read_or_skip("responses", partial(_kept, body)))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there. Raises OverloadedError when it cannot be known."""
+        """Whether it was there. Raises RedisDownError when it cannot be known."""
         if not _ID.fullmatch(response_id):
             return False
-        return await self._ask_for(lambda: self._store.delete(tenant, response_id))
+        return await self._store.delete(tenant, response_id)
 
     async def remember_upstream(self, tenant: str, upstream: str, kept_id: str) -> None:
         """That an upstream keeps a response, or something of one, which it made for the tenant. Never raises."""
-        await self._put(lambda: self._store.put(tenant, _UPSTREAM + kept_id, upstream.encode()))
+        await self._put(self._store.put(tenant, _UPSTREAM + kept_id, upstream.encode()))
 
     async def find_upstream(self, tenant: str, kept_id: str) -> str | None:
-        """Which upstream keeps it. Raises OverloadedError when it cannot be known."""
+        """Which upstream keeps it. Raises RedisDownError when it cannot be known."""
         if not _UPSTREAM_ID.fullmatch(kept_id):
             return None
-        name = await self._ask_for(lambda: self._store.find(tenant, _UPSTREAM + kept_id))
+        name = await self._store.find(tenant, _UPSTREAM + kept_id)
         return None if name is None else name.decode()
 
     async def forget_upstream(self, tenant: str, response_id: str) -> None:
         """It was deleted there. Never raises."""
-        await self._put(lambda: self._store.delete(tenant, _UPSTREAM + response_id))
-
-    async def _ask_for(self, question: Callable[[], Awaitable[_T]]) -> _T:
-        try:
-            return await self._ask(question)
-        except StoreDownError:
-            raise OverloadedError(
-                "Stored responses cannot be reached at the moment.", retry_after_s=self._retry_s
-            ) from None
-
-    async def _ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
-        if self._down_until is not None and self._now() < self._down_until:
-            raise StoreDownError("it was down a moment ago")
-        try:
-            answer = await question()
-        except StoreDownError as error:
-            if self._down_until is None:
-                log.warning("responses are not kept until their store answers again: %s", error)
-            self._down_until = self._now() + self._retry_s
-            raise
-        if self._down_until is not None:
-            self._down_until = None
-            log.info("responses are kept again")
-        return answer
+        await self._put(self._store.delete(tenant, _UPSTREAM + response_id))
 
 
 def _kept(body: bytes) -> Kept:

@@ -270,17 +270,6 @@ async def test_large_jobs_of_one_tenant_do_not_keep_the_job_of_another_from_bein
     assert runner.most_at_once == 1, "the rest of the event loop is for others"
 
 
-async def test_an_outage_is_told_once_though_a_gateway_without_lines_has_no_leases_to_renew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="gateway.queues.batch")
-    lane, life = Lane(tmp_path, QUICK.model_copy(update={"lease_s": 0.003})), Life(1)
-    async with lane.gateway(FakeRunner(), life):
-        await until(lambda: life.calls >= 20)
-    assert caplog.text.count("waits for Redis") == 1
-    assert "goes on" not in caplog.text
-
-
 async def test_a_tenant_without_room_for_the_results_is_told_and_gets_them_when_there_is(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

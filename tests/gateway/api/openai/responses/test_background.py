@@ -14,8 +14,7 @@ import pytest
 from gateway.api.openai.responses.background import settled
 from gateway.api.openai.responses.store import Kept
 from gateway.config import ServerSettings, StoredResponseSettings, TenantSettings
-from gateway.errors import EngineFailedError
-from gateway.stores.base import StoreDownError
+from gateway.errors import EngineFailedError, RedisDownError
 from gateway.stores.memory_store import MemoryStore
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.street import FakeStreet
@@ -34,7 +33,7 @@ class WatchedStore(MemoryStore):
 
     async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
         if self.down:
-            raise StoreDownError("away")
+            raise RedisDownError("away")
         kept = await super().put(tenant, response_id, body)
         self.puts.put_nowait(response_id)
         return kept

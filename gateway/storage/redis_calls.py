@@ -1,15 +1,13 @@
-"""How stages ask Redis: so many calls at a time, each within its time limit, and one error for everything that fails.
+"""How Redis is asked: so many calls at a time, each within its time limit, and one error for everything that fails.
 
-A Redis is not away because a burst of requests keeps the loop busy, or makes calls wait for each other. So the time
-limit of a call starts when its turn has come, and the loop has to come round several times before it is over
-(tasks.patience). Who waits when a call is not answered waits no longer: a Redis that hangs costs everybody one time
-limit. From then on one call at a time finds out whether it is back, and all others go on without it at once. A Redis
-that answers, but not quickly enough for all who ask, is taken for away by those who wait TURNS time limits.
+A burst of requests keeps the event loop busy and makes calls wait for each other; Redis is not unreachable for that.
+So the time limit of a call starts when its turn has come, and the loop has to come round several times before it ends
+(tasks.patience). When a call is not answered, those that wait for a turn fail at once, and breaker.py says when Redis
+is asked again: a Redis that hangs costs each request one time limit. A call that gets no turn within TURNS time limits
+fails, too.
 
-The index alone has one timer for both (index/redis_index.py): what it does not find costs little.
-
-What is found there and was written by none of us (of another kind, cut short, no JSON, absurd) is passed over, counted
-in `unreadable` and logged once for each store: `read_or_skip`, and the calls of RedisCalls that say so.
+Entries in Redis that no gateway wrote (of another type, cut short, no JSON, absurd) are passed over, counted in
+`unreadable` and logged once for each store: `read_or_skip`, `ask_or_skip` and `ask_each`.
 """
 
 from __future__ import annotations
@@ -29,6 +27,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from gateway import tasks
+from gateway.errors import RedisDownError
+from gateway.storage.breaker import UNREACHABLE, RedisBreaker
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def read_or_skip(store: str, read: Callable[[], _T]) -> _T | None:
         return None
 
 
-def skipped(store: str, error: Exception) -> None:
+def skipped(store: str, error: BaseException | None) -> None:
     """Notes that something in Redis cannot be read. Never its content."""
     unreadable[store] += 1
     if unreadable[store] == 1:
@@ -114,44 +114,40 @@ def _is_strange(error: BaseException | None) -> bool:
 
 
 class RedisCalls:
-    """Those of one stage."""
+    """The calls of one part of the gateway. Every failure is a RedisDownError, whose cause says why."""
 
-    def __init__(self, timeout_s: float, down: Callable[[str], Exception], *, all_ask: bool = False) -> None:
+    def __init__(self, timeout_s: float, breaker: RedisBreaker | None = None, *, all_ask: bool = False) -> None:
         """timeout_s  bounds every call, from its turn on
-        down       makes the stage's own error of what went wrong
-        all_ask    while Redis is silent, too: of callers who go on asking until it is back
+        breaker    of all calls of this client; None: a breaker for these calls alone
+        all_ask    also while Redis is unreachable: for callers that go on asking until it is back
         """
         self._timeout_s = timeout_s
-        self._down = down
+        self._breaker = breaker or RedisBreaker()
         self._all_ask = all_ask
         self._turns = asyncio.Semaphore(MAX_CALLS)
-        self._unanswered = 0
-        self._silent = False  # the last call was not answered
-        self._probing = False  # a call is finding out whether that is still so
+
+    @property
+    def up(self) -> bool:
+        """Whether Redis is reachable, as far as is known."""
+        return self._breaker.up
 
     async def ask(self, call: Awaitable[_T]) -> _T:
-        """What the call returns. Raises what `down` makes; what was asked for may have been done all the same."""
-        begun, unanswered = False, self._unanswered
+        """What the call returns. Raises RedisDownError; what was asked for may have been done all the same."""
         try:
-            async with self._turn():
-                if unanswered != self._unanswered or (self._silent and self._probing):
-                    raise TimeoutError("a call before this one was not answered")
-                begun = True
-                return await self._ask(call)
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise self._down(str(error) or type(error).__name__) from error
-        finally:
-            if not begun and asyncio.iscoroutine(call):
-                call.close()
+            return await self._ask(call)
+        except RedisDownError as error:
+            self._note_refusal(error)
+            raise
 
     async def ask_or_skip(self, store: str, call: Awaitable[_T], instead: _T) -> _T:
         """As `ask`; `instead` for a key that holds what we do not write."""
         try:
-            return await self.ask(call)
-        except Exception as error:
+            return await self._ask(call)
+        except RedisDownError as error:
             if not _is_strange(error.__cause__):
+                self._note_refusal(error)
                 raise
-            skipped(store, error)
+            skipped(store, error.__cause__)
             return instead
 
     async def ask_each(self, store: str, pipe: Pipeline) -> list[Any]:
@@ -171,21 +167,25 @@ class RedisCalls:
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     async def _ask(self, call: Awaitable[_T]) -> _T:
-        probes = self._probing = self._silent and not self._all_ask
+        asked, failures = False, self._breaker.failures
         try:
-            async with tasks.patience(self._timeout_s):
-                answer = await call
-        except ResponseError:
-            self._silent = False
-            raise
-        except (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError):
-            self._unanswered += 1
-            self._silent = True
-            raise
+            async with self._turn():
+                if failures != self._breaker.failures:
+                    raise TimeoutError("a call before this one was not answered")
+                with self._breaker.call(always=self._all_ask):
+                    asked = True
+                    async with tasks.patience(self._timeout_s):
+                        return await call
+        except UNREACHABLE as error:
+            why = str(error) or type(error).__name__
+            raise RedisDownError(why, asked=asked, retry_after_s=self._breaker.retry_s or 1.0) from error
         finally:
-            self._probing = self._probing and not probes
-        self._silent = False
-        return answer
+            if not asked and asyncio.iscoroutine(call):
+                call.close()
+
+    def _note_refusal(self, error: RedisDownError) -> None:
+        if isinstance(error.__cause__, ResponseError):
+            self._breaker.refused(error.__cause__)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.upstreams.breaker import Breaker
+from gateway.breaker import Breaker
 from tests.fakes.clock import Clock
 
 
