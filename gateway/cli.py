@@ -43,23 +43,14 @@ COMMANDS = {
 }
 
 
-MAIN = (
-    "server.host",
-    "server.port",
-    "server.data_dir",
-    "server.log_level",
-    "redis.url",
-    "engines.count",
-    "engines.urls",
-    "engine.model",
-    "engine.served_name",
-    "engine.dtype",
-    "engine.device",
-    "engine.listen",
-    "engine.kv_cache_bytes",
-    "engine.max_context_tokens",
-)
-"""Settings that --help shows; --help-all has every one."""
+SERVER = ("server.host", "server.port", "server.data_dir", "server.log_level", "redis.url")
+ENGINE = ("engine.model", "engine.served_name", "engine.device", "engine.kv_cache_bytes")
+MAIN = {
+    "serve": (*SERVER, *ENGINE, "engines.count"),
+    "gateway": (*SERVER, "engines.urls", "logs.format"),
+    "engine": (*ENGINE, "engine.listen", "engine.dtype", "engine.max_context_tokens", "engine.log_level", "redis.url"),
+}
+"""Settings that --help shows for a command; --help-all has every one."""
 
 MORE = "All other settings: --help-all, and docs/configuration.md."
 
@@ -176,7 +167,7 @@ def _paths() -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    short, every = _shared(*MAIN), _shared(*_paths())
+    every = _shared(*_paths())
     parser = argparse.ArgumentParser(prog="kvasir", description="A prompt-caching gateway.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvasir {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -186,7 +177,13 @@ def _parser() -> argparse.ArgumentParser:
             prog=f"kvasir {name}", usage=usage, parents=[every], description=text, add_help=False
         )
         command = commands.add_parser(
-            name, parents=[short], help=text, description=text, usage=usage, epilog=MORE, allow_abbrev=False
+            name,
+            parents=[_shared(*MAIN[name])],
+            help=text,
+            description=text,
+            usage=usage,
+            epilog=MORE,
+            allow_abbrev=False,
         )
         command.add_argument("--help-all", action=_HelpAll, nargs=0, told=told, help="show all settings, by section")
         if name == "engine":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,9 @@ class LogSettings(Section):
     """[logs]: what waits until it is written, in each process. What is logged is said by `log_level` of [server] and
     [engine]."""
 
+    format: Literal["text", "json"] = Field(
+        "text", description="How lines are written. `json`: an object per line, with the empty fields of requests, too."
+    )
     delay_s: Annotated[float, Field(ge=0, le=10)] = Field(
         0.1, description="Seconds that a line may wait for others; warnings and errors wait for nobody."
     )

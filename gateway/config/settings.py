@@ -32,6 +32,7 @@ SHORT_FLAGS.update(
         "engine.kv_cache_bytes": "--kv-cache-bytes",
         "engine.max_context_tokens": "--max-context-tokens",
         "engine.threads": "--threads",
+        "logs.format": "--log-format",
     }
 )
 

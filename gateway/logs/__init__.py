@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 
 from gateway.config import LogSettings
+from gateway.logs.lines import Fields
 from gateway.logs.writer import Writer
 
-__all__ = ["flush", "later", "lost_lines", "set_up"]
+__all__ = ["Fields", "flush", "later", "lost_lines", "set_up"]
 
 _writer: Writer | None = None  # of the process, as the logging module is
 
@@ -36,7 +37,7 @@ def set_up(level: str, settings: LogSettings) -> None:
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
-def later(logger: logging.Logger, level: int, said: Callable[[], str]) -> None:
+def later(logger: logging.Logger, level: int, said: Callable[[], str | Fields]) -> None:
     """As `logger.log`, for a level that is logged and no warning. The text is asked for when the line is written, so it
     is of something that changes no more. Makes no LogRecord, which is most of what a line costs."""
     if _writer is None:

@@ -1,4 +1,4 @@
-"""How a line of the log is written; its traceback is tracebacks.py's.
+"""How a line of the log is written, as text or as JSON; its traceback is tracebacks.py's.
 
 A record is one line: a line feed, an escape sequence or a mark that reorders text in what it quotes is escaped, so that
 no request can forge a line, or hide one from an operator with a terminal. Lines say neither thread, process nor line of
@@ -8,13 +8,26 @@ code; looking them up is a third of what a line costs.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import orjson
+
 from gateway.logs.tracebacks import escaped, told
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+_PLAIN: Final = re.compile(r"[^\s\"=]+")
+
+
+class Fields(dict[str, Any]):
+    """The fields of a line, as an argument of the logging module. Text leaves out the empty ones; JSON has all."""
+
+    def __str__(self) -> str:
+        return " ".join([f"{name}={_text(value)}" for name, value in self.items() if value])
 
 
 class Later(NamedTuple):
@@ -23,7 +36,7 @@ class Later(NamedTuple):
     created: float  # seconds since 1970
     level: int
     name: str  # of the logger
-    said: Callable[[], str]
+    said: Callable[[], str | Fields]
 
 
 class Lines(logging.Formatter):
@@ -58,3 +71,45 @@ class Lines(logging.Formatter):
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
             self._made = (second, written)
         return written
+
+
+class JsonLines(Lines):
+    """One JSON object per line: `time` (RFC 3339, UTC), `level`, `logger`, then `message`, or the fields of the line,
+    and `traceback`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        said = record.args if isinstance(record.args, Fields) else record.getMessage()
+        line = self._object(record.created, record.levelname, record.name, said)
+        if record.exc_info and record.exc_info[1] is not None:
+            line["traceback"] = told(record.exc_info[1])
+        return _json(line)
+
+    def later(self, line: Later) -> str:
+        """As `format` has a record's."""
+        return _json(self._object(line.created, logging.getLevelName(line.level), line.name, line.said()))
+
+    def _object(self, created: float, level: str, name: str, said: str | Fields) -> dict[str, Any]:
+        second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
+        milliseconds = int((created - int(created)) * 1000)
+        line = {"time": f"{second}.{milliseconds:03d}Z", "level": level, "logger": name}
+        return {**line, **said} if isinstance(said, Fields) else {**line, "message": said}
+
+
+def _json(line: dict[str, Any]) -> str:
+    """On one line: what no terminal may act upon is escaped, as in text."""
+    written = orjson.dumps(line, default=str).decode()
+    return (
+        written if written.isprintable() else "".join([one if one.isprintable() else _escape(one) for one in written])
+    )
+
+
+def _escape(one: str) -> str:
+    """As JSON writes it: UTF-16 units."""
+    units = one.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def _text(value: Any) -> Any:
+    """Of a field: quoted where a space in it could be taken for the beginning of another field."""
+    return value if not isinstance(value, str) or _PLAIN.fullmatch(value) else orjson.dumps(value).decode()

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from gateway.config import LogSettings
 from gateway.logs.floods import Floods
-from gateway.logs.lines import Later, Lines
+from gateway.logs.lines import Fields, JsonLines, Later, Lines
 
 PIECE_BYTES: Final = select.PIPE_BUF
 """Of one write, which a pipe keeps together though other processes write into it as well (pipe(7))."""
@@ -45,7 +45,7 @@ class Writer(logging.Handler):
         self._settings = settings
         self._few_lines, self._few_bytes = int(_SPARED * settings.max_lines), int(_SPARED * settings.max_bytes)
         self._floods = Floods(settings.max_alike)
-        self._lines = Lines()
+        self._lines = JsonLines() if settings.format == "json" else Lines()
         self.setFormatter(self._lines)
         self._mutex = threading.RLock()  # not the handler's, which logging.shutdown holds while it flushes
         self._waiting: deque[tuple[int, _Line]] = deque()  # bytes that each takes; who is told is an Event
@@ -75,7 +75,7 @@ class Writer(logging.Handler):
         if self._ends and not self._is_stuck:  # after `close`, when the interpreter ends
             self._write_all()
 
-    def later(self, name: str, level: int, said: Callable[[], str]) -> None:
+    def later(self, name: str, level: int, said: Callable[[], str | Fields]) -> None:
         """As a record of INFO or below, in a tenth of the time. For a process that runs."""
         self._add(LATER_BYTES, Later(time.time(), level, name, said))
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.logs.lines import FORMAT, Later, Lines
+from gateway.logs.lines import FORMAT, Fields, JsonLines, Later, Lines
 from gateway.logs.tracebacks import escaped
 
 
@@ -47,3 +48,26 @@ def test_whatever_is_logged_is_one_line_that_no_terminal_acts_upon(text: str) ->
 def test_what_is_escaped_can_still_be_read() -> None:
     assert escaped("é ✓ a\\b") == "é ✓ a\\b"
     assert escaped("a\nb\x1b[1m\u2028\udc80") == "a\\nb\\x1b[1m\\u2028\\udc80"
+
+
+@given(st.text() | st.just(FORGED))
+def test_a_json_line_is_one_object_that_reads_as_what_was_logged(text: str) -> None:
+    fields = Fields(model=text, cached_tokens=0, status=200)
+    whole = {"time": "2024-11-22T00:00:00.250Z", "level": "INFO", "logger": "a"}
+    record = logging.makeLogRecord({"name": "a", "levelname": "INFO", "msg": "%s", "args": fields})
+    record.created = 1732233600.25
+    later = Later(record.created, logging.INFO, "a", lambda: fields)
+    for line in (JsonLines().format(record), JsonLines().later(later)):
+        assert line.isprintable()
+        assert json.loads(line) == {**whole, **fields}
+    record.args = None
+    record.msg = text
+    record.exc_info = (OSError, OSError(text), None)
+    told = json.loads(JsonLines().format(record))
+    assert told["message"] == text
+    assert told["traceback"].startswith("Traceback (most recent call last):\nOSError: ")
+
+
+def test_text_leaves_out_empty_fields_and_quotes_what_could_be_taken_for_another_field() -> None:
+    fields = Fields(model="x status=200", cached_tokens=0, engine=None, queue_ms=1.5)
+    assert str(fields) == 'model="x status=200" queue_ms=1.5'
