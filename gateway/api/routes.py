@@ -232,5 +232,5 @@ def app_runner(app: web.Application, server: ServerSettings) -> web.AppRunner:
         auto_decompress=False,
         access_log=None,
         keepalive_timeout=server.keep_alive_s,
-        shutdown_timeout=server.shutdown_s,
+        shutdown_timeout=server.shutdown_s / 2,  # aiohttp waits twice: for the handler, and once more without its body
     )

@@ -4,12 +4,15 @@ import asyncio
 import logging
 import re
 import socket
+import time
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
 from yarl import URL
 
+from gateway.config import ServerSettings
 from gateway.errors import EngineLostError, NoEngineError, QueueFullError
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.street import FakeModels, FakeStreet
@@ -262,3 +265,15 @@ async def test_small_writes_leave_at_once() -> None:
         liveness._handler = look
         await gateway.get("/health/liveness")
     assert seen == [1]
+
+
+async def test_an_answer_that_does_not_end_holds_the_shutdown_up_for_shutdown_s_and_no_longer() -> None:
+    street, body = FakeStreet(hold_after=asyncio.Event()), {**ASK, "stream": True}
+    async with aiohttp.ClientSession() as session:
+        async with running(street, server=ServerSettings(shutdown_s=2.0)) as gateway:
+            answer = await session.post(f"{gateway.url}/v1/chat/completions", json=body)
+            await street.reached.wait()
+            begun_s = time.monotonic()
+        assert 1.9 < time.monotonic() - begun_s < 3.8  # it was twice as long
+        assert street.open == 0
+        answer.close()
