@@ -1,4 +1,4 @@
-"""The composition root: makes of the settings every stage once, hands each its own section, and puts them on a street.
+"""The composition root: builds every stage once from its section of the settings, and the pipeline.
 
 Nothing else knows who implements what. What it makes is at rest: serving.py, or a test, opens the port and starts what
 runs by itself.
@@ -34,9 +34,10 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
 from gateway.limits.limits import TenantLimits
 from gateway.logs import lost_lines
+from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.lane import BatchLane
-from gateway.queues.places import PlaceQueue
+from gateway.queues.slots import SlotQueue
 from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
@@ -50,7 +51,6 @@ from gateway.responses.stage import ResponseCache
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
 from gateway.storage.redis_calls import connect
-from gateway.street import Street
 from gateway.types import Trace
 from gateway.upstreams.proxies import find_proxy
 from gateway.upstreams.stage import Upstreams
@@ -77,7 +77,7 @@ class Gateway:
     def __post_init__(self) -> None:
         settings = self.settings
         self.prompts = PromptStage(settings.prompt)
-        self.queue: PlaceQueue[BundledEngine] = PlaceQueue(settings.queue, Router(settings.routing))
+        self.queue: SlotQueue[BundledEngine] = SlotQueue(settings.queue, Router(settings.routing))
         self.embedder = Embedder(settings.embeddings)
         self.stores = stores = RedisOrMemory(settings, self.redis)
         self.index = stores.index(self.memory)
@@ -118,7 +118,7 @@ class Gateway:
             settings, remembered, shared, self.removals, self.semantic_cache, self._audited
         )
         self.remembered = self.response_cache.before(self.upstreams, REPLAYS)
-        self.street = Street(
+        self.pipeline = Pipeline(
             prompts=self.prompts,
             index=self.index,
             registry=self.registry,
@@ -140,7 +140,7 @@ class Gateway:
             namespaces=settings.namespaces,
             cache_key=settings.prompt.cache_key,
             embeddings=settings.embeddings,
-            street=self.street,
+            pipeline=self.pipeline,
             models=self.registry,
             decoders=self.prompts,
             upstreams=self.remembered,
@@ -211,7 +211,7 @@ def _response_cache(
     semantic: SemanticCache | None,
     audited: Audited,
 ) -> ResponseCache:
-    """Steps 1 and 7 of the street."""
+    """Steps 1 and 7 of the pipeline."""
     own = settings.response_cache
     exact = ExactCache(memory, shared, memory_s=own.memory_s, removals=removals)
     modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}

@@ -20,7 +20,7 @@ api/ writes these in its own shape.
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
     |   +-- RedisDownError         503                          what is asked for is in Redis, which does not answer
     |   +-- UpstreamsAwayError     503                          all upstreams of the model are left alone, or busy
-    +-- EngineLostError            502                          after the first byte; before it the street tries again
+    +-- EngineLostError            502                          after the first byte; before it the pipeline tries again
     +-- UpstreamLostError          502  upstream_failed         no upstream answered, or one stopped in its answer
     +-- UpstreamTimeoutError       504  upstream_timeout        retry: the upstream was too slow
     +-- EngineFailedError          500                          the engine refused or failed this sequence
@@ -206,10 +206,10 @@ class DeadlineError(OverloadedError):
     """The request waited longer than it may."""
 
     @classmethod
-    def without_place(cls, retry_after_s: float) -> Self:
+    def without_slot(cls, retry_after_s: float) -> Self:
         """It waited in a line."""
         return cls(
-            "The server is busy: no place became free in time (queue.max_wait_s or the request's own limit).",
+            "The server is busy: no slot became free in time (queue.max_wait_s or the request's own limit).",
             retry_after_s=retry_after_s,
         )
 

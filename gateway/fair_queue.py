@@ -1,7 +1,7 @@
 """Who waits, and who of them is next: tenants take turns (start-time fair queueing, Goyal and others, 1996), and a
 tenant's own requests go in an order. Pure: no I/O, no clock, no futures.
 
-Part of the foundation: queues/lane.py and upstreams/online_places.py are made of it.
+Part of the foundation: queues/lane.py and upstreams/online_slots.py are made of it.
 """
 
 from __future__ import annotations

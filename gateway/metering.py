@@ -1,6 +1,6 @@
 """What a request used and reused: the first words of an engine become its trace, and the trace what its client is told.
 
-Knows no I/O. The street calls it; admin/accounting.py reads the trace when the answer has ended.
+Knows no I/O. The pipeline calls it; admin/accounting.py reads the trace when the answer has ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the street needs of each stage: a small Protocol for each. app.py brings the real ones, tests bring fakes."""
+"""What the pipeline needs of each stage: a small Protocol for each. app.py brings the real ones, tests bring fakes."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ class Registry(Protocol):
 
 
 class Queue(Protocol):
-    """Steps 4 and 5. A bounded number of sequences per engine; who waits is sent to an engine when one has a place."""
+    """Steps 4 and 5. A bounded number of sequences per engine; who waits is sent to an engine when one has a slot."""
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that wait for a slot."""
         ...
 
-    def place(self, engines: Sequence[Any], ask: Ask) -> AbstractAsyncContextManager[Engine]:
+    def slot(self, engines: Sequence[Any], ask: Ask) -> AbstractAsyncContextManager[Engine]:
         """Entering returns the engine, which is one of `engines` or has joined them since; there is at least one.
 
         Raises QueueFullError at once, DeadlineError after waiting, EngineLostError when the engines went away.

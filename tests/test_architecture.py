@@ -1,4 +1,4 @@
-"""Who may import whom. The street stays a straight street because this test reads every import."""
+"""Who may import whom. The pipeline stays a straight pipeline because this test reads every import."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def foreign(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_imports_follow_the_street(path: Path) -> None:
+def test_imports_follow_the_pipeline(path: Path) -> None:
     module = module_name(path)
     room = module.split(".")[1] if "." in module else ""
     used = ours(path) - {module, "gateway", "engine"}
@@ -90,13 +90,13 @@ def test_imports_follow_the_street(path: Path) -> None:
     elif room in STAGES:
         outside = {name for name in used if not name.startswith(f"gateway.{room}")}
         assert outside <= FOUNDATION | {"engine.protocol"}, "stages never import each other"
-    elif module == "gateway.street":
+    elif module == "gateway.pipeline":
         allowed = FOUNDATION | {"engine.protocol", "gateway.stages", "gateway.metering"}
-        assert used <= allowed, "the street knows its stages as protocols"
+        assert used <= allowed, "the pipeline knows its stages as protocols"
     elif room in ("api", "admin"):
-        allowed_rooms = ("gateway.api", "gateway.admin", "gateway.street", "gateway.stages")
+        allowed_rooms = ("gateway.api", "gateway.admin", "gateway.pipeline", "gateway.stages")
         outside = {name for name in used if not name.startswith(allowed_rooms)} - PROMISES
-        assert outside <= FOUNDATION | {"engine.protocol"}, "the dialects import the street, not its stages"
+        assert outside <= FOUNDATION | {"engine.protocol"}, "the dialects import the pipeline, not its stages"
     elif room == "batch_cli":
         outside = {name for name in used if not name.startswith("gateway.batch_cli")}
         assert outside <= {"gateway.api.openai.batches.rows"}, "it is a client, which knows how a file has to be"

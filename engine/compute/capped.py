@@ -26,7 +26,7 @@ from engine.compute.masks import TILE_ROWS
 CHUNK: Final = 256  # keys that are read together
 ROW_MULTIPLE: Final = 8
 MAX_CAP: Final = 60.0  # e ** 60 times a million keys is still far from float32's largest number
-HERD_ROWS: Final = 32  # single rows that are computed together; each brings a copy of CHUNK keys and values
+PADDED_ROWS: Final = 32  # single rows that are computed together; each brings a copy of CHUNK keys and values
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ class CappedAttention:
 def _tiles(cache: KVCache, spans: list[Span]) -> Iterator[_Tile]:
     """Single rows together, those of about the same length; longer spans in runs of TILE_ROWS."""
     single = sorted((span for span in spans if span.count == 1), key=lambda span: span.end)
-    for at in range(0, len(single), HERD_ROWS):
-        yield _tile(cache, single[at : at + HERD_ROWS])
+    for at in range(0, len(single), PADDED_ROWS):
+        yield _tile(cache, single[at : at + PADDED_ROWS])
     for span in spans:
         if span.count > 1:
             for at in range(0, span.count, TILE_ROWS):

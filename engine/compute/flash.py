@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.compute.batch import Span
-from engine.compute.flash_plan import Herd, Lone, herd_mask, make_plan, rounded
+from engine.compute.flash_plan import PaddedBatch, SingleRow, make_plan, padded_mask, rounded
 from engine.compute.kv_cache import KVCache
 from engine.compute.masks import TILE_ROWS, MaskTemplates
 from engine.compute.operators import find_operator
@@ -71,63 +71,65 @@ class FlashAttention:
 
     def attend(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
         """(rows, num_heads, head_dim), contiguous, as `query`; padding rows are zero."""
-        if len(query) == 1 and self._plan.lone:
-            return self._attend_row(self._plan.lone[0], layer, query, scale, window).reshape(query.shape)
+        if len(query) == 1 and self._plan.single:
+            return self._attend_row(self._plan.single[0], layer, query, scale, window).reshape(query.shape)
         out = torch.empty_like(query)
         end = self._spans[-1].row + self._spans[-1].count
         if end < len(out):
             out[end:] = 0
-        for herd in self._plan.herds:
-            self._attend_herd(herd, layer, query, scale, window, out)
-        for lone in self._plan.lone:
-            if lone.span.count == 1:
-                row = slice(lone.span.row, lone.span.row + 1)
-                answer = self._attend_row(lone, layer, query[row], scale, window)
+        for batch in self._plan.padded:
+            self._attend_padded(batch, layer, query, scale, window, out)
+        for single in self._plan.single:
+            if single.span.count == 1:
+                row = slice(single.span.row, single.span.row + 1)
+                answer = self._attend_row(single, layer, query[row], scale, window)
                 out[row].view(answer.shape).copy_(answer)
             else:
-                key, value = self._read(lone, layer)
-                for positions in self._tiles(lone.span, window):
-                    self._attend_tile(lone.span, positions, query, key, value, scale, window, out)
+                key, value = self._read(single, layer)
+                for positions in self._tiles(single.span, window):
+                    self._attend_tile(single.span, positions, query, key, value, scale, window, out)
         return out
 
-    def _read(self, lone: Lone, layer: int) -> tuple[Tensor, Tensor]:
+    def _read(self, single: SingleRow, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a sequence, (1, num_kv_heads, keys, head_dim) each."""
         cache = self._cache
-        if lone.index is None:
+        if single.index is None:
             key, value = cache.keys[layer], cache.values[layer]
-            return key.narrow(2, lone.first, lone.keys), value.narrow(2, lone.first, lone.keys)
-        gathered = cache.layers[layer].index_select(0, lone.index)
+            return key.narrow(2, single.first, single.keys), value.narrow(2, single.first, single.keys)
+        gathered = cache.layers[layer].index_select(0, single.index)
         key, value = gathered.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
         return key, value
 
     # -- one call each ------------------------------------------------------------------------------------------------
 
-    def _attend_herd(
-        self, herd: Herd, layer: int, query: Tensor, scale: float | None, window: int | None, out: Tensor
+    def _attend_padded(
+        self, batch: PaddedBatch, layer: int, query: Tensor, scale: float | None, window: int | None, out: Tensor
     ) -> None:
         """Many single rows: their blocks side by side, padded to the longest, the padding masked."""
-        num_rows = len(herd.rows)
+        num_rows = len(batch.rows)
         heads, head_dim = query.shape[1:]
-        blocks = self._cache.blocks[layer].index_select(0, herd.blocks)
+        blocks = self._cache.blocks[layer].index_select(0, batch.blocks)
         kv_heads = self._cache.shape.num_kv_heads
         key, value = blocks.view(num_rows, -1, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        mask = herd.masks.get(window)
+        mask = batch.masks.get(window)
         if mask is None:
-            mask = herd.masks[window] = herd_mask(herd, key.shape[2], window, key.dtype)
-        folded = self._fold(query.index_select(0, herd.rows), kv_heads)
+            mask = batch.masks[window] = padded_mask(batch, key.shape[2], window, key.dtype)
+        folded = self._fold(query.index_select(0, batch.rows), kv_heads)
         answer = self._attend(folded, key, value, mask, scale)
-        out.index_copy_(0, herd.rows, answer[:, :, : heads // kv_heads].reshape(num_rows, heads, head_dim))
+        out.index_copy_(0, batch.rows, answer[:, :, : heads // kv_heads].reshape(num_rows, heads, head_dim))
 
-    def _attend_row(self, lone: Lone, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
+    def _attend_row(
+        self, single: SingleRow, layer: int, query: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
         """One row, (1, num_heads, head_dim): the query heads that share a key head become the rows of one product.
 
         Returns (1, num_kv_heads, group, head_dim).
         """
-        key, value = self._read(lone, layer)
-        end, kv_heads = lone.span.end, key.shape[1]
+        key, value = self._read(single, layer)
+        end, kv_heads = single.span.end, key.shape[1]
         folded = self._fold(query, kv_heads)
         if self._exact:
-            answer = self._attend_exact(folded, key, value, (lone.span.start, 1), scale, window)
+            answer = self._attend_exact(folded, key, value, (single.span.start, 1), scale, window)
             return answer[:, :, : query.shape[1] // kv_heads]
         if window is not None and window < end:
             key, value = key[:, :, end - window :], value[:, :, end - window :]

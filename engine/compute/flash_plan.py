@@ -1,7 +1,7 @@
 """Which rows of a step attend together when torch's kernels do it, and where their keys lie. Made once for a step.
 
-Decodes of about the same short length form a herd, which is one call over a padded copy of their blocks; everybody else
-attends alone. Knows spans and blocks; engine/compute/flash.py makes the calls.
+Decodes of about the same short length form a padded batch: one call over a copy of their blocks. All other rows
+attend alone. Knows spans and blocks; engine/compute/flash.py makes the calls.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from engine.compute.batch import Span, run_start
 from engine.compute.kv_cache import KVCache
 from engine.compute.masks import KEY_MULTIPLE, TILE_ROWS
 
-HERD_LEAST: Final = 3  # decodes that are worth a padded copy of their keys, which saves the calls of all but one
-HERD_BYTES: Final = 256 << 10  # of keys and values of one sequence and layer; longer ones are quicker read in place
+PADDED_LEAST: Final = 3  # decodes that are worth a padded copy of their keys, which saves the calls of all but one
+PADDED_BYTES: Final = 256 << 10  # of keys and values of one sequence and layer; longer ones are quicker read in place
 
 
 @dataclass(slots=True)
-class Lone:
+class SingleRow:
     """One sequence that attends by itself.
 
     keys   to read, rounded up where bits count
@@ -37,7 +37,7 @@ class Lone:
 
 
 @dataclass(slots=True)
-class Herd:
+class PaddedBatch:
     """Decodes of about the same short length, which attend in one call over a padded copy of their blocks.
 
     rows    (num_rows,)                rows of the batch
@@ -55,26 +55,29 @@ class Herd:
 class Plan:
     """Each work of the step is in one of the two."""
 
-    herds: list[Herd]
-    lone: list[Lone]
+    padded: list[PaddedBatch]
+    single: list[SingleRow]
 
 
 def make_plan(cache: KVCache, spans: list[Span], *, exact: bool) -> Plan:
     """exact  bits count: see engine/compute/flash.py"""
-    herds: dict[int, list[Span]] = {}
+    padded: dict[int, list[Span]] = {}
     alone: list[Span] = []
-    longest = HERD_BYTES // max(1, cache.shape.token_bytes // cache.shape.num_layers)
+    longest = PADDED_BYTES // max(1, cache.shape.token_bytes // cache.shape.num_layers)
     if exact:
         longest = min(longest, TILE_ROWS)
     for span in spans:
         if span.count == 1 and span.end <= longest and cache.block_size % KEY_MULTIPLE == 0:
-            herds.setdefault((span.end - 1).bit_length(), []).append(span)
+            padded.setdefault((span.end - 1).bit_length(), []).append(span)
         else:
             alone.append(span)
-    for size, herd in list(herds.items()):
-        if len(herd) < HERD_LEAST:
-            alone += herds.pop(size)
-    return Plan([_herd(cache, herd) for herd in herds.values()], [_lone(cache, span, exact=exact) for span in alone])
+    for size, batch in list(padded.items()):
+        if len(batch) < PADDED_LEAST:
+            alone += padded.pop(size)
+    return Plan(
+        [_padded_batch(cache, batch) for batch in padded.values()],
+        [_single_row(cache, span, exact=exact) for span in alone],
+    )
 
 
 def rounded(keys: int, *, exact: bool) -> int:
@@ -82,22 +85,22 @@ def rounded(keys: int, *, exact: bool) -> int:
     return keys + -keys % KEY_MULTIPLE if exact else keys
 
 
-def herd_mask(herd: Herd, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def padded_mask(batch: PaddedBatch, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """(num_rows, 1, 1, keys) additive."""
-    position = torch.arange(keys, device=herd.ends.device)
-    hidden = position >= herd.ends
+    position = torch.arange(keys, device=batch.ends.device)
+    hidden = position >= batch.ends
     if window is not None:
-        hidden |= position < herd.ends - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=herd.ends.device)
+        hidden |= position < batch.ends - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=batch.ends.device)
     return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
 
 
-def _herd(cache: KVCache, spans: list[Span]) -> Herd:
+def _padded_batch(cache: KVCache, spans: list[Span]) -> PaddedBatch:
     size, device = cache.block_size, cache.data.device
     used = [-(-span.end // size) for span in spans]
     width, nobody = max(used), cache.num_blocks
     blocks = [span.table[:n] + [nobody] * (width - n) for span, n in zip(spans, used, strict=True)]
-    return Herd(
+    return PaddedBatch(
         rows=torch.tensor([span.row for span in spans], device=device),
         blocks=torch.tensor(blocks, device=device).view(-1),
         ends=torch.tensor([[span.end] for span in spans], device=device),
@@ -105,7 +108,7 @@ def _herd(cache: KVCache, spans: list[Span]) -> Herd:
     )
 
 
-def _lone(cache: KVCache, span: Span, *, exact: bool) -> Lone:
+def _single_row(cache: KVCache, span: Span, *, exact: bool) -> SingleRow:
     """A view where the blocks are consecutive, else the slots to gather. Rounding reads zeros, or slots of the
     sequence's own last block, which were zeroed when the block was fresh."""
     size = cache.block_size
@@ -113,8 +116,8 @@ def _lone(cache: KVCache, span: Span, *, exact: bool) -> Lone:
     used = -(-span.end // size)
     first = run_start(span.table, used)
     if first is not None and keys <= used * size:
-        return Lone(span, keys, first * size, None)
+        return SingleRow(span, keys, first * size, None)
     blocks = torch.tensor(span.table[:used]) * size
     slots = (blocks[:, None] + torch.arange(size)).view(-1)[: span.end]
     slots = functional.pad(slots, (0, keys - span.end), value=cache.zero_slot)
-    return Lone(span, keys, 0, slots.to(cache.data.device))
+    return SingleRow(span, keys, 0, slots.to(cache.data.device))

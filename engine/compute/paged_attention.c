@@ -189,7 +189,7 @@ INLINE void scores(const int rows, const uint32_t *const query[GROUP], const scr
 }
 
 /* sum[r] = sum[r] * shrink[r] + weight[r] . value */
-INLINE void gather(const int rows, float *sum, const float *shrink, const scratch_t *s, int dim, int padded) {
+INLINE void accumulate_pv(const int rows, float *sum, const float *shrink, const scratch_t *s, int dim, int padded) {
     for (int d = 0; d < dim; d += 32) {
         __m512 a[GROUP], b[GROUP];
 #pragma GCC unroll 8
@@ -216,7 +216,7 @@ INLINE void gather(const int rows, float *sum, const float *shrink, const scratc
 }
 
 /* Turns a row's scores into weights: scaled, those outside [begin, end) hidden. Returns what older sums shrink by. */
-static float soften(float *score, uint32_t *weight, int padded, int begin, int end, float scale, float *most,
+static float online_softmax(float *score, uint32_t *weight, int padded, int begin, int end, float scale, float *most,
                     float *total) {
     const __m512 factor = _mm512_set1_ps(scale), nothing = _mm512_set1_ps(-INFINITY);
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -326,10 +326,10 @@ static void attend(const call_t *call, int64_t unit, scratch_t *s) {
 #undef CASE
             }
             for (int r = 0; r < taken; r++)
-                shrink[r] = soften(s->score + r * CHUNK, s->weight + r * (CHUNK / 2), padded, begins[r], ends[r], scale,
+                shrink[r] = online_softmax(s->score + r * CHUNK, s->weight + r * (CHUNK / 2), padded, begins[r], ends[r], scale,
                                    s->most + base + r, s->total + base + r);
             switch (taken) {
-#define CASE(n) case n: gather(n, s->sum + base * dim, shrink, s, dim, padded); break;
+#define CASE(n) case n: accumulate_pv(n, s->sum + base * dim, shrink, s, dim, padded); break;
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
             }

@@ -97,7 +97,7 @@ class Metrics:
         )
         self._retries = self._counts("retries", "Requests sent to another engine before the first byte.", ("model",))
         self._first_token = self._histogram("first_token", "From arrival to the first token.", TOKEN_SECONDS)
-        self._queue = self._histogram("queue", "Waiting for a place, in the gateway and the engine.", TOKEN_SECONDS)
+        self._queue = self._histogram("queue", "Waiting for a slot, in the gateway and the engine.", TOKEN_SECONDS)
         self._overhead = self._histogram("overhead", "The gateway's own time for a request.", OVERHEAD_SECONDS)
         self._duration = self._histogram("request", "From arrival to the last byte.", REQUEST_SECONDS)
         self._ignored = IgnoredFieldCounts()
@@ -280,8 +280,8 @@ class _Scraped(Collector):
         )
 
     def _queue(self) -> Iterator[Metric]:
-        waiting = GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a place.", labels=("lane",))
-        in_flight = GaugeMetricFamily("kvasir_queue_in_flight", "Places taken.", labels=("engine", "lane"))
+        waiting = GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a slot.", labels=("lane",))
+        in_flight = GaugeMetricFamily("kvasir_queue_in_flight", "Slots taken.", labels=("engine", "lane"))
         outcomes = CounterMetricFamily("kvasir_queue_requests", "Requests by outcome.", labels=("lane", "outcome"))
         for lane in LANES:
             queue = self._sources.queue(lane)

@@ -42,7 +42,7 @@ class Overload(Protocol):
 
 
 class QueueStatus(Protocol):
-    """See queues/places.py."""
+    """See queues/slots.py."""
 
     @property
     def waiting(self) -> int: ...

@@ -35,13 +35,13 @@ def upstream_metrics(upstreams: Mapping[str, Mapping[str, Any]]) -> Iterator[Met
         "kvasir_upstream_in_flight", "Requests that an upstream has, or that wait for it.", labels=("upstream",)
     )
     waiting = GaugeMetricFamily(
-        "kvasir_upstream_waiting", "Online requests that wait in the gateway for a place there.", labels=("upstream",)
+        "kvasir_upstream_waiting", "Online requests that wait in the gateway for a slot there.", labels=("upstream",)
     )
     batch_in_flight = GaugeMetricFamily(
-        "kvasir_upstream_batch_in_flight", "Lines of batches that have a place at an upstream.", labels=("upstream",)
+        "kvasir_upstream_batch_in_flight", "Lines of batches that have a slot at an upstream.", labels=("upstream",)
     )
     batch_waiting = GaugeMetricFamily(
-        "kvasir_upstream_batch_waiting", "Lines of batches that wait for a place there.", labels=("upstream",)
+        "kvasir_upstream_batch_waiting", "Lines of batches that wait for a slot there.", labels=("upstream",)
     )
     breaker = GaugeMetricFamily(
         "kvasir_upstream_breaker_open",

@@ -1,4 +1,4 @@
-"""What every dialect does with a Call: its model, the requests for the street, and the answer, whole or as a stream.
+"""What every dialect does with a Call: its model, the requests for the pipeline, and the answer, whole or as a stream.
 The dialects parse and write; nothing here knows a wire format.
 """
 
@@ -20,7 +20,7 @@ from gateway.api.namespaces import Namespaces
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import RECORD, Record, kvasir_headers
 from gateway.api.replies import reply
-from gateway.api.short_way import SEEN, ShortWay, Written, may_come_again
+from gateway.api.resend import SEEN, ResendCache, Written, may_come_again
 from gateway.api.stamps import Stamp
 from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream, stream_headers
 from gateway.config import ServerSettings
@@ -59,8 +59,8 @@ class Decoders(Protocol):
         ...
 
 
-class Street(Answers, Protocol):
-    """The street."""
+class Pipeline(Answers, Protocol):
+    """The pipeline."""
 
     async def count(self, request: Request) -> int:
         """Tokens of the request's prompt."""
@@ -80,13 +80,13 @@ class AnswerShape(Shape, Protocol):
 
 
 class Asked(NamedTuple):
-    """A Call, its model, and how the answer is written. `street` is who answers in the street's place, and asks it in
+    """A Call, its model, and how the answer is written. `pipeline`: what answers in its place and calls it in
     turn. `stamp` is what is new in each answer, of one that may be given again as it was written; None: it may not."""
 
     call: Call
     model: Hello
     shape: AnswerShape
-    street: Answers | None = None
+    pipeline: Answers | None = None
     stamp: Stamp | None = None
 
 
@@ -102,36 +102,36 @@ class Answering:
         self,
         server: ServerSettings,
         namespaces: Namespaces,
-        street: Street,
+        pipeline: Pipeline,
         models: Models,
         decoders: Decoders,
         embedding_models: Mapping[str, int],
         limits: Limits,
         passthrough: Passthrough,
-        short_way: ShortWay,
+        resends: ResendCache,
         *,
         line_timeout_s: float,
     ) -> None:
         """limits          what tenants may ask for
         passthrough     is asked first: what is for an upstream never becomes a Call
-        short_way       is asked before it, by `again`
+        resends       is asked before it, by `again`
         line_timeout_s  that a line of a batch may take
         """
         self.passthrough = passthrough
-        self._short_way = short_way
+        self._resends = resends
         self._line_timeout_s = line_timeout_s
         self._limits = limits
         self.models = models
         self.embedding_models = embedding_models
         self._server = server
         self.namespaces = namespaces
-        self.street = street
+        self.pipeline = pipeline
         self._decoders = decoders
 
     async def again(self, http: web.Request, tenant: Tenant) -> web.StreamResponse | None:
         """What this very request was answered with before, sent, if the response cache would give that now. Reads the
         body, and raises as that does; and RateLimitError."""
-        return await self._short_way.answer(http, tenant, await read_raw(http, self._server))
+        return await self._resends.answer(http, tenant, await read_raw(http, self._server))
 
     def model(self, name: str, record: Record) -> Hello:
         """Raises ModelNotFoundError, BadRequestError for a model that only embeds, and NoEngineError when the model's
@@ -159,22 +159,22 @@ class Answering:
 
         media_type  of a stream
         """
-        call, model, shape, street, _ = asked
+        call, model, shape, pipeline, _ = asked
         if not call.stream:
             body = await self.whole(http[RECORD], tenant, asked)
             self._remember(http, asked, {"Content-Type": JSON}, [body])
             return reply(body, **kvasir_headers(http[RECORD]))
         noted: list[bytes] = []
         response = await self.stream(
-            http, tenant, call, model, shape, media_type=media_type, street=street, noted=noted
+            http, tenant, call, model, shape, media_type=media_type, pipeline=pipeline, noted=noted
         )
         self._remember(http, asked, stream_headers(media_type), noted)
         return response
 
     async def whole(self, record: Record, tenant: Tenant, asked: Asked) -> bytes:
         """The body of an answer that is no stream."""
-        call, model, shape, street, _ = asked
-        answers, usage = await self.collect(record, tenant, call, model, street=street)
+        call, model, shape, pipeline, _ = asked
+        answers, usage = await self.collect(record, tenant, call, model, pipeline=pipeline)
         return shape.body(answers, usage)
 
     async def stream(
@@ -187,7 +187,7 @@ class Answering:
         *,
         keeper: Keeper | None = None,
         media_type: str = SSE,
-        street: Answers | None = None,
+        pipeline: Answers | None = None,
         noted: list[bytes] | None = None,
     ) -> web.StreamResponse:
         """A stream that is complete when this returns. Raises only while nothing was sent. `noted` gets what was
@@ -197,7 +197,7 @@ class Answering:
         at_once = self._server.prompts_at_once
         return await stream(
             http,
-            street or self.street,
+            pipeline or self.pipeline,
             requests,
             shape,
             self._echo(call, model),
@@ -209,24 +209,24 @@ class Answering:
         )
 
     async def collect(
-        self, record: Record, tenant: Tenant, call: Call, model: Hello, *, street: Answers | None = None
+        self, record: Record, tenant: Tenant, call: Call, model: Hello, *, pipeline: Answers | None = None
     ) -> tuple[list[Answer], Usage]:
         """The answers that are told, and the usage of all that were generated."""
-        return await self.collected(await self.begun(record, tenant, call, model), call, model, street=street)
+        return await self.collected(await self.begun(record, tenant, call, model), call, model, pipeline=pipeline)
 
     async def collected(
-        self, requests: list[Request], call: Call, model: Hello, *, street: Answers | None = None
+        self, requests: list[Request], call: Call, model: Hello, *, pipeline: Answers | None = None
     ) -> tuple[list[Answer], Usage]:
         """As `collect`, of the call's own requests."""
         echo, at_once = self._echo(call, model), self._server.prompts_at_once
-        answers = await collect(street or self.street, requests, echo, at_once=at_once)
+        answers = await collect(pipeline or self.pipeline, requests, echo, at_once=at_once)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         return call.choices.told(answers, logprobs=call.sampling.logprobs is not None), usage
 
     async def prewarm(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> Usage:
         """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
         requests = await self.begun(record, tenant, call, model)
-        (answer,) = await collect(self.street, requests, _no_echo, at_once=1)
+        (answer,) = await collect(self.pipeline, requests, _no_echo, at_once=1)
         return answer.usage
 
     async def count(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
@@ -237,7 +237,7 @@ class Answering:
     async def tokens(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
         """Tokens of its prompt, with nothing generated."""
         (request,) = self.requests(record, tenant, call, model)
-        return await self.street.count(request)
+        return await self.pipeline.count(request)
 
     async def begun(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """Its requests, once the tenant's limits have let it in. Raises RateLimitError, and what `requests` raises."""
@@ -267,7 +267,7 @@ class Answering:
         return record.received_s + (self._line_timeout_s if record.lane == "batch" else self._server.request_timeout_s)
 
     def _remember(self, http: web.Request, asked: Asked, headers: Mapping[str, str], pieces: Sequence[bytes]) -> None:
-        """For the short way, which keeps what may come again."""
+        """For the resend path, which keeps what may come again."""
         record, seen = http[RECORD], http.get(SEEN)
         if seen is None or asked.stamp is None or record.status or not may_come_again(record):
             return

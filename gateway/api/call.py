@@ -1,7 +1,7 @@
 """A Call: what one POST asks for, whatever its dialect, checked, before any model is known; and the requests for the
-street that it becomes.
+pipeline that it becomes.
 
-Pure. What depends on the model (vocabulary, context) is checked by `settle` and by the street.
+Pure. What depends on the model (vocabulary, context) is checked by `settle` and by the pipeline.
 """
 
 from __future__ import annotations

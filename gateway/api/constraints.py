@@ -1,6 +1,6 @@
 """What a text has to be, as the engine is told. The dialects say it in their own words; this is where they meet.
 
-Pure. The engine compiles the grammar and says what in it cannot be carried out; gateway/street.py makes a 400 of that.
+Pure. The engine compiles the grammar and says what it cannot carry out; gateway/pipeline.py makes that a 400.
 """
 
 from __future__ import annotations

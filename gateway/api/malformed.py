@@ -1,6 +1,6 @@
 """What aiohttp refuses by itself, before there is a route or a record: it is counted, and has a line in the log.
 
-aiohttp answers with a plain 400 and logs a traceback. The filter puts a line in its place that has no bytes of the
+aiohttp answers with a plain 400 and logs a traceback. The filter puts a line in its slot that has no bytes of the
 client in it but the name of a header, and no traceback: any port scanner could fill the log with them.
 """
 

@@ -30,7 +30,7 @@ from gateway.api.namespaces import Namespaces
 from gateway.api.openai.wire import OPENAI
 from gateway.api.passed_on import headers_of, lower, need_of, priority_of, query_of, reuse_of
 from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
-from gateway.api.short_way import SEEN, Written, may_come_again
+from gateway.api.resend import SEEN, Written, may_come_again
 from gateway.api.sse import data, event
 from gateway.api.stream import LAST_WRITE_S
 from gateway.api.tiers import find_tier

@@ -18,7 +18,7 @@ from gateway.admin.loop_lag import LoopLag
 from gateway.admin.metrics import Metrics
 from gateway.admin.sources import Sources
 from gateway.api.admission import Admission
-from gateway.api.answering import Answering, Decoders, Models, Street
+from gateway.api.answering import Answering, Decoders, Models, Pipeline
 from gateway.api.anthropic.batches.handlers import MessageBatches
 from gateway.api.anthropic.batches.rows import ROWS
 from gateway.api.anthropic.files import AnthropicFiles
@@ -55,7 +55,7 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
 from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.record import Observers
-from gateway.api.short_way import ShortWay
+from gateway.api.resend import ResendCache
 from gateway.api.unknown_fields import refusing
 from gateway.api.uploads import FileStore
 from gateway.api.upstream_lines import UpstreamLines
@@ -96,7 +96,7 @@ def build_app(
     cache_key: CacheKeyMode,
     embeddings: EmbeddingSettings,
     anthropic: AnthropicSettings,
-    street: Street,
+    pipeline: Pipeline,
     models: Models,
     decoders: Decoders,
     upstreams: Upstreams,
@@ -118,7 +118,7 @@ def build_app(
 ) -> web.Application:
     """The application, ready for `app_runner`.
 
-    street, models, decoders   the street, the registry and the prompt stage
+    pipeline, models, decoders   the pipeline, the registry and the prompt stage
     upstreams                  answer for the models that are theirs
     embedder                   for /v1/embeddings
     responses                  what /v1/responses keeps
@@ -143,13 +143,13 @@ def build_app(
     answering = Answering(
         server,
         named,
-        street,
+        pipeline,
         models,
         decoders,
         embedder.models(),
         limits,
         passthrough,
-        ShortWay(rendered_bytes, models, passthrough.serves, limits),
+        ResendCache(rendered_bytes, models, passthrough.serves, limits),
         line_timeout_s=batches.line_timeout_s,
     )
     kept = GeminiFiles(server, admission, files, upload_timeout_s)

@@ -1,4 +1,4 @@
-"""Consumes the street, and nobody else does: whole answers, and answers as server-sent events.
+"""Consumes the pipeline, and nobody else does: whole answers, and answers as server-sent events.
 
 Every answer is closed whichever way it is left (aclosing), which aborts the sequence in its engine: when the client
 hangs up, when writing fails, when another prompt of the same request fails, when the request took too long.
@@ -41,7 +41,7 @@ Echo = Callable[[int], str]
 
 
 class Answers(Protocol):
-    """The street."""
+    """The pipeline."""
 
     def answer(self, request: Request) -> AsyncGenerator[Event, None]: ...
 
@@ -87,13 +87,13 @@ class Keeper(Protocol):
     async def failed(self, error: KvasirError) -> None: ...
 
 
-async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, at_once: int) -> list[Answer]:
+async def collect(pipeline: Answers, requests: Sequence[Request], echo: Echo, *, at_once: int) -> list[Answer]:
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
     async def one(index: int, request: Request) -> Answer:
         pieces: list[TextDelta | CallDelta] = []
         prompt: tuple[ScoredToken, ...] = ()
-        async with aclosing(street.answer(request)) as events:
+        async with aclosing(pipeline.answer(request)) as events:
             async for event in events:
                 if type(event) is TextDelta or type(event) is CallDelta:
                     pieces.append(event)
@@ -121,7 +121,7 @@ async def collect(street: Answers, requests: Sequence[Request], echo: Echo, *, a
 
 async def stream(
     http: web.Request,
-    street: Answers,
+    pipeline: Answers,
     requests: Sequence[Request],
     shape: Shape,
     echo: Echo,
@@ -138,7 +138,7 @@ async def stream(
     sse = _Sse(http, shape, keeper, media_type, alone=len(requests) == 1, noted=noted)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
-        async with aclosing(street.answer(request)) as events:
+        async with aclosing(pipeline.answer(request)) as events:
             return await sse.choice(index, request, events, echo)
 
     if first_byte_s:

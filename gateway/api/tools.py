@@ -1,4 +1,4 @@
-"""Tools that a client declares, and what it wants of them, as the street is told. The dialects say it in their own
+"""Tools that a client declares, and what it wants of them, as the pipeline is told. The dialects say it in their own
 words; this is where they meet. Pure.
 """
 

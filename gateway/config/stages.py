@@ -1,4 +1,4 @@
-"""The stages of the street that every request passes: prompt, routing, queue."""
+"""The stages of the pipeline that every request passes: prompt, routing, queue."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RoutingSettings(Section):
 
 
 class QueueSettings(Section):
-    """[queue]: places at the engines, for the online lane and for the batch lane in what that leaves."""
+    """[queue]: slots at the engines, for the online lane and for the batch lane in what that leaves."""
 
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         1024, description="Requests that wait for a slot, of all tenants; the next one gets 429."
@@ -60,10 +60,10 @@ class QueueSettings(Section):
     max_wait_s: Annotated[float, Field(gt=0)] = Field(
         60.0, description="Seconds that a request waits for a slot before it gets 503."
     )
-    places_per_engine: Annotated[int, Field(ge=0)] = Field(
+    slots_per_engine: Annotated[int, Field(ge=0)] = Field(
         0, description="Requests that one engine works on; 0 takes twice what the engine runs at a time."
     )
-    batch_places_per_engine: Annotated[int, Field(ge=0)] = Field(
+    batch_slots_per_engine: Annotated[int, Field(ge=0)] = Field(
         0, description="Requests of the batch lane that one engine works on; 0 takes what the engine runs at a time."
     )
     tier_s: Annotated[float, Field(ge=0)] = Field(

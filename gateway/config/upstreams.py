@@ -102,7 +102,7 @@ class UpstreamSettings(Section):
     )
     max_connections: Annotated[int, Field(ge=1)] = Field(
         256,
-        description="Connections for online requests, one request each; lines of batches have `batch_places`.",
+        description="Connections for online requests, one request each; lines of batches have `batch_slots`.",
     )
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         256, description="Requests that wait for a connection; for the next one it counts as busy."
@@ -116,7 +116,7 @@ class UpstreamSettings(Section):
         None,
         description="Seconds to wait for a slot while another upstream has the model; `queue.max_wait_s` when not set.",
     )
-    batch_places: Annotated[int, Field(ge=1)] = Field(
+    batch_slots: Annotated[int, Field(ge=1)] = Field(
         16,
         description="Requests in flight, online ones included, up to which lines of batches are sent.",
     )

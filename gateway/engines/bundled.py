@@ -99,7 +99,7 @@ class BundledEngine:
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
 
-    # -- what the street and the registry ask -------------------------------------------------------------------------
+    # -- for the pipeline and the registry --------------------------------------------------------------------------
 
     @property
     def hello(self) -> Hello:

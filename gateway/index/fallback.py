@@ -1,4 +1,4 @@
-"""The index that the street asks: Redis while it is reachable, the gateway's own memory while it is not.
+"""The index that the pipeline asks: Redis while it is reachable, the gateway's own memory while it is not.
 
 An outage costs the requests that were waiting when it began one time limit each, and later ones nothing: a task probes
 Redis in the background, for all parts of the gateway. Its neighbours are redis_index.py and memory_index.py.

@@ -1,4 +1,4 @@
-"""Step 2 of the street: a request's prompt becomes token ids and chain digests, and only what is new costs anything.
+"""Step 2 of the pipeline: a request's prompt becomes token ids and chain digests, and only what is new costs anything.
 
 The way down:
 stage.py         the stage itself: stages.Prompts

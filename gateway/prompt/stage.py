@@ -1,4 +1,4 @@
-"""Step 2 of the street: render, cut, tokenise what is new, chain the block digests. Implements stages.Prompts.
+"""Step 2 of the pipeline: render, cut, tokenise what is new, chain the block digests. Implements stages.Prompts.
 
 One loaded model per tokeniser fingerprint, shared by all engines that have it. What is warm is answered on the event
 loop without leaving it; a large amount of new text is tokenised in a thread.

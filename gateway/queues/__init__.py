@@ -1,1 +1,1 @@
-"""Waiting for a place at an engine: the online lane, and the batch lane in what it leaves."""
+"""Waiting for a slot at an engine: the online lane, and the batch lane in what it leaves."""

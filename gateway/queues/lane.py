@@ -1,17 +1,17 @@
-"""Who waits, and who is sent where when a place is free. Pure: no I/O, no clock, no futures.
+"""Who waits, and who is sent where when a slot is free. Pure: no I/O, no clock, no futures.
 
     tenants    take turns by the seconds of an engine that their requests took (start-time fair queueing), over weight
     a tenant's requests go in the order of their `priority`, then shortest prefill first; every second of waiting
                counts like `queue.aging` seconds less
     tiers      `flex` counts as `queue.tier_s` seconds more in both, `priority` as so much less, and as no prefill
     a tenant's batch requests go in the order in which they came, which is that of their prefixes
-    an engine  is chosen when a place is free, for requests in that order: each goes where its first token comes
+    an engine  is chosen when a slot is free, for requests in that order: each goes where its first token comes
                soonest, given those before it. Who is better off waiting for a busy engine waits, and counts as in front
                of that engine; when that line grows too long, a free engine takes the next of it
     a backlog  at an engine holds back the requests behind it, but not a short one of another tenant: the engine
                prefills in turns of tenants, so most of the backlog is not in front of that
 
-places.py puts futures, limits and deadlines around it; tests/bench/routing_replay.py drives it in virtual time.
+slots.py puts futures, limits and deadlines around it; tests/bench/routing_replay.py drives it in virtual time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from engine.protocol import Lane as LaneName
 from gateway.config import QueueSettings
 from gateway.fair_queue import FairQueue, Waiting
-from gateway.queues.doors import Doors, choose_open
+from gateway.queues.admission_control import AdmissionControl, choose_open
 from gateway.queues.overload import Overload
+from gateway.queues.prefix_affinity import PrefixAffinity
 from gateway.queues.sessions import Session, Sessions
-from gateway.queues.trails import Trails
 from gateway.types import Ask
 
 PLAN_DEPTH: Final = 128
-"""Requests that are looked at for the places that are free at one moment, besides those that are bound to one engine:
+"""Requests that are looked at for the slots that are free at one moment, besides those that are bound to one engine:
 they wait for it alone, and however many they are, others may go elsewhere."""
 
 
@@ -51,26 +51,26 @@ class Picture(Protocol):
 
 
 class Router(Protocol):
-    def picture(self, seats: Iterable[Any], lane: LaneName) -> Picture: ...
+    def picture(self, engine_slots: Iterable[Any], lane: LaneName) -> Picture: ...
 
 
 E = TypeVar("E")
 
 
 @dataclass(slots=True, eq=False)
-class Seat(Generic[E]):
-    """An engine's places. `taken` goes up in `assign`; whoever takes a place counts it down again."""
+class EngineSlots(Generic[E]):
+    """An engine's slots. `taken` goes up in `assign`; whoever takes a slot counts it down again."""
 
     engine: E
     incarnation: str
-    places: int
+    total: int
     taken: int = 0
     given_tokens: float = 0.0  # that it was sent to prefill
     held_back: bool = False  # it had a place when somebody was sent elsewhere or waits, and too much to prefill
 
     @property
     def free(self) -> int:
-        return self.places - self.taken
+        return self.total - self.taken
 
 
 @dataclass(slots=True, eq=False)
@@ -88,18 +88,18 @@ class Lane(Generic[E, W]):
     """The requests of one lane for engines that are alike."""
 
     def __init__(self, settings: QueueSettings, router: Router, name: LaneName = "online") -> None:
-        self.seats: dict[str, Seat[E]] = {}  # by incarnation
+        self.engine_slots: dict[str, EngineSlots[E]] = {}  # by incarnation
         self.name = name
         self._settings = settings
         self._router = router
         self._waiting: FairQueue[W] = FairQueue(settings.tier_s)
-        self._trails = Trails()
+        self._affinity = PrefixAffinity()
         self._numbers = 0
         self._now_s = 0.0
         self._aged_s = 0.0  # seconds of prefill that waiting since the beginning makes up for
         self.sessions = Sessions()
         self.overload = Overload(settings.overload_share)
-        self.held_back = 0  # requests that had no place at an engine that is free, when somebody looked last
+        self.held_back = 0  # requests that had no slot at an engine that is free, when somebody looked last
         self._open_to_all: set[str] = set()  # engines, in an overload
 
     def __len__(self) -> int:
@@ -109,8 +109,8 @@ class Lane(Generic[E, W]):
         """Everybody who waits, tenant by tenant. Nobody may come or go meanwhile."""
         return iter(self._waiting)
 
-    def enter(self, waiter: W) -> list[tuple[W, Seat[E]]]:
-        """It waits from now on. Returns what `assign` returns: it may have a place at once, or be in others' way."""
+    def enter(self, waiter: W) -> list[tuple[W, EngineSlots[E]]]:
+        """It waits from now on. Returns what `assign` returns: it may have a slot at once, or be in others' way."""
         picture = self._picture()
         self._numbers += 1
         self.pass_time(waiter.arrived_s)
@@ -119,9 +119,13 @@ class Lane(Generic[E, W]):
         priority = 0 if self.name == "batch" else waiter.ask.priority
         waiter.order = (priority, self._order_s(waiter), self._numbers)
         self._waiting.arrived(waiter)
-        if not self._waiting and not self.overload.holds and (seat := self._seat_now(waiter, picture)) is not None:
+        if (
+            not self._waiting
+            and not self.overload.holds
+            and (slots := self._free_slots_now(waiter, picture)) is not None
+        ):
             self._waiting.took(waiter)
-            return [(waiter, seat)]
+            return [(waiter, slots)]
         self._waiting.enter(waiter)
         if waiter.session is not None:
             waiter.session.waiting += 1
@@ -136,8 +140,8 @@ class Lane(Generic[E, W]):
         self.held_back *= bool(self._waiting)
         return True
 
-    def assign(self, now_s: float) -> list[tuple[W, Seat[E]]]:
-        """Takes those out who have a place now, and counts it as taken."""
+    def assign(self, now_s: float) -> list[tuple[W, EngineSlots[E]]]:
+        """Takes those out who have a slot now, and counts it as taken."""
         self.pass_time(now_s)
         return self._assign(self._picture()) if self._waiting else []
 
@@ -146,41 +150,41 @@ class Lane(Generic[E, W]):
         passed_s = max(0.0, now_s - self._now_s)
         self._now_s += passed_s
         self._aged_s += passed_s * (self._settings.overload_aging if self.overload.holds else self._settings.aging)
-        idle_engines = 0 if self._waiting else len(self.seats)
+        idle_engines = 0 if self._waiting else len(self.engine_slots)
         if not self.overload.look(self._now_s, idle_engines, goes_on=self.held_back > 0):
             self._open_to_all.clear()
 
-    def _assign(self, picture: Picture) -> list[tuple[W, Seat[E]]]:
-        seats = self.seats
-        open_seats = {name for name, seat in seats.items() if self._is_open(seat, picture)}
-        if not open_seats and not any(seat.held_back for seat in seats.values()):
+    def _assign(self, picture: Picture) -> list[tuple[W, EngineSlots[E]]]:
+        engine_slots = self.engine_slots
+        open_slots = {name for name, slots in engine_slots.items() if self._is_open(slots, picture)}
+        if not open_slots and not any(slots.held_back for slots in engine_slots.values()):
             return []
-        sent: list[tuple[W, Seat[E]]] = []
+        sent: list[tuple[W, EngineSlots[E]]] = []
         refused, tenants = set[str](), self._waiting.count_tenants()
         looked_at = held_back = 0
-        doors = self._doors() if self.overload.holds else None
+        admission = self._admission() if self.overload.holds else None
         for waiter in self._waiting.in_order():
             if waiter.ask.only is None and (looked_at := looked_at + 1) > PLAN_DEPTH:
                 break
             if self.name == "batch":
                 self._follow(waiter)
-            closed = () if doors is None else doors.closed(waiter.ask)
+            closed = () if admission is None else admission.closed(waiter.ask)
             if (engine := picture.choose(waiter.ask, closed)) is None:
                 continue
-            seat = seats[engine.hello.incarnation]
-            has_place = seat.incarnation in open_seats or self._has_way(waiter, seat, picture)
-            picture.add(seat.incarnation, waiter.ask)
+            slots = engine_slots[engine.hello.incarnation]
+            has_place = slots.incarnation in open_slots or self._has_way(waiter, slots, picture)
+            picture.add(slots.incarnation, waiter.ask)
             held_back += not has_place and bool(closed)
             if has_place:
-                if doors is not None:
-                    doors.add(seat.incarnation, waiter.ask)
-                self._take(waiter, seat, picture)
-                sent.append((waiter, seat))
-                if not self._is_open(seat, picture):
-                    open_seats.discard(seat.incarnation)
+                if admission is not None:
+                    admission.add(slots.incarnation, waiter.ask)
+                self._take(waiter, slots, picture)
+                sent.append((waiter, slots))
+                if not self._is_open(slots, picture):
+                    open_slots.discard(slots.incarnation)
             else:
                 refused.add(waiter.ask.tenant)
-            if not open_seats and (tenants == 1 or len(refused) == tenants):
+            if not open_slots and (tenants == 1 or len(refused) == tenants):
                 break
         for waiter, _ in sent:
             self.remove(waiter)
@@ -194,47 +198,47 @@ class Lane(Generic[E, W]):
         cost_s = 0.0 if waiter.ask.tier == "priority" else waiter.cost_s
         return cost_s + self._aged_s + self._waiting.tier_s(waiter)
 
-    def _doors(self) -> Doors:
-        seats, now_s = self.seats.values(), self._now_s
-        self._open_to_all = choose_open(seats, self._open_to_all, self.sessions, now_s)
-        return Doors(seats, self.sessions, self._open_to_all, now_s)
+    def _admission(self) -> AdmissionControl:
+        engine_slots, now_s = self.engine_slots.values(), self._now_s
+        self._open_to_all = choose_open(engine_slots, self._open_to_all, self.sessions, now_s)
+        return AdmissionControl(engine_slots, self.sessions, self._open_to_all, now_s)
 
     def _picture(self) -> Picture:
-        return self._router.picture(self.seats.values(), self.name)
+        return self._router.picture(self.engine_slots.values(), self.name)
 
-    def _is_open(self, seat: Seat[E], picture: Picture) -> bool:
+    def _is_open(self, slots: EngineSlots[E], picture: Picture) -> bool:
         """An engine that has nothing of ours may always be given something, however much others sent it."""
-        seat.held_back = seat.free > 0 and seat.taken > 0 and not picture.is_ready(seat.incarnation)
-        return seat.free > 0 and not seat.held_back
+        slots.held_back = slots.free > 0 and slots.taken > 0 and not picture.is_ready(slots.incarnation)
+        return slots.free > 0 and not slots.held_back
 
-    def _has_way(self, waiter: W, seat: Seat[E], picture: Picture) -> bool:
+    def _has_way(self, waiter: W, slots: EngineSlots[E], picture: Picture) -> bool:
         """Whether it is sent to an engine that others wait for: it may go to no other, or has little in front of it."""
-        if seat.free <= 0:
+        if slots.free <= 0:
             return False
-        passes = self.name == "online" and picture.passes_backlog(seat.incarnation, waiter.ask)
+        passes = self.name == "online" and picture.passes_backlog(slots.incarnation, waiter.ask)
         return waiter.ask.only is not None or passes
 
-    def _seat_now(self, waiter: W, picture: Picture) -> Seat[E] | None:
+    def _free_slots_now(self, waiter: W, picture: Picture) -> EngineSlots[E] | None:
         """What `_assign` would come to if nobody else waited."""
         if (engine := picture.choose(waiter.ask)) is None:
             return None
-        seat = self.seats[engine.hello.incarnation]
-        if not self._is_open(seat, picture) and not self._has_way(waiter, seat, picture):
+        slots = self.engine_slots[engine.hello.incarnation]
+        if not self._is_open(slots, picture) and not self._has_way(waiter, slots, picture):
             return None
-        self._take(waiter, seat, picture)
-        return seat
+        self._take(waiter, slots, picture)
+        return slots
 
-    def _take(self, waiter: W, seat: Seat[E], picture: Picture) -> None:
-        ask, cached = waiter.ask, waiter.ask.cached_tokens.get(seat.incarnation, 0)
-        seat.taken += 1
-        seat.given_tokens += max(0, ask.prompt_tokens - cached)
+    def _take(self, waiter: W, slots: EngineSlots[E], picture: Picture) -> None:
+        ask, cached = waiter.ask, waiter.ask.cached_tokens.get(slots.incarnation, 0)
+        slots.taken += 1
+        slots.given_tokens += max(0, ask.prompt_tokens - cached)
         again = max(0, min(waiter.known_tokens, ask.prompt_tokens) - cached)
         own_s = picture.prefill_s(max(0, ask.prompt_tokens - cached))
         self.overload.computed(max(waiter.cost_s, own_s), picture.prefill_s(again))
         if ask.digests and self.name == "batch":
-            self._trails.sent(ask.digests, seat.incarnation, self._now_s)
+            self._affinity.sent(ask.digests, slots.incarnation, self._now_s)
         elif ask.digests:
-            self.sessions.sent(waiter.session, ask.digests, seat.incarnation, self._now_s)
+            self.sessions.sent(waiter.session, ask.digests, slots.incarnation, self._now_s)
 
     def _find(self, waiter: W) -> None:
         """What is known of its prompt from those that were sent before it."""
@@ -252,7 +256,7 @@ class Lane(Generic[E, W]):
     def _follow(self, waiter: W) -> None:
         """Takes what was sent before it, and begins like it, to be there when its turn comes."""
         ask = waiter.ask
-        if ask.digests and (found := self._trails.find(ask.digests, self._now_s)):
+        if ask.digests and (found := self._affinity.find(ask.digests, self._now_s)):
             cached = dict(ask.cached_tokens)
             for incarnation, blocks in found.items():
                 cached[incarnation] = max(cached.get(incarnation, 0), blocks * ask.block_size)

@@ -1,5 +1,5 @@
 """The line in front of engines that are alike: a lane for online requests and one for batches, who waits in them, and
-what has become of them. Without a clock and without I/O; places.py moves them.
+what has become of them. Without a clock and without I/O; slots.py moves them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from engine.protocol import Hello, Load
 from engine.protocol import Lane as LaneName
 from gateway.fair_queue import Pace
-from gateway.queues.lane import Lane, Seat, Waiter
+from gateway.queues.lane import EngineSlots, Lane, Waiter
 
 
 class Engine(Protocol):
@@ -60,9 +60,9 @@ class QueueStatus:
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest(Waiter):
-    """A request, and the place that it gets."""
+    """A request, and the slot that it gets."""
 
-    seated: asyncio.Future[Seat[Any]] | None = None  # None before it turns out that it has to wait
+    granted: asyncio.Future[EngineSlots[Any]] | None = None  # None before it turns out that it has to wait
 
 
 @dataclass(slots=True)
@@ -103,14 +103,14 @@ class Line(Generic[E]):
         return self.online, self.batch
 
 
-def left_over(seat: Seat[E], most: int) -> int:
-    """Of the batch lane's `most` places at an engine, those that the online lane leaves, whose seat it is: sequences
+def left_over(slots: EngineSlots[E], most: int) -> int:
+    """How many of the batch lane's `most` slots at an engine the online lane (`slots`) leaves: sequences
     that the engine could run besides, and none before what is to be prefilled for the online lane is."""
-    load = seat.engine.load
+    load = slots.engine.load
     if load.prefill_backlog > load.batch_backlog:
         return 0
     online = load.running + load.waiting - load.batch_running - load.batch_waiting
-    return min(most, max(0, seat.engine.hello.max_sequences - max(online, seat.taken)))
+    return min(most, max(0, slots.engine.hello.max_sequences - max(online, slots.taken)))
 
 
 def alike(hello: Hello) -> Hashable:

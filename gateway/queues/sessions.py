@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.protocol import DIGEST_BYTES
-from gateway.queues.trails import places
+from gateway.queues.prefix_affinity import positions
 
 MAX_SESSIONS: Final = 2048
 """Of all engines, with some 25 digests for a prompt of 100,000 tokens; who came longest ago is forgotten first."""
@@ -45,7 +45,7 @@ class Session:
     incarnation: str
     blocks: int
     sent_s: float
-    places: list[bytes] = field(default_factory=list)  # its digests that are remembered, in the order of the prompt
+    positions: list[bytes] = field(default_factory=list)  # its digests that are remembered, in the order of the prompt
     waiting: int = 0
 
 
@@ -55,18 +55,18 @@ class Sessions:
     def __init__(self) -> None:
         self.kept_s = KEPT_S[1]  # so long a session that is away is waited for
         self._sessions: OrderedDict[Session, None] = OrderedDict()  # the newest last, as in the next two
-        self._places: dict[bytes, Session] = {}  # the last one that passed there
+        self._by_position: dict[bytes, Session] = {}  # the last one that passed there
         self._cached: dict[str, OrderedDict[Session, None]] = {}  # by engine; none is empty
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._turns = 0
 
     def find(self, digests: bytes, now_s: float) -> tuple[int, Session | None]:
         """Leading blocks that were sent somewhere before, and the session whose next turn it is."""
-        for count in reversed(places(len(digests) // DIGEST_BYTES)):
-            place = _digest(digests, count)
-            session = self._places.get(place)
+        for count in reversed(positions(len(digests) // DIGEST_BYTES)):
+            position = _digest(digests, count)
+            session = self._by_position.get(position)
             if session is not None and now_s - session.sent_s <= SESSION_S:
-                return count, session if place == session.places[-1] else None
+                return count, session if position == session.positions[-1] else None
         return 0, None
 
     def came(self, session: Session, now_s: float) -> None:
@@ -90,10 +90,10 @@ class Sessions:
             session = Session(incarnation, blocks, now_s)
         self.lost(session)
         session.incarnation, session.blocks, session.sent_s = incarnation, blocks, now_s
-        for count in places(blocks)[len(session.places) :]:
-            place = _digest(digests, count)
-            session.places.append(place)
-            self._places[place] = session
+        for count in positions(blocks)[len(session.positions) :]:
+            position = _digest(digests, count)
+            session.positions.append(position)
+            self._by_position[position] = session
         self._sessions[session] = None
         self._sessions.move_to_end(session)
         self._cached.setdefault(incarnation, OrderedDict())[session] = None
@@ -102,10 +102,10 @@ class Sessions:
 
     def _forget(self, session: Session) -> None:
         self.lost(session)
-        for place in session.places:
-            if self._places.get(place) is session:
-                del self._places[place]
-        session.places.clear()
+        for position in session.positions:
+            if self._by_position.get(position) is session:
+                del self._by_position[position]
+        session.positions.clear()
 
     def room(self, incarnation: str, capacity: int, now_s: float) -> int:
         """Blocks of an engine's cache that can be used without giving up anything of a session that waits, or that may

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from gateway.types import Event, Request, Reuse, Trace
 
 Generate = Callable[[Request], AsyncGenerator[Event, None]]
-"""Steps 2 to 6 of the street."""
+"""Steps 2 to 6 of the pipeline."""
 
 Audited = Callable[[str, str, Trace, float], None]
 """Told what it took to generate an answer that was only compared: the tenant who had the hit, the model as figures name

@@ -1,4 +1,4 @@
-"""Steps 1 and 7 of the street: was it answered before, is it being answered, and may the answer be remembered?
+"""Steps 1 and 7 of the pipeline: was it answered before, is it being answered, and may the answer be remembered?
 
     memory -> flight { Redis -> semantic -> generate -> remember }
 
@@ -32,7 +32,7 @@ from gateway.types import CallDelta, Event, Finished, Hit, Lookup, Replay, Reque
 
 
 class ResponseCache:
-    """See the street's Protocol."""
+    """See the pipeline's Protocol."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ E = TypeVar("E", bound=_Engine)
 E_co = TypeVar("E_co", bound=_Engine, covariant=True)
 
 
-class Seat(Protocol[E_co]):
+class EngineSlots(Protocol[E_co]):
     """An engine, and what the queue knows of it: how many requests it may have, how many it has, and a number that
     decides where all else is equal."""
 
@@ -54,7 +54,7 @@ class Seat(Protocol[E_co]):
     def engine(self) -> E_co: ...
 
     @property
-    def places(self) -> int: ...
+    def total(self) -> int: ...
 
     @property
     def taken(self) -> int: ...
@@ -69,24 +69,24 @@ class Router(Generic[E]):
     def __init__(self, settings: RoutingSettings) -> None:
         self._settings = settings
 
-    def picture(self, seats: Iterable[Seat[E]], lane: Lane = "online") -> Picture[E]:
+    def picture(self, engine_slots: Iterable[EngineSlots[E]], lane: Lane = "online") -> Picture[E]:
         """Of engines as they are now, for requests of a lane; those that drain are not in it. In front of an online
         request is nothing of the batch lane, which gives way."""
-        return Picture(list(seats), self._settings, lane)
+        return Picture(list(engine_slots), self._settings, lane)
 
 
 class Picture(Generic[E]):
     """Engines at one moment, and what is meant for them since."""
 
-    def __init__(self, seats: list[Seat[E]], settings: RoutingSettings, lane: Lane) -> None:
+    def __init__(self, engine_slots: list[EngineSlots[E]], settings: RoutingSettings, lane: Lane) -> None:
         self._settings = settings
-        loads = [seat.engine.load for seat in seats]
+        loads = [slots.engine.load for slots in engine_slots]
         rates = _levelled([load.prefill_tokens_per_s for load in loads], settings.prefill_tokens_per_s)
         self.tokens_per_s = max(rates) if rates else settings.prefill_tokens_per_s
         self._outlooks: dict[str, _Outlook[E]] = {}
-        for seat, load, rate in zip(seats, loads, rates, strict=True):
+        for slots, load, rate in zip(engine_slots, loads, rates, strict=True):
             if not load.draining:
-                outlook = _Outlook(seat, load, rate, lane)
+                outlook = _Outlook(slots, load, rate, lane)
                 self._outlooks[outlook.incarnation] = outlook
 
     def choose(self, ask: Ask, closed: Collection[str] = ()) -> E | None:
@@ -159,17 +159,17 @@ class _Outlook(Generic[E]):
         "given",
         "incarnation",
         "measured",
-        "places",
         "prefilling_now",
+        "slots",
         "step_s",
         "tokens_per_s",
         "turn_s",
     )
 
-    def __init__(self, seat: Seat[E], load: Load, tokens_per_s: float, lane: Lane) -> None:
-        engine, hello = seat.engine, seat.engine.hello
+    def __init__(self, slots: EngineSlots[E], load: Load, tokens_per_s: float, lane: Lane) -> None:
+        engine, hello = slots.engine, slots.engine.hello
         decode_tokens_per_s = load.decode_tokens_per_s or ASSUMED_DECODE_TOKENS_PER_S
-        self.engine, self.incarnation, self.given = engine, hello.incarnation, seat.given_tokens
+        self.engine, self.incarnation, self.given = engine, hello.incarnation, slots.given_tokens
         self.tokens_per_s, self.measured = tokens_per_s, load.prefill_tokens_per_s > 0
         backlog, running, waiting = load.prefill_backlog, load.running, load.waiting
         if lane == "online":
@@ -179,14 +179,14 @@ class _Outlook(Generic[E]):
         self.backlog_s = backlog / tokens_per_s
         self.prefilling_now: dict[str, int] | None = None  # tokens by tenant, when it has been asked for
         self.step_s = running / decode_tokens_per_s
-        self.busy = max(running + waiting, seat.taken)  # those of all gateways; a load may be a moment old
-        self.places = min(hello.max_sequences, seat.places)
+        self.busy = max(running + waiting, slots.taken)  # those of all gateways; a load may be a moment old
+        self.slots = min(hello.max_sequences, slots.total)
         # n answers of that length end in length * n / rate seconds: one every length / rate.
         self.turn_s = ASSUMED_COMPLETION_TOKENS / decode_tokens_per_s
 
     def wait_s(self) -> float:
-        """Until the running step and the prefills in front are done, and a place is free when all are taken."""
-        excess = self.busy + 1 - self.places
+        """Until the running step and the prefills in front are done, and a slot is free when all are taken."""
+        excess = self.busy + 1 - self.slots
         return self.step_s + self.backlog_s + (excess * self.turn_s if excess > 0 else 0.0)
 
     def in_front_of(self, tenant: str, own_tokens: int) -> float:

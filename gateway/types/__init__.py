@@ -1,4 +1,4 @@
-"""What travels along the street: requests, encoded prompts, events. Values only, no behaviour beyond derived numbers.
+"""What travels through the pipeline: requests, encoded prompts, events. Values only, without behaviour.
 
 Dialects in api/ make Requests and turn Events back into their wire formats; every stage in between sees only these.
 """

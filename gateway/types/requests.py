@@ -122,7 +122,7 @@ class Repeat(Protocol):
 
 @dataclass(slots=True)
 class Trace:
-    """What happened to a request, filled in along the street; the log line, the metrics and the headers read it."""
+    """What happened to a request, filled in by the pipeline; the log line, the metrics and the headers read it."""
 
     engine: str | None = None
     shared: Trace | None = None  # of the work whose answer it waits for, together with other requests
@@ -147,7 +147,7 @@ class Trace:
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
     retries: int = 0
     overhead_ms: float = 0.0  # the gateway's own time before the engine had the request, waiting in a queue excluded
-    queue_ms: float = 0.0  # waiting for a place, in the gateway and in the engine
+    queue_ms: float = 0.0  # waiting for a slot, in the gateway and in the engine
     first_token_ms: float | None = None  # from arrival
     finish: str | None = None
     lookup: Lookup | None = None  # in the response cache; None: it was not asked
@@ -207,13 +207,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a place at an engine is asked for, as the queue knows it.
+    """What a slot at an engine is asked for, as the queue knows it.
 
     deadline_s     monotonic clock; nothing is waited for past it
     cached_tokens  leading tokens of the prompt that each incarnation holds; one that is missing holds none
     only           the incarnation that it has to be, for requests that belong together
     avoid          incarnations that failed it, and get it only where there is no other
-    lane           online, or batch: then it has a place only where nobody of the online lane wants one
+    lane           online, or batch: then it has a slot only where nobody of the online lane wants one
     tier           who goes first, in the online lane
     priority       the same among requests of one tenant, before anything else: the least goes first
     weight         of the tenant's share

@@ -20,7 +20,7 @@ class UpstreamRequest:
     headers  of the client, those alone that are passed on
     values   what the body says, parsed; not to be changed
     metered  whether its answer tells a usage
-    lane     one of the batch lane waits for a place that the online lane leaves
+    lane     one of the batch lane waits for a slot that the online lane leaves
     tier, priority  as in Request, where requests wait for an upstream
     method   of the client's request
     only     name of the one upstream that is asked, whatever it serves; empty: those of the model

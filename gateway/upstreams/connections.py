@@ -151,7 +151,7 @@ class Connections:
     def _of(self, lane: Lane) -> aiohttp.ClientSession:
         if lane not in self._sessions:
             settings = self._settings
-            limit = settings.max_connections if lane == "online" else settings.batch_places
+            limit = settings.max_connections if lane == "online" else settings.batch_slots
             self._sessions[lane] = aiohttp.ClientSession(
                 connector=_Connector(limit=limit, keepalive_timeout=60.0),
                 timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),

@@ -1,5 +1,5 @@
-"""A request gets its place at an upstream, in which it is tried: a line of a batch what online requests leave
-(places.py), an online request its turn where those are bounded (online_places.py). The stage asks here.
+"""A request gets its slot at an upstream, in which it is tried: a line of a batch what online requests leave
+(slots.py), an online request its turn where those are bounded (online_slots.py). The stage asks here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final
 from gateway.errors import DeadlineError, QueueFullError
 from gateway.types import Ask, UpstreamRequest
 from gateway.upstreams.failures import AttemptFailed
-from gateway.upstreams.online_places import OnlinePlaces
+from gateway.upstreams.online_slots import OnlineSlots
 from gateway.upstreams.upstream import Upstream
 
 PLACE_S: Final = 60.0
-"""That a line of a batch waits for a place, until its job is looked at again, which may be cancelled by then."""
+"""That a line of a batch waits for a slot, until its job is looked at again, which may be cancelled by then."""
 
 JUST_NOW_S: Final = 0.01
 """A request that came so lately is not worth a copy with another beginning."""
@@ -44,17 +44,17 @@ async def take_place(
                     wait_s = min(wait_s, upstream.settings.overflow_s)
                 await _wait(request, upstream, upstream.online, wait_s)
             place.callback(upstream.online.release, tenant.name)
-        elif await upstream.places.take(min(PLACE_S, request.deadline_s - began_s)):
-            place.callback(upstream.places.release)
+        elif await upstream.batch_slots.take(min(PLACE_S, request.deadline_s - began_s)):
+            place.callback(upstream.batch_slots.release)
         else:
-            raise AttemptFailed("busy", f"{upstream.name} has no place for the batch lane", again=False)
+            raise AttemptFailed("busy", f"{upstream.name} has no slot for the batch lane", again=False)
     finally:
         now_s = time.monotonic()
         request.trace.queue_ms += (now_s - began_s) * 1e3
     return request if now_s - request.received_s < JUST_NOW_S else replace(request, received_s=now_s)
 
 
-async def _wait(request: UpstreamRequest, upstream: Upstream, places: OnlinePlaces, wait_s: float) -> None:
+async def _wait(request: UpstreamRequest, upstream: Upstream, places: OnlineSlots, wait_s: float) -> None:
     tenant, deadline_s = request.tenant, min(request.deadline_s, time.monotonic() + wait_s)
     ask = Ask(tenant.name, 0, deadline_s, tier=request.tier, priority=request.priority, weight=tenant.weight)
     try:

@@ -2,8 +2,8 @@
 
     1. the upstreams of the model that speak the request's dialect, in order (routes.py)
     2. one that failed too often is left out for a while (breaker.py)
-    3. where places are bounded an online request waits for its turn (online_places.py), and a line of a batch always
-       for what online requests leave (places.py); who gets none goes on to the next upstream
+    3. where places are bounded an online request waits for its turn (online_slots.py), and a line of a batch always
+       for what online requests leave (slots.py); who gets none goes on to the next upstream
     4. each is tried `retries` times more, until the first byte of an answer is there
     5. the last error that an upstream answered is the answer, where none did better
 
@@ -78,7 +78,7 @@ class Upstreams:
         backoff_s: float = 0.25,
     ) -> None:
         """proxies    URLs of proxies in front of upstreams, by name
-        queue      the limits for those who wait for a place
+        queue      the limits for those who wait for a slot
         num_tenants  that are configured
         backoff_s  how long the first retry waits where the upstream does not say
         """
@@ -258,7 +258,7 @@ class Upstreams:
     ) -> bool:
         """Waits until the next try. False at once when that would be too long, or when the upstream asks for time and
         somebody else can be asked instead, or wants no lines of batches now."""
-        if (asked_s is not None and others) or (request.lane == "batch" and upstream.places.wait_s()):
+        if (asked_s is not None and others) or (request.lane == "batch" and upstream.batch_slots.wait_s()):
             return False
         wait_s = self._backoff_s * 2**attempt * random.uniform(0.5, 1.0) if asked_s is None else asked_s  # noqa: S311
         if wait_s > upstream.settings.retry_max_s or time.monotonic() + wait_s >= request.deadline_s:
@@ -287,7 +287,7 @@ class Upstreams:
 
     def _wait_s(self, route: Route, lane: Lane) -> float:
         upstream = self._by_name[route.upstream]
-        held_off_s = upstream.places.wait_s() if lane == "batch" else 0.0
+        held_off_s = upstream.batch_slots.wait_s() if lane == "batch" else 0.0
         return max(upstream.breaker.wait_s(), held_off_s) or BUSY_S
 
 

@@ -17,12 +17,12 @@ from engine.protocol import Lane
 from gateway.breaker import Breaker
 from gateway.config import QueueSettings, UpstreamSettings
 from gateway.types import UpstreamRequest
+from gateway.upstreams.batch_slots import BatchSlots
 from gateway.upstreams.connections import Connections, read_some
 from gateway.upstreams.failures import AttemptFailed
 from gateway.upstreams.hints import Seen
-from gateway.upstreams.online_places import OnlinePlaces
+from gateway.upstreams.online_slots import OnlineSlots
 from gateway.upstreams.opened import Opened, deadline_s, quoting, too_late
-from gateway.upstreams.places import Places
 from gateway.upstreams.usage import MAX_TOKENS
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class Upstream:
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
-        self.online = OnlinePlaces(settings.max_in_flight, queue, clock) if settings.max_in_flight else None
-        self.places = Places(settings.batch_places, clock, self.online)
+        self.online = OnlineSlots(settings.max_in_flight, queue, clock) if settings.max_in_flight else None
+        self.batch_slots = BatchSlots(settings.batch_slots, clock, self.online)
         self.connections = Connections(settings, key, proxy)
         self.hidden = self.connections.hidden
         self.seen = Seen(settings.max_hints, settings.hint_ttl_s, clock)
@@ -95,12 +95,12 @@ class Upstream:
         """A request of it that `open` sent is over."""
         self.in_flight[lane] -= 1
         if lane == "online":
-            self.places.left()
+            self.batch_slots.left()
 
     def _entered(self, lane: Lane) -> None:
         self.in_flight[lane] += 1
         if lane == "online":
-            self.places.entered()
+            self.batch_slots.entered()
 
     def succeeded(self) -> None:
         """An answer came to its end."""
@@ -138,8 +138,8 @@ class Upstream:
             "in_flight": self.in_flight.total(),
             "waiting": sum(waiting.values()),
             "waiting_by_tenant": waiting,
-            "batch_in_flight": self.places.taken,
-            "batch_waiting": self.places.waiting,
+            "batch_in_flight": self.batch_slots.taken,
+            "batch_waiting": self.batch_slots.waiting,
             "errors": dict(self.errors),
             "unmetered": self.unmetered,
             "hints": self.hints,
@@ -194,7 +194,7 @@ class Upstream:
         again, and the online lane would be left without its upstream."""
         status = opened.status
         if status in _NO_ROOM:
-            self.places.hold_off(NO_ROOM_S if opened.retry_after_s is None else opened.retry_after_s)
+            self.batch_slots.hold_off(NO_ROOM_S if opened.retry_after_s is None else opened.retry_after_s)
         if status in _FAILED and (lane == "online" or self.breaker.state != "closed"):
             self.failed(str(status))
             return
@@ -207,4 +207,4 @@ class Upstream:
             return
         self.breaker.began()
         if lane == "batch":
-            self.places.answered()
+            self.batch_slots.answered()

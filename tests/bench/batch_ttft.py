@@ -2,7 +2,7 @@
 
     python -m tests.bench.batch_ttft [--rounds 6] [--seconds 15] [--rate 1.0]
 
-The gateway's own street, queue and router in this process, a real engine with the demo model in another.
+The gateway's own pipeline, queue and router in this process, a real engine with the demo model in another.
 
 online   requests arrive at random times, the same ones in every round; each has a prompt of its own. Rounds with and
          without a full batch lane behind take turns. Full: so many lines are always in flight that some wait for a
@@ -54,10 +54,10 @@ class Told:
 
 
 class Asker:
-    """Asks the street, as a dialect would."""
+    """Asks the pipeline, as a dialect would."""
 
     def __init__(self, gateway: Gateway, model: str) -> None:
-        self._street, self._model = gateway.street, model
+        self._pipeline, self._model = gateway.pipeline, model
         self._numbers = itertools.count()
 
     async def ask(self, tokens: list[int], lane: Lane, told: Told) -> None:
@@ -72,7 +72,7 @@ class Asker:
             deadline_s=now + LIMIT_S,
             lane=lane,
         )
-        async with aclosing(self._street.answer(request)) as events:
+        async with aclosing(self._pipeline.answer(request)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     told.first_ms.append((time.monotonic() - now) * 1e3)
@@ -148,7 +148,7 @@ async def measure(options: argparse.Namespace) -> None:
             server=ServerSettings(data_dir=Path(folder)),
             engines=EnginesSettings(count=1, discover=False),
             engine=EngineSettings(threads=1, kv_cache_bytes=options.cache_bytes),
-            queue=QueueSettings(batch_places_per_engine=options.places),
+            queue=QueueSettings(batch_slots_per_engine=options.places),
         )
         async with running(settings, Path(folder)) as gateway:
             asker = Asker(gateway, next(iter(gateway.registry.models())))
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="online requests per second")
     parser.add_argument("--tokens", type=int, nargs=2, default=(100, 1500), help="of online prompts, from and to")
     parser.add_argument("--ramp", type=float, default=3.0, help="seconds that the batch lane has to fill up")
-    parser.add_argument("--places", type=int, default=0, help="queue.batch_places_per_engine")
+    parser.add_argument("--places", type=int, default=0, help="queue.batch_slots_per_engine")
     parser.add_argument("--cache-bytes", type=int, default=256 << 20)
     asyncio.run(measure(parser.parse_args()))
 

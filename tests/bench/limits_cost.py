@@ -3,7 +3,7 @@
     python -m tests.bench.limits_cost [--requests 3000]
 
 One process with a Redis beside it on a socket file. A decision is what stands before an answer (`set_aside`), and the
-settling is behind it. Then whole requests over HTTP with a fake street, whose client is in the same process, in rounds
+settling is behind it. Then whole requests over HTTP with a fake pipeline and a client in the same process, in rounds
 that alternate; what Redis did for them is counted by Redis. Medians are printed.
 """
 
@@ -29,8 +29,8 @@ from gateway.limits.shared_counters import SharedCounters
 from gateway.storage.redis_calls import connect
 from gateway.types import ANONYMOUS, Need, Usage
 from tests.fakes.gateway import Gateway, running
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.redis_process import RedisProcess
-from tests.fakes.street import FakeStreet
 
 MANY = 10**9
 NONE = LimitSettings()
@@ -105,13 +105,13 @@ async def requests(redis: Redis, count: int) -> None:
     calls = dict.fromkeys(every, 0)
     async with AsyncExitStack() as stack:
         gateways = {
-            name: await stack.enter_async_context(running(FakeStreet(), limits=limits))
+            name: await stack.enter_async_context(running(FakePipeline(), limits=limits))
             for name, limits in every.items()
         }
         for _ in range(ROUNDS):
             for name, gateway in gateways.items():
                 before, _ = await scripts(redis)
-                gateway.street.requests.clear()
+                gateway.pipeline.requests.clear()
                 times[name].append(await timed_us(lambda each=gateway: ask(each), count, 8))  # type: ignore[misc]
                 await gateway.limits.close()
                 calls[name] += (await scripts(redis))[0] - before

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.protocol import DIGEST_BYTES, Hello, Load, Namespace
 from gateway.config import QueueSettings, RoutingSettings
-from gateway.queues.lane import Lane, Seat, Waiter
+from gateway.queues.lane import EngineSlots, Lane, Waiter
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.bench.routing_rules import RULES, Lines, Pool
@@ -99,15 +99,15 @@ class Waiting(Waiter):
 
 
 class Gateway:
-    """Policy: what gateway/queues/places.py does with its lane, without its clock."""
+    """Policy: what gateway/queues/slots.py does with its lane, without its clock."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._engines = [Reported(server) for server in servers]
         self._lane: Lane[Reported, Waiting] = Lane(QueueSettings(), Router(RoutingSettings()))
-        self._lane.seats = {
-            engine.hello.incarnation: Seat(engine, engine.hello.incarnation, places=1) for engine in self._engines
+        self._lane.engine_slots = {
+            engine.hello.incarnation: EngineSlots(engine, engine.hello.incarnation, total=1) for engine in self._engines
         }
-        self._sent: list[tuple[Waiting, Seat[Reported]]] = []
+        self._sent: list[tuple[Waiting, EngineSlots[Reported]]] = []
 
     def arrive(self, call: Call, now: float) -> None:
         self._step(now)
@@ -120,14 +120,14 @@ class Gateway:
     def assign(self, now: float) -> Iterator[tuple[Call, Server]]:
         self._step(now)
         self._sent += self._lane.assign(now)
-        for waiting, seat in self._sent:
-            yield waiting.call, seat.engine.server
+        for waiting, slots in self._sent:
+            yield waiting.call, slots.engine.server
         self._sent.clear()
 
     def _step(self, now: float) -> None:
-        for engine, seat in zip(self._engines, self._lane.seats.values(), strict=True):
+        for engine, slots in zip(self._engines, self._lane.engine_slots.values(), strict=True):
             engine.step(now)
-            seat.taken = int(engine.server.current is not None or any(taken is seat for _, taken in self._sent))
+            slots.taken = int(engine.server.current is not None or any(taken is slots for _, taken in self._sent))
 
 
 def fleet(trace: Trace, count: int, share: float, *, one_cache: bool = False) -> list[Server]:

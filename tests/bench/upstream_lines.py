@@ -65,7 +65,7 @@ async def measure(options: argparse.Namespace) -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    upstream = UpstreamSettings(name="up", url=url, models=("up-1",), batch_places=options.places)
+    upstream = UpstreamSettings(name="up", url=url, models=("up-1",), batch_slots=options.places)
     messages = [{"role": "user", "content": "Hi"}]
     lines = [row(str(n), {"model": "up-1", "messages": messages, "seed": n}) for n in range(options.lines)]
     async with running(**settings(poll_s=1.0), upstreams=[upstream]) as gateway:
@@ -85,7 +85,7 @@ async def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=500)
-    parser.add_argument("--places", type=int, default=16, help="upstreams.batch_places")
+    parser.add_argument("--places", type=int, default=16, help="upstreams.batch_slots")
     parser.add_argument("--per-second", type=float, default=40.0)
     parser.add_argument("--answer-ms", type=float, default=50.0)
     parser.add_argument("--retry-after-s", type=float, default=1.0, help="0: it does not say")

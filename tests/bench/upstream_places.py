@@ -30,7 +30,7 @@ from aiohttp import web
 
 from gateway.config import QueueSettings
 from gateway.types import Ask
-from gateway.upstreams.online_places import OnlinePlaces
+from gateway.upstreams.online_slots import OnlineSlots
 from tests.bench.gateway_overhead import Middle, body, free_port, load, wait_for_answer, wait_for_port
 
 AT_ONCE = 8
@@ -124,17 +124,17 @@ async def cost(home: Path, arguments: argparse.Namespace) -> None:
 
 async def decide(count: int = 2000) -> None:
     """What a place takes when one is free, and when so many tenants wait, with as many requests each."""
-    places = OnlinePlaces(1, QueueSettings(max_waiting=1 << 20, max_waiting_per_tenant=1 << 20))
+    places = OnlineSlots(1, QueueSettings(max_waiting=1 << 20, max_waiting_per_tenant=1 << 20))
     began_s = time.perf_counter()
     for _ in range(count):
         await places.take(Ask("t", 0, 1e12))
         places.release("t")
     print(f"\na free place taken and released: {(time.perf_counter() - began_s) / count * 1e6:.1f} us")
     for tenants, each in ((1, 500), (10, 50), (100, 10), (1000, 1)):
-        places = OnlinePlaces(1, QueueSettings(max_waiting=1 << 20, max_waiting_per_tenant=1 << 20))
+        places = OnlineSlots(1, QueueSettings(max_waiting=1 << 20, max_waiting_per_tenant=1 << 20))
         await places.take(Ask("t0", 0, 1e12))
 
-        async def stay(tenant: str, places: OnlinePlaces = places) -> None:
+        async def stay(tenant: str, places: OnlineSlots = places) -> None:
             await places.take(Ask(tenant, 0, 1e12))
             places.release(tenant)
 

@@ -23,7 +23,7 @@ QUICK = ("--batches-lease-s", "1", "--batches-poll-s", "0.1", "--batches-min-fre
 
 def config(stub: StubUpstream) -> str:
     lines = ["[[upstreams]]", 'name = "up"', f'url = "{stub.url}/v1"', 'key = "sk-upstream"', 'models = ["up-*"]']
-    return "\n".join([*lines, f"batch_places = {PLACES}"])
+    return "\n".join([*lines, f"batch_slots = {PLACES}"])
 
 
 def asked(count: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The HTTP side on a real port, over a fake street."""
+"""The HTTP side on a real port, over a fake pipeline."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from gateway.limits.shared_counters import SharedCounters
 from gateway.queues.batch.base import Batches
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.batch.worker import Worker
-from gateway.queues.places import PlaceQueue
+from gateway.queues.slots import SlotQueue
 from gateway.responses.base import Audited, Semantic
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Entries
@@ -70,7 +70,7 @@ from gateway.stores.memory_store import MemoryStore
 from gateway.upstreams.stage import Upstreams
 from tests.fakes.answers import FakeAnswers
 from tests.fakes.embedding import no_embedder
-from tests.fakes.street import FakeDecoders, FakeModels, FakeStreet
+from tests.fakes.pipeline import FakeDecoders, FakeModels, FakePipeline
 
 LIMIT_S = 30.0
 
@@ -81,7 +81,7 @@ class Gateway:
 
     url: str
     port: int
-    street: FakeStreet
+    pipeline: FakePipeline
     models: FakeModels
     state: dict[str, Any]
     app: web.Application
@@ -129,8 +129,8 @@ class Gateway:
 ENGINE = EngineStatus("engine-1", "http://127.0.0.1:1", "ready", "demo", "demo-1", 100, 16)
 
 
-def idle_queue() -> PlaceQueue[Any]:
-    return PlaceQueue(QueueSettings(), Router(RoutingSettings()))
+def idle_queue() -> SlotQueue[Any]:
+    return SlotQueue(QueueSettings(), Router(RoutingSettings()))
 
 
 def response_cache(
@@ -141,7 +141,7 @@ def response_cache(
     audited: Audited | None = None,
     **settings: Any,
 ) -> ResponseCache:
-    """Steps 1 and 7, to stand before the fake street (FakeStreet.responses)."""
+    """Steps 1 and 7, to stand before the fake pipeline (FakePipeline.responses)."""
     own = ResponseCacheSettings(**{"upstreams": "on", **settings})
     memory = memory or MemoryEntries(own.max_memory_bytes, now)
     exact = ExactCache(memory, redis)
@@ -151,7 +151,7 @@ def response_cache(
 @dataclass
 class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
-    queue: PlaceQueue[Any] | None = None
+    queue: SlotQueue[Any] | None = None
     leases: LeaseSettings = field(default_factory=LeaseSettings)
     api: ApiSettings = field(default_factory=ApiSettings)
     anthropic: AnthropicSettings = field(default_factory=AnthropicSettings)
@@ -172,7 +172,7 @@ class Options:
     fingerprints: Store | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     upstreams: Sequence[UpstreamSettings] = ()
-    waits: QueueSettings = field(default_factory=QueueSettings)  # for a place at one of those
+    waits: QueueSettings = field(default_factory=QueueSettings)  # for a slot at one of those
     response_store: Store | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
     files: FileSettings = field(
@@ -185,7 +185,7 @@ async def _nothing_to_fetch() -> None:
 
 
 def make_app(
-    street: FakeStreet | None = None,
+    pipeline: FakePipeline | None = None,
     models: FakeModels | None = None,
     state: Mapping[str, Any] = MappingProxyType({}),
     given: Options | None = None,
@@ -214,7 +214,7 @@ def make_app(
         namespaces=given.namespaces,
         cache_key=given.cache_key,
         embeddings=given.embedder.settings,
-        street=street or FakeStreet(),
+        pipeline=pipeline or FakePipeline(),
         models=models or FakeModels(),
         decoders=FakeDecoders(),
         upstreams=given.response_cache.before(upstreams, REPLAYS),
@@ -277,17 +277,17 @@ def make_lane(given: Options, folder: Path, files: FileStore) -> BatchLane:
 
 @asynccontextmanager
 async def running(
-    street: FakeStreet | None = None, models: FakeModels | None = None, **options: Any
+    pipeline: FakePipeline | None = None, models: FakeModels | None = None, **options: Any
 ) -> AsyncIterator[Gateway]:
     """A server until the block is left. `options` are those of Options."""
-    street, models, given = street or FakeStreet(), models or FakeModels(), Options(**options)
+    pipeline, models, given = pipeline or FakePipeline(), models or FakeModels(), Options(**options)
     state: dict[str, Any] = {"engines": [ENGINE], "redis": {"up": True}, "draining": False}
     folder = tempfile.TemporaryDirectory(prefix="kvasir-files-")
     files = make_files(given.files, Path(folder.name), given.now)
     limits = given.limits = given.limits or limits_of(given)
     upstreams = make_upstreams(given.upstreams, given.waits, given.tenants)
     lane = make_lane(given, Path(folder.name), files)
-    app = make_app(street, models, state, given, files, upstreams, lane.store)
+    app = make_app(pipeline, models, state, given, files, upstreams, lane.store)
     worker = lane.worker(app[RUNNER])
     runner = app_runner(app, given.server)
     upstreams.start()
@@ -297,7 +297,7 @@ async def running(
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
-            gateway = Gateway(f"http://127.0.0.1:{port}", port, street, models, state, app, limits, session, worker)
+            gateway = Gateway(f"http://127.0.0.1:{port}", port, pipeline, models, state, app, limits, session, worker)
             try:
                 yield gateway
             finally:

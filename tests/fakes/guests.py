@@ -10,10 +10,10 @@ from typing import Any
 
 from engine.protocol import Load
 from gateway.config import QueueSettings, RoutingSettings
-from gateway.queues.places import PlaceQueue
+from gateway.queues.slots import SlotQueue
 from gateway.routing.router import Router
 from gateway.types import Ask
-from tests.fakes.street import FakeEngine, hello
+from tests.fakes.pipeline import FakeEngine, hello
 
 NORTH, SOUTH = "north", "south"
 FAR = 1e9
@@ -48,16 +48,16 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def queue_of(
-    places: int = 1, waiting: int = 100, per_tenant: int = 100, max_wait_s: float = 60.0, batch_places: int = 2
-) -> PlaceQueue[FakeEngine]:
+    places: int = 1, waiting: int = 100, per_tenant: int = 100, max_wait_s: float = 60.0, batch_slots: int = 2
+) -> SlotQueue[FakeEngine]:
     limits = QueueSettings(
-        places_per_engine=places,
+        slots_per_engine=places,
         max_waiting=waiting,
         max_waiting_per_tenant=per_tenant,
         max_wait_s=max_wait_s,
-        batch_places_per_engine=batch_places,
+        batch_slots_per_engine=batch_slots,
     )
-    return PlaceQueue(limits, Router(RoutingSettings()), clock=lambda: asyncio.get_running_loop().time())
+    return SlotQueue(limits, Router(RoutingSettings()), clock=lambda: asyncio.get_running_loop().time())
 
 
 def ask(tenant: str = NORTH, deadline_s: float = FAR, prompt_tokens: int = 100, **fields: Any) -> Ask:
@@ -68,7 +68,7 @@ def ask(tenant: str = NORTH, deadline_s: float = FAR, prompt_tokens: int = 100, 
 class Guests:
     """Tasks that take a place, say so in `served`, and hold it until told to leave."""
 
-    queue: PlaceQueue[FakeEngine]
+    queue: SlotQueue[FakeEngine]
     engines: list[FakeEngine] = field(default_factory=lambda: [FakeEngine(hello())])
     served: list[str] = field(default_factory=list)
     where: dict[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Guests:
         self.leave[name] = asyncio.Event()
 
         async def stay() -> None:
-            async with self.queue.place(self.engines, ask(tenant, deadline_s, **fields)) as engine:
+            async with self.queue.slot(self.engines, ask(tenant, deadline_s, **fields)) as engine:
                 self.served.append(name)
                 self.where[name] = engine.name
                 await self.leave[name].wait()

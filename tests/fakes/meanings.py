@@ -20,7 +20,7 @@ from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
 from gateway.types import ChatPrompt, EmbeddingInput, Event, Finished, Request, Reuse, Started, Tenant, TextDelta, Usage
-from tests.fakes.street import hello
+from tests.fakes.pipeline import hello
 
 MODEL = hello()
 

@@ -25,15 +25,15 @@ from engine.protocol import BlockEvents, Hello, Load, Sampling, SequenceUpdate, 
 from gateway.config import PromptSettings, QueueSettings, ResponseCacheSettings, RoutingSettings, SemanticCacheSettings
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
+from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
-from gateway.queues.places import PlaceQueue
+from gateway.queues.slots import SlotQueue
 from gateway.responses.exact import ExactCache
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.space import Space
 from gateway.responses.stage import ResponseCache
 from gateway.routing.router import Router
-from gateway.street import Street
 from gateway.types import ChatPrompt, EmbeddingInput, EncodedPrompt, Request, Scope, Started, Tenant
 from tests.fakes import tokenisers
 from tests.fakes.shelf import Shelf
@@ -139,11 +139,11 @@ class House:
             namespaces=[namespace] if namespace else (),
         )
         self.responses = ResponseCache(own, {}, exact, self.semantic, time.time)
-        self.street = Street(
+        self.pipeline = Pipeline(
             prompts=self.prompts,
             index=self.index,
             registry=Registry(self.engines),
-            queue=PlaceQueue[Any](QueueSettings(), Router(RoutingSettings())),
+            queue=SlotQueue[Any](QueueSettings(), Router(RoutingSettings())),
             max_attempts=1,
             responses=self.responses,
         )
@@ -175,7 +175,7 @@ class House:
 
     async def ask(self, tenant: str, text: str, way: Way = "exact") -> Request:
         request = self.request(tenant, text, way)
-        async with aclosing(self.street.answer(request)) as events:
+        async with aclosing(self.pipeline.answer(request)) as events:
             async for _ in events:
                 pass
         return request
@@ -186,7 +186,7 @@ class House:
         del self.log[:]
         with self._watched(), _counted() as steps:
             request = self.request(tenant, text, way)
-            async with aclosing(self.street.answer(request)) as events:
+            async with aclosing(self.pipeline.answer(request)) as events:
                 told = [event.usage if isinstance(event, Started) else event async for event in events]
             self.log.append(("steps", steps()))
         trace = request.trace

@@ -19,7 +19,7 @@ from multidict import CIMultiDict
 from gateway.config import NamespaceSettings, TenantSettings
 from gateway.types import Event, Request, TextDelta
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
-from tests.fakes.street import FakeModels, FakeStreet, hello
+from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 from tests.fakes.upstream import CHAT as UPSTREAM_CHAT
 from tests.fakes.upstream import Told, upstream, whole_chat
 from tests.fakes.waiting import until
@@ -30,7 +30,7 @@ TENANTS = (TenantSettings(name="north", keys=(NORTH,)), TenantSettings(name="sou
 NAMESPACES = (NamespaceSettings(name="norths", tenants=("north",)),)
 
 
-class Telling(FakeStreet):
+class Telling(FakePipeline):
     """Every answer says whose it is and which: no two are the same."""
 
     async def _events(self, request: Request) -> AsyncIterator[Event]:  # type: ignore[override]
@@ -42,7 +42,7 @@ class Telling(FakeStreet):
 class Client:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self.street = gateway.street
+        self.pipeline = gateway.pipeline
 
     async def ask(
         self, body: Mapping[str, Any], key: str = SOUTH, path: str = CHAT, headers: Mapping[str, str] | None = None
@@ -56,11 +56,11 @@ class Client:
 
 
 @asynccontextmanager
-async def clients(street: FakeStreet | None = None, models: FakeModels | None = None) -> AsyncIterator[Client]:
-    street = street or Telling(("whose",))
-    street.responses = response_cache(requests="all", tool_calls=True)
-    options: dict[str, Any] = {"tenants": TENANTS, "namespaces": NAMESPACES, "response_cache": street.responses}
-    async with running(street, models, **options) as gateway:
+async def clients(pipeline: FakePipeline | None = None, models: FakeModels | None = None) -> AsyncIterator[Client]:
+    pipeline = pipeline or Telling(("whose",))
+    pipeline.responses = response_cache(requests="all", tool_calls=True)
+    options: dict[str, Any] = {"tenants": TENANTS, "namespaces": NAMESPACES, "response_cache": pipeline.responses}
+    async with running(pipeline, models, **options) as gateway:
         yield Client(gateway)
 
 
@@ -160,11 +160,11 @@ async def test_no_request_gets_the_answer_to_another_one_of_the_same_tenant() ->
             assert headers["x-kvasir-cache"] == "miss", body
             names.add(headers["x-kvasir-cache-key"])
             told[json.dumps([path, body])] = text
-        assert len(client.street.requests) == len(names) == len(APART)
+        assert len(client.pipeline.requests) == len(names) == len(APART)
         for path, body in APART:
             _, _, headers = await client.ask(body, path=path)
             assert headers["x-kvasir-cache"] == "exact", body
-        assert len(client.street.requests) == len(APART)
+        assert len(client.pipeline.requests) == len(APART)
 
 
 TRICKS: list[dict[str, Any]] = [
@@ -209,7 +209,7 @@ async def test_nothing_that_a_tenant_sends_gets_it_the_answer_of_another(trick: 
             _, text, told = await client.ask(body, path=CHAT + trick.get("query", ""), headers=headers)
             assert "north" not in said(text)
             assert told.get("x-kvasir-cache-key") != name
-        assert all(request.tenant.name == "south" for request in client.street.requests[2:])
+        assert all(request.tenant.name == "south" for request in client.pipeline.requests[2:])
         assert said((await client.ask(PLAIN, NORTH))[1]) == "north 1", "it is still North's own"
 
 
@@ -227,7 +227,7 @@ async def test_what_a_tenant_sees_is_the_same_whatever_another_one_has_asked() -
     probes: list[dict[str, str]] = [{"Cache-Control": "only-if-cached"}, {}, {"Cache-Control": "max-age=0"}, {}]
     seen = []
     for asked_before in (False, True):
-        async with clients(FakeStreet(("An answer.",))) as client:
+        async with clients(FakePipeline(("An answer.",))) as client:
             if asked_before:
                 assert (await client.ask(PLAIN, NORTH))[0] == 200
             seen.append([_seen(*(await client.ask(PLAIN, headers=probe))) for probe in probes])
@@ -237,27 +237,27 @@ async def test_what_a_tenant_sees_is_the_same_whatever_another_one_has_asked() -
 
 async def test_a_tenant_waits_for_its_own_generation_while_another_one_has_the_same_in_flight() -> None:
     """Who joined another tenant's generation would have its first token sooner, and could tell."""
-    street = Telling(("whose",), hold_before=asyncio.Event())
-    async with clients(street) as client:
-        cache = street.responses
+    pipeline = Telling(("whose",), hold_before=asyncio.Event())
+    async with clients(pipeline) as client:
+        cache = pipeline.responses
         asking = [asyncio.create_task(client.ask(PLAIN, key)) for key in (NORTH, SOUTH, NORTH, SOUTH)]
         await until(lambda: cache.stats()["waiting"] == 4)
         assert cache.in_flight == 2
-        street.hold_before.set()
+        pipeline.hold_before.set()
         whose = [said(text).split()[0] for _, text, _ in [await one for one in asking]]
     assert whose == ["north", "south", "north", "south"]
-    assert sorted(request.tenant.name for request in street.requests) == ["north", "south"]
+    assert sorted(request.tenant.name for request in pipeline.requests) == ["north", "south"]
 
 
 async def test_an_answer_that_one_client_broke_off_is_given_to_nobody() -> None:
     """Half an answer would be a planted one."""
-    street = Telling(("whose",), hold_after=asyncio.Event())
-    async with clients(street) as client:
+    pipeline = Telling(("whose",), hold_after=asyncio.Event())
+    async with clients(pipeline) as client:
         asking = asyncio.create_task(client.ask({**PLAIN, "stream": True}))
-        await asyncio.wait_for(street.reached.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.reached.wait(), LIMIT_S)
         asking.cancel()
-        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
-        street.hold_after = None
+        await asyncio.wait_for(pipeline.closed.wait(), LIMIT_S)
+        pipeline.hold_after = None
         _, text, headers = await client.ask(PLAIN)
     assert headers["x-kvasir-cache"] == "miss"
     assert "south 2" in text

@@ -26,7 +26,7 @@ from tests.fakes.batches import FakeRunner, Lane, rows
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import running
 from tests.fakes.panic import Panic, Panicking, panics
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 from tests.test_architecture import SOURCES, foreign, imports
 
 LIMIT_S = 30.0
@@ -125,11 +125,11 @@ async def test_a_panic_online_is_a_500_of_the_dialect_and_the_next_request_is_an
     dialect: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, body = ASKS[dialect]
-    street = FakeStreet(fails_before=Panic("a secret prompt"))  # type: ignore[arg-type]
-    async with running(street) as gateway:
+    pipeline = FakePipeline(fails_before=Panic("a secret prompt"))  # type: ignore[arg-type]
+    async with running(pipeline) as gateway:
         status, told, _ = await gateway.post(path, body, headers=VERSION)
-        assert (status, "error" in told, street.open) == (500, True, 0)
-        street.fails_before = None
+        assert (status, "error" in told, pipeline.open) == (500, True, 0)
+        pipeline.fails_before = None
         assert (await gateway.post(path, body, headers=VERSION))[0] == 200
     assert "panicked" in caplog.text
     assert "Traceback" not in caplog.text
@@ -138,9 +138,9 @@ async def test_a_panic_online_is_a_500_of_the_dialect_and_the_next_request_is_an
 
 async def test_a_panic_within_a_stream_ends_it_with_an_error_event() -> None:
     path, body = ASKS["openai"]
-    street = FakeStreet(fails_after=Panic("a secret prompt"))  # type: ignore[arg-type]
+    pipeline = FakePipeline(fails_after=Panic("a secret prompt"))  # type: ignore[arg-type]
     async with (
-        running(street) as gateway,
+        running(pipeline) as gateway,
         gateway.session.post(gateway.url + path, json={**body, "stream": True}) as answer,
     ):
         told = await answer.text()

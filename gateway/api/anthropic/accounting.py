@@ -1,4 +1,4 @@
-"""Stands between the street and the answer to a message: it finds out what the cache did for the prompt, in the terms
+"""Stands between the pipeline and the answer to a message: it finds out what the cache did for the prompt, in the terms
 of the Anthropic API, before the answer begins.
 
 Where an entry was read that is at none of the request's breakpoints, the blocks before those are looked for in the
@@ -23,8 +23,8 @@ NEAR: Final = 4
 """Blocks before a breakpoint that are looked for first."""
 
 
-class Street(Protocol):
-    """The street."""
+class Pipeline(Protocol):
+    """The pipeline."""
 
     def answer(self, request: Request) -> AsyncGenerator[Event, None]: ...
 
@@ -34,18 +34,18 @@ class Street(Protocol):
 
 
 class Accounted:
-    """The street, for one message."""
+    """The pipeline, for one message."""
 
-    def __init__(self, street: Street, caching: Caching, shape: MessageShape, diagnosis: Diagnosis | None) -> None:
+    def __init__(self, pipeline: Pipeline, caching: Caching, shape: MessageShape, diagnosis: Diagnosis | None) -> None:
         """`diagnosis` None: nobody asks for one, and nothing is remembered."""
-        self._street = street
+        self._pipeline = pipeline
         self._caching = caching
         self._shape = shape
         self._diagnosis = diagnosis
 
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        """The events of the street. The shape knows the figures before the first of them is written."""
-        async with aclosing(self._street.answer(request)) as events:
+        """The events of the pipeline. The shape knows the figures before the first of them is written."""
+        async with aclosing(self._pipeline.answer(request)) as events:
             async for event in events:
                 if type(event) is Started:
                     await self._begin(request)
@@ -77,4 +77,4 @@ class Accounted:
     async def _entries(self, request: Request, places: tuple[Marker, ...]) -> set[int]:
         assert isinstance(request.prompt, ChatPrompt)
         asked = replace(request, prompt=replace(request.prompt, markers=places))
-        return {point.tokens for point in await self._street.breakpoints(asked)}
+        return {point.tokens for point in await self._pipeline.breakpoints(asked)}

@@ -112,10 +112,10 @@ class Anthropic:
         told: ServiceTier = "batch" if record.lane == "batch" else TOLD_TIERS[grant(call.tier, record)]
         shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=told)
         diagnosis = Diagnosis(self._fingerprints, asked.question, shape.message_id) if asked.question else None
-        street = Accounted(self._answering.street, asked.caching, shape, diagnosis)
+        pipeline = Accounted(self._answering.pipeline, asked.caching, shape, diagnosis)
         # Each call has an id of its own, and a diagnosis is told once.
         may_come_again = call.tool_use is None and diagnosis is None
-        return Asked(call, model, shape, street, shape.stamp() if may_come_again else None)
+        return Asked(call, model, shape, pipeline, shape.stamp() if may_come_again else None)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""

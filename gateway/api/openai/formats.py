@@ -1,6 +1,6 @@
 """What a client wants its text to be: `response_format` of the OpenAI API, and `structured_outputs` as in vLLM.
 
-Pure. The engine compiles the grammar and says what in it cannot be carried out; gateway/street.py makes a 400 of that.
+Pure. The engine compiles the grammar and says what it cannot carry out; gateway/pipeline.py makes that a 400.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 from gateway.types import Hit, Lease, Request, Tenant, TextDelta
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.upstream import said, upstream
 from tests.fakes.waiting import until
 
@@ -117,7 +117,7 @@ DIALECTS: list[Any] = [
 async def test_the_ledger_has_what_the_usage_of_the_answer_costs(
     path: str, body: dict[str, Any], name: str, bill: Callable[[Any], Decimal], traced: dict[str, Any]
 ) -> None:
-    async with running(FakeStreet(traced=traced), prices=(PRICE,)) as gateway:
+    async with running(FakePipeline(traced=traced), prices=(PRICE,)) as gateway:
         status, answer, _ = await gateway.post(path, body, headers=VERSION if "messages" in path else {})
         assert status == 200, answer
         told = await ledger_of(gateway)
@@ -181,7 +181,7 @@ async def test_no_token_of_a_hosted_api_counts_twice_whichever_way_it_counts_cac
 
 async def test_what_was_reused_is_saved_in_tokens_milliseconds_and_money() -> None:
     """32 tokens that an engine would compute at 1000 a second."""
-    async with running(FakeStreet(), prices=(PRICE,)) as gateway:
+    async with running(FakePipeline(), prices=(PRICE,)) as gateway:
         load = Load(prefill_tokens_per_s=1000.0)
         gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "ready", "demo", "i", 100, 16, load)]
         for _ in range(2):
@@ -203,7 +203,7 @@ async def test_what_was_reused_is_saved_in_tokens_milliseconds_and_money() -> No
 
 
 async def test_what_anthropic_does_not_tell_as_read_saves_time_and_no_money() -> None:
-    async with running(FakeStreet(traced=LEASED), prices=(PRICE,)) as gateway:
+    async with running(FakePipeline(traced=LEASED), prices=(PRICE,)) as gateway:
         await gateway.post("/v1/messages", MARKED, headers=VERSION)
         (row,) = (await ledger_of(gateway))["rows"]
     assert (row["used"]["cached_tokens"], row["used"]["cache_write_tokens"]) == (10, 20)
@@ -213,18 +213,18 @@ async def test_what_anthropic_does_not_tell_as_read_saves_time_and_no_money() ->
 
 async def test_an_engine_that_has_measured_nothing_is_measured_by_its_first_tokens() -> None:
     prompts = [(40 + 1000 * (number % 2), 100.0 + 500.0 * (number % 2)) for number in range(20)]
-    street = FakeStreet(traced={"overhead_ms": 0.0})
-    async with running(street) as gateway:
+    pipeline = FakePipeline(traced={"overhead_ms": 0.0})
+    async with running(pipeline) as gateway:
         for tokens, ms in prompts:
-            street.traced = {"prompt_tokens": tokens, "cached_tokens": 0, "first_token_ms": ms}
+            pipeline.traced = {"prompt_tokens": tokens, "cached_tokens": 0, "first_token_ms": ms}
             await gateway.post(CHAT, ASK)
-        street.traced = {"cached_tokens": 1000}
+        pipeline.traced = {"cached_tokens": 1000}
         await gateway.post(CHAT, ASK)
         (row,) = (await ledger_of(gateway))["rows"]
     assert row["saved"]["prefix"]["ms"] == pytest.approx(500, abs=1)
 
 
-class Remembering(FakeStreet):
+class Remembering(FakePipeline):
     """Answers from what it remembers."""
 
     def _events(self, request: Request) -> Any:
@@ -246,8 +246,8 @@ async def test_a_remembered_answer_is_saved_whole_and_uses_nothing() -> None:
 async def test_what_several_asked_at_once_is_paid_once_and_saved_for_all_others(stream: bool) -> None:
     """One generation of 40 tokens and 2, one more from memory, and one that was not the same."""
     body = {**ASK, "temperature": 0, "stream": stream}
-    street = FakeStreet(hold_before=asyncio.Event(), responses=response_cache(), cached_tokens=0)
-    async with running(street, prices=(PRICE,), response_cache=street.responses) as gateway:
+    pipeline = FakePipeline(hold_before=asyncio.Event(), responses=response_cache(), cached_tokens=0)
+    async with running(pipeline, prices=(PRICE,), response_cache=pipeline.responses) as gateway:
 
         async def ask(asked: dict[str, Any]) -> None:
             async with gateway.session.post(gateway.url + CHAT, json=asked) as answer:
@@ -255,8 +255,8 @@ async def test_what_several_asked_at_once_is_paid_once_and_saved_for_all_others(
                 await answer.read()
 
         asking = [asyncio.create_task(ask(body)) for _ in range(10)]
-        await until(lambda: street.responses.stats()["waiting"] == 10)
-        street.hold_before.set()
+        await until(lambda: pipeline.responses.stats()["waiting"] == 10)
+        pipeline.hold_before.set()
         await asyncio.gather(*asking)
         await ask(body)
         await ask({**body, "seed": 1})
@@ -268,7 +268,7 @@ async def test_what_several_asked_at_once_is_paid_once_and_saved_for_all_others(
     assert (exact["requests"], exact["tokens"], exact["money"]) == (10, 420, {"USD": "0.0015"})
 
 
-class Halting(FakeStreet):
+class Halting(FakePipeline):
     """Stops after the first token of its first answer until it may go on."""
 
     half = asyncio.Event()
@@ -282,17 +282,17 @@ class Halting(FakeStreet):
 
 async def test_tokens_after_the_first_of_several_left_are_paid_by_the_next() -> None:
     """Of a prompt of 40 tokens and an answer of 2 the first pays the prompt and a token, the second saves as much."""
-    street = Halting(responses=response_cache(), cached_tokens=0)
-    street.half = asyncio.Event()
+    pipeline = Halting(responses=response_cache(), cached_tokens=0)
+    pipeline.half = asyncio.Event()
     body = {**ASK, "temperature": 0, "stream": True}
-    async with running(street, prices=(PRICE,), response_cache=street.responses) as gateway:
+    async with running(pipeline, prices=(PRICE,), response_cache=pipeline.responses) as gateway:
         first = await gateway.session.post(gateway.url + CHAT, json=body)
         await first.content.readany()
         second = asyncio.create_task(gateway.transcript(CHAT, body))
-        await until(lambda: street.responses.stats()["waiting"] == 2)
+        await until(lambda: pipeline.responses.stats()["waiting"] == 2)
         first.close()
-        await until(lambda: street.responses.stats()["waiting"] == 1)
-        street.half.set()
+        await until(lambda: pipeline.responses.stats()["waiting"] == 1)
+        pipeline.half.set()
         assert "[DONE]" in await second
         (row,) = (await ledger_of(gateway))["rows"]
     assert row["requests"] == 2
@@ -303,8 +303,8 @@ async def test_tokens_after_the_first_of_several_left_are_paid_by_the_next() -> 
 
 
 async def test_several_remembered_answers_to_a_prompt_save_it_once() -> None:
-    street = FakeStreet(responses=response_cache(), cached_tokens=0)
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = FakePipeline(responses=response_cache(), cached_tokens=0)
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         for _ in range(2):
             await gateway.post(CHAT, {**ASK, "temperature": 0.5, "seed": 1, "n": 3})
         (row,) = (await ledger_of(gateway))["rows"]
@@ -313,27 +313,27 @@ async def test_several_remembered_answers_to_a_prompt_save_it_once() -> None:
 
 
 async def test_who_is_refused_uses_nothing_and_who_leaves_pays_what_was_generated() -> None:
-    street = FakeStreet(fails_before=QueueFullError("full", retry_after_s=1), traced={"prompt_tokens": 40})
-    async with running(street, prices=(PRICE,)) as gateway:
+    pipeline = FakePipeline(fails_before=QueueFullError("full", retry_after_s=1), traced={"prompt_tokens": 40})
+    async with running(pipeline, prices=(PRICE,)) as gateway:
         await gateway.post(CHAT, ASK)
         await gateway.post(CHAT, {})
         await gateway.post(CHAT, ASK | {"model": "invented"})
         assert (await ledger_of(gateway))["rows"] == []
-        street.fails_before, street.hold_after = None, asyncio.Event()
-        street.closed.clear()
+        pipeline.fails_before, pipeline.hold_after = None, asyncio.Event()
+        pipeline.closed.clear()
         asking = asyncio.create_task(gateway.post(CHAT, ASK | {"n": 2, "stream": True}))
-        await asyncio.wait_for(street.reached.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.reached.wait(), LIMIT_S)
         asking.cancel()
-        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.closed.wait(), LIMIT_S)
         (row,) = (await ledger_of(gateway))["rows"]
         assert row["used"]["prompt_tokens"] == 40, "of two answers, which have one prompt"
-        street.hold_after, street.fails_after = None, EngineLostError("gone")
+        pipeline.hold_after, pipeline.fails_after = None, EngineLostError("gone")
         await gateway.post(CHAT, ASK)
         assert (await ledger_of(gateway))["total"]["used"]["prompt_tokens"] == 80
 
 
 async def test_a_line_of_a_batch_costs_half_and_says_what_that_saved() -> None:
-    async with running(FakeStreet(), prices=(PRICE,)) as gateway:
+    async with running(FakePipeline(), prices=(PRICE,)) as gateway:
         line = Line(CHAT, Tenant("north"), ASK)
         assert (await gateway.app[RUNNER].lines.answer(line)).status == 200
         (row,) = (await ledger_of(gateway, "group_by=tenant,lane"))["rows"]
@@ -457,7 +457,7 @@ async def test_while_redis_is_away_requests_are_answered_and_the_page_says_why_n
 
 
 async def test_metrics_tell_what_was_paid_and_saved() -> None:
-    async with running(FakeStreet(), prices=(PRICE,)) as gateway:
+    async with running(FakePipeline(), prices=(PRICE,)) as gateway:
         load = Load(prefill_tokens_per_s=1000.0)
         gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "ready", "demo", "i", 100, 16, load)]
         await gateway.post(CHAT, ASK)

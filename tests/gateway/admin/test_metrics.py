@@ -16,7 +16,7 @@ from gateway.config import TenantSettings
 from gateway.errors import QueueFullError
 from gateway.types import Hit, Lookup, Trace
 from tests.fakes.gateway import LIMIT_S, Gateway, running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 
 class FakeRepeat:
@@ -104,16 +104,16 @@ async def test_what_clients_invent_makes_no_new_series() -> None:
 
 
 async def test_errors_and_clients_that_left_are_counted() -> None:
-    street = FakeStreet(fails_before=QueueFullError("full", retry_after_s=1))
-    async with running(street) as gateway:
+    pipeline = FakePipeline(fails_before=QueueFullError("full", retry_after_s=1))
+    async with running(pipeline) as gateway:
         await gateway.post(CHAT, ASK)
-        street.fails_before, street.hold_before = None, asyncio.Event()
-        street.closed.clear()
+        pipeline.fails_before, pipeline.hold_before = None, asyncio.Event()
+        pipeline.closed.clear()
         asking = asyncio.create_task(gateway.post(CHAT, ASK))
-        await asyncio.wait_for(street.reached.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.reached.wait(), LIMIT_S)
         assert (await scrape(gateway))["kvasir_requests_in_flight{}"] == 2  # that one, and the scrape
         asking.cancel()
-        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.closed.wait(), LIMIT_S)
         samples = await scrape(gateway)
     counted = "kvasir_requests_total{{endpoint=/v1/chat/completions,model=demo,status={},tenant=anonymous}}"
     assert samples[counted.format(429)] == 1

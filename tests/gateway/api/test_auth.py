@@ -21,7 +21,7 @@ ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 async def test_without_tenants_everybody_is_one_and_needs_no_key() -> None:
     async with running() as gateway:
         assert (await gateway.post("/v1/chat/completions", ASK))[0] == 200
-        assert gateway.street.requests[0].tenant.name == ANONYMOUS
+        assert gateway.pipeline.requests[0].tenant.name == ANONYMOUS
         assert (await gateway.get("/admin/stats"))[0] == 200
 
 
@@ -38,7 +38,7 @@ async def test_each_key_belongs_to_its_tenant(header: str, tenant: str) -> None:
     async with running(tenants=TENANTS) as gateway:
         status, _, _ = await gateway.post("/v1/chat/completions", ASK, headers={"Authorization": header})
         assert status == 200
-        assert gateway.street.requests[0].tenant.name == tenant
+        assert gateway.pipeline.requests[0].tenant.name == tenant
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ async def test_a_key_may_be_where_the_sdks_of_other_apis_put_it(
     async with running(tenants=TENANTS) as gateway:
         status, _, _ = await gateway.post(f"/v1/completions{query}", {"model": "demo", "prompt": "a"}, headers=headers)
         assert status == 200
-        assert gateway.street.requests[0].tenant.name == tenant
+        assert gateway.pipeline.requests[0].tenant.name == tenant
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_a_missing_or_wrong_key_is_a_401_before_anything_else(header: str 
             assert "north-key" not in body["error"]["message"]
         async with gateway.session.get(gateway.url + "/v1/models", headers=headers) as answer:
             assert answer.status == 401
-        assert gateway.street.requests == []
+        assert gateway.pipeline.requests == []
 
 
 async def test_the_sdk_raises_its_own_exceptions() -> None:

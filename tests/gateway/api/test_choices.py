@@ -11,7 +11,7 @@ from gateway.api.choices import Choices
 from gateway.api.openai.response import Answer
 from gateway.types import ScoredToken, Spelled, TextDelta, Usage
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -39,7 +39,7 @@ def test_the_likeliest_on_average_are_told_best_first_of_each_prompt() -> None:
     assert Choices(4, 4).told(first, logprobs=False) == first
 
 
-class Numbered(FakeStreet):
+class Numbered(FakePipeline):
     """Each answer says its number, and is as likely as that says."""
 
     async def _events(self, request: Any) -> Any:
@@ -59,7 +59,7 @@ async def test_choices_are_numbered_and_the_prompt_is_counted_once() -> None:
         assert given.usage is not None
         assert (given.usage.prompt_tokens, given.usage.completion_tokens) == (40, 3)
         assert raw.headers["x-kvasir-cached-tokens"] == "32"
-        assert [request.sampling.seed for request in gateway.street.requests] == [5, 6, 7]
+        assert [request.sampling.seed for request in gateway.pipeline.requests] == [5, 6, 7]
         metrics = (await gateway.get("/metrics"))[1]
         assert 'kvasir_prompt_tokens_total{model="demo",tenant="anonymous"} 40.0' in metrics
 

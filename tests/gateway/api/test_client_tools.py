@@ -11,7 +11,7 @@ from gateway.api.unknown_fields import HEADER
 from gateway.config import ApiSettings
 from gateway.types import CallDelta, ChatPrompt
 from tests.fakes.gateway import Gateway, running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 VERSION = {"anthropic-version": "2026-10-21"}
 USER: dict[str, Any] = {"role": "user", "content": "Go."}
@@ -85,15 +85,15 @@ FORMS: list[tuple[str, Any, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-def calling(name: str, arguments: Any) -> FakeStreet:
+def calling(name: str, arguments: Any) -> FakePipeline:
     """A model that makes one call, in pieces that fall anywhere."""
     written = json.dumps(arguments)
     pieces = [CallDelta(0, "", written[at : at + 3]) for at in range(0, len(written), 3)]
-    return FakeStreet(["Well.", CallDelta(0, name), *pieces], reason="tool_calls")
+    return FakePipeline(["Well.", CallDelta(0, name), *pieces], reason="tool_calls")
 
 
-def prompt_of(street: FakeStreet) -> ChatPrompt:
-    prompt = street.requests[-1].prompt
+def prompt_of(pipeline: FakePipeline) -> ChatPrompt:
+    prompt = pipeline.requests[-1].prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 
@@ -107,8 +107,8 @@ def only_call(output: list[Any]) -> Any:
 async def test_a_call_comes_back_in_its_tools_own_form_and_is_accepted_again(
     name: str, arguments: Any, item: dict[str, Any], output: dict[str, Any], said: str
 ) -> None:
-    street = calling(name, arguments)
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = calling(name, arguments)
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         asked: Any = {"model": "demo", "input": [USER], "tools": TOOLS}
         raw = await client.responses.with_raw_response.create(**asked)
         assert raw.headers[HEADER] == "tools[].web_search, tools[].shell"
@@ -131,38 +131,38 @@ async def test_a_call_comes_back_in_its_tools_own_form_and_is_accepted_again(
         kinds = [event.type for event in events]
         assert ("response.function_call_arguments.done" in kinds) is (item["type"] == "function_call")
 
-        offered = prompt_of(street).tools
+        offered = prompt_of(pipeline).tools
         assert [tool.name for tool in offered] == OFFERED
         history = [USER, whole, {**output, "call_id": whole["call_id"]}]
         await client.responses.create(**{**asked, "input": history})
-        _, call, told = prompt_of(street).messages
+        _, call, told = prompt_of(pipeline).messages
         assert call["tool_calls"][0]["function"] == {"name": name, "arguments": arguments}
         assert (told["role"], told["name"], told["content"]) == ("tool", name, said)
 
         kept = await client.responses.create(
             model="demo", previous_response_id=answer.id, input=[{**output, "call_id": whole["call_id"]}], tools=TOOLS
         )
-        assert prompt_of(street).messages[-2]["tool_calls"] == call["tool_calls"]
+        assert prompt_of(pipeline).messages[-2]["tool_calls"] == call["tool_calls"]
         items = (await client.responses.input_items.list(kept.id)).data
         assert item["type"] in {one.type for one in items}
 
 
 async def test_a_call_that_was_cut_is_told_as_far_as_it_came() -> None:
-    street = FakeStreet([CallDelta(0, "shell"), CallDelta(0, "", '{"commands": ["ls", "pw')], reason="length")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline([CallDelta(0, "shell"), CallDelta(0, "", '{"commands": ["ls", "pw')], reason="length")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         answer = await client.responses.create(model="demo", input="x", tools=TOOLS)  # type: ignore[arg-type]
         call = only_call(answer.output)
         assert (answer.status, call.status, call.action.commands) == ("incomplete", "incomplete", ["ls", "pw"])
 
 
 async def test_the_output_of_a_local_shell_may_name_its_call_by_the_id_of_the_item() -> None:
-    street = FakeStreet()
-    async with running(street) as gateway:
+    pipeline = FakePipeline()
+    async with running(pipeline) as gateway:
         call = {"type": "local_shell_call", "id": "lsh_1", "call_id": "call_1", "action": EXEC}
         items = [USER, call, {"type": "local_shell_call_output", "id": "lsh_1", "output": "ok"}]
         status, answer, _ = await gateway.post("/v1/responses", {"model": "demo", "input": items})
         assert status == 200, answer
-        assert prompt_of(street).messages[-1]["tool_call_id"] == "call_1"
+        assert prompt_of(pipeline).messages[-1]["tool_call_id"] == "call_1"
 
 
 CHOICES: list[tuple[Any, list[str]]] = [
@@ -175,12 +175,12 @@ CHOICES: list[tuple[Any, list[str]]] = [
 
 @pytest.mark.parametrize(("choice", "names"), CHOICES)
 async def test_a_tool_of_any_form_can_be_chosen_and_one_by_name_is_called_once(choice: Any, names: list[str]) -> None:
-    street = FakeStreet()
-    async with running(street) as gateway:
+    pipeline = FakePipeline()
+    async with running(pipeline) as gateway:
         asked = {"model": "demo", "input": "x", "tools": TOOLS, "tool_choice": choice}
         status, answer, _ = await gateway.post("/v1/responses", asked)
         assert status == 200, answer
-    use = street.requests[-1].tool_use
+    use = pipeline.requests[-1].tool_use
     assert use is not None
     assert ([tool.name for tool in use.callable], use.parallel) == (names, choice["type"] == "allowed_tools")
 
@@ -215,12 +215,12 @@ SERVER: list[tuple[str, dict[str, Any], dict[str, str], Any]] = [
 async def test_tools_that_upstream_runs_are_left_out_and_named(
     path: str, body: dict[str, Any], headers: dict[str, str], forced: Any
 ) -> None:
-    street = FakeStreet()
-    async with running(street) as gateway:
+    pipeline = FakePipeline()
+    async with running(pipeline) as gateway:
         status, answer, told = await gateway.post(path, {"model": "demo", **body}, headers=headers)
         assert status == 200, answer
         assert all(name.startswith("tools[].") for name in told[HEADER].split(", "))
-        assert len(prompt_of(street).tools) == (1 if "chat" in path else 0)
+        assert len(prompt_of(pipeline).tools) == (1 if "chat" in path else 0)
         if forced is not None:
             asked = {"model": "demo", **body, "tool_choice": forced}
             assert (await gateway.post(path, asked, headers=headers))[0] == 400
@@ -243,14 +243,14 @@ async def asked_of_claude(gateway: Gateway, **fields: Any) -> tuple[int, Any, An
     ],
 )
 async def test_tools_with_published_arguments_are_offered_as_functions(kind: str, name: str, arguments: Any) -> None:
-    street = calling(name, arguments)
-    async with running(street) as gateway:
+    pipeline = calling(name, arguments)
+    async with running(pipeline) as gateway:
         tool = {"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}
         if name.startswith("str_"):
             tool["max_characters"] = 1000
         status, answer, told = await asked_of_claude(gateway, tools=[tool])
         assert (status, told.get(HEADER)) == (200, None), answer
-        (offered,) = prompt_of(street).tools
+        (offered,) = prompt_of(pipeline).tools
         assert (offered.name, set(arguments) <= set((offered.parameters or {})["properties"])) == (name, True)
         assert offered.description
         block = answer["content"][-1]
@@ -263,10 +263,10 @@ async def test_tools_with_published_arguments_are_offered_as_functions(kind: str
 
 
 async def test_tools_that_would_be_loaded_later_are_offered_at_once() -> None:
-    street = FakeStreet()
+    pipeline = FakePipeline()
     later = {"name": "f", "input_schema": {"type": "object"}, "defer_loading": True, "input_examples": [{}]}
     search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
-    async with running(street) as gateway:
+    async with running(pipeline) as gateway:
         status, answer, told = await asked_of_claude(gateway, tools=[search, later])
         assert status == 200, answer
         assert set(told[HEADER].split(", ")) == {
@@ -274,4 +274,4 @@ async def test_tools_that_would_be_loaded_later_are_offered_at_once() -> None:
             "tools[].defer_loading",
             "tools[].input_examples",
         }
-        assert [tool.name for tool in prompt_of(street).tools] == ["f"]
+        assert [tool.name for tool in prompt_of(pipeline).tools] == ["f"]

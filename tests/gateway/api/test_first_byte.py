@@ -15,7 +15,7 @@ from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, EngineLostError
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.gemini import gemini
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.waiting import until
 
 AT_ONCE = ServerSettings(first_byte_s=1e-6)
@@ -27,24 +27,24 @@ VERSION = {"anthropic-version": "2023-06-01"}
 
 
 @pytest.fixture
-def street() -> FakeStreet:
+def pipeline() -> FakePipeline:
     """An engine works on its prompts until `hold_before` is set."""
-    return FakeStreet(hold_before=asyncio.Event(), has_place=True)
+    return FakePipeline(hold_before=asyncio.Event(), has_place=True)
 
 
 @asynccontextmanager
-async def late(street: FakeStreet, path: str, body: Any, **headers: str) -> AsyncIterator[tuple[Any, bytes]]:
+async def late(pipeline: FakePipeline, path: str, body: Any, **headers: str) -> AsyncIterator[tuple[Any, bytes]]:
     """An answer that has begun without its first token, and the first bytes of it."""
     async with (
-        running(street, server=AT_ONCE) as gateway,
+        running(pipeline, server=AT_ONCE) as gateway,
         gateway.session.post(gateway.url + path, json=body, headers=headers) as answer,
     ):
         yield answer, await answer.content.readany()
 
 
-def release(street: FakeStreet) -> None:
-    assert street.hold_before is not None
-    street.hold_before.set()
+def release(pipeline: FakePipeline) -> None:
+    assert pipeline.hold_before is not None
+    pipeline.hold_before.set()
 
 
 @pytest.mark.parametrize(
@@ -59,25 +59,25 @@ def release(street: FakeStreet) -> None:
     ],
 )
 async def test_a_stream_without_its_first_token_begins_with_a_ping_to_the_letter(
-    street: FakeStreet, path: str, body: Any, headers: dict[str, str], first: bytes
+    pipeline: FakePipeline, path: str, body: Any, headers: dict[str, str], first: bytes
 ) -> None:
-    async with late(street, path, body, **headers) as (answer, begun):
+    async with late(pipeline, path, body, **headers) as (answer, begun):
         while not begun.endswith(first):  # the prelude may come by itself
             begun += await answer.content.readany()
         assert answer.status == 200
         assert answer.headers["x-kvasir-engine"] == "engine-1"
         assert "x-kvasir-cached-tokens" not in answer.headers
-        release(street)
+        release(pipeline)
         rest = await answer.content.read()
         assert b"Hello" in rest
         assert b"ping" not in rest
 
 
 async def test_every_sdk_reads_a_stream_that_began_with_pings(
-    street: FakeStreet, monkeypatch: pytest.MonkeyPatch
+    pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pings, "PING_S", 0.001)
-    async with running(street, server=AT_ONCE) as gateway:
+    async with running(pipeline, server=AT_ONCE) as gateway:
         client, claude, made = gateway.sdk(), gateway.anthropic(), gemini(gateway.url)
 
         async def chat() -> str:
@@ -98,40 +98,40 @@ async def test_every_sdk_reads_a_stream_that_began_with_pings(
 
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             asked = [group.create_task(one) for one in (chat(), response(), message(), content())]
-            await pinged(gateway, street, 4)
-            release(street)
+            await pinged(gateway, pipeline, 4)
+            release(pipeline)
         await made.aio.aclose()
         made.close()
         assert [task.result() for task in asked] == ["Hello world"] * 4
 
 
-async def pinged(gateway: Gateway, street: FakeStreet, count: int) -> None:
+async def pinged(gateway: Gateway, pipeline: FakePipeline, count: int) -> None:
     """Returns when so many requests are held, and one that came after them has had its first ping."""
-    await until(lambda: len(street.requests) >= count)
+    await until(lambda: len(pipeline.requests) >= count)
     async with gateway.session.post(f"{gateway.url}/v1/chat/completions", json=CHAT) as last:
         seen = b""
         while b": ping" not in seen:
             seen += await last.content.readany()
 
 
-async def test_an_error_that_is_known_before_is_a_status_and_one_after_it_the_last_event(street: FakeStreet) -> None:
-    street.fails_before = EngineLostError("Engine engine-1 went away.")
-    async with late(street, "/v1/chat/completions", CHAT) as (answer, _):
-        release(street)
+async def test_an_early_error_is_a_status_and_a_later_one_the_last_event(pipeline: FakePipeline) -> None:
+    pipeline.fails_before = EngineLostError("Engine engine-1 went away.")
+    async with late(pipeline, "/v1/chat/completions", CHAT) as (answer, _):
+        release(pipeline)
         rest = (await answer.content.read()).decode()
         assert answer.status == 200
     assert rest.endswith(
         'data: {"error":{"message":"Engine engine-1 went away.","type":"server_error","param":null,"code":null}}\n\n'
     )
-    refusing = FakeStreet(fails_before=BadRequestError("No."))
+    refusing = FakePipeline(fails_before=BadRequestError("No."))
     async with running(refusing, server=AT_ONCE) as gateway, gateway.sdk() as client:
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(**CHAT)
 
 
-async def test_a_request_that_waits_for_a_place_keeps_its_status(street: FakeStreet) -> None:
+async def test_a_request_that_waits_for_a_place_keeps_its_status(pipeline: FakePipeline) -> None:
     """Its ping is due before that of another one, which has been sent when it is refused."""
-    waiting = FakeStreet(hold_before=asyncio.Event(), fails_before=BadRequestError("No."))
+    waiting = FakePipeline(hold_before=asyncio.Event(), fails_before=BadRequestError("No."))
     async with running(waiting, server=AT_ONCE) as gateway, gateway.sdk() as client:
         async with asyncio.timeout(LIMIT_S):
             asked = asyncio.ensure_future(client.chat.completions.create(**CHAT))
@@ -143,32 +143,32 @@ async def test_a_request_that_waits_for_a_place_keeps_its_status(street: FakeStr
                 await asked
 
 
-async def test_requests_that_share_a_generation_are_pinged_too(street: FakeStreet) -> None:
-    street.responses = response_cache(mode="on", requests="all")
-    async with running(street, server=AT_ONCE) as gateway:
+async def test_requests_that_share_a_generation_are_pinged_too(pipeline: FakePipeline) -> None:
+    pipeline.responses = response_cache(mode="on", requests="all")
+    async with running(pipeline, server=AT_ONCE) as gateway:
         url = f"{gateway.url}/v1/chat/completions"
         async with gateway.session.post(url, json=CHAT) as one, gateway.session.post(url, json=CHAT) as two:
             assert await one.content.readany()
             assert await two.content.readany()
-            assert len(street.requests) == 1
-            release(street)
+            assert len(pipeline.requests) == 1
+            release(pipeline)
             assert b"Hello" in await one.content.read()
             assert b"Hello" in await two.content.read()
 
 
-async def test_nothing_goes_out_before_the_first_token_where_that_is_wanted(street: FakeStreet) -> None:
-    async with running(street, server=ServerSettings(first_byte_s=0)) as gateway:
+async def test_nothing_goes_out_before_the_first_token_where_that_is_wanted(pipeline: FakePipeline) -> None:
+    async with running(pipeline, server=ServerSettings(first_byte_s=0)) as gateway:
         asked = asyncio.ensure_future(gateway.transcript("/v1/chat/completions", CHAT))
-        await street.reached.wait()
-        release(street)
+        await pipeline.reached.wait()
+        release(pipeline)
         assert "ping" not in await asked
 
 
-async def test_a_whole_answer_is_never_begun_early(street: FakeStreet) -> None:
-    street.fails_before = BadRequestError("No.")
-    async with running(street, server=AT_ONCE) as gateway, gateway.sdk() as client:
+async def test_a_whole_answer_is_never_begun_early(pipeline: FakePipeline) -> None:
+    pipeline.fails_before = BadRequestError("No.")
+    async with running(pipeline, server=AT_ONCE) as gateway, gateway.sdk() as client:
         asked = asyncio.ensure_future(client.chat.completions.create(**{**CHAT, "stream": False}))
-        await pinged(gateway, street, 1)
-        release(street)
+        await pinged(gateway, pipeline, 1)
+        release(pipeline)
         with pytest.raises(openai.BadRequestError):
             await asked

@@ -21,7 +21,7 @@ from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet, hello
+from tests.fakes.pipeline import FakePipeline, hello
 
 WORDS = ["user", "assistant", "tool", "text", "type", "role", "content", "function", "name", "arguments", "id", "json"]
 WORDS += ["prompt_cache_breakpoint", "mode", "ttl", "explicit", "30m"]
@@ -142,7 +142,7 @@ def check(parse: Any) -> None:
 @given(batch=st.lists(VALUES | CHATS | COMPLETIONS | RESPONSES | EMBEDS | TURNED, min_size=10, max_size=30))
 def test_over_http_any_json_gets_an_answer_in_the_shape_of_the_api(batch: list[Any]) -> None:
     async def work() -> None:
-        async with running(FakeStreet(pieces=["x"]), embedder=fake_embedder(FakeTextModel())) as gateway:
+        async with running(FakePipeline(pieces=["x"]), embedder=fake_embedder(FakeTextModel())) as gateway:
             for body in batch:
                 for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"):
                     async with gateway.session.post(gateway.url + path, data=json.dumps(body)) as answer:
@@ -157,6 +157,6 @@ def test_over_http_any_json_gets_an_answer_in_the_shape_of_the_api(batch: list[A
                         assert answer.status in (200, 400, 404), text
                         if answer.status != 200:
                             assert set(json.loads(text)) == {"type", "error", "request_id"}
-            assert gateway.street.open == 0
+            assert gateway.pipeline.open == 0
 
     asyncio.run(work())

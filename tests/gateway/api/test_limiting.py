@@ -27,8 +27,8 @@ from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
 from tests.fakes.gemini import gemini
 from tests.fakes.limits import Clock, tenant_limits
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.redis_process import RedisProcess
-from tests.fakes.street import FakeStreet
 from tests.fakes.waiting import until
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 10}
@@ -85,7 +85,7 @@ async def test_every_route_that_computes_uses_tokens_but_those_that_count_them(k
     limits = tenant_limits(Clock(), tokens_per_minute=1000)
     async with running(limits=limits, embedder=embedder) as gateway:
         assert (await ask(gateway, kind))[0] == 200
-        await until(lambda: not gateway.street.open)
+        await until(lambda: not gateway.pipeline.open)
         await settled(gateway)
         _, _, headers = await ask(gateway, "input tokens")
         used = 1000 - int(headers["x-ratelimit-remaining-tokens"])
@@ -113,9 +113,9 @@ async def test_what_only_asks_what_there_is_is_not_limited() -> None:
 
 
 async def test_a_wrong_request_uses_nothing_and_one_that_fails_is_a_request() -> None:
-    street = FakeStreet(fails_before=QueueFullError("full", retry_after_s=1))
+    pipeline = FakePipeline(fails_before=QueueFullError("full", retry_after_s=1))
     limits = tenant_limits(Clock(), requests_per_minute=2, tokens_per_minute=1000)
-    async with running(street, limits=limits) as gateway:
+    async with running(pipeline, limits=limits) as gateway:
         assert (await ask(gateway, temperature="hot"))[0] == 400
         status, _, headers = await ask(gateway)
         assert (status, headers["x-ratelimit-remaining-requests"]) == (429, "1")
@@ -126,7 +126,7 @@ async def test_a_wrong_request_uses_nothing_and_one_that_fails_is_a_request() ->
 
 async def test_an_answer_that_is_remembered_is_a_request_and_uses_no_tokens() -> None:
     limits = tenant_limits(Clock(), requests_per_minute=60, tokens_per_minute=1000)
-    async with running(FakeStreet(responses=response_cache()), limits=limits) as gateway:
+    async with running(FakePipeline(responses=response_cache()), limits=limits) as gateway:
         for _ in range(3):
             assert (await ask(gateway, temperature=0))[0] == 200
             await settled(gateway)
@@ -181,7 +181,7 @@ async def test_a_compressed_request_counts_by_what_it_says() -> None:
 # -- how each API says so ---------------------------------------------------------------------------------------------
 
 FULL = LimitSettings(tokens_per_minute=60, count_cached_tokens=True)
-USED = FakeStreet(prompt_tokens=58)
+USED = FakePipeline(prompt_tokens=58)
 
 
 async def test_the_openai_sdk_is_told_as_upstream_tells_it() -> None:
@@ -204,7 +204,7 @@ async def test_the_openai_sdk_is_told_as_upstream_tells_it() -> None:
 
 async def test_the_anthropic_sdk_is_told_as_upstream_tells_it() -> None:
     limited = LimitSettings(input_tokens_per_minute=60, output_tokens_per_minute=30, tokens_per_minute=1000)
-    async with running(FakeStreet(prompt_tokens=58, cached_tokens=0), limited=limited) as gateway:
+    async with running(FakePipeline(prompt_tokens=58, cached_tokens=0), limited=limited) as gateway:
         client = gateway.anthropic()
         message = await client.messages.with_raw_response.create(**CHAT)
         assert message.headers["anthropic-ratelimit-tokens-limit"] == "1000"
@@ -247,14 +247,14 @@ async def test_a_stream_is_refused_before_it_begins() -> None:
 
 async def test_the_sdks_try_again_when_they_are_told_to_and_are_let_in() -> None:
     limited = LimitSettings(tokens_per_minute=60_000, count_cached_tokens=True)
-    async with running(FakeStreet(prompt_tokens=59_990), limited=limited) as gateway:
+    async with running(FakePipeline(prompt_tokens=59_990), limited=limited) as gateway:
         async with gateway.sdk(max_retries=2) as client:
             await client.chat.completions.create(**CHAT)
             await settled(gateway)
             answer = await client.chat.completions.create(**{**CHAT, "max_tokens": 200})
             assert answer.choices[0].message.content == "Hello world"
         assert gateway.limits.figures()["tenants"]["anonymous"]["refused"] == {"tokens": 1}
-        assert len(gateway.street.requests) == 2
+        assert len(gateway.pipeline.requests) == 2
 
 
 async def test_a_request_that_would_never_fit_is_refused_for_good_and_the_sdks_do_not_try_again() -> None:
@@ -312,8 +312,8 @@ async def test_the_statistics_show_limits() -> None:
 
 
 async def test_a_client_that_hangs_up_gives_its_place_back() -> None:
-    street = FakeStreet(hold_after=asyncio.Event())
-    async with running(street, limited=LimitSettings(max_in_flight=1)) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(hold_after=asyncio.Event())
+    async with running(pipeline, limited=LimitSettings(max_in_flight=1)) as gateway, gateway.sdk() as client:
         stream = await client.chat.completions.create(**CHAT, stream=True)
         await anext(aiter(stream))
         status, body, _ = await ask(gateway)
@@ -321,20 +321,20 @@ async def test_a_client_that_hangs_up_gives_its_place_back() -> None:
         assert "on concurrent requests: Limit 1, Used 1, Requested 1." in body["error"]["message"]
         await stream.close()
         async with asyncio.timeout(LIMIT_S):
-            await street.closed.wait()
-        street.hold_after = None
+            await pipeline.closed.wait()
+        pipeline.hold_after = None
         await until(lambda: not gateway.limits.figures()["tenants"]["anonymous"]["in_flight"]["of_this_gateway"])
         assert (await ask(gateway))[0] == 200
 
 
 async def test_a_response_in_the_background_has_its_place_until_it_ends() -> None:
-    street = FakeStreet(hold_after=asyncio.Event())
+    pipeline = FakePipeline(hold_after=asyncio.Event())
     server = ServerSettings(shutdown_s=0)
-    async with running(street, limited=LimitSettings(max_in_flight=1), server=server) as gateway:
+    async with running(pipeline, limited=LimitSettings(max_in_flight=1), server=server) as gateway:
         assert (await ask(gateway, "background response"))[0] == 200
         assert (await ask(gateway))[0] == 429
-        assert street.hold_after is not None
-        street.hold_after.set()
+        assert pipeline.hold_after is not None
+        pipeline.hold_after.set()
         await until(lambda: not gateway.limits.figures()["tenants"]["anonymous"]["in_flight"]["of_this_gateway"])
         assert (await ask(gateway))[0] == 200
 
@@ -344,7 +344,7 @@ async def test_a_response_in_the_background_has_its_place_until_it_ends() -> Non
 
 async def test_gateways_on_one_redis_share_a_limit_and_one_that_is_killed_gives_its_place_back(redis_url: str) -> None:
     clock, redis = Clock(), connect(redis_url, LIMIT_S)
-    held = FakeStreet(hold_before=asyncio.Event())
+    held = FakePipeline(hold_before=asyncio.Event())
     try:
         first = tenant_limits(clock, redis=redis, requests_per_minute=4, max_in_flight=1)
         second = tenant_limits(clock, redis=redis, requests_per_minute=4, max_in_flight=1)

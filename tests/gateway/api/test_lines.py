@@ -27,7 +27,7 @@ from gateway.errors import (
 from gateway.types import Tenant, Usage
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import ENGINE, running
-from tests.fakes.street import FakeModels, FakeStreet
+from tests.fakes.pipeline import FakeModels, FakePipeline
 
 TENANT = Tenant("acme")
 CHAT, MESSAGE = "/v1/chat/completions", endpoint_name("2026-10-21")
@@ -42,30 +42,30 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def ask(
-    url: str, body: dict[str, Any], street: FakeStreet | None = None, *, namespace: str = "", **options: Any
+    url: str, body: dict[str, Any], pipeline: FakePipeline | None = None, *, namespace: str = "", **options: Any
 ) -> Answered:
-    async with running(street, **options) as gateway:
+    async with running(pipeline, **options) as gateway:
         return await gateway.app[RUNNER].lines.answer(Line(url, TENANT, body, namespace, "req_1"))
 
 
 @pytest.mark.parametrize("url", BODIES)
 async def test_a_line_is_answered_as_its_endpoint_answers_in_the_batch_lane(url: str) -> None:
-    street = FakeStreet()
-    answered = await ask(url, BODIES[url], street, batches=BatchSettings(line_timeout_s=5000))
+    pipeline = FakePipeline()
+    answered = await ask(url, BODIES[url], pipeline, batches=BatchSettings(line_timeout_s=5000))
     assert (answered.status, answered.retry) == (200, "no")
-    num = len(street.requests)
-    assert replace(answered.usage, cached_tokens=0) == Usage(num * street.prompt_tokens, num * 2)
+    num = len(pipeline.requests)
+    assert replace(answered.usage, cached_tokens=0) == Usage(num * pipeline.prompt_tokens, num * 2)
     assert "Hello world" in answered.body.decode()
-    for request in street.requests:
+    for request in pipeline.requests:
         assert (request.lane, request.tenant, request.request_id) == ("batch", TENANT, "req_1")
         assert request.deadline_s - request.received_s == pytest.approx(5000)
 
 
 @pytest.mark.parametrize("asked", ["flex", "priority", "auto"])
 async def test_a_line_is_served_in_no_tier_of_the_online_lane(asked: str) -> None:
-    street = FakeStreet()
-    answered = await ask(CHAT, ASKED | {"service_tier": asked}, street)
-    assert (json.loads(answered.body)["service_tier"], street.requests[-1].tier) == ("default", "default")
+    pipeline = FakePipeline()
+    answered = await ask(CHAT, ASKED | {"service_tier": asked}, pipeline)
+    assert (json.loads(answered.body)["service_tier"], pipeline.requests[-1].tier) == ("default", "default")
 
 
 async def test_a_message_of_a_batch_says_so_in_its_usage() -> None:
@@ -88,12 +88,12 @@ async def test_a_line_may_ask_for_vectors_which_have_no_prompt() -> None:
 
 @pytest.mark.parametrize("url", BODIES)
 async def test_what_a_line_begins_with_is_known_before_it_runs_and_nothing_is_asked_for_it(url: str) -> None:
-    street = FakeStreet()
-    async with running(street) as gateway:
+    pipeline = FakePipeline()
+    async with running(pipeline) as gateway:
         lines = gateway.app[RUNNER].lines
         beginning = await lines.find_beginning(Line(url, TENANT, BODIES[url]))
         assert beginning is not None
-        assert street.requests == []
+        assert pipeline.requests == []
         assert await lines.find_beginning(Line(url, TENANT, {})) is None
 
 
@@ -168,7 +168,7 @@ def died() -> EngineLostError:
     ],
 )
 async def test_a_failure_says_whether_another_try_is_worth_it(error: Exception, status: int, retry: str) -> None:
-    answered = await ask(CHAT, ASKED, FakeStreet(fails_before=error))
+    answered = await ask(CHAT, ASKED, FakePipeline(fails_before=error))
     assert (answered.status, answered.retry) == (status, retry)
     assert answered.retry_after_s == (3.0 if retry == "later" else None)
     message = error.message if isinstance(error, KvasirError) else "The server had an error"
@@ -177,9 +177,9 @@ async def test_a_failure_says_whether_another_try_is_worth_it(error: Exception, 
 
 async def test_a_line_runs_in_the_namespace_that_its_batch_asked_for() -> None:
     named = NamespaceSettings(name="shared", tenants=("*",))
-    street = FakeStreet()
-    assert (await ask(CHAT, ASKED, street, namespace="shared", namespaces=(named,))).status == 200
-    scope = street.requests[-1].scope
+    pipeline = FakePipeline()
+    assert (await ask(CHAT, ASKED, pipeline, namespace="shared", namespaces=(named,))).status == 200
+    scope = pipeline.requests[-1].scope
     assert scope is not None
     assert scope.namespace == "shared"
     assert (await ask(CHAT, ASKED, namespace="other", namespaces=(named,))).status == 403

@@ -15,7 +15,7 @@ from yarl import URL
 from gateway.config import ServerSettings
 from gateway.errors import EngineLostError, NoEngineError, QueueFullError
 from tests.fakes.gateway import Gateway, running
-from tests.fakes.street import FakeModels, FakeStreet
+from tests.fakes.pipeline import FakeModels, FakePipeline
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "a secret"}]}
 KEYS = {"message", "type", "param", "code"}
@@ -32,7 +32,7 @@ async def test_a_sane_request_id_of_the_client_is_kept(sane: str) -> None:
             f"{gateway.url}/v1/chat/completions", json=ASK, headers={"X-Request-Id": sane}
         ) as answer:
             assert answer.headers["x-request-id"] == sane
-        assert gateway.street.requests[0].request_id == sane
+        assert gateway.pipeline.requests[0].request_id == sane
 
 
 @pytest.mark.parametrize("odd", ["", " ", "a b", "a" * 129, "x=1 status=200", "\u00fc", "-x"])
@@ -142,7 +142,7 @@ async def test_urls_that_are_no_text_are_not_found_either(path: bytes) -> None:
 
 
 async def test_a_bug_is_a_500_that_says_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
-    async with running(FakeStreet(fails_before=ZeroDivisionError("a secret"))) as gateway:
+    async with running(FakePipeline(fails_before=ZeroDivisionError("a secret"))) as gateway:
         status, body, headers = await gateway.post("/v1/chat/completions", ASK)
         assert (status, set(body["error"]), body["error"]["type"]) == (500, KEYS, "server_error")
         assert "secret" not in body["error"]["message"]
@@ -150,11 +150,11 @@ async def test_a_bug_is_a_500_that_says_nothing_of_itself(caplog: pytest.LogCapt
 
 
 async def test_errors_of_one_of_several_prompts_arrive_unwrapped() -> None:
-    async with running(FakeStreet(fails_before=QueueFullError("full", retry_after_s=70.2))) as gateway:
+    async with running(FakePipeline(fails_before=QueueFullError("full", retry_after_s=70.2))) as gateway:
         status, body, headers = await gateway.post("/v1/completions", {"model": "demo", "prompt": ["a", "b"]})
         assert (status, body["error"]["type"], body["error"]["code"]) == (429, "requests", "rate_limit_exceeded")
         assert (headers["retry-after"], headers["retry-after-ms"], headers["x-should-retry"]) == ("71", "70200", "true")
-        assert gateway.street.open == 0
+        assert gateway.pipeline.open == 0
 
 
 async def test_one_line_tells_all_of_a_request_but_not_its_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,20 +201,20 @@ async def test_the_line_says_why_a_request_was_refused_and_quotes_nothing_of_it(
 
 
 @pytest.mark.parametrize(
-    ("street", "told"),
+    ("pipeline", "told"),
     [
-        (FakeStreet(fails_before=QueueFullError("Full.", retry_after_s=1.0)), "status=429 error=QueueFull"),
-        (FakeStreet(fails_before=ValueError("a secret")), "status=500 error=Kvasir"),
-        (FakeStreet(fails_after=EngineLostError("It went away.")), "status=502 error=EngineLost"),
+        (FakePipeline(fails_before=QueueFullError("Full.", retry_after_s=1.0)), "status=429 error=QueueFull"),
+        (FakePipeline(fails_before=ValueError("a secret")), "status=500 error=Kvasir"),
+        (FakePipeline(fails_after=EngineLostError("It went away.")), "status=502 error=EngineLost"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_line_says_why_a_request_failed(
-    street: FakeStreet, told: str, stream: bool, caplog: pytest.LogCaptureFixture
+    pipeline: FakePipeline, told: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvasir.access")
     async with (
-        running(street) as gateway,
+        running(pipeline) as gateway,
         gateway.session.post(f"{gateway.url}/v1/chat/completions", json={**ASK, "stream": stream}) as answer,
     ):
         await answer.read()
@@ -268,12 +268,12 @@ async def test_small_writes_leave_at_once() -> None:
 
 
 async def test_an_answer_that_does_not_end_holds_the_shutdown_up_for_shutdown_s_and_no_longer() -> None:
-    street, body = FakeStreet(hold_after=asyncio.Event()), {**ASK, "stream": True}
+    pipeline, body = FakePipeline(hold_after=asyncio.Event()), {**ASK, "stream": True}
     async with aiohttp.ClientSession() as session:
-        async with running(street, server=ServerSettings(shutdown_s=2.0)) as gateway:
+        async with running(pipeline, server=ServerSettings(shutdown_s=2.0)) as gateway:
             answer = await session.post(f"{gateway.url}/v1/chat/completions", json=body)
-            await street.reached.wait()
+            await pipeline.reached.wait()
             begun_s = time.monotonic()
         assert 1.9 < time.monotonic() - begun_s < 3.8  # it was twice as long
-        assert street.open == 0
+        assert pipeline.open == 0
         answer.close()

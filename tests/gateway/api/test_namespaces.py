@@ -47,7 +47,7 @@ async def salt_of(gateway: Gateway, body: dict[str, Any], tenant: str = "north",
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     status, answer, _ = await gateway.post(path, body, headers=headers)
     assert status == 200, answer
-    return gateway.street.requests[-1].salt
+    return gateway.pipeline.requests[-1].salt
 
 
 async def test_the_sdks_key_and_salt_separate_in_chat_and_completions() -> None:
@@ -56,7 +56,7 @@ async def test_the_sdks_key_and_salt_separate_in_chat_and_completions() -> None:
         await client.chat.completions.create(**ASK, extra_body={"cache_salt": "team"})
         await client.completions.create(**COMPLETE, extra_body={"prompt_cache_key": "team"})
         await client.completions.create(**COMPLETE, extra_body={"cache_salt": "team"})
-        keyed, salted, *both = [request.salt for request in gateway.street.requests]
+        keyed, salted, *both = [request.salt for request in gateway.pipeline.requests]
     assert both == [keyed, salted]
     assert len({keyed, salted, Tenant("north").salt}) == 3
 
@@ -78,10 +78,10 @@ async def test_a_key_that_is_a_hint_separates_nothing_and_steers() -> None:
     async with running(tenants=(*TENANTS, hinting), namespaces=(SHARED,)) as gateway:
         keyed, salted = ASK | {"prompt_cache_key": "s1"}, ASK | {"prompt_cache_key": "s1", "cache_salt": "s"}
         assert await salt_of(gateway, keyed, "hinting") == Tenant("hinting").salt
-        assert gateway.street.requests[-1].affinity == "s1"
+        assert gateway.pipeline.requests[-1].affinity == "s1"
         assert await salt_of(gateway, salted, "hinting") == Scope(tenant="hinting", cache_salt="s").salt
         assert await salt_of(gateway, keyed, "north") == Scope(tenant="north", key="s1").salt
-        assert gateway.street.requests[-1].affinity == ""
+        assert gateway.pipeline.requests[-1].affinity == ""
 
 
 async def test_a_tenants_own_setting_wins_over_that_of_all() -> None:
@@ -101,7 +101,7 @@ async def test_tenants_that_ask_for_a_namespace_share_it_and_stay_apart_from_the
         keyed = {**ASK, "prompt_cache_key": "k"}
         assert await salt_of(gateway, keyed, "north", "shared") == await salt_of(gateway, keyed, "south", "shared")
         assert await salt_of(gateway, keyed, "north", "shared") not in (north, await salt_of(gateway, keyed, "north"))
-        assert [request.tenant.name for request in gateway.street.requests[:2]] == ["north", "south"]
+        assert [request.tenant.name for request in gateway.pipeline.requests[:2]] == ["north", "south"]
 
 
 @pytest.mark.parametrize("name", ["shared", "nowhere", "*", "north", "x" * 5000])
@@ -111,7 +111,7 @@ async def test_a_namespace_that_is_not_for_the_tenant_or_not_at_all_is_forbidden
         with pytest.raises(openai.PermissionDeniedError) as refused:
             await client.chat.completions.create(**ASK, extra_headers={"x-kvasir-namespace": name})
         assert len(refused.value.message) < 400
-        assert not gateway.street.requests
+        assert not gateway.pipeline.requests
         await client.close()
 
 
@@ -134,5 +134,5 @@ async def test_a_namespace_for_everybody_is_for_every_tenant_and_for_an_open_ser
         salts = {await salt_of(gateway, ASK, tenant, "public") for tenant in ("north", "south", "west")}
     async with running(namespaces=public) as gateway:
         salts.add(await salt_of(gateway, ASK, namespace="public"))
-        assert gateway.street.requests[0].tenant.name == ANONYMOUS
+        assert gateway.pipeline.requests[0].tenant.name == ANONYMOUS
     assert salts == {Scope(namespace="public").salt}

@@ -28,7 +28,7 @@ from tests.fakes.bodies import BODIES
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import Gateway, make_app, running
 from tests.fakes.instances import instances
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.waiting import until
 from tests.fakes.whole import whole
 
@@ -47,7 +47,7 @@ FAILURES = st.sampled_from(
 
 @dataclass(frozen=True)
 class Plan:
-    """What the street does with the next request."""
+    """What the pipeline does with the next request."""
 
     pieces: tuple[str | CallDelta, ...]
     reason: str
@@ -112,14 +112,14 @@ def ask_all(
     return target.seen
 
 
-def fuzz_street(examples: int) -> Counter[str]:
-    street = FakeStreet()
-    served = running(street, embedder=fake_embedder(FakeTextModel(max_tokens=64)))
+def fuzz_pipeline(examples: int) -> Counter[str]:
+    pipeline = FakePipeline()
+    served = running(pipeline, embedder=fake_embedder(FakeTextModel(max_tokens=64)))
 
     def act(plan: Plan) -> bool:
-        runner.run(until(lambda: street.open == 0))  # the answer before was closed; one may be given in the background
-        street.pieces, street.reason = plan.pieces, plan.reason  # type: ignore[assignment]
-        street.fails_before, street.fails_after = plan.before, plan.after
+        runner.run(until(lambda: pipeline.open == 0))  # the answer before was closed; one may still run
+        pipeline.pieces, pipeline.reason = plan.pieces, plan.reason  # type: ignore[assignment]
+        pipeline.fails_before, pipeline.fails_after = plan.before, plan.after
         return plan.fails
 
     with asyncio.Runner() as runner, target(runner, served) as (over, _):
@@ -145,14 +145,14 @@ def fuzz_engine(examples: int, files: TokenizerFiles) -> Counter[str]:
 
 
 def test_every_request_has_an_answer_in_the_shape_of_its_dialect() -> None:
-    seen = fuzz_street(300)
+    seen = fuzz_pipeline(300)
     for dialect in DIALECTS:
         assert {f"{dialect.name} 200", f"{dialect.name} 400", f"{dialect.name} 404"} <= set(seen)
 
 
 @pytest.mark.slow
 def test_five_thousand_requests_have_an_answer_in_the_shape_of_their_dialect() -> None:
-    assert sum(fuzz_street(5000).values()) >= 5000
+    assert sum(fuzz_pipeline(5000).values()) >= 5000
 
 
 @pytest.mark.parametrize("template", ["demo", "mistral"])

@@ -21,8 +21,8 @@ from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.gemini import gemini
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.redis_process import RedisProcess
-from tests.fakes.street import FakeStreet
 from tests.fakes.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -32,8 +32,8 @@ PIECES = ("One", " two", "\n\u2028 three \U0001f469\u200d\U0001f680")
 TEXT = "".join(PIECES)
 
 
-def remembering(**settings: Any) -> FakeStreet:
-    return FakeStreet(PIECES, responses=response_cache(**settings))
+def remembering(**settings: Any) -> FakePipeline:
+    return FakePipeline(PIECES, responses=response_cache(**settings))
 
 
 Asking = Callable[[Gateway], Coroutine[Any, Any, tuple[list[str], int, int]]]
@@ -152,20 +152,20 @@ EVERY: list[Asking] = [
 
 @pytest.mark.parametrize("first", [chat, message_stream, generate], ids=lambda asking: asking.__name__)
 async def test_one_answer_serves_every_api_whole_and_in_its_own_pieces(first: Asking) -> None:
-    street = remembering()
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering()
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         await first(gateway)
         for asking in EVERY:
             pieces, prompt_tokens, cached_tokens = await asking(gateway)
             assert pieces == (list(PIECES) if asking.__name__.endswith("stream") else [TEXT]), asking.__name__
             assert (prompt_tokens, cached_tokens) == (40, 40), asking.__name__
-    assert len(street.requests) == 1
+    assert len(pipeline.requests) == 1
 
 
 async def test_headers_tell_what_became_of_it_and_ids_are_new() -> None:
     now = [1000.0]
-    street = remembering(now=lambda: now[0])
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering(now=lambda: now[0])
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         _, first, missed = await gateway.post(CHAT, ASK)
         now[0] += 90.5
         _, second, found = await gateway.post(CHAT, ASK)
@@ -185,8 +185,8 @@ async def test_headers_tell_what_became_of_it_and_ids_are_new() -> None:
 
 
 async def test_cache_control_and_the_body_decide_about_their_request() -> None:
-    street = remembering()
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering()
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
 
         async def outcome(cache: dict[str, Any] | None = None, **headers: str) -> str:
             body = ASK if cache is None else {**ASK, "cache": cache}
@@ -230,26 +230,26 @@ async def test_cache_control_and_the_body_decide_about_their_request() -> None:
 async def test_only_if_cached_is_a_504_in_every_api(
     path: str, body: Any, headers: dict[str, str], kind: Callable[[Any], bool]
 ) -> None:
-    street = remembering()
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering()
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         status, told, sent = await gateway.post(path, body, headers={**headers, "Cache-Control": "only-if-cached"})
         assert (status, sent["x-should-retry"], sent["x-kvasir-cache"]) == (504, "false", "miss")
         assert kind(told)
-        assert not street.requests
+        assert not pipeline.requests
 
 
 async def test_a_request_that_the_cache_is_not_for_learns_why_when_it_wants_nothing_else() -> None:
-    street = remembering()
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering()
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         sampled = {**ASK, "temperature": 1, "cache": {"only-if-cached": True}}
         status, told, sent = await gateway.post(CHAT, sampled)
         assert (status, told["error"]["code"], sent["x-kvasir-cache"]) == (504, "not_cached", "bypass; reason=sampling")
 
 
-def readers(street: FakeStreet) -> int:
+def readers(pipeline: FakePipeline) -> int:
     """Of the one generation that is in flight."""
-    assert isinstance(street.responses, ResponseCache)
-    return street.responses.stats()["waiting"]
+    assert isinstance(pipeline.responses, ResponseCache)
+    return pipeline.responses.stats()["waiting"]
 
 
 async def said(gateway: Gateway, *, stream: bool) -> str:
@@ -263,24 +263,24 @@ async def said(gateway: Gateway, *, stream: bool) -> str:
 
 
 async def test_a_hundred_identical_requests_streamed_and_not_are_one_generation() -> None:
-    street = remembering()
-    street.hold_before = asyncio.Event()
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering()
+    pipeline.hold_before = asyncio.Event()
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         asking = [asyncio.create_task(said(gateway, stream=number % 2 == 0)) for number in range(100)]
-        await until(lambda: readers(street) == 100)
-        street.hold_before.set()
+        await until(lambda: readers(pipeline) == 100)
+        pipeline.hold_before.set()
         answers = await asyncio.gather(*asking)
-        stats = street.responses.stats()  # type: ignore[union-attr]
+        stats = pipeline.responses.stats()  # type: ignore[union-attr]
     assert set(answers) == {TEXT}
-    assert len(street.requests) == 1
+    assert len(pipeline.requests) == 1
     assert stats["outcomes"] == {"miss": 1, "shared": 99}
 
 
 async def test_tenants_never_share_but_in_a_namespace_that_was_named_for_them() -> None:
     tenants = [TenantSettings(name=name, keys=(f"key-of-{name}",)) for name in ("north", "south")]
     namespaces = [NamespaceSettings(name="both", tenants=("north", "south"))]
-    street = remembering()
-    async with running(street, response_cache=street.responses, tenants=tenants, namespaces=namespaces) as gateway:
+    pipeline = remembering()
+    async with running(pipeline, response_cache=pipeline.responses, tenants=tenants, namespaces=namespaces) as gateway:
 
         async def outcome(tenant: str, **headers: str) -> tuple[str, str]:
             given = {"Authorization": f"Bearer key-of-{tenant}", **headers}
@@ -296,22 +296,22 @@ async def test_tenants_never_share_but_in_a_namespace_that_was_named_for_them() 
 
 
 async def test_answers_that_failed_are_asked_for_again() -> None:
-    street = remembering()
-    street.fails_after = EngineLostError("lost")
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering()
+    pipeline.fails_after = EngineLostError("lost")
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         assert (await gateway.post(CHAT, ASK))[0] == 502
         transcript = await gateway.transcript(CHAT, {**ASK, "stream": True})
         assert '"error"' in transcript
-        street.fails_after = None
+        pipeline.fails_after = None
         assert (await gateway.post(CHAT, ASK))[2]["x-kvasir-cache"] == "miss"
-    assert len(street.requests) == 3
+    assert len(pipeline.requests) == 3
 
 
 async def test_calls_of_tools_come_again_where_that_is_allowed() -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
     calls = [CallDelta(0, "look", '{"a":'), CallDelta(0, "", "1}")]
-    street = FakeStreet(calls, reason="tool_calls", responses=response_cache(tool_calls=True))
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = FakePipeline(calls, reason="tool_calls", responses=response_cache(tool_calls=True))
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         told = [await gateway.post(CHAT, {**ASK, "tools": tools}) for _ in range(2)]
     assert [headers["x-kvasir-cache"] for _, _, headers in told] == ["miss", "exact"]
     first, second = (body["choices"][0]["message"]["tool_calls"][0] for _, body, _ in told)
@@ -320,8 +320,8 @@ async def test_calls_of_tools_come_again_where_that_is_allowed() -> None:
 
 
 async def test_several_answers_are_several_entries_and_all_of_them_come_again() -> None:
-    street = remembering()
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering()
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         told = [await gateway.post(CHAT, {**ASK, "n": 3}) for _ in range(2)]
         assert [headers["x-kvasir-cache"] for _, _, headers in told] == ["miss", "exact"]
         assert [len(body["choices"]) for _, body, _ in told] == [3, 3]
@@ -335,7 +335,7 @@ async def test_two_gateways_share_over_redis_and_without_it_are_cold(
     with RedisProcess(tmp_path) as process:
         redis = connect(process.url, 1.0)
         shared = [RedisEntries(redis, ResponseCacheSettings(), timeout_s=1.0, now=time.time) for _ in range(2)]
-        one, two = (FakeStreet(PIECES, responses=response_cache(entries)) for entries in shared)
+        one, two = (FakePipeline(PIECES, responses=response_cache(entries)) for entries in shared)
         async with running(one) as first, running(two) as second:
             await first.post(CHAT, ASK)
             await until(lambda: kept(shared[0]))
@@ -355,8 +355,8 @@ async def kept(entries: RedisEntries) -> bool:
 
 
 async def test_the_operator_sees_what_it_did() -> None:
-    street = remembering()
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = remembering()
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         for body in (ASK, ASK, {**ASK, "temperature": 1}):
             await gateway.post(CHAT, body)
         metrics = (await gateway.get("/metrics"))[1]

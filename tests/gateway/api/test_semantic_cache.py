@@ -8,7 +8,7 @@ from typing import Any
 from gateway.responses.stage import ResponseCache
 from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.meanings import Meanings, semantic_cache
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 CHAT = "/v1/chat/completions"
 FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
@@ -27,8 +27,8 @@ async def ask(gateway: Gateway, text: str, **body: Any) -> Any:
 
 
 async def test_headers_say_how_similar_the_question_was_and_whose_answer_it_is() -> None:
-    street = FakeStreet(("One",), responses=in_front("on"))
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = FakePipeline(("One",), responses=in_front("on"))
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         first = await ask(gateway, FIRST)
         second = await ask(gateway, SECOND)
         assert (first["x-kvasir-cache"], second["x-kvasir-cache"]) == ("miss", "semantic")
@@ -38,8 +38,8 @@ async def test_headers_say_how_similar_the_question_was_and_whose_answer_it_is()
 
 
 async def test_a_request_asks_for_it_and_raises_what_it_takes() -> None:
-    street = FakeStreet(("One",), responses=in_front("ask"))
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = FakePipeline(("One",), responses=in_front("ask"))
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         asks = {"cache": {"semantic": True}}
         await ask(gateway, FIRST, **asks)
         assert (await ask(gateway, SECOND))["x-kvasir-cache"] == "miss"
@@ -50,8 +50,8 @@ async def test_a_request_asks_for_it_and_raises_what_it_takes() -> None:
 
 
 async def test_figures_and_metrics_show_what_it_had_and_how_sure_it_is() -> None:
-    street = FakeStreet(("One",), responses=in_front("on"))
-    async with running(street, response_cache=street.responses) as gateway:
+    pipeline = FakePipeline(("One",), responses=in_front("on"))
+    async with running(pipeline, response_cache=pipeline.responses) as gateway:
         await ask(gateway, FIRST)
         await ask(gateway, SECOND)
         semantic = json.loads((await gateway.get("/admin/stats"))[1])["response_cache"]["semantic"]

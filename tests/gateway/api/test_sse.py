@@ -13,7 +13,7 @@ from gateway.config import ServerSettings
 from gateway.errors import EngineLostError
 from gateway.types import CallDelta, ScoredToken, Spelled, TextDelta
 from tests.fakes.gateway import LIMIT_S, Gateway, running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 LINE_ENDS = ["\n", "\r\n", "\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029", "\n\n", "data: x"]
@@ -56,7 +56,7 @@ def piece(rest: str) -> str:
 
 
 async def test_a_chat_stream_to_the_letter() -> None:
-    async with running(FakeStreet(pieces=["Hel", 'l"\u00f6\n\U0001f600'])) as gateway:
+    async with running(FakePipeline(pieces=["Hel", 'l"\u00f6\n\U0001f600'])) as gateway:
         assert still(await gateway.transcript("/v1/chat/completions", CHAT)) == (
             chunk(
                 '"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
@@ -73,7 +73,7 @@ async def test_a_chat_stream_to_the_letter() -> None:
 
 async def test_a_chat_stream_with_tool_calls_to_the_letter() -> None:
     calls = [CallDelta(0, "f"), CallDelta(0, "", '{"x":'), CallDelta(0, "", "1}"), CallDelta(1, "g", "{}")]
-    async with running(FakeStreet(pieces=calls, reason="tool_calls")) as gateway:
+    async with running(FakePipeline(pieces=calls, reason="tool_calls")) as gateway:
         transcript = still(await gateway.transcript("/v1/chat/completions", CHAT))
     empty = '"logprobs":null,"finish_reason":null}]'
     told = [
@@ -92,7 +92,7 @@ async def test_a_chat_stream_with_tool_calls_to_the_letter() -> None:
 
 async def test_a_chat_that_calls_tools_has_no_content_and_an_id_for_each_call() -> None:
     calls = [CallDelta(0, "f"), CallDelta(0, "", "{}"), CallDelta(1, "g", '{"x"'), CallDelta(1, "", ":1}")]
-    async with running(FakeStreet(pieces=calls, reason="tool_calls")) as gateway:
+    async with running(FakePipeline(pieces=calls, reason="tool_calls")) as gateway:
         _, body, _ = await gateway.post("/v1/chat/completions", {**CHAT, "stream": False})
     (choice,) = body["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
@@ -105,7 +105,7 @@ async def test_a_chat_that_calls_tools_has_no_content_and_an_id_for_each_call() 
 
 
 async def test_a_chat_stream_with_usage_to_the_letter() -> None:
-    async with running(FakeStreet(pieces=["Hi"], reason="length")) as gateway:
+    async with running(FakePipeline(pieces=["Hi"], reason="length")) as gateway:
         body = {**CHAT, "stream_options": {"include_usage": True}}
         assert still(await gateway.transcript("/v1/chat/completions", body)) == (
             chunk(
@@ -122,7 +122,7 @@ async def test_a_chat_stream_with_usage_to_the_letter() -> None:
 
 
 async def test_a_completion_stream_to_the_letter() -> None:
-    async with running(FakeStreet(pieces=["a", "b"])) as gateway:
+    async with running(FakePipeline(pieces=["a", "b"])) as gateway:
         body = {"model": "demo", "prompt": "Say: ", "stream": True, "echo": True}
         assert still(await gateway.transcript("/v1/completions", body)) == (
             piece('"choices":[{"index":0,"text":"Say: ","logprobs":null,"finish_reason":null}]')
@@ -134,7 +134,7 @@ async def test_a_completion_stream_to_the_letter() -> None:
 
 
 async def test_a_chat_stream_with_log_probabilities_to_the_letter() -> None:
-    async with running(FakeStreet(pieces=["Hi", SCORED])) as gateway:
+    async with running(FakePipeline(pieces=["Hi", SCORED])) as gateway:
         body = {**CHAT, "logprobs": True, "top_logprobs": 2}
         chunks = still(await gateway.transcript("/v1/chat/completions", body)).split("\n\n")
         assert chunks[1] + "\n\n" == chunk(
@@ -151,7 +151,7 @@ async def test_a_chat_stream_with_log_probabilities_to_the_letter() -> None:
 
 
 async def test_a_completion_stream_with_log_probabilities_to_the_letter() -> None:
-    async with running(FakeStreet(pieces=[SCORED])) as gateway:
+    async with running(FakePipeline(pieces=[SCORED])) as gateway:
         body = {"model": "demo", "prompt": "Say:", "stream": True, "logprobs": 2}
         chunks = still(await gateway.transcript("/v1/completions", body)).split("\n\n")
         assert chunks[0] + "\n\n" == piece(
@@ -162,7 +162,7 @@ async def test_a_completion_stream_with_log_probabilities_to_the_letter() -> Non
 
 
 async def test_an_answer_without_text_still_begins_and_ends() -> None:
-    async with running(FakeStreet(pieces=[])) as gateway:
+    async with running(FakePipeline(pieces=[])) as gateway:
         assert still(await gateway.transcript("/v1/chat/completions", CHAT)) == (
             chunk(
                 '"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
@@ -173,8 +173,8 @@ async def test_an_answer_without_text_still_begins_and_ends() -> None:
 
 
 async def test_an_error_after_the_first_byte_is_the_last_event() -> None:
-    street = FakeStreet(pieces=["Hi"], fails_after=EngineLostError("Engine engine-1 went away."))
-    async with running(street) as gateway:
+    pipeline = FakePipeline(pieces=["Hi"], fails_after=EngineLostError("Engine engine-1 went away."))
+    async with running(pipeline) as gateway:
         text = await gateway.transcript("/v1/chat/completions", CHAT)
         events = text.split("\n\n")
         assert events[-2:] == [
@@ -185,7 +185,7 @@ async def test_an_error_after_the_first_byte_is_the_last_event() -> None:
 
 
 async def test_a_bug_after_the_first_byte_tells_the_client_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
-    async with running(FakeStreet(fails_after=ZeroDivisionError("secret"))) as gateway:
+    async with running(FakePipeline(fails_after=ZeroDivisionError("secret"))) as gateway:
         text = await gateway.transcript("/v1/chat/completions", CHAT)
         assert '"type":"server_error"' in text.split("\n\n")[-2]
         assert "secret" not in text
@@ -207,22 +207,22 @@ async def test_headers_of_a_stream_say_what_was_reused() -> None:
 
 
 async def test_the_role_is_sent_when_the_first_token_is_there_and_not_before() -> None:
-    street = FakeStreet(pieces=[], hold_before=asyncio.Event(), hold_after=asyncio.Event())
-    async with running(street) as gateway:
+    pipeline = FakePipeline(pieces=[], hold_before=asyncio.Event(), hold_after=asyncio.Event())
+    async with running(pipeline) as gateway:
         asking = asyncio.create_task(gateway.session.post(f"{gateway.url}/v1/chat/completions", json=CHAT))
-        await asyncio.wait_for(street.reached.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.reached.wait(), LIMIT_S)
         assert not asking.done()
-        assert street.hold_before is not None
-        street.hold_before.set()
+        assert pipeline.hold_before is not None
+        pipeline.hold_before.set()
         async with await asyncio.wait_for(asking, LIMIT_S) as answer:
             assert b'"role":"assistant"' in await answer.content.readuntil(b"\n\n")
-            assert street.hold_after is not None
-            street.hold_after.set()
+            assert pipeline.hold_after is not None
+            pipeline.hold_after.set()
             assert (await answer.text()).endswith("data: [DONE]\n\n")
 
 
 async def test_several_prompts_interleave_and_each_is_complete() -> None:
-    async with running(FakeStreet(pieces=["a", "b"])) as gateway:
+    async with running(FakePipeline(pieces=["a", "b"])) as gateway:
         body = {
             "model": "demo",
             "prompt": ["x", "y", "z"],
@@ -240,26 +240,26 @@ async def test_several_prompts_interleave_and_each_is_complete() -> None:
 
 
 async def test_when_one_of_several_prompts_fails_the_stream_ends_with_its_error() -> None:
-    class OneFails(FakeStreet):
+    class OneFails(FakePipeline):
         async def _events(self, request: Any) -> Any:
             async for event in super()._events(request):
                 yield event
                 if len(self.requests) == 3 and request is self.requests[1]:
                     raise EngineLostError("lost")
 
-    street = OneFails(hold_after=asyncio.Event())
-    async with running(street) as gateway:
+    pipeline = OneFails(hold_after=asyncio.Event())
+    async with running(pipeline) as gateway:
         body = {"model": "demo", "prompt": ["x", "y", "z"], "stream": True}
         text = await gateway.transcript("/v1/completions", body)
         assert text.split("\n\n")[-2].startswith('data: {"error":{"message":"lost"')
-        assert street.open == 0
+        assert pipeline.open == 0
 
 
 @settings(max_examples=30, deadline=None)
 @given(pieces=st.lists(st.text(min_size=1, max_size=8) | st.sampled_from(LINE_ENDS), max_size=8))
 def test_any_text_arrives_also_at_clients_that_end_lines_where_unicode_does(pieces: list[str]) -> None:
     async def work() -> None:
-        async with running(FakeStreet(pieces=pieces)) as gateway:
+        async with running(FakePipeline(pieces=pieces)) as gateway:
             for body, path in ((CHAT, "/v1/chat/completions"), (ECHO, "/v1/completions")):
                 text = await gateway.transcript(path, body)
                 events = [json.loads(line[6:]) for line in text.splitlines() if line and line != "data: [DONE]"]
@@ -285,46 +285,46 @@ async def first_bytes(gateway: Gateway) -> tuple[asyncio.StreamReader, asyncio.S
 
 async def test_hanging_up_closes_the_answer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvasir.access")
-    street = FakeStreet(hold_after=asyncio.Event())
-    async with running(street) as gateway:
+    pipeline = FakePipeline(hold_after=asyncio.Event())
+    async with running(pipeline) as gateway:
         _, writer = await first_bytes(gateway)
         writer.close()
-        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.closed.wait(), LIMIT_S)
         await writer.wait_closed()
-    assert street.open == 0
+    assert pipeline.open == 0
     assert "status=499" in caplog.text
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 async def test_hanging_up_before_the_first_token_closes_the_answer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvasir.access")
-    street = FakeStreet(hold_before=asyncio.Event())
-    async with running(street) as gateway:
+    pipeline = FakePipeline(hold_before=asyncio.Event())
+    async with running(pipeline) as gateway:
         asking = asyncio.create_task(gateway.post("/v1/chat/completions", {**CHAT, "stream": False}))
-        await asyncio.wait_for(street.reached.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.reached.wait(), LIMIT_S)
         asking.cancel()
-        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.closed.wait(), LIMIT_S)
     assert "status=499" in caplog.text
 
 
 async def test_hanging_up_closes_every_prompts_answer() -> None:
-    street = FakeStreet(hold_before=asyncio.Event())
-    async with running(street) as gateway:
+    pipeline = FakePipeline(hold_before=asyncio.Event())
+    async with running(pipeline) as gateway:
         body = {"model": "demo", "prompt": ["a", "b", "c"]}
         asking = asyncio.create_task(gateway.post("/v1/completions", body))
-        await asyncio.wait_for(street.reached.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.reached.wait(), LIMIT_S)
         asking.cancel()
-        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
-    assert street.open == 0
+        await asyncio.wait_for(pipeline.closed.wait(), LIMIT_S)
+    assert pipeline.open == 0
 
 
 async def test_writing_to_a_client_that_left_ends_quietly(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    street = FakeStreet(pieces=["x" * 1000] * 20_000)
-    async with running(street) as gateway:
+    pipeline = FakePipeline(pieces=["x" * 1000] * 20_000)
+    async with running(pipeline) as gateway:
         _, writer = await first_bytes(gateway)
         writer.transport.abort()
-        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.closed.wait(), LIMIT_S)
     assert "status=499" in caplog.text
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
@@ -334,19 +334,19 @@ async def test_a_client_that_stops_reading_is_given_up_at_the_deadline(
 ) -> None:
     monkeypatch.setattr("gateway.api.stream.LAST_WRITE_S", 0.05)
     caplog.set_level("INFO", "kvasir.access")
-    street = FakeStreet(pieces=["x" * 100_000] * 1000)
-    async with running(street, server=ServerSettings(request_timeout_s=0.5)) as gateway:
+    pipeline = FakePipeline(pieces=["x" * 100_000] * 1000)
+    async with running(pipeline, server=ServerSettings(request_timeout_s=0.5)) as gateway:
         _, writer = await first_bytes(gateway)
-        await asyncio.wait_for(street.closed.wait(), LIMIT_S)
+        await asyncio.wait_for(pipeline.closed.wait(), LIMIT_S)
         writer.transport.abort()
     assert "status=499" in caplog.text
 
 
 async def test_an_answer_past_its_deadline_ends_with_an_error() -> None:
-    street = FakeStreet(hold_after=asyncio.Event())
-    async with running(street, server=ServerSettings(request_timeout_s=0.05)) as gateway:
+    pipeline = FakePipeline(hold_after=asyncio.Event())
+    async with running(pipeline, server=ServerSettings(request_timeout_s=0.05)) as gateway:
         assert "request_timeout_s" in await gateway.transcript("/v1/chat/completions", CHAT)
         status, body, headers = await gateway.post("/v1/chat/completions", {**CHAT, "stream": False})
         assert (status, body["error"]["code"]) == (503, "server_is_overloaded")
         assert headers["x-should-retry"] == "false"
-    assert street.open == 0
+    assert pipeline.open == 0

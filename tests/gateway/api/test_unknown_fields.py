@@ -29,7 +29,7 @@ from gateway.api.unknown_fields import (
 from gateway.config import ApiSettings, TenantSettings
 from gateway.types import Tenant
 from tests.fakes.gateway import response_cache, running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 USER: dict[str, Any] = {"role": "user", "content": "Hi."}
 ASK: dict[str, Any] = {"model": "demo", "messages": [USER]}
@@ -298,8 +298,8 @@ async def test_a_tenant_may_have_its_unknown_fields_refused_in_batches_too() -> 
 
 
 async def test_requests_that_differ_in_ignored_fields_alone_are_one_to_the_response_cache() -> None:
-    street = FakeStreet(responses=response_cache())
-    async with running(street) as gateway:
+    pipeline = FakePipeline(responses=response_cache())
+    async with running(pipeline) as gateway:
         asked = {**ASK, "temperature": 0}
         for body, outcome, names in (
             (asked, "miss", None),
@@ -365,11 +365,11 @@ async def test_a_call_that_has_to_be_made_without_tools_is_still_refused() -> No
     ("kind", "value"), [("json", {"type": "object"}), ("regex", "a+"), ("choice", ["a", "b"]), ("grammar", "start: x")]
 )
 async def test_guided_decoding_is_structured_output_by_its_older_name(kind: str, value: Any) -> None:
-    street = FakeStreet()
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline()
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         for extra in ({f"guided_{kind}": value}, {"structured_outputs": {kind: value}}):
             await client.chat.completions.create(model="demo", messages=[USER], extra_body=extra)  # type: ignore[list-item]
-        one, other = (request.constraint for request in street.requests)
+        one, other = (request.constraint for request in pipeline.requests)
         assert one is not None
         assert other is not None
         assert one.grammar == other.grammar
@@ -379,10 +379,10 @@ async def test_guided_decoding_is_structured_output_by_its_older_name(kind: str,
 
 
 async def test_cache_control_in_a_chat_is_a_breakpoint() -> None:
-    street = FakeStreet()
+    pipeline = FakePipeline()
     marked = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     other = {"cache_control": {"type": "ephemeral", "ttl": "17m"}}
-    async with running(street) as gateway:
+    async with running(pipeline) as gateway:
         part = {"type": "text", "text": "Long."}
         messages = [
             {"role": "system", "content": [{**part, **marked}, part]},
@@ -394,7 +394,7 @@ async def test_cache_control_in_a_chat_is_a_breakpoint() -> None:
         wrong = {**ASK, "messages": [{**USER, "cache_control": {"type": "forever"}}]}
         status, answer, _ = await gateway.post("/v1/chat/completions", wrong)
         assert (status, answer["error"]["param"]) == (400, "messages[0].cache_control.type")
-    markers = street.requests[0].prompt.markers  # type: ignore[union-attr]
+    markers = pipeline.requests[0].prompt.markers  # type: ignore[union-attr]
     assert [(one.message, one.chars, one.ttl_s) for one in markers] == [(0, 5, 3600.0), (1, 3, 1800.0)]
 
 
@@ -409,21 +409,21 @@ async def test_edits_of_a_conversation_are_accepted_as_far_as_they_do_nothing() 
 
 
 async def test_the_older_form_of_output_config_is_carried_out() -> None:
-    street = FakeStreet(pieces=["{}"])
+    pipeline = FakePipeline(pieces=["{}"])
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
-    async with running(street) as gateway:
+    async with running(pipeline) as gateway:
         for more in ({"output_format": form}, {"output_config": {"format": form}}):
             status, answer, _ = await gateway.post("/v1/messages", {**ASK, "max_tokens": 9, **more}, headers=VERSION)
             assert status == 200, answer
-    one, other = (request.constraint for request in street.requests)
+    one, other = (request.constraint for request in pipeline.requests)
     assert one is not None
     assert other is not None
     assert one.grammar == other.grammar
 
 
 async def test_the_sdks_tool_runner_goes_on_without_threads() -> None:
-    street = FakeStreet(pieces=["Done."])
-    async with running(street) as gateway, gateway.anthropic() as client:
+    pipeline = FakePipeline(pieces=["Done."])
+    async with running(pipeline) as gateway, gateway.anthropic() as client:
 
         @anthropic.beta_async_tool
         async def find(what: str) -> str:

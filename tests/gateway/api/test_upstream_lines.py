@@ -68,7 +68,7 @@ async def test_a_line_goes_to_its_path_as_it_was_written_and_comes_back_as_it_wa
 
 
 async def test_a_line_takes_a_place_of_the_batch_lane_at_its_upstream() -> None:
-    async with upstream(Told(then="stall")) as stub, running(upstreams=[stub.settings(batch_places=1)]) as gateway:
+    async with upstream(Told(then="stall")) as stub, running(upstreams=[stub.settings(batch_slots=1)]) as gateway:
         lines = [asyncio.ensure_future(answer(gateway)) for _ in range(2)]
 
         async def told() -> bool:

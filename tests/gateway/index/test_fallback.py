@@ -1,4 +1,4 @@
-"""The index that the street asks: Redis while it answers, memory while it does not."""
+"""The index that the pipeline asks: Redis while it answers, memory while it does not."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def logprobs_of(tokens: list[int]) -> list[TokenLogprobs]:
 
 
 def run(model: Model, tokens: list[int], cuts: list[int], stop: tuple[str, ...]) -> tuple[str, list[Any]]:
-    """As the street does. Returns the text, and with each release how much of the text had been sent."""
+    """As the pipeline does. Returns the text, and with each release how much of the text had been sent."""
     decoder, scores = model.decoding.decoder(stop), Scores(model.decoding)
     sent, released = "", []
     edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]

@@ -1,4 +1,4 @@
-"""The prompt stage as the street sees it."""
+"""The prompt stage as the pipeline sees it."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.protocol import DIGEST_BYTES, Load
 from gateway.config import QueueSettings, RoutingSettings
-from gateway.queues.lane import PLAN_DEPTH, Lane, Seat, Waiter
+from gateway.queues.lane import PLAN_DEPTH, EngineSlots, Lane, Waiter
 from gateway.routing.router import Router
 from gateway.types import Ask
-from tests.fakes.street import FakeEngine, hello
+from tests.fakes.pipeline import FakeEngine, hello
 
 RATE = 1000.0
 
@@ -35,7 +35,7 @@ class Rig:
         for number in range(self.engines):
             load = Load(prefill_tokens_per_s=RATE, decode_tokens_per_s=1000.0)
             engine = FakeEngine(hello(incarnation=f"e{number}"), f"e{number}", load)
-            self.lane.seats[f"e{number}"] = Seat(engine, f"e{number}", self.places)
+            self.lane.engine_slots[f"e{number}"] = EngineSlots(engine, f"e{number}", self.places)
 
     def enter(self, tokens: int, tenant: str = "t", at_s: float = 0.0, **fields: Any) -> tuple[Waiter, bool]:
         """The request, and whether it was sent at once."""
@@ -44,15 +44,15 @@ class Rig:
 
     def block(self) -> None:
         """Everything is taken until `drain`."""
-        for seat in self.lane.seats.values():
-            seat.taken = seat.places
+        for slots in self.lane.engine_slots.values():
+            slots.taken = slots.total
 
     def drain(self) -> list[Waiter]:
         """One place at a time becomes free, until nobody waits."""
         order: list[Waiter] = []
         while len(self.lane):
-            for seat in self.lane.seats.values():
-                seat.taken = 0
+            for slots in self.lane.engine_slots.values():
+                slots.taken = 0
             sent = self.lane.assign(0.0)
             assert sent, "free engines and nobody is sent"
             order += [waiter for waiter, _ in sent]
@@ -83,7 +83,7 @@ def test_equal_requests_are_served_as_they_came() -> None:
 
 def test_a_free_engine_takes_over_when_the_line_for_the_holder_grows() -> None:
     rig = Rig(engines=2)
-    rig.lane.seats["e0"].taken = 1
+    rig.lane.engine_slots["e0"].taken = 1
     sent = [rig.enter(1000, cached_tokens={"e0": 800})[1] for _ in range(11)]
     # Each adds 0.2 s in front of e0, and 0.128 s for its turn, while e1 would cost 4 x 0.8 s more.
     assert sent == [False] * 10 + [True]
@@ -92,18 +92,18 @@ def test_a_free_engine_takes_over_when_the_line_for_the_holder_grows() -> None:
 
 def test_one_who_cannot_go_anywhere_now_is_in_nobodys_way() -> None:
     rig = Rig(engines=2)
-    rig.lane.seats["e0"].taken = 1
+    rig.lane.engine_slots["e0"].taken = 1
     assert rig.enter(100, only="e0") == (next(iter(rig.lane)), False)
     assert rig.enter(100)[1]
 
 
 def test_a_free_engine_is_found_behind_many_that_are_bound_to_another() -> None:
     rig = Rig(engines=2, places=2)
-    rig.lane.seats["e0"].taken = rig.lane.seats["e1"].taken = 2
+    rig.lane.engine_slots["e0"].taken = rig.lane.engine_slots["e1"].taken = 2
     bound = [rig.enter(100, cached_tokens={"e0": 100}, only="e0")[0] for _ in range(2 * PLAN_DEPTH)]
     other, _ = rig.enter(1000)
-    rig.lane.seats["e1"].taken = 0
-    assert [(waiter, seat.incarnation) for waiter, seat in rig.lane.assign(0.0)] == [(other, "e1")]
+    rig.lane.engine_slots["e1"].taken = 0
+    assert [(waiter, slots.incarnation) for waiter, slots in rig.lane.assign(0.0)] == [(other, "e1")]
     assert len(rig.lane) == len(bound)
 
 
@@ -118,7 +118,7 @@ def test_a_tenant_that_sends_one_is_next_however_many_another_sent() -> None:
 
 def test_a_short_prompt_is_sent_past_the_backlog_of_another_tenant_and_a_long_one_is_not() -> None:
     rig = Rig(places=16)
-    engine = rig.lane.seats["e0"].engine
+    engine = rig.lane.engine_slots["e0"].engine
     assert rig.enter(8000, "much")[1]
     engine.load = Load(prefill_backlog=8000, prefill_tokens_per_s=RATE)
     engine.prefilling = {"much": 8000}
@@ -130,7 +130,7 @@ def test_a_short_prompt_is_sent_past_the_backlog_of_another_tenant_and_a_long_on
     assert not rig.enter(120, "little")[1]
     engine.prefilling["little"] = 0
     assert [waiter.ask.prompt_tokens for waiter, _ in rig.lane.assign(0.0)] == [120]
-    rig.lane.seats["e0"].taken = 16
+    rig.lane.engine_slots["e0"].taken = 16
     assert not rig.enter(50, "third")[1]
 
 
@@ -276,7 +276,7 @@ def test_tenants_have_the_same_however_their_requests_arrive(events: list[tuple[
                 largest[tenant] = max(largest[tenant], waiter.cost_s / weights[tenant])
             first.setdefault(tenant, 0)
         elif len(rig.lane):
-            rig.lane.seats["e0"].taken = 0
+            rig.lane.engine_slots["e0"].taken = 0
             ((waiter, _),) = rig.lane.assign(0.0)
             tenant = waiter.ask.tenant
             waiting[tenant] -= 1
@@ -320,7 +320,7 @@ def take_turns(rig: Rig, *, held: int, minutes: int = 4) -> None:
             rig.enter(10_000, at_s=now_s, cached_tokens=cached, digests=session_digests(number), block_size=16)
         while len(rig.lane):
             now_s += max(10.0 - held / RATE, 0.1)
-            rig.lane.seats["e0"].taken = 0
+            rig.lane.engine_slots["e0"].taken = 0
             assert len(rig.lane.assign(now_s)) == 1
 
 
@@ -348,11 +348,11 @@ def overloaded(rig: Rig, *, at_s: float) -> None:
 
 def fill(rig: Rig, *, at_s: float) -> None:
     """Every engine has a session that needs all of its cache."""
-    for number, name in enumerate(rig.lane.seats):
+    for number, name in enumerate(rig.lane.engine_slots):
         waiter, sent = rig.enter(16_000, at_s=at_s, digests=session_digests(number, 1000), block_size=16, only=name)
         assert sent, waiter
-    for seat in rig.lane.seats.values():
-        seat.taken = 0
+    for slots in rig.lane.engine_slots.values():
+        slots.taken = 0
 
 
 def test_in_an_overload_one_engine_serves_those_who_would_push_others_out() -> None:
@@ -362,9 +362,9 @@ def test_in_an_overload_one_engine_serves_those_who_would_push_others_out() -> N
     newcomers = [rig.enter(10_000, at_s=1.0) for _ in range(3)]
     assert [sent for _, sent in newcomers] == [True, False, False]
     assert rig.lane.held_back == 2
-    assert sum(seat.taken for seat in rig.lane.seats.values()) == 1
+    assert sum(slots.taken for slots in rig.lane.engine_slots.values()) == 1
     _, sent = rig.enter(16_000, at_s=2.0, cached_tokens={"e1": 15_900}, digests=session_digests(1, 1000), block_size=16)
-    assert sent or next(seat for seat in rig.lane.seats.values() if seat.taken).incarnation == "e1"
+    assert sent or next(slots for slots in rig.lane.engine_slots.values() if slots.taken).incarnation == "e1"
     assert rig.enter(10, at_s=2.0)[1]  # a little is taken everywhere
 
 
@@ -417,7 +417,7 @@ def test_prompts_of_which_nothing_is_known_are_none() -> None:
         rig.enter(10_000, at_s=now_s)
         for _ in range(2):
             now_s += 10.0
-            rig.lane.seats["e0"].taken = 0
+            rig.lane.engine_slots["e0"].taken = 0
             rig.lane.assign(now_s)
     assert rig.lane.overload.share == 0.0
 
@@ -430,16 +430,16 @@ class LaneMachine(RuleBasedStateMachine):
         self.rig = Rig(engines=engines, places=places, overload_share=0.01)
         self.lane = self.rig.lane
         self.waiting: list[Waiter] = []
-        self.inside: list[tuple[Waiter, Seat[FakeEngine]]] = []
+        self.inside: list[tuple[Waiter, EngineSlots[FakeEngine]]] = []
         self.now = 0.0
         self.made = engines
 
-    def sent(self, sent: list[tuple[Waiter, Seat[FakeEngine]]]) -> None:
-        for waiter, seat in sent:
+    def sent(self, sent: list[tuple[Waiter, EngineSlots[FakeEngine]]]) -> None:
+        for waiter, slots in sent:
             self.waiting.remove(waiter)  # raises for one that was sent before
-            assert waiter.ask.only in (None, seat.incarnation)
-            assert seat is self.lane.seats[seat.incarnation]
-            self.inside.append((waiter, seat))
+            assert waiter.ask.only in (None, slots.incarnation)
+            assert slots is self.lane.engine_slots[slots.incarnation]
+            self.inside.append((waiter, slots))
 
     @rule(
         tokens=st.integers(1, 20_000),
@@ -452,7 +452,7 @@ class LaneMachine(RuleBasedStateMachine):
     )
     def come(self, tokens: int, tenant: str, held: int, at: int, pinned: bool, session: int, later_s: float) -> None:
         self.now += later_s
-        names = list(self.lane.seats)
+        names = list(self.lane.engine_slots)
         name = names[at % len(names)]
         digests = session_digests(session, tokens // 16) if session else b""
         only = name if pinned else None
@@ -471,22 +471,22 @@ class LaneMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.inside)
     @rule(which=st.integers(0, 50))
     def end(self, which: int) -> None:
-        _, seat = self.inside.pop(which % len(self.inside))
-        seat.taken -= 1
+        _, slots = self.inside.pop(which % len(self.inside))
+        slots.taken -= 1
         self.sent(self.lane.assign(0.0))
 
     @rule(which=st.integers(0, 3), backlog=st.sampled_from([0, 400, 10**5]), tenant=st.sampled_from("abc"))
     def load(self, which: int, backlog: int, tenant: str) -> None:
-        seats = list(self.lane.seats.values())
-        seats[which % len(seats)].engine.prefilling = {tenant: backlog // 2}
-        seats[which % len(seats)].engine.load = Load(prefill_backlog=backlog, prefill_tokens_per_s=RATE)
+        engine_slots = list(self.lane.engine_slots.values())
+        engine_slots[which % len(engine_slots)].engine.prefilling = {tenant: backlog // 2}
+        engine_slots[which % len(engine_slots)].engine.load = Load(prefill_backlog=backlog, prefill_tokens_per_s=RATE)
         self.sent(self.lane.assign(0.0))
 
-    @precondition(lambda self: len(self.lane.seats) > 1)
+    @precondition(lambda self: len(self.lane.engine_slots) > 1)
     @rule(which=st.integers(0, 3))
     def lose(self, which: int) -> None:
-        name = list(self.lane.seats)[which % len(self.lane.seats)]
-        del self.lane.seats[name]
+        name = list(self.lane.engine_slots)[which % len(self.lane.engine_slots)]
+        del self.lane.engine_slots[name]
         for waiter in [waiter for waiter in self.waiting if waiter.ask.only == name]:
             assert self.lane.remove(waiter)
             self.waiting.remove(waiter)
@@ -496,7 +496,7 @@ class LaneMachine(RuleBasedStateMachine):
     def join(self) -> None:
         self.made += 1
         name = f"n{self.made}"
-        self.lane.seats[name] = Seat(FakeEngine(hello(incarnation=name), name), name, 1)
+        self.lane.engine_slots[name] = EngineSlots(FakeEngine(hello(incarnation=name), name), name, 1)
         self.sent(self.lane.assign(0.0))
 
     @invariant()
@@ -509,15 +509,15 @@ class LaneMachine(RuleBasedStateMachine):
         waiting = {id(waiter.session): waiter.session for waiter in self.waiting if waiter.session is not None}
         for session in waiting.values():
             assert session.waiting == sum(waiter.session is session for waiter in self.waiting)
-        for seat in self.lane.seats.values():
-            assert 0 <= seat.taken <= seat.places
-            assert seat.taken == sum(held is seat for _, held in self.inside)
+        for slots in self.lane.engine_slots.values():
+            assert 0 <= slots.taken <= slots.total
+            assert slots.taken == sum(held is slots for _, held in self.inside)
 
     @invariant()
     def no_engine_is_idle_for_want_of_a_choice(self) -> None:
         """Who is not tied to an engine only waits if all engines that have a place are less attractive than one that
         has none: with nothing taken anywhere, nobody waits."""
-        if hasattr(self, "lane") and not any(seat.taken for seat in self.lane.seats.values()):
+        if hasattr(self, "lane") and not any(slots.taken for slots in self.lane.engine_slots.values()):
             assert not self.waiting
 
 

@@ -65,7 +65,7 @@ def test_what_was_sent_long_ago_makes_room() -> None:
     sessions = Sessions()
     for number in range(MAX_SESSIONS + 10):
         sessions.sent(None, digests(1, number + 2), f"e{number}", 0.0)
-    assert len(sessions._places) == MAX_SESSIONS + 1
+    assert len(sessions._by_position) == MAX_SESSIONS + 1
     assert len(sessions._cached) == MAX_SESSIONS
     assert sessions.find(digests(1, 11), 0.0) == (1, None)
     assert sessions.find(digests(1, 12), 0.0)[0] == 2

@@ -23,8 +23,8 @@ from gateway.responses.upstream_recording import Form, Kept, write
 from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.redis_process import RedisProcess
-from tests.fakes.street import FakeStreet
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
@@ -74,10 +74,10 @@ async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | 
     removals = Removals(memory, shared, log, every_s=settings.removals_s)
     exact = ExactCache(memory, shared, memory_s=settings.memory_s, removals=removals)
     cache = ResponseCache(settings, {}, exact, None, now)
-    street = FakeStreet(pieces or ("Hello", " world"), responses=cache)
+    pipeline = FakePipeline(pieces or ("Hello", " world"), responses=cache)
     auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)
     async with running(
-        street, auth=auth, tenants=TENANTS, answers=KeptAnswers(memory, shared, removals), now=now
+        pipeline, auth=auth, tenants=TENANTS, answers=KeptAnswers(memory, shared, removals), now=now
     ) as gateway:
         yield Asking(gateway, clock, removals)
 
@@ -214,7 +214,7 @@ async def test_what_an_upstream_wrote_can_be_looked_at_and_what_cannot_be_read_i
     for number, body in enumerate((told, b"[]")):
         key = bytes(31) + bytes((number,))
         memory.set(Entry(key, f"{number}" * 32, "tenant:north", "up-1", now, now + 60, body))
-    async with running(FakeStreet(), auth=auth, answers=KeptAnswers(memory, None), now=lambda: now) as gateway:
+    async with running(FakePipeline(), auth=auth, answers=KeptAnswers(memory, None), now=lambda: now) as gateway:
         status, text, _ = await gateway.get(f"/admin/cache/{'0' * 32}?content=true", "admin-key-1")
         shown = json.loads(text)
         assert (status, shown["prompt_tokens"], shown["completion_tokens"]) == (200, 100, 7)

@@ -25,7 +25,7 @@ from gateway.types import (
     ToolUse,
     Trace,
 )
-from tests.fakes.street import hello
+from tests.fakes.pipeline import hello
 
 TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"a": {}, "b": {}}})
 CHAT = ChatPrompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}], tools=(TOOL,))

@@ -45,8 +45,8 @@ from gateway.types import (
     Trace,
     Usage,
 )
+from tests.fakes.pipeline import hello
 from tests.fakes.shelf import Shelf
-from tests.fakes.street import hello
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
@@ -464,7 +464,7 @@ async def test_when_all_hang_up_the_generation_ends() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [OverloadedError("full"), DeadlineError.without_place(1.0), QueueFullError("full"), EngineLostError("lost")],
+    [OverloadedError("full"), DeadlineError.without_slot(1.0), QueueFullError("full"), EngineLostError("lost")],
 )
 async def test_a_failure_before_the_first_token_is_shared_by_all_who_joined(error: KvasirError) -> None:
     bench = Bench(engine=Engine(errors=[error] * 8))

@@ -231,7 +231,7 @@ async def test_nobody_waits_for_what_an_upstream_may_let_wait_and_all_get_what_c
         UpstreamsAwayError("m", 1.0),
         UpstreamLostError("refused"),
         UpstreamTimeoutError("slow"),
-        DeadlineError.without_place(1.0),
+        DeadlineError.without_slot(1.0),
     ],
 )
 async def test_upstreams_that_cannot_be_asked_are_asked_once_for_all_who_joined(error: KvasirError) -> None:

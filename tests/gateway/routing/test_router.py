@@ -25,7 +25,7 @@ class Candidate:
     name: str
     load: Load = field(default_factory=Load)
     hello: Hello = field(init=False)
-    places: int = 16
+    total: int = 16
     taken: int = 0
     given_tokens: float = 0.0
     prefilling: dict[str, int] = field(default_factory=dict)
@@ -162,7 +162,7 @@ def test_of_equals_an_affinity_chooses_the_same_one_whatever_was_given_and_anoth
 
 def test_an_engine_whose_places_are_taken_is_waited_for() -> None:
     candidates = engines(a={}, b={})
-    candidates[0].taken = candidates[0].places = 1
+    candidates[0].taken = candidates[0].total = 1
     assert chosen(candidates, 100, a=100) == "b"  # an answer of 1.28 s, against 4 x 0.1 s of prefill
     assert chosen(candidates, 1000, a=1000) == "a"
 

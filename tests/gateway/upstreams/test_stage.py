@@ -82,7 +82,7 @@ async def whole(upstreams: Upstreams, request: UpstreamRequest) -> int:
 
 
 async def test_a_line_waits_while_online_requests_take_all_places_and_they_never_wait() -> None:
-    async with upstream() as stub, asked_of(stub.settings(batch_places=1)) as upstreams:
+    async with upstream() as stub, asked_of(stub.settings(batch_slots=1)) as upstreams:
         online = asking("online")
         async with upstreams.answer(online), upstreams.answer(asking("online")):
             line = asyncio.ensure_future(whole(upstreams, asking()))
@@ -94,7 +94,7 @@ async def test_a_line_waits_while_online_requests_take_all_places_and_they_never
 
 
 async def test_lines_take_no_connection_from_online_requests() -> None:
-    settings = {"batch_places": 2, "max_connections": 1, "max_waiting": 0, "connect_timeout_s": 0.5, "retries": 0}
+    settings = {"batch_slots": 2, "max_connections": 1, "max_waiting": 0, "connect_timeout_s": 0.5, "retries": 0}
     stalls = [Told(then="stall")] * 2
     async with upstream(*stalls, CHAT) as stub, asked_of(stub.settings(**settings)) as upstreams:
         lines = [asyncio.ensure_future(whole(upstreams, asking())) for _ in stalls]
@@ -108,7 +108,7 @@ async def test_lines_take_no_connection_from_online_requests() -> None:
 
 
 async def test_a_line_keeps_its_place_until_its_answer_is_read_to_the_end() -> None:
-    async with upstream() as stub, asked_of(stub.settings(batch_places=1)) as upstreams:
+    async with upstream() as stub, asked_of(stub.settings(batch_slots=1)) as upstreams:
         first = asking()
         async with upstreams.answer(first):
             second = asking()
@@ -144,7 +144,7 @@ async def test_an_upstream_that_has_no_room_for_anybody_gets_no_more_lines_for_a
 
 
 async def test_an_upstream_that_answers_lines_gets_more_of_them_again() -> None:
-    settings = {"batch_places": 2, "retries": 0}
+    settings = {"batch_slots": 2, "retries": 0}
     async with upstream(error(429, retry_after="0"), CHAT) as stub, asked_of(stub.settings(**settings)) as upstreams:
         assert await whole(upstreams, asking()) == 429  # one at a time from now on
         async with upstreams.answer(asking()), upstreams.answer(asking()):
@@ -199,7 +199,7 @@ async def test_a_line_that_tries_whether_an_upstream_is_back_says_that_it_is_not
 
 
 async def test_a_line_waits_for_no_place_at_an_upstream_that_is_left_alone() -> None:
-    settings = nowhere(breaker_failures=1, retries=0, batch_places=1)
+    settings = nowhere(breaker_failures=1, retries=0, batch_slots=1)
     async with asked_of(settings) as upstreams:
         with pytest.raises(UpstreamLostError) as caught:
             await whole(upstreams, asking())

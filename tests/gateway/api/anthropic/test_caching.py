@@ -14,7 +14,7 @@ from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Lease, Marker
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -246,7 +246,7 @@ SEVERAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_tells_what_was_written_and_for_how_long(stream: bool) -> None:
-    async with running(FakeStreet(traced=SEVERAL)) as gateway, gateway.anthropic() as client:
+    async with running(FakePipeline(traced=SEVERAL)) as gateway, gateway.anthropic() as client:
         if stream:
             async with client.messages.stream(**ASKED) as events:
                 answer: Any = await events.get_final_message()
@@ -256,7 +256,7 @@ async def test_usage_tells_what_was_written_and_for_how_long(stream: bool) -> No
     assert (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (10, 30, 0)
     assert usage.cache_creation.to_dict() == {"ephemeral_5m_input_tokens": 20, "ephemeral_1h_input_tokens": 10}
     assert usage.to_dict()["cache_lease"] == "kept"
-    assert not gateway.street.looked_up
+    assert not gateway.pipeline.looked_up
 
 
 @pytest.mark.parametrize(
@@ -272,34 +272,34 @@ async def test_usage_tells_what_was_written_and_for_how_long(stream: bool) -> No
 async def test_a_read_counts_at_breakpoints_and_at_blocks_before_them(
     reads: Any, found: Any, figures: tuple[int, int, int]
 ) -> None:
-    street = FakeStreet(traced={**SEVERAL, "lease_reads": reads}, places=found)
-    async with running(street) as gateway, gateway.anthropic() as client:
+    pipeline = FakePipeline(traced={**SEVERAL, "lease_reads": reads}, places=found)
+    async with running(pipeline) as gateway, gateway.anthropic() as client:
         usage = (await client.messages.create(**ASKED)).usage
     assert (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == figures
-    assert street.looked_up == ([(Marker(0, 2, 0.0),)] if found else []), "only blocks that are not marked"
+    assert pipeline.looked_up == ([(Marker(0, 2, 0.0),)] if found else []), "only blocks that are not marked"
 
 
 @pytest.mark.parametrize(("found", "looks"), [((20,), 1), ((21,), 2)])
 async def test_the_nearest_blocks_are_looked_at_first(found: tuple[int, ...], looks: int) -> None:
     blocks = [text(char) for char in "abcdefgh"]
     body = ASKED | {"messages": [user(*blocks, text("i", **MARK))]}
-    street = FakeStreet(traced={**SEVERAL, "lease_reads": (20,)}, places=found)
-    async with running(street) as gateway, gateway.anthropic() as client:
+    pipeline = FakePipeline(traced={**SEVERAL, "lease_reads": (20,)}, places=found)
+    async with running(pipeline) as gateway, gateway.anthropic() as client:
         await client.messages.create(**body)
-    assert [len(places) for places in street.looked_up] == [4, 4][:looks]
-    assert [place.chars for place in street.looked_up[0]] == [8, 7, 6, 5]
+    assert [len(places) for places in pipeline.looked_up] == [4, 4][:looks]
+    assert [place.chars for place in pipeline.looked_up[0]] == [8, 7, 6, 5]
 
 
 async def test_what_is_not_kept_is_not_claimed_and_the_usage_says_so() -> None:
     degraded = {**SEVERAL, "kept_tokens": 0, "lease": Lease(2, None)}
-    async with running(FakeStreet(traced=degraded)) as gateway, gateway.anthropic() as client:
+    async with running(FakePipeline(traced=degraded)) as gateway, gateway.anthropic() as client:
         usage = (await client.messages.create(**ASKED)).usage
     assert (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (40, 0, 0)
     assert usage.to_dict()["cache_lease"] == "degraded"
 
 
 async def test_without_a_marker_both_figures_are_zero() -> None:
-    async with running(FakeStreet(cached_tokens=32)) as gateway, gateway.anthropic() as client:
+    async with running(FakePipeline(cached_tokens=32)) as gateway, gateway.anthropic() as client:
         raw = await client.messages.with_raw_response.create(**ASKED | {"messages": [user(text("a"))]})
     usage = (await raw.parse()).usage
     assert (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (40, 0, 0)

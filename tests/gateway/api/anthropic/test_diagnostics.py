@@ -12,7 +12,7 @@ from gateway.config import AnthropicSettings, TenantSettings
 from gateway.types import Lease
 from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeModels, FakeStreet, hello
+from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 
 TOOL: Any = {"name": "weather", "description": "Tells the weather.", "input_schema": {"type": "object"}}
 PIECES = [
@@ -105,11 +105,11 @@ def ask(previous: str | None = None, **fields: Any) -> Any:
     }
 
 
-def street(*reads: int, **more: Any) -> FakeStreet:
+def pipeline(*reads: int, **more: Any) -> FakePipeline:
     """One whose prompts have a breakpoint at 30 of 40 tokens."""
     point = Breakpoint(30, 300.0)
     traced = {"breakpoints": (point,), "kept_tokens": 30, "lease": Lease(0, point), "lease_reads": reads, **more}
-    return FakeStreet(traced=traced)
+    return FakePipeline(traced=traced)
 
 
 def reason(answer: Any) -> Any:
@@ -117,10 +117,10 @@ def reason(answer: Any) -> Any:
 
 
 async def test_a_first_turn_has_no_diagnosis_and_neither_has_one_that_read_everything() -> None:
-    async with running(street()) as gateway, gateway.anthropic() as client:
+    async with running(pipeline()) as gateway, gateway.anthropic() as client:
         first = await client.messages.create(**ask())
         assert first.to_dict()["diagnostics"] is None
-        gateway.street.traced = street(30).traced
+        gateway.pipeline.traced = pipeline(30).traced
         second = await client.messages.create(**ask(first.id))
         assert second.diagnostics is None
         unasked = ask()
@@ -146,7 +146,7 @@ async def test_a_first_turn_has_no_diagnosis_and_neither_has_one_that_read_every
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_miss_has_the_reason_and_the_tokens_that_it_cost(fields: Any, told: Any, stream: bool) -> None:
     models = FakeModels([hello(), hello("other")])
-    async with running(street(), models) as gateway, gateway.anthropic() as client:
+    async with running(pipeline(), models) as gateway, gateway.anthropic() as client:
         first = await client.messages.create(**ask())
         if stream:
             async with client.messages.stream(**ask(first.id, **fields)) as events:
@@ -159,14 +159,14 @@ async def test_a_miss_has_the_reason_and_the_tokens_that_it_cost(fields: Any, to
 
 
 async def test_moving_a_marker_and_going_on_is_no_change() -> None:
-    async with running(street()) as gateway, gateway.anthropic() as client:
+    async with running(pipeline()) as gateway, gateway.anthropic() as client:
         first = await client.messages.create(**ask())
         messages = [
             {"role": "user", "content": [{"type": "text", "text": "Why?", "cache_control": {"type": "ephemeral"}}]},
             {"role": "assistant", "content": first.content},
             {"role": "user", "content": "And?"},
         ]
-        gateway.street.traced = street(30).traced
+        gateway.pipeline.traced = pipeline(30).traced
         assert (await client.messages.create(**ask(first.id, system=BOOK, messages=messages))).diagnostics is None
 
 
@@ -179,9 +179,9 @@ async def test_moving_a_marker_and_going_on_is_no_change() -> None:
     ],
 )
 async def test_an_entry_that_is_gone_is_unavailable_with_the_reason(traced: Any, detail: str) -> None:
-    async with running(street()) as gateway, gateway.anthropic() as client:
+    async with running(pipeline()) as gateway, gateway.anthropic() as client:
         first = await client.messages.create(**ask())
-        gateway.street.traced = {**street().traced, **traced}
+        gateway.pipeline.traced = {**pipeline().traced, **traced}
         assert reason(await client.messages.create(**ask(first.id))) == {"type": "unavailable", "detail": detail}
 
 
@@ -190,7 +190,7 @@ async def test_a_message_that_is_not_remembered_is_not_found_and_another_tenants
     settings = AnthropicSettings(diagnostics_max_prompts=1)
     not_found = {"type": "previous_message_not_found"}
     async with (
-        running(street(), tenants=tenants, anthropic=settings) as gateway,
+        running(pipeline(), tenants=tenants, anthropic=settings) as gateway,
         gateway.anthropic("north-key") as north,
         gateway.anthropic("south-key") as south,
     ):
@@ -202,7 +202,7 @@ async def test_a_message_that_is_not_remembered_is_not_found_and_another_tenants
 
 
 async def test_a_store_that_is_down_costs_no_answer() -> None:
-    async with running(street(), fingerprints=DownStore()) as gateway, gateway.anthropic() as client:
+    async with running(pipeline(), fingerprints=DownStore()) as gateway, gateway.anthropic() as client:
         first = await client.messages.create(**ask())
         second = await client.messages.create(**ask(first.id))
     assert reason(second) == {"type": "unavailable", "detail": "what is remembered cannot be reached"}

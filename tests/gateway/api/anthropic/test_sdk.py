@@ -1,4 +1,4 @@
-"""The real anthropic SDK against the HTTP side over a fake street."""
+"""The real anthropic SDK against the HTTP side over a fake pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.config import TenantSettings
 from gateway.errors import DeadlineError, EngineLostError, OverloadedError, QueueFullError
 from gateway.types import CallDelta, ChatPrompt
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeModels, FakeStreet, hello
+from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 
 ASKED: Any = {"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": "hi"}]}
 TENANT = TenantSettings(name="north", keys=("north-key",))
@@ -30,7 +30,7 @@ async def test_a_message_comes_as_the_sdk_has_it() -> None:
         None,
     )
     assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.service_tier) == (40, 2, "standard")
-    (request,) = gateway.street.requests
+    (request,) = gateway.pipeline.requests
     assert isinstance(request.prompt, ChatPrompt)
     assert request.prompt.messages == [{"role": "system", "content": "Be brief."}, ASKED["messages"][0]]
     assert (request.stop, request.fit) == (("END",), True)
@@ -38,10 +38,10 @@ async def test_a_message_comes_as_the_sdk_has_it() -> None:
 
 
 async def test_a_stream_adds_up_to_the_message() -> None:
-    street = FakeStreet(
+    pipeline = FakePipeline(
         ("I", " look.", CallDelta(0, "weather"), CallDelta(0, arguments='{"city": "Oslo"}')), reason="tool_calls"
     )
-    async with running(street) as gateway, gateway.anthropic() as client:
+    async with running(pipeline) as gateway, gateway.anthropic() as client:
         whole = await client.messages.create(**ASKED)
         async with client.messages.stream(**ASKED) as stream:
             kinds = [event.type async for event in stream if event.type not in ("text", "input_json")]
@@ -91,10 +91,10 @@ class City(BaseModel):
 
 
 async def test_a_parsed_answer() -> None:
-    async with running(FakeStreet(('{"name": "Oslo"}',))) as gateway, gateway.anthropic() as client:
+    async with running(FakePipeline(('{"name": "Oslo"}',))) as gateway, gateway.anthropic() as client:
         answer = await client.messages.parse(**ASKED, output_format=City)
         assert answer.parsed_output == City(name="Oslo")
-    constraint = gateway.street.requests[0].constraint
+    constraint = gateway.pipeline.requests[0].constraint
     assert constraint is not None
     assert constraint.grammar.kind == "json_schema"
 
@@ -103,7 +103,7 @@ async def test_prewarming_generates_nothing() -> None:
     async with running() as gateway, gateway.anthropic() as client:
         answer = await client.messages.create(**ASKED | {"max_tokens": 0})
     assert (answer.content, answer.stop_reason, answer.usage.output_tokens) == ([], "max_tokens", 0)
-    assert gateway.street.requests[0].prewarm
+    assert gateway.pipeline.requests[0].prewarm
 
 
 async def test_sampling_parameters_need_the_older_version() -> None:
@@ -112,7 +112,7 @@ async def test_sampling_parameters_need_the_older_version() -> None:
             await client.messages.create(**ASKED, extra_body={"temperature": 0})
         older = {"anthropic-version": "2023-06-01"}
         await client.messages.create(**ASKED, extra_body={"temperature": 0}, extra_headers=older)
-    assert gateway.street.sampling.temperature == 0
+    assert gateway.pipeline.sampling.temperature == 0
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,15 @@ async def test_sampling_parameters_need_the_older_version() -> None:
     ],
 )
 async def test_errors_are_those_of_the_sdk(error: Exception, kind: type[anthropic.APIStatusError]) -> None:
-    async with running(FakeStreet(fails_before=error)) as gateway, gateway.anthropic() as client:
+    async with running(FakePipeline(fails_before=error)) as gateway, gateway.anthropic() as client:
         with pytest.raises(kind) as raised:
             await client.messages.create(**ASKED)
-        assert raised.value.request_id == gateway.street.requests[0].request_id
+        assert raised.value.request_id == gateway.pipeline.requests[0].request_id
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
-    street = FakeStreet(("a",), fails_after=EngineLostError("Gone."))
-    async with running(street) as gateway, gateway.anthropic() as client:
+    pipeline = FakePipeline(("a",), fails_after=EngineLostError("Gone."))
+    async with running(pipeline) as gateway, gateway.anthropic() as client:
         events = await client.messages.create(**ASKED, stream=True)
         seen = [(await anext(events)).type for _ in range(3)]
         with pytest.raises(anthropic.APIStatusError, match="Gone"):

@@ -21,7 +21,7 @@ from gateway.errors import (
 from gateway.types import CallDelta, Lease
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.golden import assert_golden
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 VERSION = {"anthropic-version": "2026-10-21"}
 BODY: dict[str, Any] = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -37,33 +37,33 @@ CALLS = (
 )
 
 
-ANSWERS: dict[str, tuple[FakeStreet, dict[str, Any]]] = {
-    "text": (FakeStreet(("Hello", " wörld \u2028")), {}),
-    "nothing": (FakeStreet(()), {}),
-    "max_tokens": (FakeStreet(("a", "b"), reason="length"), {"max_tokens": 2}),
-    "context_is_full": (FakeStreet(("a", "b"), reason="length"), {"max_tokens": 3}),
-    "stop_sequence": (FakeStreet(("a",), stop="END"), {"stop_sequences": ["END"]}),
-    "tool_use": (FakeStreet(CALLS, reason="tool_calls"), {}),
-    "tool_use_cut": (FakeStreet(CALLS[2:4], reason="length"), {"max_tokens": 2}),
-    "cached": (FakeStreet(("a",), traced=KEPT), {"diagnostics": {"previous_message_id": None}}),
-    "degraded": (FakeStreet(("a",), traced={**KEPT, "kept_tokens": 0, "lease": Lease(2, None)}), {}),
-    "failure": (FakeStreet(("a",), fails_after=EngineLostError("The engine was lost.")), {}),
+ANSWERS: dict[str, tuple[FakePipeline, dict[str, Any]]] = {
+    "text": (FakePipeline(("Hello", " wörld \u2028")), {}),
+    "nothing": (FakePipeline(()), {}),
+    "max_tokens": (FakePipeline(("a", "b"), reason="length"), {"max_tokens": 2}),
+    "context_is_full": (FakePipeline(("a", "b"), reason="length"), {"max_tokens": 3}),
+    "stop_sequence": (FakePipeline(("a",), stop="END"), {"stop_sequences": ["END"]}),
+    "tool_use": (FakePipeline(CALLS, reason="tool_calls"), {}),
+    "tool_use_cut": (FakePipeline(CALLS[2:4], reason="length"), {"max_tokens": 2}),
+    "cached": (FakePipeline(("a",), traced=KEPT), {"diagnostics": {"previous_message_id": None}}),
+    "degraded": (FakePipeline(("a",), traced={**KEPT, "kept_tokens": 0, "lease": Lease(2, None)}), {}),
+    "failure": (FakePipeline(("a",), fails_after=EngineLostError("The engine was lost.")), {}),
 }
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_a_stream_is_as_its_transcript(name: str) -> None:
-    street, fields = ANSWERS[name]
-    async with running(street) as gateway:
+    pipeline, fields = ANSWERS[name]
+    async with running(pipeline) as gateway:
         told = await gateway.transcript("/v1/messages", BODY | fields | {"stream": True}, headers=VERSION)
     assert_golden(f"anthropic/{name}.sse", told)
 
 
 @pytest.mark.parametrize("name", [name for name in ANSWERS if name != "failure"])
 async def test_a_body_is_as_its_transcript(name: str) -> None:
-    street, fields = ANSWERS[name]
+    pipeline, fields = ANSWERS[name]
     async with (
-        running(street) as gateway,
+        running(pipeline) as gateway,
         gateway.session.post(f"{gateway.url}/v1/messages", json=BODY | fields, headers=VERSION) as answer,
     ):
         assert answer.status == 200
@@ -99,7 +99,7 @@ async def refused(gateway: Gateway, body: object, **headers: str) -> tuple[int, 
 async def test_errors_before_the_first_token_have_the_status_of_their_type(
     error: KvasirError, status: int, kind: str, message: str, stream: bool
 ) -> None:
-    async with running(FakeStreet(fails_before=error)) as gateway:
+    async with running(FakePipeline(fails_before=error)) as gateway:
         told = await refused(gateway, BODY | {"stream": stream}, **VERSION)
     assert told[:2] == (status, kind)
     assert told[2].startswith(message)
@@ -140,7 +140,7 @@ async def test_every_error_of_its_paths_is_in_its_shape() -> None:
 
 
 async def test_what_fails_after_the_first_token_is_counted_with_its_own_status() -> None:
-    async with running(FakeStreet(fails_after=DeadlineError("Too long."))) as gateway:
+    async with running(FakePipeline(fails_after=DeadlineError("Too long."))) as gateway:
         told = await gateway.transcript("/v1/messages", BODY | {"stream": True}, headers=VERSION)
         assert '"type":"timeout_error"' in told.split("event: error")[1]
         assert 'status="504"' in (await gateway.get("/metrics"))[1]

@@ -1,4 +1,4 @@
-"""Cached contents over a fake street: resources, ends, owners, and the prompts that they become."""
+"""Cached contents over a fake pipeline: resources, ends, owners, and the prompts that they become."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.types import ChatPrompt, Lease, Marker
 from tests.fakes.clock import Clock
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.gemini import gemini
-from tests.fakes.street import FakeModels, FakeStreet, hello
+from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 
 NOW_S = 1_800_000_000.25
 DOCUMENT = {"role": "user", "parts": [{"text": "A long document."}]}
@@ -40,7 +40,7 @@ async def made(gateway: Gateway, **fields: Any) -> dict[str, Any]:
 
 
 def prompt(gateway: Gateway) -> ChatPrompt:
-    found = gateway.street.requests[-1].prompt
+    found = gateway.pipeline.requests[-1].prompt
     assert isinstance(found, ChatPrompt)
     return found
 
@@ -81,7 +81,7 @@ async def test_times_are_told_as_exactly_as_they_are_kept() -> None:
 async def test_creating_computes_the_prefix_with_a_breakpoint_at_its_end() -> None:
     async with running(now=Clock(NOW_S)) as gateway:
         await made(gateway, ttl="3.5s", tools=TOOLS)
-        (request,) = gateway.street.requests
+        (request,) = gateway.pipeline.requests
         assert request.prewarm
         assert request.sampling.max_tokens == 0
         marker = Marker(1, len("A long document."), 3.5)
@@ -99,7 +99,7 @@ async def test_creating_computes_the_prefix_with_a_breakpoint_at_its_end() -> No
     ],
 )
 async def test_what_became_of_the_lease_is_said(lease: Lease, state: str, tokens: int, header: str) -> None:
-    async with running(FakeStreet(lease=lease), now=Clock(NOW_S)) as gateway:
+    async with running(FakePipeline(lease=lease), now=Clock(NOW_S)) as gateway:
         async with gateway.session.post(f"{gateway.url}/v1/cachedContents", json=CREATE) as answer:
             resource = await answer.json()
             assert answer.headers["x-kvasir-lease"] == header
@@ -128,7 +128,7 @@ async def test_a_request_appends_its_contents_and_sets_the_breakpoint_again() ->
             assert [tool.name for tool in found.tools] == ["f"]
             assert found.add_generation_prompt
         assert json.loads(told)["cachedContentTokenCount"] == 40
-        tool_use = gateway.street.requests[1].tool_use
+        tool_use = gateway.pipeline.requests[1].tool_use
         assert tool_use is not None
         assert [tool.name for tool in tool_use.callable] == ["f"]
 
@@ -183,13 +183,13 @@ async def test_an_end_can_be_moved_and_a_longer_one_is_leased() -> None:
         status, longer = await ask(gateway, "PATCH", f"/v1/{name}?updateMask=ttl", {"ttl": "600s"})
         assert (status, longer["updateTime"]) == (200, timestamp(NOW_S + 10))
         assert longer["expireTime"] == timestamp(NOW_S + 610)
-        assert len(gateway.street.requests) == 2
-        assert gateway.street.requests[-1].prewarm
+        assert len(gateway.pipeline.requests) == 2
+        assert gateway.pipeline.requests[-1].prewarm
         assert prompt(gateway).markers[0].ttl_s == 600
         sooner = {"expire_time": timestamp(NOW_S + 30)}
         _, shorter = await ask(gateway, "PATCH", f"/v1beta/{name}", sooner)
         assert timestamp_s(shorter["expireTime"], "") == NOW_S + 30
-        assert len(gateway.street.requests) == 2, "a lease cannot be made shorter"
+        assert len(gateway.pipeline.requests) == 2, "a lease cannot be made shorter"
         clock.now_s += 20
         assert (await ask(gateway, "GET", f"/v1/{name}"))[0] == 404
 
@@ -229,7 +229,7 @@ async def test_what_cannot_be_kept_is_refused_with_its_path(fields: Any, path: s
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE | fields)
         assert status == 400
         assert answer["error"]["details"][0]["fieldViolations"][0]["field"] == path
-        assert not gateway.street.requests
+        assert not gateway.pipeline.requests
 
 
 @pytest.mark.parametrize(
@@ -252,13 +252,13 @@ async def test_nothing_but_the_end_can_be_changed(query: str, body: Any, path: s
 
 async def test_a_default_and_bounds_are_the_operators() -> None:
     settings = GeminiSettings(default_ttl="90s", min_ttl="30s", max_ttl="2m", min_tokens=41)
-    street = FakeStreet(prompt_tokens=41)
-    async with running(street, now=Clock(NOW_S), gemini=settings) as gateway:
+    pipeline = FakePipeline(prompt_tokens=41)
+    async with running(pipeline, now=Clock(NOW_S), gemini=settings) as gateway:
         assert (await made(gateway))["expireTime"] == timestamp(NOW_S + 90)
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE | {"ttl": "29s"})
         assert status == 400
         assert "30s to 120s" in answer["error"]["message"]
-        street.prompt_tokens = 40
+        pipeline.prompt_tokens = 40
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE)
         assert status == 400
         assert "total_token_count=40, min_total_token_count=41" in answer["error"]["message"]
@@ -281,7 +281,7 @@ async def test_what_is_too_large_is_refused_before_it_is_computed() -> None:
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE | long)
         assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT")
         assert "gemini.max_content_bytes" in answer["error"]["message"]
-        assert not gateway.street.requests
+        assert not gateway.pipeline.requests
 
 
 async def test_past_the_limit_of_a_tenant_nothing_more_is_kept() -> None:

@@ -40,7 +40,7 @@ def test_pieces_of_one_answer_are_one_message() -> None:
 
 
 @pytest.mark.parametrize("role", ["user", "model"])
-def test_the_short_way_of_plain_turns_leads_to_where_the_long_one_does(role: str) -> None:
+def test_the_fast_path_of_plain_turns_reads_as_the_slow_one_does(role: str) -> None:
     plain = text(role, "a")
     assert contents([plain], "contents") == [content(plain, "contents[0]")]
     assert contents(plain, "contents") == [content(plain, "contents[0]")]

@@ -152,7 +152,7 @@ async def test_a_text_file_in_contents_is_its_text() -> None:
     async with running(files=limits(), tenants=TENANTS) as gateway, sdk(gateway, "north-key-1") as client:
         made = await client.files.upload(file=notes(), config=as_text())
         await client.models.generate_content(model="demo", contents=[made, "When does it open?"])
-        prompt = gateway.street.requests[-1].prompt
+        prompt = gateway.pipeline.requests[-1].prompt
         assert isinstance(prompt, ChatPrompt)
         assert prompt.messages == [{"role": "user", "content": NOTES + "When does it open?"}]
         assert (await client.models.count_tokens(model="demo", contents=[made])).total_tokens == 40
@@ -180,4 +180,4 @@ async def test_a_file_that_is_no_text_is_a_clear_400() -> None:
             made = await client.files.upload(file=notes(data), config=config)
             with pytest.raises(errors.ClientError, match=r"contents\[0\].*image/png.* no text"):
                 await client.models.generate_content(model="demo", contents=[made])
-        assert not gateway.street.requests
+        assert not gateway.pipeline.requests

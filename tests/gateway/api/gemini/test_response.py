@@ -10,7 +10,7 @@ import pytest
 from gateway.types import CallDelta, FinishReason, ScoredToken, Spelled, TextDelta
 from tests.fakes.gateway import running
 from tests.fakes.golden import assert_golden
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 HI = {"contents": [{"parts": [{"text": "hi"}]}]}
 TWO_CALLS = (
@@ -28,25 +28,25 @@ def scored(text: str) -> TextDelta:
     return TextDelta(text, (ScoredToken(token, -0.5, ((token, -0.5), (other, -2.0)), 0),))
 
 
-SCENES: dict[str, tuple[FakeStreet, dict[str, Any]]] = {
-    "text": (FakeStreet(), {}),
-    "cut": (FakeStreet(("One\u2028line", " 👩‍🚀"), cached_tokens=0, reason="length"), {}),
-    "nothing": (FakeStreet((), cached_tokens=0), {}),
-    "calls": (FakeStreet(TWO_CALLS, reason="tool_calls"), {}),
-    "cut_call": (FakeStreet(CUT, reason="length"), {}),
-    "broken_call": (FakeStreet((*CUT, CallDelta(1, "time", "{}")), reason="tool_calls"), {}),
-    "logprobs": (FakeStreet((scored("Hi"), scored("!"))), {"responseLogprobs": True, "logprobs": 2}),
+SCENES: dict[str, tuple[FakePipeline, dict[str, Any]]] = {
+    "text": (FakePipeline(), {}),
+    "cut": (FakePipeline(("One\u2028line", " 👩‍🚀"), cached_tokens=0, reason="length"), {}),
+    "nothing": (FakePipeline((), cached_tokens=0), {}),
+    "calls": (FakePipeline(TWO_CALLS, reason="tool_calls"), {}),
+    "cut_call": (FakePipeline(CUT, reason="length"), {}),
+    "broken_call": (FakePipeline((*CUT, CallDelta(1, "time", "{}")), reason="tool_calls"), {}),
+    "logprobs": (FakePipeline((scored("Hi"), scored("!"))), {"responseLogprobs": True, "logprobs": 2}),
 }
 
 
 @pytest.mark.parametrize("form", ["whole", "sse", "array"])
 @pytest.mark.parametrize("scene", SCENES)
 async def test_answers_are_written_as_the_transcripts_say(scene: str, form: str) -> None:
-    street, config = SCENES[scene]
+    pipeline, config = SCENES[scene]
     verb = "generateContent" if form == "whole" else "streamGenerateContent"
     url = f"/v1/models/demo:{verb}" + ("?alt=sse" if form == "sse" else "")
     async with (
-        running(street) as gateway,
+        running(pipeline) as gateway,
         gateway.session.post(gateway.url + url, json={**HI, "generationConfig": config}) as answer,
     ):
         assert answer.status == 200
@@ -59,9 +59,9 @@ async def test_answers_are_written_as_the_transcripts_say(scene: str, form: str)
 
 @pytest.mark.parametrize("scene", SCENES)
 async def test_a_stream_joined_is_the_whole_answer(scene: str) -> None:
-    street, config = SCENES[scene]
+    pipeline, config = SCENES[scene]
     body = {**HI, "generationConfig": config}
-    async with running(street) as gateway:
+    async with running(pipeline) as gateway:
         _, whole, _ = await gateway.post("/v1/models/demo:generateContent", body)
         _, array, _ = await gateway.post("/v1/models/demo:streamGenerateContent", body)
         sse = await gateway.transcript("/v1/models/demo:streamGenerateContent?alt=sse", body)
@@ -81,7 +81,7 @@ async def test_a_stream_joined_is_the_whole_answer(scene: str) -> None:
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 async def test_several_candidates_are_told_apart_and_the_last_one_brings_the_usage(reason: FinishReason) -> None:
-    async with running(FakeStreet(reason=reason)) as gateway:
+    async with running(FakePipeline(reason=reason)) as gateway:
         body = {**HI, "generationConfig": {"candidateCount": 3}}
         _, pieces, _ = await gateway.post("/v1/models/demo:streamGenerateContent", body)
         _, whole, _ = await gateway.post("/v1/models/demo:generateContent", body)

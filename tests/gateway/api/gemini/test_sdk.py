@@ -17,7 +17,7 @@ from gateway.errors import EngineLostError, QueueFullError
 from gateway.types import CallDelta, ChatPrompt
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.gemini import gemini
-from tests.fakes.street import FakeModels, FakeStreet, hello
+from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 
 
 class Recipe(BaseModel):
@@ -104,11 +104,11 @@ async def test_everything_that_the_sdk_sends_arrives() -> None:
             )
         ],
     )
-    street = FakeStreet(('{"name": "cake", ', '"grams": [1]}'))
-    async with running(street) as gateway, client(gateway) as sdk:
+    pipeline = FakePipeline(('{"name": "cake", ', '"grams": [1]}'))
+    async with running(pipeline) as gateway, client(gateway) as sdk:
         answer = await sdk.models.generate_content(model="demo", contents=["a", "b"], config=config)
         assert answer.parsed == Recipe(name="cake", grams=[1])
-    (request,) = street.requests
+    (request,) = pipeline.requests
     assert isinstance(request.prompt, ChatPrompt)
     assert request.prompt.messages == [
         {"role": "system", "content": "Be brief."},
@@ -131,15 +131,15 @@ async def test_functions_are_called_and_their_results_come_back() -> None:
         """
         return f"rain in {city}"
 
-    street = FakeStreet([CallDelta(0, "weather", '{"city":'), CallDelta(0, "", ' "Bergen"}')], reason="tool_calls")
+    pipeline = FakePipeline([CallDelta(0, "weather", '{"city":'), CallDelta(0, "", ' "Bergen"}')], reason="tool_calls")
     declared = types.GenerateContentConfig(
         tools=[weather], automatic_function_calling=types.AutomaticFunctionCallingConfig(maximum_remote_calls=2)
     )
-    async with running(street) as gateway, client(gateway) as sdk:
+    async with running(pipeline) as gateway, client(gateway) as sdk:
         answer = await sdk.models.generate_content(model="demo", contents="Rain?", config=declared)
         (call,) = answer.function_calls
         assert (call.name, call.args) == ("weather", {"city": "Bergen"})
-    first, second = street.requests[:2]
+    first, second = pipeline.requests[:2]
     assert first.tool_use is not None
     (tool,) = first.tool_use.callable
     assert (tool.name, first.tool_use.mode) == ("weather", "auto")
@@ -160,7 +160,7 @@ async def test_a_chat_sends_what_was_said() -> None:
         async for _ in await chat.send_message_stream("two"):
             pass
         await chat.send_message("three")
-        prompt = gateway.street.requests[-1].prompt
+        prompt = gateway.pipeline.requests[-1].prompt
         assert isinstance(prompt, ChatPrompt)
         assert [(one["role"], one["content"]) for one in prompt.messages] == [
             ("user", "one"),
@@ -194,12 +194,12 @@ async def test_models_are_listed_page_by_page() -> None:
 
 
 async def test_errors_are_the_sdks_own_before_and_after_the_first_byte() -> None:
-    async with running(FakeStreet(fails_before=QueueFullError("full", retry_after_s=2.0))) as gateway:
+    async with running(FakePipeline(fails_before=QueueFullError("full", retry_after_s=2.0))) as gateway:
         async with client(gateway) as sdk:
             with pytest.raises(errors.ClientError) as refused:
                 await sdk.models.generate_content(model="demo", contents="hi")
         assert (refused.value.code, refused.value.status, refused.value.message) == (429, "RESOURCE_EXHAUSTED", "full")
-    async with running(FakeStreet(fails_after=EngineLostError("lost"))) as gateway, client(gateway) as sdk:
+    async with running(FakePipeline(fails_after=EngineLostError("lost"))) as gateway, client(gateway) as sdk:
         stream = await sdk.models.generate_content_stream(model="demo", contents="hi")
         said = ""
         with pytest.raises(errors.ServerError) as lost:
@@ -209,12 +209,12 @@ async def test_errors_are_the_sdks_own_before_and_after_the_first_byte() -> None
 
 
 async def test_a_retry_is_the_sdks_when_it_is_told_to() -> None:
-    street = FakeStreet(fails_before=QueueFullError("full", retry_after_s=0.1))
+    pipeline = FakePipeline(fails_before=QueueFullError("full", retry_after_s=0.1))
     again = types.HttpRetryOptions(attempts=3, initial_delay=0.0, jitter=0.0)
-    async with running(street) as gateway, client(gateway, retry_options=again) as sdk:
+    async with running(pipeline) as gateway, client(gateway, retry_options=again) as sdk:
         with pytest.raises(errors.ClientError):
             await sdk.models.generate_content(model="demo", contents="hi")
-    assert len(street.requests) == 3
+    assert len(pipeline.requests) == 3
 
 
 async def test_log_probabilities_arrive() -> None:

@@ -11,7 +11,7 @@ from gateway.api.gemini.times import duration
 from gateway.config import ServerSettings, TenantSettings
 from gateway.errors import EngineLostError, KvasirError, NoEngineError, QueueFullError
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeModels, FakeStreet
+from tests.fakes.pipeline import FakeModels, FakePipeline
 
 HI = {"contents": [{"parts": [{"text": "hi"}]}]}
 TYPE = "type.googleapis.com/google.rpc."
@@ -96,7 +96,7 @@ async def test_keys_travel_in_a_header_or_the_url() -> None:
         assert answer["error"]["details"] == reasons
         assert (await gateway.post(f"{url}?key=north-key-123", HI))[0] == 200
         assert (await gateway.post(url, HI, headers={"x-goog-api-key": "north-key-123"}))[0] == 200
-        assert {request.tenant.name for request in gateway.street.requests} == {"north"}
+        assert {request.tenant.name for request in gateway.pipeline.requests} == {"north"}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ async def test_an_error_before_the_first_byte_says_when_to_try_again(
     error: KvasirError, code: int, name: str, delay: str | None
 ) -> None:
     for verb in ("generateContent", "streamGenerateContent?alt=sse", "streamGenerateContent"):
-        async with running(FakeStreet(fails_before=error)) as gateway:
+        async with running(FakePipeline(fails_before=error)) as gateway:
             status, answer, headers = await gateway.post(f"/v1/models/demo:{verb}", HI)
             told = answer["error"]
             assert (status, told["code"], told["status"], told["message"]) == (code, code, name, error.message)
@@ -122,8 +122,8 @@ async def test_an_error_before_the_first_byte_says_when_to_try_again(
 
 
 async def test_an_error_after_the_first_byte_is_the_last_event() -> None:
-    street = FakeStreet(fails_after=EngineLostError("lost", retry_after_s=1.0))
-    async with running(street) as gateway:
+    pipeline = FakePipeline(fails_after=EngineLostError("lost", retry_after_s=1.0))
+    async with running(pipeline) as gateway:
         text = await gateway.transcript("/v1/models/demo:streamGenerateContent?alt=sse", HI)
         events = [json.loads(event.removeprefix("data: ")) for event in text.rstrip().split("\n\n")]
         assert [next(iter(event)) for event in events] == ["candidates", "candidates", "error"]

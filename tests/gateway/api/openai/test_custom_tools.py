@@ -9,7 +9,7 @@ import pytest
 
 from gateway.types import CallDelta, ChatPrompt
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 HI: Any = [{"role": "user", "content": "hi"}]
 NOTE: Any = {
@@ -32,17 +32,17 @@ CALLS = [
 ASKING: Any = {"model": "demo", "messages": HI, "tools": [NOTE, NOW]}
 
 
-def prompt_of(street: FakeStreet) -> ChatPrompt:
-    prompt = street.requests[-1].prompt
+def prompt_of(pipeline: FakePipeline) -> ChatPrompt:
+    prompt = pipeline.requests[-1].prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 
 
 async def test_a_custom_tool_is_offered_as_a_function_of_one_text_with_its_grammar() -> None:
-    street = FakeStreet(pieces=["Hello"])
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=["Hello"])
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         await client.chat.completions.create(**ASKING)
-    note, now = prompt_of(street).tools
+    note, now = prompt_of(pipeline).tools
     assert (note.name, now.name, note.strict) == ("note", "now", True)
     assert note.description == "Writes a note.\n\nThe input is a text of this grammar:\nstart: /x+/"
     assert note.parameters is not None
@@ -50,8 +50,8 @@ async def test_a_custom_tool_is_offered_as_a_function_of_one_text_with_its_gramm
 
 
 async def test_calls_come_back_in_their_own_form_whole_and_streamed() -> None:
-    street = FakeStreet(pieces=CALLS, reason="tool_calls")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=CALLS, reason="tool_calls")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         whole: Any = (await client.chat.completions.create(**ASKING)).choices[0]
         stream = await client.chat.completions.create(**ASKING, stream=True)
         chunks = [chunk.choices[0] async for chunk in stream]
@@ -73,23 +73,23 @@ async def test_calls_come_back_in_their_own_form_whole_and_streamed() -> None:
 
 
 async def test_a_call_of_the_history_is_the_one_that_the_model_made() -> None:
-    street = FakeStreet(pieces=CALLS[:3], reason="tool_calls")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=CALLS[:3], reason="tool_calls")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         answer = (await client.chat.completions.create(**ASKING)).choices[0].message
         assert answer.tool_calls is not None
         told = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "Written."}
         await client.chat.completions.create(**{**ASKING, "messages": [*HI, answer, told]})
-    _, call, result = prompt_of(street).messages
+    _, call, result = prompt_of(pipeline).messages
     assert call["tool_calls"][0]["function"] == {"name": "note", "arguments": {"input": INPUT}}
     assert result["content"] == "Written."
 
 
 async def test_a_custom_tool_that_is_named_is_called_once() -> None:
-    street = FakeStreet(pieces=CALLS[:3], reason="tool_calls")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=CALLS[:3], reason="tool_calls")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         named: Any = {"type": "custom", "custom": {"name": "note"}}
         answer = (await client.chat.completions.create(**ASKING, tool_choice=named)).choices[0]
-    use = street.requests[-1].tool_use
+    use = pipeline.requests[-1].tool_use
     assert use is not None
     assert ([tool.name for tool in use.callable], use.mode, use.parallel) == (["note"], "required", False)
     assert answer.finish_reason == "stop"
@@ -98,7 +98,7 @@ async def test_a_custom_tool_that_is_named_is_called_once() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_that_was_cut_has_the_input_as_far_as_it_came(stream: bool) -> None:
     cut = [CallDelta(0, "note"), CallDelta(0, "", '{"input": "half of')]
-    async with running(FakeStreet(pieces=cut, reason="length")) as gateway, gateway.sdk() as client:
+    async with running(FakePipeline(pieces=cut, reason="length")) as gateway, gateway.sdk() as client:
         if stream:
             chunks: Any = [chunk async for chunk in await client.chat.completions.create(**ASKING, stream=True)]
             calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]

@@ -12,7 +12,7 @@ from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, TextPrompt, TokenPrompt
-from tests.fakes.street import hello
+from tests.fakes.pipeline import hello
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -18,7 +18,7 @@ from gateway.errors import (
     QueueFullError,
 )
 from tests.fakes.gateway import Gateway, running
-from tests.fakes.street import FakeModels, FakeStreet, hello
+from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -42,7 +42,7 @@ async def test_a_chat_answer_has_every_field_of_the_api() -> None:
         assert usage.prompt_tokens_details.cached_tokens == 32
         assert raw.headers["x-kvasir-cached-tokens"] == "32"
         assert raw.headers["x-kvasir-engine"] == "engine-1"
-        assert raw.request_id == raw.headers["x-request-id"] == gateway.street.requests[0].request_id
+        assert raw.request_id == raw.headers["x-request-id"] == gateway.pipeline.requests[0].request_id
 
 
 async def test_the_streaming_helper_puts_the_answer_together() -> None:
@@ -66,8 +66,8 @@ async def test_a_connection_is_used_again_after_a_stream() -> None:
 
 
 async def test_an_error_in_a_stream_is_raised() -> None:
-    street = FakeStreet(fails_after=EngineLostError("Engine engine-1 went away."))
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(fails_after=EngineLostError("Engine engine-1 went away."))
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         stream = await client.chat.completions.create(model="demo", messages=HI, stream=True)
         with pytest.raises(openai.APIError, match="went away"):
             async for _ in stream:
@@ -90,8 +90,8 @@ async def test_completions_of_several_prompts_are_numbered_by_prompt() -> None:
 async def test_prompts_run_side_by_side_but_not_all_at_once() -> None:
     async with running() as gateway, gateway.sdk() as client:
         await client.completions.create(model="demo", prompt=["x"] * 100)
-        assert len(gateway.street.requests) == 100
-        assert gateway.street.most_open == 16
+        assert len(gateway.pipeline.requests) == 100
+        assert gateway.pipeline.most_open == 16
 
 
 async def test_token_ids_are_echoed_as_their_text() -> None:
@@ -113,13 +113,13 @@ async def test_no_tokens_computes_the_prompt_and_returns_none(stream: bool) -> N
         assert ("".join(texts), reasons) == ("", ["length"])
         usage = chunks[-1].usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (40, 0)
-        assert (gateway.street.requests[0].prewarm, gateway.street.sampling.max_tokens) == (True, 0)
+        assert (gateway.pipeline.requests[0].prewarm, gateway.pipeline.sampling.max_tokens) == (True, 0)
 
 
 async def test_nothing_is_a_prompt_too() -> None:
     async with running() as gateway, gateway.sdk() as client:
         await client.completions.create(model="demo", prompt=None)
-        assert gateway.street.requests[0].prompt_param == "prompt"
+        assert gateway.pipeline.requests[0].prompt_param == "prompt"
 
 
 ERRORS = [
@@ -143,7 +143,7 @@ ERRORS = [
 async def test_each_error_is_the_sdks_own_exception(
     error: KvasirError, kind: type[openai.APIStatusError], code: str | None, param: str | None, stream: bool
 ) -> None:
-    async with running(FakeStreet(fails_before=error)) as gateway, gateway.sdk() as client:
+    async with running(FakePipeline(fails_before=error)) as gateway, gateway.sdk() as client:
         with pytest.raises(kind) as raised:
             await client.chat.completions.create(model="demo", messages=HI, stream=stream)
         assert type(raised.value) is kind
@@ -153,7 +153,7 @@ async def test_each_error_is_the_sdks_own_exception(
         assert raised.value.request_id.startswith("req_")
         assert raised.value.response.headers["content-type"].startswith("application/json")
         assert error.message in raised.value.message
-    assert gateway.street.open == 0
+    assert gateway.pipeline.open == 0
 
 
 async def test_chats_are_not_kept_so_that_there_are_none_to_list() -> None:
@@ -182,18 +182,18 @@ async def test_unknown_models_are_not_found_everywhere() -> None:
 
 
 async def test_a_busy_server_says_when_to_retry_and_the_sdk_does() -> None:
-    street = FakeStreet(fails_before=QueueFullError("busy", retry_after_s=0.02))
+    pipeline = FakePipeline(fails_before=QueueFullError("busy", retry_after_s=0.02))
 
-    class Recovers(FakeStreet):
+    class Recovers(FakePipeline):
         async def _events(self, request: Any) -> Any:
-            self.fails_before = street.fails_before if len(self.requests) == 1 else None
+            self.fails_before = pipeline.fails_before if len(self.requests) == 1 else None
             async for event in super()._events(request):
                 yield event
 
     async with running(Recovers()) as gateway, gateway.sdk(max_retries=1) as client:
         answer = await client.chat.completions.create(model="demo", messages=HI)
         assert answer.choices[0].message.content == "Hello world"
-        assert len(gateway.street.requests) == 2
+        assert len(gateway.pipeline.requests) == 2
 
 
 @pytest.mark.parametrize("name", ["demo", "org/model:x y", "a%2Fb", "\u00fc/\u65e5\u672c"])

@@ -14,7 +14,7 @@ from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import CallDelta, ChatPrompt, TextDelta, Tool, ToolUse
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 STRICT = {**SCHEMA, "required": ["city"], "additionalProperties": False}
@@ -163,8 +163,8 @@ CALLS = [CallDelta(0, "weather"), CallDelta(0, "", '{"city": '), CallDelta(0, ""
     [("auto", "tool_calls"), ("required", "tool_calls"), (named("weather"), "stop"), (allowed("auto", "now"), None)],
 )
 async def test_streamed_and_whole_calls_are_the_same_for_the_sdk(choice: Any, reason: str | None) -> None:
-    street = FakeStreet(pieces=CALLS, reason="tool_calls")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=CALLS, reason="tool_calls")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         asking: Any = {"model": "demo", "messages": HI, "tools": TOOLS, "tool_choice": choice}
         whole = (await client.chat.completions.create(**asking)).choices[0]
         async with client.chat.completions.stream(**asking) as stream:
@@ -181,8 +181,8 @@ async def test_streamed_and_whole_calls_are_the_same_for_the_sdk(choice: Any, re
 
 
 async def test_text_before_a_call_is_content_and_running_out_of_tokens_is_length() -> None:
-    street = FakeStreet(pieces=["Let me ", TextDelta("see."), *CALLS[:2]], reason="length")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=["Let me ", TextDelta("see."), *CALLS[:2]], reason="length")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         asking: Any = {"model": "demo", "messages": HI, "tools": TOOLS}
         whole = (await client.chat.completions.create(**asking)).choices[0]
         stream = await client.chat.completions.create(**asking, stream=True)
@@ -210,8 +210,8 @@ async def test_text_without_a_call_is_what_it_always_was() -> None:
 
 @pytest.mark.parametrize(("choice", "reason"), [("auto", "function_call"), ({"name": "weather"}, "stop")])
 async def test_the_deprecated_form_is_answered_in_its_own(choice: Any, reason: str) -> None:
-    street = FakeStreet(pieces=CALLS[:3], reason="tool_calls")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=CALLS[:3], reason="tool_calls")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         asking: Any = {"model": "demo", "messages": HI, "functions": [{"name": "weather"}], "function_call": choice}
         whole = (await client.chat.completions.create(**asking)).choices[0]
         stream = await client.chat.completions.create(**asking, stream=True)

@@ -1,4 +1,4 @@
-"""Message batches through the Anthropic SDK, over a real batch lane and a street that is not."""
+"""Message batches through the Anthropic SDK, over a real batch lane and a pipeline that is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gateway.api.body import PIECE_BYTES
 from gateway.config import TenantSettings
 from tests.fakes.batch_sdk import PARAMS, ended, message, settings
 from tests.fakes.gateway import Gateway, running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 NOW_S = 1_790_000_000.9
 PATH = "/v1/messages/batches"
@@ -83,14 +83,14 @@ async def test_a_batch_goes_from_its_requests_to_their_messages() -> None:
 
 
 async def test_counts_stay_at_processing_until_all_has_ended_and_cancelling_keeps_what_ran() -> None:
-    street = FakeStreet(hold_before=asyncio.Event())
-    assert street.hold_before is not None
-    async with running(street, **settings(max_in_flight=1)) as gateway:
+    pipeline = FakePipeline(hold_before=asyncio.Event())
+    assert pipeline.hold_before is not None
+    async with running(pipeline, **settings(max_in_flight=1)) as gateway:
         batches = gateway.anthropic().messages.batches
         gateway.worker.start()
         made = await batches.create(requests=[message("a"), message("b"), message("c")])
         async with asyncio.timeout(30):
-            await street.reached.wait()
+            await pipeline.reached.wait()
         with pytest.raises(anthropic.BadRequestError, match="in_progress"):
             await gateway.anthropic().get(f"{PATH}/{made.id}/results", cast_to=object)
         with pytest.raises(anthropic.BadRequestError):
@@ -99,7 +99,7 @@ async def test_counts_stay_at_processing_until_all_has_ended_and_cancelling_keep
         assert cancelling.processing_status == "canceling"
         assert cancelling.cancel_initiated_at is not None
         assert cancelling.request_counts.processing == 3
-        street.hold_before.set()
+        pipeline.hold_before.set()
         batch = await ended(gateway.anthropic(), made.id)
         assert (batch.request_counts.succeeded, batch.request_counts.canceled) == (1, 2)
         kinds = [one.type for one in (await results(gateway, made.id)).values()]
@@ -115,16 +115,16 @@ async def test_counts_stay_at_processing_until_all_has_ended_and_cancelling_keep
 
 async def test_what_has_not_begun_in_time_expires() -> None:
     now_s = [NOW_S]
-    street = FakeStreet(hold_before=asyncio.Event())
-    assert street.hold_before is not None
-    async with running(street, **settings(max_in_flight=1), now=lambda: now_s[0]) as gateway:
+    pipeline = FakePipeline(hold_before=asyncio.Event())
+    assert pipeline.hold_before is not None
+    async with running(pipeline, **settings(max_in_flight=1), now=lambda: now_s[0]) as gateway:
         batches = gateway.anthropic().messages.batches
         gateway.worker.start()
         made = await batches.create(requests=[message("a"), message("b")])
         async with asyncio.timeout(30):
-            await street.reached.wait()
+            await pipeline.reached.wait()
         now_s[0] += 86400
-        street.hold_before.set()
+        pipeline.hold_before.set()
         batch = await ended(gateway.anthropic(), made.id)
         assert (batch.request_counts.succeeded, batch.request_counts.expired) == (1, 1)
         assert sorted(one.type for one in (await results(gateway, made.id)).values()) == ["expired", "succeeded"]

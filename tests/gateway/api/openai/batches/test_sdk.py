@@ -1,4 +1,4 @@
-"""Batches through the OpenAI SDK, over a real batch lane and a street that is not."""
+"""Batches through the OpenAI SDK, over a real batch lane and a pipeline that is not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.queues.batch.jobs import MemoryJobs
 from tests.fakes.batch_sdk import BODY, CHAT, ENDS, content, reached, row, settings, submit
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 NOW_S = 1_790_000_000.9
 EMBEDDED = {"model": "fake", "input": "Hi"}
@@ -132,8 +132,8 @@ async def test_every_endpoint_that_generates_can_be_asked(url: str, body: dict[s
 
 
 async def test_lines_that_are_wrong_fail_the_batch_before_anything_runs() -> None:
-    street = FakeStreet()
-    async with running(street, **settings()) as gateway:
+    pipeline = FakePipeline()
+    async with running(pipeline, **settings()) as gateway:
         client = gateway.sdk()
         gateway.worker.start()
         batch = await submit(client, row("a"), row("a"), "x", row("c", url="/v1/embeddings"))
@@ -148,21 +148,21 @@ async def test_lines_that_are_wrong_fail_the_batch_before_anything_runs() -> Non
             (3, "invalid_json_line", None),
             (4, "mismatched_url", "url"),
         ]
-        assert street.requests == []
+        assert pipeline.requests == []
 
 
 async def test_cancelling_lets_what_runs_end_and_keeps_it() -> None:
-    street = FakeStreet(hold_before=asyncio.Event())
-    assert street.hold_before is not None
-    async with running(street, **settings(max_in_flight=1)) as gateway:
+    pipeline = FakePipeline(hold_before=asyncio.Event())
+    assert pipeline.hold_before is not None
+    async with running(pipeline, **settings(max_in_flight=1)) as gateway:
         client = gateway.sdk()
         gateway.worker.start()
         batch = await submit(client, row("a"), row("b"), row("c"))
         async with asyncio.timeout(30):
-            await street.reached.wait()
+            await pipeline.reached.wait()
         assert (await client.batches.cancel(batch.id)).status == "cancelling"
         assert (await client.batches.cancel(batch.id)).status == "cancelling"
-        street.hold_before.set()
+        pipeline.hold_before.set()
         batch = await reached(client, batch.id, *ENDS)
         assert batch.status == "cancelled"
         assert batch.cancelling_at
@@ -176,16 +176,16 @@ async def test_cancelling_lets_what_runs_end_and_keeps_it() -> None:
 
 async def test_what_has_not_begun_in_time_expires() -> None:
     now_s = [NOW_S]
-    street = FakeStreet(hold_before=asyncio.Event())
-    assert street.hold_before is not None
-    async with running(street, **settings(max_in_flight=1), now=lambda: now_s[0]) as gateway:
+    pipeline = FakePipeline(hold_before=asyncio.Event())
+    assert pipeline.hold_before is not None
+    async with running(pipeline, **settings(max_in_flight=1), now=lambda: now_s[0]) as gateway:
         client = gateway.sdk()
         gateway.worker.start()
         batch = await submit(client, row("a"), row("b"))
         async with asyncio.timeout(30):
-            await street.reached.wait()
+            await pipeline.reached.wait()
         now_s[0] += 86400
-        street.hold_before.set()
+        pipeline.hold_before.set()
         batch = await reached(client, batch.id, *ENDS)
         assert (batch.status, batch.expired_at) == ("expired", 1_790_086_400)
         assert len(await content(client, batch.output_file_id)) == 1
@@ -194,14 +194,14 @@ async def test_what_has_not_begun_in_time_expires() -> None:
 
 
 async def test_a_line_whose_engine_was_lost_is_tried_again() -> None:
-    street = FakeStreet(fails_after=EngineLostError("It is gone."))
-    async with running(street, **settings(max_attempts=3)) as gateway:
+    pipeline = FakePipeline(fails_after=EngineLostError("It is gone."))
+    async with running(pipeline, **settings(max_attempts=3)) as gateway:
         client = gateway.sdk()
         gateway.worker.start()
         batch = await reached(client, (await submit(client, row("a"))).id, *ENDS)
         assert (batch.status, batch.output_file_id) == ("completed", None)
         assert (await content(client, batch.error_file_id))["a"]["response"]["status_code"] == 502
-        assert len([one for one in street.requests if one.lane == "batch"]) == 3
+        assert len([one for one in pipeline.requests if one.lane == "batch"]) == 3
 
 
 async def test_the_sdk_pages_through_all_batches_newest_first() -> None:
@@ -294,13 +294,13 @@ async def test_a_tenant_has_so_many_batches_and_lines_at_a_time() -> None:
 
 
 async def test_lines_run_in_the_namespace_that_was_asked_for_with_the_batch() -> None:
-    street = FakeStreet()
+    pipeline = FakePipeline()
     shared = NamespaceSettings(name="shared", tenants=("*",))
-    async with running(street, **settings(), namespaces=(shared,)) as gateway:
+    async with running(pipeline, **settings(), namespaces=(shared,)) as gateway:
         gateway.worker.start()
         client = gateway.sdk(default_headers={"x-kvasir-namespace": "shared"})
         assert (await reached(client, (await submit(client, row("a"))).id, *ENDS)).status == "completed"
-        assert {one.scope.namespace for one in street.requests if one.scope} == {"shared"}
+        assert {one.scope.namespace for one in pipeline.requests if one.scope} == {"shared"}
         asked = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
         for path, body in (("/v1/batches", asked), ("/v1/messages/batches", {"requests": []})):
             headers = {"x-kvasir-namespace": "nobody", "anthropic-version": "2026-10-21"}

@@ -59,7 +59,7 @@ async def test_a_batch_for_a_model_of_an_upstream_goes_from_a_file_to_its_answer
 async def test_what_an_upstream_fails_for_a_while_is_answered_in_the_end_and_each_line_once() -> None:
     failing = [BUSY, error(500), error(503, retry_after_ms="1"), Told(refuse=True), BUSY, error(502)]
     async with upstream(*failing, TOLD) as stub:
-        options = {"retries": 0, "batch_places": 4, "breaker_open_s": 0.01}
+        options = {"retries": 0, "batch_slots": 4, "breaker_open_s": 0.01}
         async with running(**settings(), upstreams=[stub.settings(**options)]) as gateway:
             gateway.worker.start()
             client = gateway.sdk()
@@ -146,7 +146,7 @@ async def test_a_batch_for_a_model_that_no_upstream_has_any_more_says_so_and_exp
 
 async def test_a_batch_that_is_cancelled_sends_no_more_and_ends_what_runs() -> None:
     async with upstream(Told(then="stall")) as stub:
-        up = stub.settings(batch_places=2, idle_timeout_s=2.0, first_byte_timeout_s=2.0, retries=0)
+        up = stub.settings(batch_slots=2, idle_timeout_s=2.0, first_byte_timeout_s=2.0, retries=0)
         async with running(**settings(max_attempts=1, max_in_flight=2), upstreams=[up]) as gateway:
             gateway.worker.start()
             client = gateway.sdk()

@@ -17,7 +17,7 @@ from gateway.config import ServerSettings, StoredResponseSettings, TenantSetting
 from gateway.errors import EngineFailedError, RedisDownError
 from gateway.stores.memory_store import MemoryStore
 from tests.fakes.gateway import LIMIT_S, Gateway, running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.waiting import until
 
 TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
@@ -40,12 +40,14 @@ class WatchedStore(MemoryStore):
 
 
 @asynccontextmanager
-async def held(street: FakeStreet | None = None, **options: Any) -> AsyncIterator[tuple[Gateway, Any, WatchedStore]]:
+async def held(
+    pipeline: FakePipeline | None = None, **options: Any
+) -> AsyncIterator[tuple[Gateway, Any, WatchedStore]]:
     """A gateway whose answers wait for `hold_after`."""
-    store, street = WatchedStore(), street or FakeStreet()
-    street.hold_after = asyncio.Event()
+    store, pipeline = WatchedStore(), pipeline or FakePipeline()
+    pipeline.hold_after = asyncio.Event()
     server = ServerSettings(shutdown_s=0)
-    async with running(street, response_store=store, server=server, **options) as gateway, gateway.sdk() as client:
+    async with running(pipeline, response_store=store, server=server, **options) as gateway, gateway.sdk() as client:
         yield gateway, client, store
 
 
@@ -63,7 +65,7 @@ async def test_a_response_is_answered_later_and_polled() -> None:
         assert (await client.responses.retrieve(begun.id)).status == "in_progress"
         with pytest.raises(openai.BadRequestError, match="in progress"):
             await client.responses.create(model="demo", input="hi", previous_response_id=begun.id)
-        gateway.street.hold_after.set()
+        gateway.pipeline.hold_after.set()
         await ended(store)
         done = await client.responses.retrieve(begun.id)
         assert (done.status, done.output_text, done.background) == ("completed", "Hello world", True)
@@ -78,7 +80,7 @@ async def test_its_tokens_are_metered_once_and_when_it_is_done() -> None:
         begun = await client.responses.create(model="demo", input="hi", background=True)
         counted = 'kvasir_completion_tokens_total{model="demo",tenant="anonymous"}'
         assert f"{counted} 2.0" not in (await gateway.get("/metrics"))[1]
-        gateway.street.hold_after.set()
+        gateway.pipeline.hold_after.set()
         await ended(store)
         assert (await client.responses.retrieve(begun.id)).status == "completed"
         shown = (await gateway.get("/metrics"))[1]
@@ -90,17 +92,17 @@ async def test_one_that_is_cancelled_ends_and_stays_cancelled() -> None:
     async with held() as (gateway, client, _store):
         begun = await client.responses.create(model="demo", input="hi", background=True)
         async with asyncio.timeout(LIMIT_S):
-            await gateway.street.reached.wait()
+            await gateway.pipeline.reached.wait()
         cancelled = await client.responses.cancel(begun.id)
         assert (cancelled.id, cancelled.status) == (begun.id, "cancelled")
-        assert gateway.street.open == 0
+        assert gateway.pipeline.open == 0
         for again in (await client.responses.cancel(begun.id), await client.responses.retrieve(begun.id)):
             assert again.status == "cancelled"
 
 
 async def test_cancelling_what_is_complete_changes_nothing() -> None:
     async with held() as (gateway, client, store):
-        gateway.street.hold_after.set()
+        gateway.pipeline.hold_after.set()
         begun = await client.responses.create(model="demo", input="hi", background=True)
         await ended(store)
         assert (await client.responses.cancel(begun.id)).status == "completed"
@@ -111,8 +113,8 @@ async def test_one_that_is_deleted_ends_and_does_not_come_back() -> None:
         begun = await client.responses.create(model="demo", input="hi", background=True)
         await client.responses.delete(begun.id)
         async with asyncio.timeout(LIMIT_S):
-            await gateway.street.closed.wait()
-        assert gateway.street.open == 0
+            await gateway.pipeline.closed.wait()
+        assert gateway.pipeline.open == 0
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(begun.id)
 
@@ -121,10 +123,10 @@ async def test_one_that_was_cancelled_through_another_gateway_is_thrown_away() -
     async with held() as (first, client, store), running(response_store=store) as second, second.sdk() as other:
         begun = await client.responses.create(model="demo", input="hi", background=True)
         assert (await other.responses.cancel(begun.id)).status == "cancelled"
-        assert first.street.hold_after is not None
-        first.street.hold_after.set()
+        assert first.pipeline.hold_after is not None
+        first.pipeline.hold_after.set()
         async with asyncio.timeout(LIMIT_S):
-            await first.street.closed.wait()
+            await first.pipeline.closed.wait()
         assert (await client.responses.retrieve(begun.id)).status == "cancelled"
 
 
@@ -165,14 +167,14 @@ async def test_one_that_is_deleted_while_its_end_is_written_does_not_come_back()
 
 
 async def test_one_that_is_complete_before_its_cancelling_is_written_stays_complete() -> None:
-    store, street = GatedStore(), FakeStreet()
-    street.hold_after = asyncio.Event()
-    async with asyncio.timeout(LIMIT_S), running(street, response_store=store) as first, first.sdk() as client:
+    store, pipeline = GatedStore(), FakePipeline()
+    pipeline.hold_after = asyncio.Event()
+    async with asyncio.timeout(LIMIT_S), running(pipeline, response_store=store) as first, first.sdk() as client:
         begun = await client.responses.create(model="demo", input="hi", background=True)
         async with running(response_store=store) as second, second.sdk() as other:
             cancelling = asyncio.ensure_future(other.responses.cancel(begun.id))
             await store.reached.wait()
-            street.hold_after.set()
+            pipeline.hold_after.set()
             await first.app.shutdown()
             store.gate.set()
             assert (await cancelling).status == "completed"
@@ -180,9 +182,10 @@ async def test_one_that_is_complete_before_its_cancelling_is_written_stays_compl
 
 
 async def test_a_failure_is_told_by_the_response() -> None:
-    for street in (FakeStreet(fails_before=EngineFailedError("NaN")), FakeStreet(fails_after=RuntimeError("bug"))):
-        async with held(street) as (gateway, client, store):
-            gateway.street.hold_after.set()
+    failures = FakePipeline(fails_before=EngineFailedError("NaN")), FakePipeline(fails_after=RuntimeError("bug"))
+    for pipeline in failures:
+        async with held(pipeline) as (gateway, client, store):
+            gateway.pipeline.hold_after.set()
             begun = await client.responses.create(model="demo", input="hi", background=True)
             await ended(store)
             failed = await client.responses.retrieve(begun.id)
@@ -202,15 +205,15 @@ async def test_a_server_that_is_stopped_keeps_what_it_had_not_finished_as_failed
 
 
 async def test_one_that_begins_while_the_server_is_stopped_ends_with_the_others() -> None:
-    store, street = WatchedStore(), FakeStreet()
-    street.hold_before = first = asyncio.Event()
+    store, pipeline = WatchedStore(), FakePipeline()
+    pipeline.hold_before = first = asyncio.Event()
     server = ServerSettings(shutdown_s=LIMIT_S)
-    async with running(street, response_store=store, server=server) as gateway, gateway.sdk() as client:
+    async with running(pipeline, response_store=store, server=server) as gateway, gateway.sdk() as client:
         await client.responses.create(model="demo", input="hi", background=True)
-        await until(lambda: street.open == 1)
+        await until(lambda: pipeline.open == 1)
         stopping = asyncio.ensure_future(gateway.app.shutdown())
         await asyncio.sleep(0)
-        street.hold_before = asyncio.Event()
+        pipeline.hold_before = asyncio.Event()
         begun = await client.responses.create(model="demo", input="hi", background=True)
         first.set()
         await stopping
@@ -237,7 +240,7 @@ async def test_there_are_so_many_and_no_more() -> None:
         with pytest.raises(openai.RateLimitError) as refused:
             await client.responses.create(model="demo", input="hi", background=True)
         assert refused.value.response.headers["retry-after"] == "5"
-        gateway.street.hold_after.set()
+        gateway.pipeline.hold_after.set()
         await ended(store)
         await client.responses.create(model="demo", input="hi", background=True)
 
@@ -247,7 +250,7 @@ async def test_one_that_cannot_be_kept_is_refused_before_it_begins() -> None:
         store.down = True
         with pytest.raises(openai.InternalServerError):
             await client.responses.create(model="demo", input="hi", background=True)
-        assert not gateway.street.requests
+        assert not gateway.pipeline.requests
 
 
 async def test_another_tenant_cannot_cancel_it() -> None:

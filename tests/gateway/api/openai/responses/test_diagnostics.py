@@ -12,7 +12,7 @@ from gateway.api.openai.responses.store import Kept
 from gateway.types import Usage
 from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 SETTINGS: dict[str, Any] = {"model": "demo", "prompt_cache_key": None, "tools": [], "instructions": None, "text": {}}
 ITEMS = with_ids(parse_input([{"role": "user", "content": text} for text in "abc"], "input"), "t")
@@ -65,7 +65,7 @@ async def test_a_response_is_compared_with_one_that_is_kept() -> None:
 
 
 async def test_a_stream_tells_at_its_end_what_was_compared() -> None:
-    async with running(FakeStreet(cached_tokens=0)) as gateway, gateway.sdk() as client:
+    async with running(FakePipeline(cached_tokens=0)) as gateway, gateway.sdk() as client:
         first = await client.responses.create(model="demo", input="hi")
         options: Any = {"comparison_response_id": first.id}
         stream = await client.responses.create(model="demo", input="hi", prompt_cache_options=options, stream=True)

@@ -36,7 +36,7 @@ def test_a_string_is_a_message_of_the_user() -> None:
 
 
 @pytest.mark.parametrize("role", ["user", "assistant", "system", "developer"])
-def test_the_short_way_for_plain_messages_leads_to_the_same(role: str) -> None:
+def test_the_fast_path_of_plain_messages_reads_the_same(role: str) -> None:
     plain = {"role": role, "content": "hi"}
     assert parse_input([plain], "input") == parse_input([plain | {"type": "message"}], "input")
 

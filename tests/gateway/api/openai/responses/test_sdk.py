@@ -13,7 +13,7 @@ from gateway.errors import ContextLengthError, EngineLostError, QueueFullError
 from gateway.types import CallDelta, ScoredToken, Spelled, TextDelta, Usage
 from tests.fakes.gateway import running
 from tests.fakes.golden import assert_golden
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 CALLS: Any = [
     "Let me see.",
@@ -65,43 +65,43 @@ async def test_a_response_has_every_field_of_the_api() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "street"),
+    ("name", "pipeline"),
     [
-        ("text", FakeStreet()),
-        ("calls", FakeStreet(pieces=CALLS, reason="tool_calls")),
-        ("incomplete", FakeStreet(reason="length")),
-        ("nothing", FakeStreet(pieces=[])),
-        ("failed", FakeStreet(fails_after=EngineLostError("Engine engine-1 went away."))),
+        ("text", FakePipeline()),
+        ("calls", FakePipeline(pieces=CALLS, reason="tool_calls")),
+        ("incomplete", FakePipeline(reason="length")),
+        ("nothing", FakePipeline(pieces=[])),
+        ("failed", FakePipeline(fails_after=EngineLostError("Engine engine-1 went away."))),
     ],
 )
-async def test_a_stream_is_this_transcript(name: str, street: FakeStreet) -> None:
-    async with running(street) as gateway:
+async def test_a_stream_is_this_transcript(name: str, pipeline: FakePipeline) -> None:
+    async with running(pipeline) as gateway:
         transcript = await gateway.transcript("/v1/responses", {"model": "demo", "input": "hi", "stream": True})
     assert_golden(f"openai/responses_{name}.txt", transcript)
     events(transcript)
 
 
 @pytest.mark.parametrize(
-    "street",
+    "pipeline",
     [
-        FakeStreet(),
-        FakeStreet(pieces=CALLS),
-        FakeStreet(reason="length"),
-        FakeStreet(pieces=[]),
-        FakeStreet(pieces=[CallDelta(0, "f", "{}")]),
-        FakeStreet(
+        FakePipeline(),
+        FakePipeline(pieces=CALLS),
+        FakePipeline(reason="length"),
+        FakePipeline(pieces=[]),
+        FakePipeline(pieces=[CallDelta(0, "f", "{}")]),
+        FakePipeline(
             pieces=["a", CallDelta(0, "f", "{}"), "b", CallDelta(1, "g", "{}"), CallDelta(2, "h", "{}"), "c", "d"]
         ),
     ],
 )
-async def test_a_stream_ends_with_the_response_that_is_answered_without_one(street: FakeStreet) -> None:
+async def test_a_stream_ends_with_the_response_that_is_answered_without_one(pipeline: FakePipeline) -> None:
     def stable(response: dict[str, Any]) -> dict[str, Any]:
         for one in (response, *response["output"]):
             for key in ("id", "call_id", "created_at", "completed_at"):
                 one.pop(key, None)
         return response
 
-    async with running(street) as gateway:
+    async with running(pipeline) as gateway:
         told = events(await gateway.transcript("/v1/responses", {"model": "demo", "input": "hi", "stream": True}))
         status, whole, _ = await gateway.post("/v1/responses", {"model": "demo", "input": "hi"})
     assert status == 200
@@ -110,7 +110,7 @@ async def test_a_stream_ends_with_the_response_that_is_answered_without_one(stre
 
 async def test_the_streaming_helper_puts_the_response_together() -> None:
     async with (
-        running(FakeStreet(pieces=CALLS)) as gateway,
+        running(FakePipeline(pieces=CALLS)) as gateway,
         gateway.sdk() as client,
         client.responses.stream(model="demo", input="hi") as stream,
     ):
@@ -137,30 +137,30 @@ async def test_a_plain_stream_ends_after_its_last_event_and_the_connection_is_us
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_parsed_response_is_the_clients_own_type(streamed: bool) -> None:
-    street = FakeStreet(pieces=['{"name": "Oslo", ', '"people": 700000}'])
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=['{"name": "Oslo", ', '"people": 700000}'])
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         if streamed:
             async with client.responses.stream(model="demo", input="hi", text_format=City) as stream:
                 parsed = (await stream.get_final_response()).output_parsed
         else:
             parsed = (await client.responses.parse(model="demo", input="hi", text_format=City)).output_parsed
         assert parsed == City(name="Oslo", people=700000)
-        constraint = gateway.street.requests[0].constraint
+        constraint = gateway.pipeline.requests[0].constraint
         assert constraint is not None
         assert constraint.param == "text.format.schema"
 
 
 async def test_what_was_parsed_can_be_sent_again() -> None:
-    async with running(FakeStreet(pieces=['{"name": "Oslo", "people": 1}'])) as gateway, gateway.sdk() as client:
+    async with running(FakePipeline(pieces=['{"name": "Oslo", "people": 1}'])) as gateway, gateway.sdk() as client:
         first = await client.responses.parse(model="demo", input="hi", text_format=City)
         history: Any = [{"role": "user", "content": "hi"}, *first.output, {"role": "user", "content": "and?"}]
         await client.responses.create(model="demo", input=history)
-        prompt: Any = gateway.street.requests[1].prompt
+        prompt: Any = gateway.pipeline.requests[1].prompt
         assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"]
 
 
 async def test_tokens_that_ran_out_are_told_as_incomplete() -> None:
-    async with running(FakeStreet(reason="length")) as gateway, gateway.sdk() as client:
+    async with running(FakePipeline(reason="length")) as gateway, gateway.sdk() as client:
         answer = await client.responses.create(model="demo", input="hi", max_output_tokens=16)
         assert answer.status == "incomplete"
         assert answer.incomplete_details is not None
@@ -177,7 +177,7 @@ async def test_a_prewarmed_prompt_is_a_response_without_output(streamed: bool) -
             response = events(await gateway.transcript("/v1/responses", body | {"stream": True}))[-1]["response"]
         else:
             _, response, _ = await gateway.post("/v1/responses", body)
-        assert gateway.street.requests[0].prewarm
+        assert gateway.pipeline.requests[0].prewarm
     assert (response["status"], response["output"]) == ("completed", [])
     assert response["prompt_cache_options"] == {"mode": "implicit", "ttl": "12h", "comparison_response_id": None}
     assert (response["usage"]["input_tokens"], response["usage"]["output_tokens"]) == (40, 0)
@@ -187,7 +187,7 @@ async def test_a_prewarmed_prompt_is_a_response_without_output(streamed: bool) -
 async def test_log_probabilities_come_with_their_text(streamed: bool) -> None:
     scored = (ScoredToken(Spelled("Hi", b"Hi"), -0.5, ((Spelled("</s>", None), -0.7),), 0),)
     body = {"model": "demo", "input": "hi", "top_logprobs": 1, "include": ["message.output_text.logprobs"]}
-    async with running(FakeStreet(pieces=[TextDelta("Hi", scored)])) as gateway:
+    async with running(FakePipeline(pieces=[TextDelta("Hi", scored)])) as gateway:
         if streamed:
             told = events(await gateway.transcript("/v1/responses", body | {"stream": True}))
             deltas = [event["logprobs"] for event in told if event["type"] == "response.output_text.delta"]
@@ -203,7 +203,7 @@ async def test_log_probabilities_come_with_their_text(streamed: bool) -> None:
 
 async def test_what_breakpoints_wrote_is_told_by_time_to_live() -> None:
     leased = Usage(0, 0, cache_write_tokens=70, lease="kept", lease_writes=((300.0, 20), (1800.0, 30), (1800.0, 20)))
-    async with running(FakeStreet(leased=leased)) as gateway, gateway.sdk() as client:
+    async with running(FakePipeline(leased=leased)) as gateway, gateway.sdk() as client:
         answer = await client.responses.create(model="demo", input="hi")
         assert answer.usage is not None
         details = answer.usage.input_tokens_details
@@ -227,15 +227,15 @@ async def test_what_breakpoints_wrote_is_told_by_time_to_live() -> None:
 async def test_an_error_before_the_first_token_is_the_sdks_own_exception(
     error: Exception, kind: type[openai.APIStatusError], code: str, streamed: bool
 ) -> None:
-    async with running(FakeStreet(fails_before=error)) as gateway, gateway.sdk() as client:
+    async with running(FakePipeline(fails_before=error)) as gateway, gateway.sdk() as client:
         with pytest.raises(kind) as raised:
             await client.responses.create(model="demo", input="hi", stream=streamed)
         assert raised.value.code == code
 
 
 async def test_a_stream_that_failed_says_so_to_the_sdk() -> None:
-    street = FakeStreet(fails_after=EngineLostError("Engine engine-1 went away."))
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(fails_after=EngineLostError("Engine engine-1 went away."))
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         stream = await client.responses.create(model="demo", input="hi", stream=True)
         told = [event async for event in stream]
         assert [event.type for event in told[-2:]] == ["error", "response.failed"]

@@ -18,18 +18,18 @@ from gateway.stores.redis_store import RedisStore
 from gateway.types import CallDelta, Request
 from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import LIMIT_S, Gateway, running
-from tests.fakes.street import FakeModels, FakeStreet, hello
+from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 
 TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
 
 
 def messages(gateway: Gateway, number: int = -1) -> list[tuple[str, str]]:
-    prompt: Any = gateway.street.requests[number].prompt
+    prompt: Any = gateway.pipeline.requests[number].prompt
     return [(message["role"], message["content"]) for message in prompt.messages]
 
 
 class WatchedStore(MemoryStore):
-    """Says when something was put, and what the street had done by then."""
+    """Says when something was put, and what the pipeline had done by then."""
 
     def __init__(self) -> None:
         super().__init__(StoredResponseSettings())
@@ -46,7 +46,7 @@ class WatchedStore(MemoryStore):
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("reason", ["stop", "length"])
 async def test_what_was_answered_can_be_retrieved_as_it_was_told(streamed: bool, reason: Any) -> None:
-    async with running(FakeStreet(reason=reason)) as gateway, gateway.sdk() as client:
+    async with running(FakePipeline(reason=reason)) as gateway, gateway.sdk() as client:
         if streamed:
             stream = await client.responses.create(model="demo", input="hi", stream=True)
             told = [event async for event in stream][-1].response  # type: ignore[union-attr]
@@ -57,14 +57,14 @@ async def test_what_was_answered_can_be_retrieved_as_it_was_told(streamed: bool,
 
 
 async def test_a_stream_is_kept_before_its_client_knows_that_it_is_over() -> None:
-    store, street = WatchedStore(), FakeStreet(hold_after=asyncio.Event())
-    async with running(street, response_store=store) as gateway, gateway.sdk() as client:
+    store, pipeline = WatchedStore(), FakePipeline(hold_after=asyncio.Event())
+    async with running(pipeline, response_store=store) as gateway, gateway.sdk() as client:
         stream = await client.responses.create(model="demo", input="hi", stream=True)
         async for event in stream:
             if event.type == "response.created":
                 assert not store.ids
-                assert street.hold_after is not None
-                street.hold_after.set()
+                assert pipeline.hold_after is not None
+                pipeline.hold_after.set()
             if event.type == "response.completed":
                 assert store.ids == [event.response.id]
 
@@ -91,14 +91,14 @@ async def test_the_next_response_goes_on_from_what_was_said_but_not_from_the_ins
 
 
 async def test_calls_are_answered_in_the_next_response() -> None:
-    street = FakeStreet(pieces=["Let me see.", CallDelta(0, "f", "{}")], reason="tool_calls")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=["Let me see.", CallDelta(0, "f", "{}")], reason="tool_calls")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         first = await client.responses.create(model="demo", input="hi")
         call = first.output[1]
         assert call.type == "function_call"
         outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
         await client.responses.create(model="demo", input=outputs, previous_response_id=first.id)
-        prompt: Any = street.requests[1].prompt
+        prompt: Any = pipeline.requests[1].prompt
         assert [message["role"] for message in prompt.messages] == ["user", "assistant", "tool"]
         assert prompt.messages[2]["tool_call_id"] == prompt.messages[1]["tool_calls"][0]["id"] == call.call_id
 
@@ -237,8 +237,8 @@ async def test_a_store_that_is_down_costs_no_answer_and_is_told(streamed: bool) 
 
 
 async def test_a_stream_that_failed_is_kept_as_failed() -> None:
-    street = FakeStreet(fails_after=EngineLostError("Engine engine-1 went away."))
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(fails_after=EngineLostError("Engine engine-1 went away."))
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         stream = await client.responses.create(model="demo", input="hi", stream=True)
         failed = [event async for event in stream][-1].response  # type: ignore[union-attr]
         kept = await client.responses.retrieve(failed.id)
@@ -246,15 +246,15 @@ async def test_a_stream_that_failed_is_kept_as_failed() -> None:
 
 
 async def test_a_client_that_leaves_a_stream_cancels_the_response() -> None:
-    store, street = WatchedStore(), FakeStreet(hold_after=asyncio.Event())
-    async with running(street, response_store=store) as gateway, gateway.sdk() as client:
+    store, pipeline = WatchedStore(), FakePipeline(hold_after=asyncio.Event())
+    async with running(pipeline, response_store=store) as gateway, gateway.sdk() as client:
         stream = await client.responses.create(model="demo", input="hi", stream=True)
         async for event in stream:
             if event.type == "response.output_text.delta" and event.delta == " world":
                 break
         await stream.close()
         async with asyncio.timeout(LIMIT_S):
-            await street.closed.wait()
+            await pipeline.closed.wait()
             await store.changed.wait()
         kept = await client.responses.retrieve(store.ids[0])
         assert (kept.status, kept.output_text, kept.usage) == ("cancelled", "Hello world", None)
@@ -263,7 +263,7 @@ async def test_a_client_that_leaves_a_stream_cancels_the_response() -> None:
 
 async def test_nothing_is_kept_of_what_failed_before_its_client_knew_an_id() -> None:
     store = WatchedStore()
-    async with running(FakeStreet(fails_before=EngineLostError("gone")), response_store=store) as gateway:
+    async with running(FakePipeline(fails_before=EngineLostError("gone")), response_store=store) as gateway:
         for streamed in (False, True):
             status, _, _ = await gateway.post("/v1/responses", {"model": "demo", "input": "hi", "stream": streamed})
             assert status == 502
@@ -306,7 +306,7 @@ async def test_tokens_are_counted_of_the_whole_conversation() -> None:
         assert refused.value.param == "personality"
 
 
-class CountingStreet(FakeStreet):
+class CountingPipeline(FakePipeline):
     """A message is ten tokens."""
 
     async def count(self, request: Request) -> int:
@@ -322,7 +322,7 @@ async def test_the_oldest_turns_are_dropped_until_the_rest_fits(context: int, ke
     small: Hello = hello(context_tokens=context)
     roles = {"s": "developer", "0": "user", "1": "user", "2": "user", "a": "assistant", "b": "assistant"}
     turns: Any = [{"role": roles[text], "content": text} for text in "s0a1b2"]
-    async with running(CountingStreet(), FakeModels([small])) as gateway, gateway.sdk() as client:
+    async with running(CountingPipeline(), FakeModels([small])) as gateway, gateway.sdk() as client:
         answer = await client.responses.create(model="demo", input=turns, truncation="auto")
         assert "".join(text for _, text in messages(gateway)) == kept
         assert answer.truncation == "auto"

@@ -16,7 +16,7 @@ from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import CallDelta, ChatPrompt, Tool, ToolUse
 from tests.fakes.gateway import running
-from tests.fakes.street import FakeStreet
+from tests.fakes.pipeline import FakePipeline
 
 STRICT: dict[str, Any] = {
     "type": "object",
@@ -145,8 +145,8 @@ class Weather(pydantic.BaseModel):
 
 
 async def test_a_call_is_parsed_by_the_sdk_and_its_tools_are_told_again() -> None:
-    street = FakeStreet(pieces=[CallDelta(0, "Weather"), CallDelta(0, "", '{"city": "Oslo"}')], reason="tool_calls")
-    async with running(street) as gateway, gateway.sdk() as client:
+    pipeline = FakePipeline(pieces=[CallDelta(0, "Weather"), CallDelta(0, "", '{"city": "Oslo"}')], reason="tool_calls")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
         declared = [openai.pydantic_function_tool(Weather)["function"]]
         tool: Any = {"type": "function", **declared[0]}
         for streamed in (False, True):
@@ -160,4 +160,4 @@ async def test_a_call_is_parsed_by_the_sdk_and_its_tools_are_told_again() -> Non
             assert (answer.status, answer.output_text, answer.tool_choice) == ("completed", "", "auto")
             (told,) = answer.tools
             assert (told.name, told.strict, told.parameters["required"]) == ("Weather", True, ["city"])
-        assert names(street.requests[0].tool_use) == ["Weather"]
+        assert names(pipeline.requests[0].tool_use) == ["Weather"]

@@ -6,22 +6,22 @@ import asyncio
 
 import pytest
 
-from gateway.upstreams.places import LONGEST_S, Places
+from gateway.upstreams.batch_slots import LONGEST_S, BatchSlots
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
 
 
-async def waiting(places: Places, count: int = 1) -> list[asyncio.Task[bool]]:
-    """So many who wait for a place, in their order."""
+async def waiting(places: BatchSlots, count: int = 1) -> list[asyncio.Task[bool]]:
+    """So many who wait for a slot, in their order."""
     tasks = [asyncio.ensure_future(places.take(LIMIT_S)) for _ in range(count)]
     await until(lambda: places.waiting == count)
     return tasks
 
 
 async def test_lines_take_what_online_requests_leave() -> None:
-    places = Places(3)
+    places = BatchSlots(3)
     places.entered()
     assert [await places.take(LIMIT_S) for _ in range(2)] == [True, True]
     (third,) = await waiting(places)
@@ -31,7 +31,7 @@ async def test_lines_take_what_online_requests_leave() -> None:
 
 
 async def test_an_online_request_goes_beyond_the_bound_and_lines_wait_until_it_is_kept_again() -> None:
-    places = Places(1)
+    places = BatchSlots(1)
     assert await places.take(LIMIT_S)
     places.entered()
     places.entered()
@@ -45,7 +45,7 @@ async def test_an_online_request_goes_beyond_the_bound_and_lines_wait_until_it_i
 
 
 async def test_who_came_first_has_the_first_place_even_when_one_comes_between() -> None:
-    places = Places(1)
+    places = BatchSlots(1)
     assert await places.take(LIMIT_S)
     first, second = await waiting(places, 2)
     places.release()
@@ -59,14 +59,14 @@ async def test_who_came_first_has_the_first_place_even_when_one_comes_between() 
 
 
 async def test_who_waits_in_vain_has_no_place_and_leaves_none_behind() -> None:
-    places = Places(1)
+    places = BatchSlots(1)
     assert await places.take(LIMIT_S)
     assert not await places.take(0.0)
     assert (places.taken, places.waiting) == (1, 0)
 
 
 async def test_a_place_that_was_handed_out_to_somebody_who_left_is_the_next_ones() -> None:
-    places = Places(1)
+    places = BatchSlots(1)
     assert await places.take(LIMIT_S)
     gone, next_one = await waiting(places, 2)
     places.release()  # the first has it, and does not know it yet
@@ -78,7 +78,7 @@ async def test_a_place_that_was_handed_out_to_somebody_who_left_is_the_next_ones
 
 
 async def test_who_is_cancelled_while_it_waits_is_forgotten() -> None:
-    places = Places(1)
+    places = BatchSlots(1)
     assert await places.take(LIMIT_S)
     (gone,) = await waiting(places)
     gone.cancel()
@@ -90,7 +90,7 @@ async def test_who_is_cancelled_while_it_waits_is_forgotten() -> None:
 
 async def test_while_lines_are_held_off_none_gets_a_place_and_none_waits() -> None:
     clock = Clock()
-    places = Places(1, clock)
+    places = BatchSlots(1, clock)
     assert await places.take(LIMIT_S)
     (waiter,) = await waiting(places)
     places.hold_off(5.0)
@@ -103,7 +103,7 @@ async def test_while_lines_are_held_off_none_gets_a_place_and_none_waits() -> No
     assert await places.take(LIMIT_S)
 
 
-async def room(places: Places) -> int:
+async def room(places: BatchSlots) -> int:
     """Lines that it takes now; all are given back."""
     count = 0
     while await places.take(0.0):
@@ -115,7 +115,7 @@ async def room(places: Places) -> int:
 
 async def test_an_upstream_that_had_no_room_gets_half_as_many_lines_and_more_as_it_answers() -> None:
     clock = Clock()
-    places = Places(8, clock)
+    places = BatchSlots(8, clock)
     for lines in (4, 2, 1, 1):
         places.hold_off(1.0)
         places.hold_off(1.0)  # said to another line of the same time
@@ -132,7 +132,7 @@ async def test_an_upstream_that_had_no_room_gets_half_as_many_lines_and_more_as_
 
 async def test_online_requests_do_not_keep_an_upstream_that_had_no_room_from_every_line() -> None:
     clock = Clock()
-    places = Places(8, clock)
+    places = BatchSlots(8, clock)
     for _ in range(6):
         places.entered()
     for _ in range(5):
@@ -142,6 +142,6 @@ async def test_online_requests_do_not_keep_an_upstream_that_had_no_room_from_eve
 
 
 def test_lines_are_not_held_off_for_ever() -> None:
-    places = Places(1, Clock())
+    places = BatchSlots(1, Clock())
     places.hold_off(1e9)
     assert places.wait_s() == pytest.approx(LONGEST_S)

@@ -1,9 +1,9 @@
-"""The way of a request, in numbered steps. Each stage is a small Protocol in stages.py; app.py brings the real ones.
+"""The request pipeline: seven stages, in order. Each is a small Protocol in stages.py; app.py builds the real ones.
 
     1. responses   was it answered before, or is it being answered?
     2. prompts     render, split, tokenise what is new, chain the block hashes
     3. index       who holds the longest part of this prompt?
-    4. + 5. queue  wait for a place, where the first token will come soonest
+    4. + 5. queue  wait for a slot, where the first token will come soonest
     6. engine      stream the tokens; detokenise; stop; meter
     7. responses   remember the answer, if it may be remembered
 
@@ -36,7 +36,7 @@ from gateway.types import Ask, EncodedPrompt, Event, Finished, FinishReason, Gro
 log = logging.getLogger(__name__)
 
 
-class Street:
+class Pipeline:
     """Holds the stages. Knows no dialect, no Redis and no HTTP."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Street:
                 engines, ask = await self._ask(request, prompt, lost)
                 waited_s = time.monotonic()
                 # 4. + 5. Wait for a place, at the one where the first token will come soonest.
-                async with self._place(request, engines, ask) as engine:
+                async with self._slot(request, engines, ask) as engine:
                     now = time.monotonic()
                     request.trace.queue_ms += (now - waited_s) * 1e3
                     request.trace.overhead_ms = (now - request.received_s) * 1e3 - request.trace.queue_ms
@@ -152,23 +152,23 @@ class Street:
             affinity=request.affinity,
         )
 
-    def _place(self, request: Request, engines: Sequence[Engine], ask: Ask) -> AbstractAsyncContextManager[Engine]:
+    def _slot(self, request: Request, engines: Sequence[Engine], ask: Ask) -> AbstractAsyncContextManager[Engine]:
         group = request.group
-        return self._queue.place(engines, ask) if group is None else self._place_in_group(group, engines, ask)
+        return self._queue.slot(engines, ask) if group is None else self._slot_in_group(group, engines, ask)
 
     @asynccontextmanager
-    async def _place_in_group(self, group: Group, engines: Sequence[Engine], ask: Ask) -> AsyncGenerator[Engine, None]:
-        """At the engine of the group's first, as long as that serves. Until it has a place, the others wait for it."""
-        async with AsyncExitStack() as place:
+    async def _slot_in_group(self, group: Group, engines: Sequence[Engine], ask: Ask) -> AsyncGenerator[Engine, None]:
+        """At the engine of the group's first, as long as that serves. Until it has a slot, the others wait for it."""
+        async with AsyncExitStack() as slot:
             engine: Engine | None = None
             async with group.choosing:
                 if group.incarnation not in {engine.hello.incarnation for engine in engines} - ask.avoid:
-                    engine = await place.enter_async_context(self._queue.place(engines, ask))
+                    engine = await slot.enter_async_context(self._queue.slot(engines, ask))
                     group.incarnation = engine.hello.incarnation
             if engine is None:
                 assert group.incarnation is not None
                 ask = replace(ask, only=group.incarnation, cached_tokens={group.incarnation: ask.prompt_tokens})
-                engine = await place.enter_async_context(self._queue.place(engines, ask))
+                engine = await slot.enter_async_context(self._queue.slot(engines, ask))
             yield engine
 
     async def _generate(

@@ -1,4 +1,4 @@
-"""A street without stages: answers that a test wrote, for the HTTP side alone."""
+"""A pipeline without stages: answers that a test wrote, for the HTTP side alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FakeDecoders:
 
 
 @dataclass
-class FakeStreet:
+class FakePipeline:
     """Answers every request with `pieces`.
 
     fails_before, fails_after   raised instead of the first event, or after all pieces

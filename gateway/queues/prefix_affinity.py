@@ -1,7 +1,7 @@
 """Which engine was sent a prefix a moment ago, before any index can know it. Pure: no I/O, no clock.
 
 For the batch lane, whose lines come together and begin alike: without it the first lines of a document would go to all
-engines at once, and each would compute it. A prompt is remembered by its digests at a few places, two for each doubling
+engines at once, and each would compute it. A prompt is remembered by digests at a few positions, two per doubling
 of its length, so what is found of a common prefix may be a third too short. It is a hint; engines look for themselves.
 """
 
@@ -14,40 +14,40 @@ from typing import Final
 
 from engine.protocol import DIGEST_BYTES
 
-MAX_PLACES: Final = 16_384
+MAX_POSITIONS: Final = 16_384
 """Of all prompts that are remembered, the latest."""
 
-TRAIL_S: Final = 60.0
+AFFINITY_S: Final = 60.0
 """So long a prefix is taken to be where it was sent; every line that follows renews it."""
 
 
-class Trails:
-    """Digest at a place -> which engine had a prompt with it last, and when."""
+class PrefixAffinity:
+    """Digest at a position -> which engine had a prompt with it last, and when."""
 
     def __init__(self) -> None:
         self._sent: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def sent(self, digests: bytes, incarnation: str, now_s: float) -> None:
-        for count in places(len(digests) // DIGEST_BYTES):
-            place = digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
-            self._sent[place] = incarnation, now_s
-            self._sent.move_to_end(place)
-        while len(self._sent) > MAX_PLACES:
+        for count in positions(len(digests) // DIGEST_BYTES):
+            position = digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
+            self._sent[position] = incarnation, now_s
+            self._sent.move_to_end(position)
+        while len(self._sent) > MAX_POSITIONS:
             self._sent.popitem(last=False)
 
     def find(self, digests: bytes, now_s: float) -> Mapping[str, int]:
-        """Incarnation -> leading blocks that it was sent within TRAIL_S; engines without any are missing."""
+        """Incarnation -> leading blocks that it was sent within AFFINITY_S; engines without any are missing."""
         found: dict[str, int] = {}
-        for count in places(len(digests) // DIGEST_BYTES):
-            place = digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
-            incarnation, sent_s = self._sent.get(place, ("", 0.0))
-            if incarnation and now_s - sent_s <= TRAIL_S:
+        for count in positions(len(digests) // DIGEST_BYTES):
+            position = digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
+            incarnation, sent_s = self._sent.get(position, ("", 0.0))
+            if incarnation and now_s - sent_s <= AFFINITY_S:
                 found[incarnation] = count
         return found
 
 
 @lru_cache(maxsize=4096)
-def places(num_blocks: int) -> tuple[int, ...]:
+def positions(num_blocks: int) -> tuple[int, ...]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... up to the number of blocks."""
     counts, count = [], 1
     while count <= num_blocks:

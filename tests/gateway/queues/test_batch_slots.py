@@ -10,7 +10,7 @@ import pytest
 from engine.protocol import Load
 from gateway.errors import DeadlineError, EngineLostError
 from tests.fakes.guests import FAR, Guests, engines, queue_of, run, turn
-from tests.fakes.street import FakeEngine, hello
+from tests.fakes.pipeline import FakeEngine, hello
 
 WARM = Load(prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
 
@@ -21,7 +21,7 @@ def one_engine(**load: int) -> list[FakeEngine]:
 
 def test_batch_requests_take_their_own_places_and_no_more() -> None:
     async def work() -> None:
-        guests = Guests(queue_of(places=1, batch_places=2), one_engine())
+        guests = Guests(queue_of(places=1, batch_slots=2), one_engine())
         for name in ("b1", "b2", "b3"):
             guests.come(name, lane="batch")
         await turn()
@@ -39,7 +39,7 @@ def test_batch_requests_take_their_own_places_and_no_more() -> None:
 
 def test_nobody_of_the_batch_lane_is_sent_while_an_online_request_waits() -> None:
     async def work() -> None:
-        guests = Guests(queue_of(places=1, batch_places=4), one_engine())
+        guests = Guests(queue_of(places=1, batch_slots=4), one_engine())
         guests.come("first")
         guests.come("second")
         guests.come("batch", lane="batch")
@@ -54,7 +54,7 @@ def test_nobody_of_the_batch_lane_is_sent_while_an_online_request_waits() -> Non
 
 def test_one_that_stops_waiting_in_the_online_lane_makes_way_for_the_batch_lane() -> None:
     async def work() -> None:
-        guests = Guests(queue_of(places=1, batch_places=4, max_wait_s=5.0), one_engine())
+        guests = Guests(queue_of(places=1, batch_slots=4, max_wait_s=5.0), one_engine())
         guests.come("holder")
         leaver, late = guests.come("leaver"), guests.come("late")
         guests.come("batch", lane="batch")
@@ -74,7 +74,7 @@ def test_one_that_stops_waiting_in_the_online_lane_makes_way_for_the_batch_lane(
 def test_the_online_lane_leaves_what_the_engine_could_run_besides() -> None:
     async def work() -> None:
         (engine,) = here = one_engine(running=3)
-        guests = Guests(queue_of(places=8, batch_places=4), here)
+        guests = Guests(queue_of(places=8, batch_slots=4), here)
         for name in ("b1", "b2"):
             guests.come(name, lane="batch")
         await turn()
@@ -120,7 +120,7 @@ def test_an_online_request_goes_by_what_the_batch_lane_has_at_an_engine() -> Non
 
 def test_batch_requests_go_where_their_prefix_is_and_in_the_order_in_which_they_came() -> None:
     async def work() -> None:
-        guests = Guests(queue_of(batch_places=1), engines("a", "b", a=WARM, b=WARM))
+        guests = Guests(queue_of(batch_slots=1), engines("a", "b", a=WARM, b=WARM))
         held = {"b": 4000}
         for name, tokens in (("long", 4090), ("short", 4010), ("middle", 4050)):
             guests.come(name, lane="batch", prompt_tokens=tokens, cached_tokens=held)
@@ -137,7 +137,7 @@ def test_batch_requests_go_where_their_prefix_is_and_in_the_order_in_which_they_
 
 def test_batch_requests_are_not_counted_against_the_limits_of_the_online_line() -> None:
     async def work() -> None:
-        guests = Guests(queue_of(waiting=1, per_tenant=1, batch_places=1), one_engine())
+        guests = Guests(queue_of(waiting=1, per_tenant=1, batch_slots=1), one_engine())
         names = [f"b{number}" for number in range(20)]
         for name in names:
             guests.come(name, lane="batch")

@@ -1,4 +1,4 @@
-"""The short way of requests that were seen before: it gives what the long way gives, counts what that counts, and is
+"""The resend path of requests that were seen before: it gives what the pipeline gives, counts what that counts, and is
 left as soon as the response cache would not give the answer."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.stage import ResponseCache
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, response_cache, running
-from tests.fakes.street import FakeModels, FakeStreet, hello
+from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 from tests.fakes.upstream import upstream
 from tests.gateway.api.test_upstream_answers import STREAM
 from tests.gateway.api.test_upstream_answers import whole as whole_answer
@@ -87,7 +87,7 @@ def told(status: int, headers: Mapping[str, str], body: bytes) -> tuple[int, dic
 
 
 class One:
-    """A gateway before a street and an upstream, at a time of its own."""
+    """A gateway before a pipeline and an upstream, at a time of its own."""
 
     def __init__(self) -> None:
         self.now = [1000.0]
@@ -95,7 +95,7 @@ class One:
         self.cache: ResponseCache = response_cache(
             now=lambda: self.now[0], memory=self.memory, ttl_s=60, tool_calls=True
         )
-        self.street = FakeStreet(PIECES, responses=self.cache)
+        self.pipeline = FakePipeline(PIECES, responses=self.cache)
         self.ledger = Ledger(LedgerSettings(), Prices(PRICES, 0.5), MemoryBook(), lambda: self.now[0])
 
     def options(self, stub: Any) -> dict[str, Any]:
@@ -135,12 +135,12 @@ def resent(cache: ResponseCache) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_whatever_is_asked_the_short_way_says_and_counts_what_the_long_way_does(seed: int) -> None:
+async def test_whatever_is_asked_a_resend_says_and_counts_what_the_pipeline_does(seed: int) -> None:
     dice, short, long = random.Random(seed), One(), One()
     async with (
         upstream(whole_answer()) as stub,
-        running(short.street, **short.options(stub)) as one,
-        running(long.street, **long.options(stub), rendered_bytes=0) as other,
+        running(short.pipeline, **short.options(stub)) as one,
+        running(long.pipeline, **long.options(stub), rendered_bytes=0) as other,
     ):
         for _ in range(90):
             path, body, needed = dice.choice(REQUESTS)
@@ -161,7 +161,7 @@ async def test_whatever_is_asked_the_short_way_says_and_counts_what_the_long_way
 @pytest.mark.parametrize(("path", "body", "headers"), [REQUESTS[n] for n in (0, 2, 7, 9, 10, 12, 13)])
 async def test_ids_are_new_in_every_piece_of_every_answer(path: str, body: Any, headers: dict[str, str]) -> None:
     one = One()
-    async with running(one.street, response_cache=one.cache) as gateway:
+    async with running(one.pipeline, response_cache=one.cache) as gateway:
         texts = [(await send(gateway, path, body, headers))[2] for _ in range(5)]
     assert resent(one.cache) == 3
     ids = [set(NEW.findall(text)) for text in texts]
@@ -177,7 +177,7 @@ async def test_its_lines_in_the_log_are_made_later_and_say_what_those_of_the_lon
     made_later: list[Callable[[], str]] = []
     monkeypatch.setattr(middleware, "later", lambda logger, level, said: made_later.append(said))
     one = One()
-    async with running(one.street, response_cache=one.cache) as gateway:
+    async with running(one.pipeline, response_cache=one.cache) as gateway:
         for number in range(4):
             await send(gateway, CHAT, ASK, {"x-request-id": f"r{number}"})
     lines = [record.getMessage() for record in caplog.records] + [str(said()) for said in made_later]
@@ -192,18 +192,18 @@ async def test_its_lines_in_the_log_are_made_later_and_say_what_those_of_the_lon
 async def test_what_an_operator_removed_is_not_given_any_more() -> None:
     one = One()
     answers = KeptAnswers(one.memory, None)
-    async with running(one.street, response_cache=one.cache, answers=answers, now=lambda: one.now[0]) as gateway:
+    async with running(one.pipeline, response_cache=one.cache, answers=answers, now=lambda: one.now[0]) as gateway:
         for _ in range(3):
             await send(gateway, CHAT, ASK)
         _, shown, _ = await gateway.post("/admin/cache/invalidate", {"everything": True})
         await gateway.post("/admin/cache/invalidate", {"everything": True, "confirm": shown["confirm"]})
         assert (await send(gateway, CHAT, ASK))[1]["x-kvasir-cache"] == "miss"
-    assert (resent(one.cache), len(one.street.requests)) == (1, 2)
+    assert (resent(one.cache), len(one.pipeline.requests)) == (1, 2)
 
 
 async def test_what_is_too_old_is_not_given() -> None:
     one = One()
-    async with running(one.street, response_cache=one.cache) as gateway:
+    async with running(one.pipeline, response_cache=one.cache) as gateway:
         outcomes, ages = [], []
         for step in (0, 0, 0, 50, 11, 0, 0):
             one.now[0] += step
@@ -218,7 +218,7 @@ async def test_what_is_too_old_is_not_given() -> None:
 @pytest.mark.parametrize("said", [{"Cache-Control": "max-age=5"}, {"x-kvasir-cache": "max-age=5"}])
 async def test_what_is_older_than_the_request_wants_is_not_given(said: dict[str, str]) -> None:
     one = One()
-    async with running(one.street, response_cache=one.cache) as gateway:
+    async with running(one.pipeline, response_cache=one.cache) as gateway:
         outcomes = []
         for step in (0, 0, 5, 1, 0, 0):
             one.now[0] += step
@@ -229,7 +229,7 @@ async def test_what_is_older_than_the_request_wants_is_not_given(said: dict[str,
 
 async def test_a_request_of_another_tenant_or_with_another_header_is_another_one() -> None:
     one = One()
-    async with running(one.street, response_cache=one.cache, tenants=TENANTS, namespaces=SPACES) as gateway:
+    async with running(one.pipeline, response_cache=one.cache, tenants=TENANTS, namespaces=SPACES) as gateway:
 
         async def outcome(tenant: str, **headers: str) -> str:
             return str((await send(gateway, CHAT, ASK, headers, f"key-of-{tenant}"))[1].get("x-kvasir-cache"))
@@ -245,10 +245,10 @@ async def test_a_request_of_another_tenant_or_with_another_header_is_another_one
         assert resent(one.cache) == 1
 
 
-async def test_limits_hold_for_the_short_way_too() -> None:
+async def test_limits_hold_for_a_resend_too() -> None:
     one = One()
     few = TenantSettings(name="few", keys=("key-of-few",), requests_per_minute=3)
-    async with running(one.street, response_cache=one.cache, tenants=[few]) as gateway:
+    async with running(one.pipeline, response_cache=one.cache, tenants=[few]) as gateway:
         answers = [await send(gateway, CHAT, ASK, {}, "key-of-few") for _ in range(5)]
     assert [status for status, _, _ in answers] == [200, 200, 200, 429, 429]
     remaining = [headers["x-ratelimit-remaining-requests"] for _, headers, _ in answers[:3]]
@@ -258,7 +258,7 @@ async def test_limits_hold_for_the_short_way_too() -> None:
 
 async def test_a_model_without_engines_and_one_that_changed_are_told_as_ever() -> None:
     one, models = One(), FakeModels()
-    async with running(one.street, models, response_cache=one.cache) as gateway:
+    async with running(one.pipeline, models, response_cache=one.cache) as gateway:
         for _ in range(3):
             await send(gateway, CHAT, ASK)
         models.away = NoEngineError("demo", 1.0)
@@ -271,9 +271,9 @@ async def test_a_model_without_engines_and_one_that_changed_are_told_as_ever() -
 async def test_answers_with_calls_always_go_the_long_way() -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
     one = One()
-    one.street.pieces = [CallDelta(0, "look", "{}")]
-    one.street.reason = "tool_calls"
-    async with running(one.street, response_cache=one.cache) as gateway:
+    one.pipeline.pieces = [CallDelta(0, "look", "{}")]
+    one.pipeline.reason = "tool_calls"
+    async with running(one.pipeline, response_cache=one.cache) as gateway:
         outcomes = [(await send(gateway, CHAT, {**ASK, "tools": tools}))[1]["x-kvasir-cache"] for _ in range(4)]
     assert outcomes == ["miss", "exact", "exact", "exact"]
     assert resent(one.cache) == 0
@@ -294,7 +294,7 @@ async def test_what_is_known_stays_within_its_bytes_and_what_was_used_longest_ag
     limit: int, found: int
 ) -> None:
     one = One()
-    async with running(one.street, response_cache=one.cache, rendered_bytes=limit) as gateway:
+    async with running(one.pipeline, response_cache=one.cache, rendered_bytes=limit) as gateway:
         for number in 3 * [*range(12)]:
             await send(gateway, CHAT, {**ASK, "seed": number})
         assert resent(one.cache) == found

@@ -1,4 +1,4 @@
-"""The street with stages that the test controls: order, retries, what is metered and how failures end."""
+"""The pipeline with stages that the test controls: order, retries, what is metered and how failures end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gateway.errors import (
     NoEngineError,
     OverloadedError,
 )
+from gateway.pipeline import Pipeline
 from gateway.prompt.reader import AnswerReader
 from gateway.prompt.tool_calls import CallParser
 from gateway.prompt.tool_styles import JSON
-from gateway.street import Street
 from gateway.types import (
     Ask,
     CallDelta,
@@ -184,7 +184,7 @@ class Stages:
         return self.engines
 
     @asynccontextmanager
-    async def place(self, engines: Sequence[ScriptedEngine], ask: Ask) -> AsyncIterator[ScriptedEngine]:
+    async def slot(self, engines: Sequence[ScriptedEngine], ask: Ask) -> AsyncIterator[ScriptedEngine]:
         """At the one that it has to be, or of those that did not fail it the one that holds most."""
         held = ask.cached_tokens
         possible = [e for e in engines if e.hello.incarnation not in ask.avoid] or engines
@@ -198,8 +198,8 @@ class Stages:
         finally:
             self.places -= 1
 
-    def street(self) -> Street:
-        return Street(prompts=self, index=self, registry=self, queue=self, max_attempts=3)
+    def pipeline(self) -> Pipeline:
+        return Pipeline(prompts=self, index=self, registry=self, queue=self, max_attempts=3)
 
 
 def request(max_tokens: int = 5, stop: tuple[str, ...] = (), deadline_s: float | None = None) -> Request:
@@ -218,7 +218,7 @@ def request(max_tokens: int = 5, stop: tuple[str, ...] = (), deadline_s: float |
 
 
 async def walk(stages: Stages, asked: Request) -> list[Event]:
-    async with aclosing(stages.street().answer(asked)) as events:
+    async with aclosing(stages.pipeline().answer(asked)) as events:
         return [event async for event in events]
 
 
@@ -279,7 +279,7 @@ async def test_log_probabilities_of_a_stop_string_are_never_told() -> None:
     assert (await walk(stages, asked))[1:-1] == [TextDelta("a", scored(0))]
 
 
-async def test_the_stages_are_asked_in_the_order_of_the_street() -> None:
+async def test_the_stages_are_asked_in_the_order_of_the_pipeline() -> None:
     engines = [ScriptedEngine(name, [[SequenceUpdate(1, [0], finish="stop")]]) for name in ("d", "e")]
     stages = Stages(engines, held={"e": 2})
     await walk(stages, request())
@@ -598,7 +598,7 @@ async def test_a_client_that_goes_away_frees_place_and_sequence(after: int) -> N
     engine = ScriptedEngine("e", [[FIRST, SequenceUpdate(1, [1]), SequenceUpdate(1, [2], finish="stop")]])
     stages = Stages([engine])
     seen: list[Event] = []
-    async with aclosing(stages.street().answer(request())) as events:
+    async with aclosing(stages.pipeline().answer(request())) as events:
         async for event in events:
             seen.append(event)
             if len(seen) > after:
@@ -629,7 +629,7 @@ async def test_the_trace_says_up_to_which_breakpoint_a_prompt_is_kept(
     stages = Stages([ScriptedEngine("e", [[first]])], breakpoints=points)
     await walk(stages, asked)
     assert (asked.trace.breakpoints, asked.trace.lease_reads, asked.trace.kept_tokens) == (points, (read, 1), kept)
-    assert await stages.street().breakpoints(asked) == points
+    assert await stages.pipeline().breakpoints(asked) == points
 
 
 async def test_a_request_whose_prefixes_are_too_short_has_no_lease() -> None:
@@ -656,5 +656,5 @@ async def test_in_explicit_mode_nothing_is_cached_that_was_not_asked_for() -> No
 
 async def test_a_prompt_is_counted_without_an_engine_being_asked() -> None:
     stages = Stages([ScriptedEngine("e", [])])
-    assert await stages.street().count(request()) == 9
+    assert await stages.pipeline().count(request()) == 9
     assert stages.calls == ["encode"]

@@ -1,11 +1,11 @@
-"""The short way round: a request that was seen before, byte for byte, gets what was written for it then, without being
+"""Resend: a request that was seen before, byte for byte, gets what was written for it then, without being
 parsed, put into a key or written again.
 
     seen    one request as it came: whose it is, its URL, the headers that may matter, its body
-    known   what the long way found for it in the response cache, and what it wrote
+    known   what the pipeline found for it in the response cache, and what it wrote
 
 It decides nothing. Whose request it is, the tenant's limits, and whether the response cache would give this very answer
-now are asked each time; where anything has changed, the request goes the long way. Nothing of it is in a metric, a line
+now are asked each time; where anything has changed, the request goes the pipeline. Nothing of it is in a metric, a line
 of the log or a header: it is a hit like any other, and the middleware counts it.
 """
 
@@ -98,7 +98,7 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An answer, and how the long way came to it.
+    """An answer, and how the pipeline came to it.
 
     asked    the model, as the client names it
     hello    of the engines that serve it; None: it is an upstream's
@@ -133,9 +133,9 @@ class _Known:
 
 
 class Seen:
-    """One request that had to go the long way."""
+    """One request that the resend cache could not answer."""
 
-    def __init__(self, way: ShortWay, key: _Key, sent: bytes) -> None:
+    def __init__(self, way: ResendCache, key: _Key, sent: bytes) -> None:
         self._way, self._key, self._sent = way, key, sent
 
     def keep(self, record: Record, written: Written) -> None:
@@ -146,7 +146,7 @@ class Seen:
 SEEN: web.RequestKey[Seen] = web.RequestKey("seen", Seen)
 
 
-class ShortWay:
+class ResendCache:
     """Known answers, within bytes, those used last. `max_bytes` 0 is none at all."""
 
     def __init__(self, max_bytes: int, models: Models, serves: Callable[[str, Tenant], bool], limits: Limits) -> None:

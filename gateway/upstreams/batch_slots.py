@@ -1,6 +1,6 @@
-"""Places for the batch lane at one upstream: what the online lane leaves of a bound that the operator sets. Requests of
+"""Slots for the batch lane at one upstream: what the online lane leaves of a bound that the operator sets. Requests of
 the online lane never wait here; they are counted, and lines wait for them. Where those are bounded themselves
-(online_places.py), a line gets what none of them waits for.
+(online_slots.py), a line gets what none of them waits for.
 
 An upstream that says it has no room, to whomever, gets no lines for a while, and then half as many at a time; each
 round of answers brings one back, so that lines come about as fast as it takes them (AIMD, RFC 5681, section 3.1). Knows
@@ -15,20 +15,20 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from gateway.upstreams.online_places import OnlinePlaces
+from gateway.upstreams.online_slots import OnlineSlots
 
 LONGEST_S = 3600.0
 """That an upstream is believed which asks to be left alone."""
 
 
-class Places:
+class BatchSlots:
     """`take` in an event loop; each place that it gave is released once."""
 
     def __init__(
-        self, most: int, clock: Callable[[], float] = time.monotonic, online: OnlinePlaces | None = None
+        self, most: int, clock: Callable[[], float] = time.monotonic, online: OnlineSlots | None = None
     ) -> None:
         self.taken = 0
-        self._online_places = online
+        self._online_slots = online
         if online is not None:
             online.tell(self._hand_out)
         self._most = most
@@ -56,7 +56,7 @@ class Places:
         self._hand_out()
 
     async def take(self, timeout_s: float) -> bool:
-        """Waits for a place. False when none came in time, or when lines are held off."""
+        """Waits for a slot. False when none came in time, or when lines are held off."""
         if self.wait_s():
             return False
         if not self._waiting and self._has_room():
@@ -79,8 +79,8 @@ class Places:
 
     def release(self) -> None:
         self.taken -= 1
-        if self._online_places is not None:
-            self._online_places.line_left()
+        if self._online_slots is not None:
+            self._online_slots.line_left()
         self._hand_out()
 
     def answered(self) -> None:
@@ -98,11 +98,11 @@ class Places:
 
     def _count(self) -> None:
         self.taken += 1
-        if self._online_places is not None:
-            self._online_places.line_came()
+        if self._online_slots is not None:
+            self._online_slots.line_came()
 
     def _has_room(self) -> bool:
-        if self._online_places is not None and not self._online_places.has_left_over:
+        if self._online_slots is not None and not self._online_slots.has_left_over:
             return False
         return self.taken < int(self._lines) and self._online + self.taken < self._most
 

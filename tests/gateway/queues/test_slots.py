@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from engine.protocol import Load
 from gateway.errors import DeadlineError, EngineLostError, QueueFullError
 from tests.fakes.guests import FAR, NORTH, SOUTH, Guests, JumpingLoop, ask, engines, queue_of, run, turn
-from tests.fakes.street import FakeEngine, hello
+from tests.fakes.pipeline import FakeEngine, hello
 
 
 def test_a_free_place_is_taken_without_waiting() -> None:
     async def work() -> None:
         queue = queue_of(places=2)
-        place = queue.place([FakeEngine(hello())], ask())
+        place = queue.slot([FakeEngine(hello())], ask())
         entering = place.__aenter__()
         with pytest.raises(StopIteration):
             entering.send(None)  # not one await between asking and having it
@@ -60,11 +60,11 @@ def test_tenants_take_turns_and_each_is_served_in_order() -> None:
 def test_a_newcomer_does_not_overtake_those_who_wait() -> None:
     async def work() -> None:
         guests = Guests(queue_of())
-        holder = guests.queue.place(guests.engines, ask())
+        holder = guests.queue.slot(guests.engines, ask())
         await holder.__aenter__()
         guests.come("second")
         await turn()
-        await holder.__aexit__(None, None, None)  # the place is second's now, though second has not run yet
+        await holder.__aexit__(None, None, None)  # the slot is second's now, though second has not run yet
         guests.come("third")
         await turn()
         assert guests.served == ["second"]
@@ -150,7 +150,7 @@ def test_nobody_waits_past_the_deadline_or_the_limit(deadline_s: float, expected
 
 
 def test_an_overload_is_told_once_when_it_begins_and_once_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="gateway.queues.places")
+    caplog.set_level("INFO", logger="gateway.queues.slots")
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
@@ -230,7 +230,7 @@ def test_a_client_that_leaves_while_waiting_leaves_the_line() -> None:
 def test_a_place_given_to_a_client_that_left_in_the_same_turn_goes_on_to_the_next() -> None:
     async def work() -> None:
         guests = Guests(queue_of())
-        holder = guests.queue.place(guests.engines, ask())
+        holder = guests.queue.slot(guests.engines, ask())
         await holder.__aenter__()
         waiter = guests.come("b")
         guests.come("c")
@@ -266,7 +266,7 @@ def test_the_place_is_given_back_when_the_work_fails() -> None:
     async def work() -> None:
         queue = queue_of()
         with pytest.raises(ValueError, match="broken"):
-            async with queue.place([FakeEngine(hello())], ask()):
+            async with queue.slot([FakeEngine(hello())], ask()):
                 raise ValueError("broken")
         assert queue.status().in_flight == {}
 
@@ -482,7 +482,7 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
 
             async def stay() -> None:
                 asked = ask(tenant, loop.time() + patience_s, 100 + number, cached_tokens=cached, lane=lane)
-                async with queue.place(list(here), asked) as engine:
+                async with queue.slot(list(here), asked) as engine:
                     name = (engine.hello.incarnation, lane)
                     inside[name] = inside.get(name, 0) + 1
                     assert inside[name] <= (places if lane == "online" else 2)
@@ -537,8 +537,10 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
         for status in (queue.status(), queue.status("batch")):
             assert (status.waiting, status.in_flight, status.waiting_by_tenant) == (0, {}, {})
         assert not any(inside.values())
-        seats = [seat for line in queue._lines.values() for lane in line.lanes for seat in lane.seats.values()]
-        assert all(not seat.taken for seat in seats)
+        engine_slots = [
+            slots for line in queue._lines.values() for lane in line.lanes for slots in lane.engine_slots.values()
+        ]
+        assert all(not slots.taken for slots in engine_slots)
         for engine in here:
             queue.forget(engine.hello.incarnation)
         assert not queue._lines

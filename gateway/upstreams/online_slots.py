@@ -1,5 +1,5 @@
-"""Places for the online lane at one upstream, where the operator bounds how many requests it has at a time, and a fair
-line in front of them. Lines of batches count in the bound (places.py), and get what nobody here waits for.
+"""Slots for the online lane at one upstream, where the operator bounds how many requests it has at a time, and a fair
+line in front of them. Lines of batches count in the bound (slots.py), and get what nobody here waits for.
 
     a free place  goes to the tenant whose turn it is, by requests over weight (fair_queue.py); a tenant that holds its
                   share of all places comes behind those who do not, so that long answers leave room for short ones
@@ -33,7 +33,7 @@ class _Waiter(Waiting):
     placed: asyncio.Future[None] | None = None  # None before it turns out that it has to wait
 
 
-class OnlinePlaces:
+class OnlineSlots:
     """`take` in an event loop; each place that it gave is released once. `limits` are those of the queue in front of
     engines, and hold for each upstream by itself."""
 
@@ -57,7 +57,7 @@ class OnlinePlaces:
 
     @property
     def has_left_over(self) -> bool:
-        """Whether there is a place that no online request wants."""
+        """Whether there is a slot that no online request wants."""
         return not self._queue and self._is_free()
 
     def tell(self, left_over: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class OnlinePlaces:
         self._left_over = left_over
 
     def line_came(self) -> None:
-        """A line of a batch has a place that was left over."""
+        """A line of a batch has a slot that was left over."""
         self._lines += 1
 
     def line_left(self) -> None:
@@ -81,7 +81,7 @@ class OnlinePlaces:
         return True
 
     async def take(self, ask: Ask) -> None:
-        """Waits for a place. Raises QueueFullError at once, and DeadlineError when its time is over. `ask` says nothing
+        """Waits for a slot. Raises QueueFullError at once, and DeadlineError when its time is over. `ask` says nothing
         of a prompt."""
         if self.take_free(ask.tenant, ask.weight):
             return
@@ -123,7 +123,7 @@ class OnlinePlaces:
         assert waiter.placed is not None
         if not waiter.placed.done() and self._queue.remove(waiter):
             self._forget(waiter.ask.tenant)
-            waiter.placed.set_exception(DeadlineError.without_place(self._wait_s()))
+            waiter.placed.set_exception(DeadlineError.without_slot(self._wait_s()))
 
     def _check_room(self, tenant: str) -> None:
         limits = self._limits

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, QueueFullError
 from gateway.types import Ask
-from gateway.upstreams.online_places import OnlinePlaces
-from gateway.upstreams.places import Places
+from gateway.upstreams.batch_slots import BatchSlots
+from gateway.upstreams.online_slots import OnlineSlots
 from tests.fakes.guests import FAR, NORTH, SOUTH, run, turn
 
 
@@ -28,15 +28,15 @@ class Guests:
     """Tasks that take a place, say so in `served`, and hold it until they are told to go."""
 
     most: int = 1
-    lines: int = 2  # batch_places
+    lines: int = 2  # batch_slots
     limits: QueueSettings = field(default_factory=QueueSettings)
     served: list[str] = field(default_factory=list)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     ends: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.places = OnlinePlaces(self.most, self.limits, now)
-        self.batch = Places(self.lines, now, self.places)
+        self.places = OnlineSlots(self.most, self.limits, now)
+        self.batch = BatchSlots(self.lines, now, self.places)
 
     def come(self, name: str, tenant: str = NORTH, deadline_s: float = FAR, **fields: Any) -> asyncio.Task[None]:
         self.ends[name] = asyncio.Event()
