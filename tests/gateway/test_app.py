@@ -20,7 +20,7 @@ from gateway.config import LeaseSettings, LimitSettings, Settings, TenantSetting
 from gateway.errors import RateLimitError
 from gateway.serving import _introduce, close_with
 from gateway.storage.redis_calls import connect
-from gateway.types import ANONYMOUS, Event, Finished, Need, Request, Started, TextDelta, Usage
+from gateway.types import ANONYMOUS, Event, Finished, Need, Request, Scope, Started, TextDelta, Usage
 from tests.fakes import tokenisers
 from tests.fakes.meanings import MODEL, chat
 from tests.fakes.waiting import until
@@ -236,6 +236,31 @@ def test_the_semantic_cache_is_there_where_somebody_may_use_it(config: str, ther
     finally:
         gateway.embedder.close()
         gateway.prompts.close()
+
+
+@pytest.mark.parametrize(("allowed", "outcome"), [(False, "miss"), (True, "semantic")])
+async def test_in_shared_namespaces_the_semantic_cache_is_off_unless_the_settings_say_otherwise(
+    allowed: bool, outcome: str
+) -> None:
+    namespace = {"name": "n", "tenants": ["*"], **({"semantic_cache": True} if allowed else {})}
+    tenants = [{"name": "a", "keys": ["key-of-a-1"]}]
+    semantic = {"mode": "on", "judged": False, "lookup_timeout_s": 60}
+    given = {"semantic_cache": semantic, "tenants": tenants, "namespaces": [namespace]}
+    gateway = Gateway(Settings.model_validate(given), None, None)
+
+    async def generate(request: Request) -> AsyncGenerator[Event, None]:
+        yield Started("engine-1", Usage(10, 0))
+        yield TextDelta("Click on it.")
+        yield Finished("stop", Usage(10, 3))
+
+    async with AsyncExitStack() as stack:
+        close_with(stack, gateway)
+        for tenant, text in (("a", "How do I reset my password?"), ("b", "how can i reset my password")):
+            request = chat(text, tenant=tenant, scope=Scope(namespace="n"))
+            async with aclosing(gateway.response_cache.answer(request, MODEL, generate)) as events:
+                assert [event async for event in events]
+    assert request.trace.lookup is not None
+    assert request.trace.lookup.outcome == outcome
 
 
 async def test_what_an_audit_of_the_semantic_cache_used_is_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ Pure. Computed once for each text, when it is asked or remembered; guard.py comp
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from gateway.responses.semantic.lexicon import COURTESIES, NEGATIONS, NUMBERS, ROLES, STOP_WORDS, TIMES, UNITS
+from gateway.responses.semantic.lexicon import COURTESIES, FILLERS, NEGATIONS, NUMBERS, ROLES, STOP_WORDS, TIMES, UNITS
 
 MAX_CHARS: Final = 4000
 """Of a text that is looked at: more than the tokens that the encoder takes have."""
@@ -29,7 +29,7 @@ _TOKEN: Final = re.compile(
       |(?P<sign>(?<!\w)[A-Za-z]{1,8}(?:\+\+|\#)(?!\w))
       |(?P<number>\d+(?:,\d{3})*(?:\.\d+)?(?:[kK]\b)?)
       |(?P<word>[^\W\d_]+(?:['’][^\W\d_]+)?)
-      |(?P<end>[.!?:;\n]+)""",
+      |(?P<end>[!?;\n]+|[.:]+(?!\w))""",
     re.VERBOSE,
 )
 _SQUASHED: Final = re.compile(r"[\W_]+")
@@ -43,6 +43,23 @@ _IDIOMS: Final = frozenset(("or", "if", "whether", "not"))
 """Words before a "not" that denies nothing: "is it safe or not?", "if not, why?". """
 
 
+def stem(word: str) -> str:
+    """Without the commonest endings: enough to see that two words are one."""
+    for ending in _ENDINGS:
+        if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
+            word = word[: -len(ending)]
+            if ending == "ies":
+                return word + "y"
+            if ending in ("ing", "ed") and word[-1] == word[-2] and word[-1] not in "lsz":
+                return word[:-1]
+            break
+    return word[:-1] if word.endswith("e") and len(word) > 3 else word
+
+
+COURTESY_STEMS: Final = frozenset(map(stem, COURTESIES))
+FILLER_STEMS: Final = frozenset(map(stem, FILLERS))
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """Of one text; everything in lower case.
@@ -51,7 +68,7 @@ class Features:
     squashed  its letters and digits, nothing between them
     words     its words, as they are and stemmed
     content   stems of the words that say something, in their order, and numbers
-    parts     the same by sentence, those that only greet or thank left out
+    parts     stems by sentence, without numbers and without sentences that only greet or thank
     numbers   as decimal strings; `one`: whether a word is in it that may stand for the number 1
     counted   number -> stem of the word that it counts
     units     number -> its unit, where it has one
@@ -59,7 +76,7 @@ class Features:
     literals  what is quoted, paths, flags: squashed, where letters or digits are left of them then
     names     words with a capital that do not begin a sentence
     times     weekdays, months, parts of the day
-    roles     role of a preposition -> stems of the words behind it
+    roles     role of a preposition -> stems of the words behind it; "condition" itself where only stop words follow
     """
 
     lowered: str
@@ -78,19 +95,6 @@ class Features:
     roles: Mapping[str, frozenset[str]]
 
 
-def stem(word: str) -> str:
-    """Without the commonest endings: enough to see that two words are one."""
-    for ending in _ENDINGS:
-        if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
-            word = word[: -len(ending)]
-            if ending == "ies":
-                return word + "y"
-            if ending in ("ing", "ed") and word[-1] == word[-2] and word[-1] not in "lsz":
-                return word[:-1]
-            break
-    return word[:-1] if word.endswith("e") and len(word) > 3 else word
-
-
 def features(text: str) -> Features:
     """Never raises, whatever the text is. Remembers nothing: a memo for all tenants would tell by its time what others
     have asked."""
@@ -107,6 +111,13 @@ def features(text: str) -> Features:
         else:
             reading.literal(token, kind)
     return reading.features(text)
+
+
+def _sentence_stems(content: Sequence[str]) -> frozenset[str]:
+    """Stems of a sentence without numbers and courtesies. Empty for a courtesy with fillers ("quick question")."""
+    stems = frozenset(word for word in content if not word[0].isdigit())
+    rest = stems - COURTESY_STEMS
+    return frozenset() if rest != stems and rest <= FILLER_STEMS else rest
 
 
 class _Reading:
@@ -176,7 +187,9 @@ class _Reading:
 
     def _time(self, lower: str) -> None:
         time = TIMES.get(lower)
-        if time is not None and (self.pending is not None or lower not in ("am", "sat", "sun", "mon")):
+        if time is None or self.last == "good":  # "good evening" greets
+            return
+        if self.pending is not None or lower not in ("am", "sat", "sun", "mon"):
             self.times.add(time)
 
     def _content(self, root: str) -> None:
@@ -197,6 +210,8 @@ class _Reading:
         self.opening = False
 
     def end(self) -> None:
+        if self.role == "condition":
+            self.roles.setdefault(self.role, set()).add(self.role)
         self.ends.append(len(self.content))
         self.opening = True
         self.role = None
@@ -219,7 +234,7 @@ class _Reading:
     def features(self, text: str) -> Features:
         lowered = text.lower()
         self.end()
-        parts = [frozenset(self.content[start:end]) - COURTESIES for start, end in pairwise(self.ends)]
+        parts = [_sentence_stems(self.content[start:end]) for start, end in pairwise(self.ends)]
         shouted = self.small_capitals >= MANY_SMALL  # or a title: capitals say nothing of names
         return Features(
             lowered=lowered,

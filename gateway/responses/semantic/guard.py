@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Final
 
-from gateway.responses.semantic.features import Features, stem
+from gateway.responses.semantic.features import COURTESY_STEMS, FILLER_STEMS, Features, stem
 from gateway.responses.semantic.lexicon import (
-    COURTESIES,
     EXCLUSIVE,
+    INSTRUCTION_SYNONYMS,
     INSTRUCTIONS,
     OPPOSED_ROLES,
     OPPOSITES,
     PREFIXES,
     SWAPPED_ROLES,
     SYMMETRIC,
+    UNITS,
 )
 
 Rule = Callable[[Features, Features], bool]
@@ -172,20 +173,42 @@ def _reordered(one: Features, other: Features) -> bool:
 
 
 def _instructions(one: Features, other: Features) -> bool:
-    """One says how to answer (wrongly, briefly, as JSON) in a word that the other lacks."""
-    return not INSTRUCTIONS.isdisjoint(one.words ^ other.words)
+    """One says how to answer (wrongly, briefly, as JSON) in a word that the other lacks, with its synonyms."""
+    here, there = (one.words - other.words) & INSTRUCTIONS, (other.words - one.words) & INSTRUCTIONS
+    return any(_has_no_synonym(word, other) for word in here) or any(_has_no_synonym(word, one) for word in there)
+
+
+def _has_no_synonym(word: str, other: Features) -> bool:
+    return all(word not in group or group.isdisjoint(other.words) for group in INSTRUCTION_SYNONYMS)
+
+
+def _conditions(one: Features, other: Features) -> bool:
+    """One has a condition ("if", "while"), a persona ("as a") or a unit ("in feet") that the other lacks."""
+    return _adds_condition(one, other) or _adds_condition(other, one)
+
+
+def _adds_condition(one: Features, other: Features) -> bool:
+    return any(
+        not (one.roles[role] if objects is None else one.roles[role] & objects) <= other.words
+        for role, objects in CONDITIONS
+        if role in one.roles
+    )
+
+
+CONDITIONS: Final = (("condition", None), ("as", None), ("in", frozenset(map(stem, UNITS))))
+"""Roles whose objects, all or these, make another question when the other text lacks them."""
 
 
 def _additions(one: Features, other: Features) -> bool:
     """One contains the other's request and more, or a sentence of which no word is in the other: an instruction, a
     condition, another request."""
-    here, there = _asked(one), _asked(other)
+    here, there = _request_stems(one), _request_stems(other)
     return here < there or there < here or _adds_sentence(one, other) or _adds_sentence(other, one)
 
 
-def _asked(features: Features) -> Set[str]:
+def _request_stems(features: Features) -> Set[str]:
     """Stems of what it says. Numbers have a rule of their own, and may be words."""
-    return {word for word in features.content if not word[0].isdigit()} - COURTESIES
+    return {word for word in features.content if not word[0].isdigit()} - COURTESY_STEMS - FILLER_STEMS
 
 
 def _adds_sentence(one: Features, other: Features) -> bool:
@@ -205,9 +228,10 @@ RULES: Final[dict[str, Rule]] = {
     "counted": _counted,
     "units": _units,
     "instructions": _instructions,
+    "conditions": _conditions,
     "additions": _additions,
 }
 """Why a neighbour is not one -> whether it applies; what vetoes most comes first."""
 
-OF_QUESTIONS: Final = frozenset(("instructions", "additions"))
+OF_QUESTIONS: Final = frozenset(("instructions", "conditions", "additions"))
 """Rules that hold for questions alone."""

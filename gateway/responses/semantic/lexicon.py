@@ -189,6 +189,7 @@ ROLES: Final = {
         "in": "in at inside",
         "about": "about",
         "as": "as",
+        "condition": "if unless while whenever during despite provided assuming supposing",
     }.items()
     for word in words.split()
 }
@@ -220,20 +221,43 @@ ive id dont cant not no ask know want like need let best way ways good able
 """Words that say little of what a question is about."""
 
 COURTESIES: Final = _set("""
-help appreciat advanc sorry dear sir madam everyon anyon somebody someon guys friend question wonder morn even cheer
-regard apolog greet suppos possibl
+help appreciate advance sorry dear sir madam everyone anyone somebody someone guys friend question wonder morning
+afternoon evening cheers regards apologize apology greeting suppose possible team assistant bother mind pardon excuse
+curious grateful welcome lot
 """)
-"""Stems that add nothing to a question."""
+"""Words that add nothing to a question."""
+
+FILLERS: Final = _set("""
+ever exact exactly actual actually real really true truly indeed literally basic basically precise precisely specific
+specifically general generally typical typically usual usually normal normally simply common commonly overall total
+whole entire certain particular given various several proper properly main great greatest better top quick okay ok own
+thing kind type sort term meaning reason fact people person human world earth time info information idea available
+location located exist happen consider going provide explain describe tell think mean meant allow permit
+between through within among around via per use using
+""")
+"""Words that ask for nothing more when they are added to a question: emphasis, "in the world", "can you explain". A
+sentence of fillers alone still counts: it may be an instruction ("Be mean.")."""
 
 INSTRUCTIONS: Final = _set("""
 lie lies lying lied dishonest deceive deceptive mislead misleading fabricate invent hallucinate untruthful untrue
-incorrect incorrectly wrongly falsely false inaccurate inaccurately opposite sarcastic sarcasm sarcastically ironic
-joke jokingly pretend roleplay imagine act persona pirate ignore disregard forget override instructions instruction
-prompt jailbreak answer answers answering reply respond response output print write say claim insist recommend mention
-repeat translate rhyme poem haiku rap json xml yaml markdown html csv bullet bullets table paragraph sentence sentences
-word words brief briefly concise concisely short shortly detail detailed verbose
+incorrect incorrectly wrong wrongly falsely false inaccurate inaccurately opposite sarcastic sarcasm sarcastically
+ironic joke jokingly pretend roleplay imagine act persona pirate ignore disregard forget override instructions
+instruction prompt jailbreak answer answers answering reply respond response output print write say claim insist
+recommend mention repeat translate translated rhyme poem haiku rap json xml yaml markdown html csv bullet bullets table
+paragraph sentence sentences word words letter letters emoji emojis brief briefly concise concisely short shortly detail
+detailed details verbose exaggerate contradict convince persuade argue swear insult praise blame encourage discourage
+quote cite summarize summarise abbreviate rewrite rephrase instead solely
+english french german spanish italian portuguese latin greek dutch swedish polish russian turkish arabic hebrew hindi
+chinese mandarin japanese korean vietnamese swahili free fee
 """)
-"""Words that say how to answer rather than what is asked."""
+"""Words that say how to answer or in which language, and "for free": a question that lacks them is another one."""
+
+INSTRUCTION_SYNONYMS: Final = (
+    _set("answer answers answering reply respond response"),
+    _set("detail details detailed information"),
+    _set("write written wrote author"),
+)
+"""Groups of INSTRUCTIONS, and of words beside them, that mean the same."""
 
 EXCLUSIVE: Final = (
     frozenset(["second", "minut", "hour", "day", "week", "month", "year", "decad", "centur", "century"]),
