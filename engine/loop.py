@@ -19,11 +19,13 @@ from typing import Any
 from engine.intake import Intake
 from engine.mailbox import Mailbox
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
+from engine.purge import purge
 from engine.rate import Rate
 from engine.sampling.grammar_pool import GrammarPool
 from engine.scheduler import Scheduler
 from engine.sequence import Runner, Step, StepGivenUp
 from engine.tiers.copy_thread import CopyThread
+from engine.tiers.tier import PurgeReport
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +127,15 @@ class EngineLoop:
                 deliver(events)
 
         self._mailbox.post(tell)
+
+    def purge(self, prefix: str, deliver: Callable[[PurgeReport | None], None]) -> None:
+        """Makes everything whose salt begins so unfindable, in all tiers. Calls `deliver` on the loop's thread when it
+        is gone from disk too and the index was told; with None when too many purges wait. See engine/purge.py."""
+
+        def told(report: PurgeReport | None) -> None:
+            self._mailbox.post(partial(deliver, report))  # in a later turn: this one has not told the index yet
+
+        self._mailbox.post(partial(purge, self._scheduler, prefix, told))
 
     def drain(self) -> None:
         """From now on new sequences are refused; those that are here run to their end. See `wait_idle`."""

@@ -169,6 +169,10 @@ class Scheduler:
         """Whether this sequence is here and not finished."""
         return self._sequences.find(owner, seq) is not None
 
+    def sequences(self) -> list[Sequence]:
+        """All that are not finished."""
+        return self._sequences.all()
+
     def abort(self, owner: str, seq: int) -> bool:
         """Ends a sequence at any time, without an update, and frees its blocks. False when there is none."""
         sequence = self._sequences.find(owner, seq)

@@ -7,6 +7,7 @@ stream is gateway/engines/bundled.py; the messages are those of engine/protocol/
     STREAM_PATH     WebSocket: hello, the blocks that can be hit, then one frame per step; closing aborts
     TOKENIZER_PATH  what a gateway needs to tokenise for the model
     STATS_PATH      counters
+    PURGE_PATH      makes the engine forget a tenant or a namespace
     HEALTH_PATH     the only path that works without the secret
 """
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Final, Protocol
 
 from aiohttp import WSMsgType, web
@@ -26,6 +29,9 @@ from engine.gateways import Gateway, Gateways
 from engine.protocol import (
     DIGEST_BYTES,
     HEALTH_PATH,
+    MOST_PREFIX_CHARS,
+    PURGE_LIMIT_S,
+    PURGE_PATH,
     SECRET_HEADER,
     STATS_PATH,
     STREAM_PATH,
@@ -41,6 +47,7 @@ from engine.protocol import (
     decode,
 )
 from engine.publish import Publisher
+from engine.tiers.tier import PurgeReport
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +67,8 @@ class Loop(Protocol):
     def abort_owner(self, owner: str) -> None: ...
 
     def drain(self) -> None: ...
+
+    def purge(self, prefix: str, deliver: Callable[[PurgeReport | None], None]) -> None: ...
 
     @property
     def alive(self) -> bool: ...
@@ -117,6 +126,7 @@ class EngineServer:
         app.router.add_get(STREAM_PATH, self._stream)
         app.router.add_get(TOKENIZER_PATH, self._get_tokenizer)
         app.router.add_get(STATS_PATH, self._get_stats)
+        app.router.add_post(PURGE_PATH, self._purge)
         app.router.add_get(HEALTH_PATH, self._get_health)
         app.on_shutdown.append(self._hang_up_on_all)
         return app
@@ -144,6 +154,34 @@ class EngineServer:
     async def _get_stats(self, request: web.Request) -> web.Response:
         own = {"gateways": len(self.gateways), "hittable_blocks": len(self.gateways.table)}
         return web.json_response({**self.loop.stats(), **own})
+
+    async def _purge(self, request: web.Request) -> web.Response:
+        """Answers when nothing of the scope is left, or after PURGE_LIMIT_S; it goes on then."""
+        try:
+            prefix = json.loads(await request.read())["salt_prefix"]
+        except (ValueError, TypeError, KeyError):
+            prefix = None
+        # A scope's salt is made of fields that end so: half a name would be others' too, and nothing is everybody.
+        if not isinstance(prefix, str) or not 1 < len(prefix) <= MOST_PREFIX_CHARS or not prefix.endswith(";"):
+            raise web.HTTPBadRequest(text='the body should be {"salt_prefix": "..."}, a scope that ends with `;`')
+        answer: asyncio.Future[PurgeReport | None] = self._event_loop.create_future()
+
+        def answer_once(report: PurgeReport | None) -> None:
+            if not answer.done():
+                answer.set_result(report)
+
+        def deliver(report: PurgeReport | None) -> None:
+            self._post(answer_once, report)
+
+        self.loop.purge(prefix, deliver)
+        try:
+            report = await asyncio.wait_for(answer, PURGE_LIMIT_S)
+        except TimeoutError:
+            return web.json_response({"complete": False, "reason": f"not over after {PURGE_LIMIT_S:.0f} s"})
+        if report is None:
+            return web.json_response({"complete": False, "reason": "too many purges wait already"})
+        log.info("purged a scope: %s", json.dumps(asdict(report)))
+        return web.json_response({"complete": not report.left, **asdict(report)})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse(

@@ -218,6 +218,13 @@ class BlockTables:
             self.tiers.forget(self._full(sequence, len(sequence.digests)), start=first)
         return count
 
+    def detach(self, sequence: Sequence) -> None:
+        """From now on nothing is reused for a sequence and nothing of it can be found by others, whether it waits or
+        runs. What is registered of it is the caller's to forget."""
+        sequence.use_cache, sequence.digests = False, []
+        if (chain := self._chains.get(sequence)) is not None:
+            chain.broken = True
+
     def count_reusable(self, sequence: Sequence) -> int:
         """Leading blocks that need not be computed, if somebody has them."""
         return max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // self.pool.block_size

@@ -210,6 +210,40 @@ class LeaseFile:
         self._claims = []
 
 
+def purge_leases(path: str, prefix: str) -> int:
+    """Takes the leases whose salt begins so out of the file of an engine that is gone, and which nobody takes over at
+    the moment. A file that cannot be read, or in which nothing is left, is deleted. Returns how many there were; 1 for
+    a file that cannot be read. Raises OSError, and the file is what it was."""
+    with open(path, "rb") as file:
+        status, content = os.fstat(file.fileno()), file.read(MOST_BYTES + 1)
+    body = content[:-CHECKSUM_BYTES]
+    head, _, lines = body.partition(b"\n")
+    is_sound = len(content) <= MOST_BYTES and xxhash.xxh3_128_digest(body) == content[-CHECKSUM_BYTES:]
+    if not (is_sound and head.startswith(MAGIC) and LEASE_FILE.fullmatch(os.path.basename(path))):
+        os.unlink(path)
+        return 1
+    every = lines.splitlines(keepends=True)
+    kept = [line for line in every if not _has_salt(line, prefix)]
+    if not kept:
+        os.unlink(path)
+    elif len(kept) < len(every):
+        whole = head + b"\n" + b"".join(kept)
+        temporary = f"{path}.tmp"
+        with open(temporary, "wb") as file:
+            file.write(whole + xxhash.xxh3_128_digest(whole))
+        os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.replace(temporary, path)
+    return len(every) - len(kept)
+
+
+def _has_salt(line: bytes, prefix: str) -> bool:
+    """Also for one that is no lease."""
+    try:
+        return str(json.loads(line)[1]).startswith(prefix)
+    except (ValueError, TypeError, IndexError, KeyError):
+        return True
+
+
 def _write_line(lease: Lease, ahead_s: float) -> bytes:
     """
     ahead_s  of the wall clock before that of the leases

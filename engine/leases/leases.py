@@ -257,6 +257,14 @@ class Leases:
         self.counters.lost += count
         return count
 
+    def purge(self, prefix: str) -> int:
+        """Ends the leases of all salts that begin so, before their time. Returns how many there were."""
+        gone = [lease for lease in self._book if lease.salt.startswith(prefix)]
+        for lease in gone:
+            self._drop(lease)
+        self._revision += bool(gone)
+        return len(gone)
+
     def expire(self, now: float) -> int:
         """Ends the leases whose time is up. Returns how many there were. Requests that arrived before `now` come first:
         they may renew one."""

@@ -45,6 +45,16 @@ class LeaseSaving:
             self._writing = True
             worker_of(self._tier).run(self._write, partial(self._wrote, self._leases.revision))
 
+    def write_now(self, done: Callable[[Exception | None], object]) -> None:
+        """Writes as soon as the tier's thread comes to it, whether something has changed or not. The tier is ready."""
+        self._writing, revision = True, self._leases.revision
+
+        def wrote(error: Exception | None) -> None:
+            self._wrote(revision, error)
+            done(error)
+
+        worker_of(self._tier).run(self._write, wrote)
+
     def last(self) -> Callable[[], object]:
         """What the tier's thread has to do when the engine stops."""
         wanted = self._wanted

@@ -106,6 +106,11 @@ class Prefixes:
                 in_order.append(block)
         return in_order
 
+    def roots(self, prefix: str) -> list[int]:
+        """The blocks without a parent whose salt begins so. O(len(self))."""
+        parent, salt = self.parent, self._salt
+        return [block for block in self if parent[block] == ROOT and salt[block].startswith(prefix)]
+
     def count_findable(self, digests: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt are registered, by their digests alone: a figure, not a find. O(log n),
         because a registered block's parent is registered too."""

@@ -9,6 +9,9 @@ the two ends of the stream.
 
 from engine.protocol.endpoints import (
     HEALTH_PATH,
+    MOST_PREFIX_CHARS,
+    PURGE_LIMIT_S,
+    PURGE_PATH,
     SECRET_HEADER,
     STATS_PATH,
     STREAM_PATH,
@@ -58,6 +61,9 @@ __all__ = [
     "HEALTH_PATH",
     "LANES",
     "MAX_GRAMMAR_BYTES",
+    "MOST_PREFIX_CHARS",
+    "PURGE_LIMIT_S",
+    "PURGE_PATH",
     "SECRET_HEADER",
     "STATS_PATH",
     "STREAM_PATH",

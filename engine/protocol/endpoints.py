@@ -12,7 +12,15 @@ STREAM_PATH: Final = "/v1/stream"  # WebSocket
 TOKENIZER_PATH: Final = "/v1/tokenizer"  # GET -> JSON, see TokenizerFiles
 HEALTH_PATH: Final = "/health"  # GET -> 200 when ready, 503 while draining
 STATS_PATH: Final = "/v1/stats"  # GET -> JSON, the engine's own counters
+PURGE_PATH: Final = "/v1/purge"  # POST {"salt_prefix": ...} -> JSON, see docs/engine.md
 SECRET_HEADER: Final = "x-kvasir-secret"  # noqa: S105 - the name of a header
+
+
+MOST_PREFIX_CHARS: Final = 4096
+"""Of `salt_prefix`; longer than the longest name of a tenant or namespace."""
+
+PURGE_LIMIT_S: Final = 60.0
+"""An engine answers a purge after so long at the latest, and says what it has done by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from engine.leases.leases import Leases
 from engine.leases.tree import Lease
 from engine.tiers.disk_scan import Scan
 from engine.tiers.stores import BlockKey
-from engine.tiers.tier import Account, Tier, worker_of
+from engine.tiers.tier import Account, Amount, PurgeReport, Tier, worker_of
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,10 @@ def _take_in(tier: Tier, account: Account, job: _Adoption, start: int, _: object
     for key in job.found[start:end]:
         parent = None if key.parent is None else job.slots.get(key.parent)
         hangs = parent is not None and tier.pool.is_registered(parent)  # not if it turned out to be torn meanwhile
-        taken = tier.pool.allocate(1) if key.parent is None or hangs else None
+        purge = account.find_purge(key.salt)
+        if purge is not None:
+            _count(purge, tier)
+        taken = tier.pool.allocate(1) if (key.parent is None or hangs) and purge is None else None
         if taken is None:
             account.drop(tier, [key.digest])
             continue
@@ -101,7 +104,8 @@ def _take_in(tier: Tier, account: Account, job: _Adoption, start: int, _: object
 def _keep(tier: Tier, account: Account, job: _Adoption, start: int, _: object = None) -> None:
     end = start + LEASES_AT_ONCE
     if tier.leases is not None and job.leases is not None:
-        job.leases.restore(tier.number, job.promised[start:end], tier.leases.clock())
+        promised = [lease for lease in job.promised[start:end] if account.find_purge(lease.salt) is None]
+        job.leases.restore(tier.number, promised, tier.leases.clock())
     if end < len(job.promised):
         worker_of(tier).run(_nothing, partial(_keep, tier, account, job, end))
     else:
@@ -121,10 +125,17 @@ def _let_go(tier: Tier, account: Account, job: _Adoption, start: int, _: object 
         worker_of(tier).run(_nothing, partial(_let_go, tier, account, job, end))
         return
     tier.ready = True
+    account.purging.clear()
     if job.found:
         log.info("the %s tier holds %d blocks of an earlier run", tier.name, len(job.slots))
     if job.promised:
         log.info("%d leases of earlier runs were not over", len(job.promised))
+
+
+def _count(purge: PurgeReport, tier: Tier) -> None:
+    amount = purge.tiers.setdefault(tier.name, Amount())
+    amount.blocks += 1
+    amount.bytes += tier.block_bytes
 
 
 def _nothing() -> None:

@@ -29,6 +29,9 @@ _SIZES: Final = struct.Struct("<8sIIIIQ")  # magic, bytes of identity, salt and 
 _HEAD_BYTES: Final = 8192
 """Read at once to see a header; longer ones take a second read."""
 
+_LONGEST_HEAD_BYTES: Final = 1 << 20
+"""Of identity and salt; whatever says more is no block of ours."""
+
 PAGE_BYTES: Final = 4096  # what a file system gives a file at least
 
 
@@ -116,6 +119,22 @@ class BlockFormat:
 
     def _root(self, salt: str) -> bytes:
         return replace(self._namespace, salt=salt).root()
+
+
+def read_salt(path: str) -> bytes | None:
+    """The salt that the header of a block of any namespace states; None when there is no such header. Raises
+    OSError."""
+    with open(path, "rb", buffering=0) as file:
+        head = file.read(_HEAD_BYTES)
+        if len(head) < _SIZES.size:
+            return None
+        magic, identity_bytes, salt_bytes, *_ = _SIZES.unpack_from(head)
+        start, end = _SIZES.size + identity_bytes, _SIZES.size + identity_bytes + salt_bytes
+        if magic != MAGIC or end > _LONGEST_HEAD_BYTES:
+            return None
+        if end > len(head):
+            head = os.pread(file.fileno(), end, 0)
+    return head[start:end] if len(head) >= end else None
 
 
 def block_path(folder: Path, digest: bytes) -> str:

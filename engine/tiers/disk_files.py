@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from engine.leases.file import LEASE_FILE
+from engine.leases.file import TEMPORARY as LEASE_TEMPORARY
 from engine.tiers.block_file import in_pages
 
 BLOCK_FILE: Final = re.compile(r"([0-9a-f]{32})\.kv")
@@ -58,6 +59,11 @@ def block_files(subfolder: str) -> list[File]:
 
 def lease_files(own: str | Path) -> list[File]:
     return _files(str(own), LEASE_FILE)
+
+
+def lease_paths(own: str | Path) -> list[str]:
+    """Also of those that were left half."""
+    return [file.path for file in _files(str(own), LEASE_FILE, LEASE_TEMPORARY)]
 
 
 def all_files(own: Path) -> list[File]:

@@ -29,6 +29,7 @@ BLOCK_FOLDER: Final = re.compile(r"[0-9a-f]{32}(-[1-9]\d?)?")
 MOST_ENGINES: Final = 64
 """Of one namespace that share a folder."""
 
+OWNER_BYTES: Final = 64
 _LOCK: Final = "lock"
 
 
@@ -43,15 +44,20 @@ class OwnFolder:
         os.close(self.file)
 
 
-def claim(folder: Path, root: str) -> OwnFolder:
+def claim(folder: Path, root: str, owner: str) -> OwnFolder:
     """The first folder of a namespace that no living engine has, so that an engine gets that of its predecessor. Waits
-    for others that choose or look through at the moment. Raises OSError."""
+    for others that choose or look through at the moment. Raises OSError.
+
+    owner  what others are told who find the folder in use, OWNER_BYTES at most
+    """
     with choosing(folder):
         for number in range(MOST_ENGINES):
             path = folder / (f"{root}-{number}" if number else root)
             path.mkdir(mode=0o700, exist_ok=True)
             file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if _lock(file) is not False:
+                os.ftruncate(file, 0)
+                os.pwrite(file, owner.encode(), 0)
                 return OwnFolder(path, file)
             os.close(file)
     raise OSError(errno.EBUSY, f"{MOST_ENGINES} engines use it already", str(folder))
@@ -89,6 +95,13 @@ def is_abandoned(path: Path) -> bool:
         return _lock(file) is True
     finally:
         os.close(file)
+
+
+def read_owner(path: Path) -> str:
+    """Of a folder that an engine has; empty when it does not say."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(path / _LOCK, "rb") as file:
+        return file.read(OWNER_BYTES).decode()
+    return ""
 
 
 def remove_if_empty(path: Path) -> None:

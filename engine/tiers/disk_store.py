@@ -26,10 +26,10 @@ from engine.leases.file import LeaseFile
 from engine.protocol import HASHES, Namespace
 from engine.tiers import disk_sweep
 from engine.tiers.block_file import BlockFormat, block_path
-from engine.tiers.disk_files import delete
+from engine.tiers.disk_files import delete, subfolders
 from engine.tiers.disk_folders import OwnFolder, claim
 from engine.tiers.disk_scan import Scan, scan
-from engine.tiers.stores import BlockKey, Part, Payload
+from engine.tiers.stores import BlockKey, Part, Payload, Swept
 
 
 class DiskStore:
@@ -118,6 +118,26 @@ class DiskStore:
     def expire(self, part: Part, max_age_s: float) -> int:
         return disk_sweep.expire(self._folder, part, max_age_s)
 
+    @property
+    def owner(self) -> str:
+        return f"{self._nonce:016x}"
+
+    def find_own_parts(self) -> list[Part]:
+        with contextlib.suppress(OSError):
+            return [Part(str(self._own), entry.name) for entry in subfolders(self._own)]
+        return []
+
+    def find_salted(self, part: Part, prefix: str) -> list[bytes]:
+        return disk_sweep.find_salted(part, prefix)
+
+    def remove(self, digests: Sequence[bytes]) -> Swept:
+        with contextlib.suppress(OSError):
+            return disk_sweep.remove([self._path(digest) for digest in digests])
+        return Swept(left=len(digests))
+
+    def purge(self, part: Part, prefix: str) -> Swept:
+        return disk_sweep.purge(self._folder, part, prefix)
+
     def close(self) -> None:
         """Another engine may have the folder from now on."""
         if self._claimed is not None:
@@ -128,7 +148,7 @@ class DiskStore:
     def _own(self) -> Path:
         """This engine's folder. Raises OSError when there is none to be had."""
         if self._claimed is None:
-            self._claimed = claim(self._folder, self._root)
+            self._claimed = claim(self._folder, self._root, self.owner)
         return self._claimed.path
 
     def _write(self, key: BlockKey, row: Payload) -> None:

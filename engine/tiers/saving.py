@@ -102,6 +102,14 @@ class Saving:
             oldest = self._take(self._tiers[number])
             self._tiers[number].counters.dropped += len(oldest.digests)
 
+    def forget(self, prefix: str) -> None:
+        """Chains whose salts begin so are not saved any more. Of one that is being copied nothing can be found after
+        its blocks were forgotten, so it ends by itself."""
+        for number, queue in enumerate(self._queues):
+            kept = deque(chain for chain in queue if not chain.salt.startswith(prefix))
+            self._queued_bytes += sum(chain.num_bytes for chain in kept) - sum(chain.num_bytes for chain in queue)
+            self._queues[number] = kept
+
     def pump(self, *, steps_run: bool) -> None:
         """Begins what can be saved now; not too much while steps run."""
         self._steps_run = steps_run

@@ -54,6 +54,19 @@ class Part(NamedTuple):
     name: str  # of a folder in it; empty for its leases
 
 
+class Swept(NamedTuple):
+    """What became of some files.
+
+    left   files that could not be read or deleted
+    owner  who has the folder and lives, so that nothing was touched; None when nobody does
+    """
+
+    files: int = 0  # deleted
+    num_bytes: int = 0
+    left: int = 0
+    owner: str | None = None
+
+
 class FolderStore(Protocol):
     """A store whose blocks outlive the engine, in a folder that it shares with others. Calls never fail."""
 
@@ -67,6 +80,28 @@ class FolderStore(Protocol):
 
     def expire(self, part: Part, max_age_s: float) -> int:
         """Deletes those that were not used for so long. How many there were; none of an engine that lives."""
+        ...
+
+    @property
+    def owner(self) -> str:
+        """A name that nobody else's folder has."""
+        ...
+
+    def find_own_parts(self) -> list[Part]:
+        """The files of this engine, without its leases."""
+        ...
+
+    def find_salted(self, part: Part, prefix: str) -> list[bytes]:
+        """Digests of this engine's blocks in a part whose salt begins so, or whose header cannot be read."""
+        ...
+
+    def remove(self, digests: Sequence[bytes]) -> Swept:
+        """Deletes these blocks of this engine, as `drop` does, and counts them."""
+        ...
+
+    def purge(self, part: Part, prefix: str) -> Swept:
+        """Deletes the blocks of a part whose salt begins so, and takes their leases out, unless an engine that lives
+        has it. What cannot be read is deleted, because it cannot be told whose it is."""
         ...
 
 

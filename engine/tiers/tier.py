@@ -20,7 +20,7 @@ from engine.protocol import Tier as TierName
 from engine.tiers.copy_thread import Worker
 from engine.tiers.disk_scan import Scan
 from engine.tiers.residency import Residency
-from engine.tiers.stores import BlockKey, FolderStore, Store
+from engine.tiers.stores import BlockKey, FolderStore, Store, Swept
 
 log = logging.getLogger(__name__)
 
@@ -124,17 +124,56 @@ def store_of(tier: Tier) -> Store:
     return tier.store
 
 
+@dataclass(slots=True)
+class Amount:
+    blocks: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class PurgeReport:
+    """What a purge took away.
+
+    tiers      blocks that could be found in each tier
+    files      of engines that are gone, and strays: blocks, half-written ones and leases
+    leases     of this engine
+    sequences  that waited or ran: what they compute is not kept
+    left       files and folders that could not be read or deleted, so that some of the scope may be left
+    owner      of this engine's folder of blocks; None when it has none
+    in_use     owners of other engines' folders that live beside it: only they can purge them
+    """
+
+    tiers: dict[TierName, Amount] = field(default_factory=dict)
+    files: Amount = field(default_factory=Amount)
+    leases: int = 0
+    sequences: int = 0
+    left: int = 0
+    owner: str | None = None
+    in_use: list[str] = field(default_factory=list)
+
+    def add(self, swept: Swept) -> None:
+        self.files.blocks += swept.files
+        self.files.bytes += swept.num_bytes
+        self.left += swept.left
+
+
 class Account:
     """Sees to it that whatever a lower tier's pool does is told to the index, to the store and to the leases.
 
     on_lost  called with the number of a lower tier that was made to forget blocks
     now      monotonic second of the loop's present turn
+    purging  prefix of salts -> report: what a start that is not over must not take over
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.residency = Residency([tier.pool for tier in tiers], [tier.name for tier in tiers])
         self.on_lost: Callable[[int], object] | None = None
         self.now = 0.0
+        self.purging: dict[str, PurgeReport] = {}
+
+    def find_purge(self, salt: str) -> PurgeReport | None:
+        """The purge that came after blocks of this salt were found at the start, if there was one."""
+        return next((report for prefix, report in self.purging.items() if salt.startswith(prefix)), None)
 
     def note(self, tier: Tier) -> None:
         """After each change of a lower pool: what it gave up is dropped before anything else can be written there."""
@@ -146,11 +185,14 @@ class Account:
         """The store need not keep these any longer."""
         worker_of(tier).run(partial(store_of(tier).drop, digests), _ignore)
 
-    def forget(self, tier: Tier, slots: list[int]) -> None:
-        """These, and what hangs from them, are not to be found any more."""
-        if tier.pool.forget(slots) and self.on_lost is not None:
+    def forget(self, tier: Tier, slots: list[int]) -> int:
+        """These, and what hangs from them, are not to be found any more. How many there were."""
+        count = tier.pool.forget(slots)
+        if count and self.on_lost is not None:
             self.on_lost(tier.number)
-        self.note(tier)
+        if tier.number:  # the first tier has no store that keeps anything besides
+            self.note(tier)
+        return count
 
     def failed(self, tier: Tier, num_blocks: int, error: Exception) -> None:
         """The tier's store did not do what it should. One warning, until a save succeeds again."""

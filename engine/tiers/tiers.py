@@ -31,9 +31,10 @@ from engine.protocol import BlockEvents
 from engine.tiers.adopting import adopt
 from engine.tiers.aging import Aging
 from engine.tiers.copy_thread import Worker
+from engine.tiers.purging import MOST_PURGES, Purging
 from engine.tiers.restoring import Restoring
 from engine.tiers.saving import Saving
-from engine.tiers.tier import Account, Chain, Tier
+from engine.tiers.tier import Account, Amount, Chain, PurgeReport, Tier
 
 __all__ = ["Chain", "Tier", "Tiers"]
 
@@ -67,6 +68,7 @@ class Tiers:
         self._aging = {
             tier: Aging(tier, tier.lasting, self._account) for tier in self.lower if tier.lasting is not None
         }
+        self._purging = [Purging(tier, tier.lasting, self._account) for tier in self.lower if tier.lasting is not None]
         self._saving.on_used = self._used
         self._leases: Leases | None = None
         self._lease_saving: LeaseSaving | None = None
@@ -78,6 +80,8 @@ class Tiers:
         for tier in self.lower:
             if tier.leases is not None:
                 self._lease_saving = LeaseSaving(tier, tier.leases, leases, self._account)
+                for purging in self._purging:
+                    purging.leases = self._lease_saving
 
     # -- for the loop -------------------------------------------------------------------------------------------------
 
@@ -109,8 +113,8 @@ class Tiers:
 
     @property
     def saved(self) -> bool:
-        """Whether nothing is lost that could be saved, if the engine ends now."""
-        return not self.busy and not self._saving.num_waiting
+        """Whether nothing is lost that could be saved, and no purge is left undone, if the engine ends now."""
+        return not self.busy and not self._saving.num_waiting and not any(map(len, self._purging))
 
     @property
     def ready(self) -> bool:
@@ -138,6 +142,8 @@ class Tiers:
         self._saving.pump(steps_run=steps_run)
         for aging in self._aging.values():
             aging.pump()
+        for purging in self._purging:
+            purging.pump()
         if self._lease_saving is not None:
             self._lease_saving.pump()
 
@@ -212,6 +218,35 @@ class Tiers:
         trusted."""
         for tier in self.lower:
             self._account.forget(tier, tier.pool.prefixes.find(chain.salt, chain.tokens, chain.digests)[start:])
+
+    # -- for operators ------------------------------------------------------------------------------------------------
+
+    @property
+    def can_purge(self) -> bool:
+        """False while as many purges wait as may."""
+        return all(len(purging) < MOST_PURGES for purging in self._purging)
+
+    @property
+    def owner(self) -> str | None:
+        """Of the folder of blocks, as other engines that share it are told; None when nothing is on disk."""
+        return next((tier.lasting.folder.owner for tier in self.lower if tier.lasting is not None), None)
+
+    def purge(self, prefix: str, report: PurgeReport, done: Callable[[PurgeReport], object]) -> None:
+        """Makes everything unfindable at once, in all tiers, whose salt begins so; its leases are at an end already.
+        Copies that are under way come to nothing.
+
+        done  called when no file of it is left either, as far as that can be had; at once where nothing is on disk
+        """
+        self._saving.forget(prefix)
+        for tier in reversed(self.tiers):
+            count = self._account.forget(tier, tier.pool.prefixes.roots(prefix))
+            report.tiers[tier.name] = Amount(count, count * tier.block_bytes)
+        if not self.ready:
+            self._account.purging[prefix] = report
+        if not self._purging:
+            done(report)
+        for purging in self._purging:
+            purging.begin(prefix, report, done)
 
     def _tell_time(self, now: float) -> None:
         self._account.now = now

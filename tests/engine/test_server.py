@@ -12,6 +12,7 @@ from aiohttp import WSMsgType
 
 from engine.protocol import (
     HEALTH_PATH,
+    PURGE_PATH,
     SECRET_HEADER,
     STATS_PATH,
     STREAM_PATH,
@@ -265,3 +266,31 @@ async def test_a_secret_is_needed_to_open_a_stream() -> None:
         with pytest.raises(aiohttp.WSServerHandshakeError, match="401"):
             async with engine.stream():
                 pass
+
+
+async def test_a_purge_makes_the_engine_forget_one_scope_and_tells_its_gateways() -> None:
+    a, b = "tenant:1:a;", "tenant:1:b;"
+    async with small_engine(secret="s3") as engine, engine.stream(headers={SECRET_HEADER: "s3"}) as stream:
+        for seq, salt in enumerate((a, b), 1):
+            await stream.send(engine.submit(seq, [7] * 40, salt=salt))
+            await stream.until(finished)
+        assert len(engine.server.gateways.table) == 4
+        async with engine.session.post(PURGE_PATH, json={"salt_prefix": a}, headers={SECRET_HEADER: ""}) as answer:
+            assert answer.status == 401
+        async with engine.session.post(PURGE_PATH, json={"salt_prefix": a}, headers={SECRET_HEADER: "s3"}) as answer:
+            report = await answer.json()
+        assert report["complete"]
+        assert report["tiers"]["gpu"]["blocks"] == 2
+        assert len(engine.server.gateways.table) == 2
+        cached = []
+        for seq, salt in enumerate((a, b), 3):
+            await stream.send(engine.submit(seq, [7] * 40, salt=salt))
+            told = [m for m in await stream.until(finished) if isinstance(m, StepFrame) and m.updates]
+            cached.append(told[0].updates[0].cached_tokens)
+        assert cached == [0, 32]
+
+
+@pytest.mark.parametrize("prefix", [None, 1, "", ";", "tenant:1:a", "x" * 5000 + ";"])
+async def test_a_purge_of_everybody_or_of_half_a_name_is_refused(prefix: object) -> None:
+    async with small_engine() as engine, engine.session.post(PURGE_PATH, json={"salt_prefix": prefix}) as answer:
+        assert answer.status == 400

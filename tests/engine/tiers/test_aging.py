@@ -2,89 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.tiers.aging import AGED_AT_ONCE, NOTES
-from tests.fakes.life_bench import Folder, LifeBench, start
-from tests.fakes.oracle_runner import Prefixes
-from tests.fakes.scheduler_bench import SIZE, prompt
-
-AGE_S = 1000.0
-
-
-class Engine:
-    """One life over a folder, and what a test does with it."""
-
-    def __init__(self, path: Path, *, weights: str = "w", disk: int = 400, blocks: int = 200) -> None:
-        self.folder = Folder(path)
-        self.bench: LifeBench = start(
-            self.folder,
-            Prefixes(),
-            lambda bench: None,
-            weights=weights,
-            layout="8",
-            blocks=blocks,
-            host=0,
-            disk=disk,
-            max_age_s=AGE_S,
-            context_tokens=blocks * SIZE,
-            eos_ids=(),
-            queue_bytes=1 << 20,
-            part_blocks=64,
-            lease_share=1.0,
-            lease_tenant_share=1.0,
-        )
-        self.seq = 0
-        self.bench.settle()
-
-    def ask(self, kind: int, length: int = 5 * SIZE, ttl_s: float | None = None) -> int:
-        """Returns the cached tokens."""
-        tokens = prompt(length, kind)
-        self.seq += 1
-        points = () if ttl_s is None else ((length, ttl_s),)
-        digests = self.bench.digests(tokens, "")
-        self.bench.submit(self.seq, tokens, digests=digests, breakpoints=points, max_tokens=1)
-        self.bench.finish()
-        return self.bench.of(self.seq)[0].cached_tokens or 0
-
-    def flood(self) -> None:
-        """Nothing is left where the model runs."""
-        pool = self.bench.pool
-        pool.release(pool.allocate(pool.available) or [])
-
-    def wait(self, seconds: float) -> None:
-        """As an idle engine does: it looks when something is due."""
-        end_s, tiers = self.bench.now + seconds, self.bench.tiers
-        while (due_s := tiers.next_s) is not None and due_s <= end_s:
-            self.bench.now = max(self.bench.now, due_s)
-            self.pump()
-        self.bench.now = end_s
-        self.pump()
-
-    def pump(self) -> None:
-        self.bench.scheduler.leases.expire(self.bench.now)
-        self.bench.tiers.pump(self.bench.now)
-        self.bench.settle()
-
-    @property
-    def disk_blocks(self) -> int:
-        return len(self.bench.tiers.pools[-1].prefixes)
-
-    @property
-    def files(self) -> int:
-        return len(list(self.bench.disk.store._own.rglob("*.kv")))
-
-    def check(self) -> None:
-        self.bench.check_counts()
-        self.bench.check_contents()
-        assert self.disk_blocks == self.files
-
-    def kill(self) -> None:
-        self.bench.kill(self.folder)
+from tests.fakes.disk_engine import AGE_S, Engine, make_older
+from tests.fakes.scheduler_bench import SIZE
 
 
 @pytest.fixture
@@ -93,13 +18,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     yield made
     made.check()
     made.kill()
-
-
-def make_older(path: Path, seconds: float) -> None:
-    for file in path.rglob("*"):
-        if file.is_file() and file.name != "lock":
-            then = file.stat().st_mtime - seconds
-            os.utime(file, (then, then))
 
 
 def test_a_running_engine_gives_up_its_own_blocks_on_disk_that_nobody_used_for_so_long(engine: Engine) -> None:
