@@ -158,6 +158,7 @@ class Gateway:
             answers=self.answers,
             rendered_bytes=settings.response_cache.max_rendered_bytes,
             limits=self.limits,
+            engines=lambda: self.registry.engines,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,

@@ -1,4 +1,4 @@
-"""The command `kvasir`: serve | gateway | engine | batch. Reads flags, file and environment, and hands over.
+"""The command `kvasir`: serve | gateway | engine | batch | purge. Reads flags, file and environment, and hands over.
 
 Nothing heavy is imported before a command is known: `kvasir --help` is quick, and `kvasir gateway` needs no torch.
 """
@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.batch_cli.arguments import add_parser as add_batch_parser
+from gateway.batch_cli.arguments import add_purge_parser
 from gateway.config import Settings
 from gateway.engine_processes import BAD_SETTING_EXIT, EngineStartError
 from gateway.logs import flush, set_up
@@ -67,8 +68,8 @@ _UNITS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0 ended as asked, 1 failed, 2 a bad flag or setting."""
     options = _parser().parse_args(arguments)
-    if options.command == "batch":
-        return _batch(options)
+    if options.command in ("batch", "purge"):
+        return _client(options)
     environ = dict(os.environ)
     config = options.config or environ.pop(CONFIG_VARIABLE, None)
     environ.pop(CONFIG_VARIABLE, None)
@@ -99,9 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.umask(mask)
 
 
-def _batch(options: argparse.Namespace) -> int:
-    from gateway.batch_cli.commands import run
+def _client(options: argparse.Namespace) -> int:
+    from gateway.batch_cli import commands, purge
 
+    run = purge.run if options.command == "purge" else commands.run
     try:
         return run(options, os.environ)
     except KeyboardInterrupt:
@@ -189,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "engine":
             command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
     add_batch_parser(commands)
+    add_purge_parser(commands)
     return parser
 
 

@@ -133,7 +133,7 @@ def test_every_figure_of_the_readme_has_a_script_and_is_in_the_notebook() -> Non
     }
 
 
-BATCH_FLAGS = {"--wait", "--url", "--key", "--errors"}
+CLIENT_FLAGS = {"--wait", "--url", "--key", "--errors", "--tenant", "--namespace", "--api-key-env"}
 COMMON_FLAGS = {"--config", "--help", "--help-all", "--slow"}
 
 
@@ -147,7 +147,7 @@ def test_the_settings_and_flags_that_a_page_shows_are_taken(page: Path, tmp_path
     load(Settings, file=file, environ={}, flags={})
     commands = re.findall(r"^\$ (?:\S*/)?(?:kvasir|serve)\b.*$", text, re.MULTILINE)
     paths = (f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields)
-    known = {*map(flag_name, paths), *BATCH_FLAGS, *COMMON_FLAGS}
+    known = {*map(flag_name, paths), *CLIENT_FLAGS, *COMMON_FLAGS}
     assert not {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)} - known
 
 

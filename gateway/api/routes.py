@@ -16,6 +16,7 @@ from gateway.admin.handlers import Admin
 from gateway.admin.ledger import Ledger, LedgerPage
 from gateway.admin.loop_lag import LoopLag
 from gateway.admin.metrics import Metrics
+from gateway.admin.purge import Engine, PurgePage
 from gateway.admin.sources import Sources
 from gateway.api.admission import Admission
 from gateway.api.answering import Answering, Decoders, Models, Pipeline
@@ -114,6 +115,7 @@ def build_app(
     limits: Limits,
     answers: Answers,
     rendered_bytes: int,
+    engines: Callable[[], Sequence[Engine]],
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -130,6 +132,7 @@ def build_app(
     limits                     what tenants may ask for
     answers                    what the response cache remembers, for /admin/cache
     rendered_bytes             of its answers, that are kept as they were written
+    engines                    all that are known, for a purge of their blocks
     sources                    what /health, /metrics and /admin/stats show
     """
     keys = Auth(auth, tenants)
@@ -183,6 +186,7 @@ def build_app(
             *Admin(keys, sources, metrics).routes(),
             *LedgerPage(keys, ledger, now).routes(),
             *CachePages(server, keys, answers, now, content=auth.admin_content).routes(),
+            *PurgePage(server, keys, namespaces, engines).routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)

@@ -1,1 +1,1 @@
-"""`kvasir batch`: files of requests for a running gateway, which it is asked over HTTP as any client would."""
+"""`kvasir batch` and `kvasir purge`: a running gateway is asked over HTTP, as any client would."""

@@ -1,4 +1,4 @@
-"""The arguments of `kvasir batch`. Imports nothing heavy: they are in every help text of `kvasir`."""
+"""The arguments of `kvasir batch` and `kvasir purge`. Imports nothing heavy: they are in the help texts of `kvasir`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
     batch = commands.add_parser("batch", help=told, description=told, allow_abbrev=False)
     own = batch.add_subparsers(dest="batch_command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    shared.add_argument("--url", help=f"of the gateway. Default: {DEFAULT_URL}. ({URL_VARIABLE})")
+    _add_url(shared)
     shared.add_argument("--key", help=f"API key of a tenant ({KEY_VARIABLE})")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
@@ -38,6 +38,26 @@ def add_parser(commands: Any) -> None:
     results.add_argument("-o", "--output", type=Path, metavar="FILE", help="in place of standard output")
     results.add_argument("--errors", action="store_true", help="the requests that failed, in place of the answers")
     command("list", "all batches, newest first")
+
+
+def add_purge_parser(commands: Any) -> None:
+    """The command `purge`."""
+    told = "remove a tenant's or a namespace's KV blocks and leases from all engines of a running gateway"
+    purge = commands.add_parser("purge", help=told, description=told, allow_abbrev=False)
+    chosen = purge.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--tenant", metavar="NAME", help="blocks of its own")
+    chosen.add_argument("--namespace", metavar="NAME", help="blocks that it shares")
+    _add_url(purge)
+    purge.add_argument(
+        "--api-key-env",
+        metavar="VARIABLE",
+        default=KEY_VARIABLE,
+        help=f"environment variable that has the admin key. Default: {KEY_VARIABLE}",
+    )
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help=f"of the gateway. Default: {DEFAULT_URL}. ({URL_VARIABLE})")
 
 
 def _seconds(text: str) -> float:

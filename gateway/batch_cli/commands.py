@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TextIO
 
@@ -24,38 +24,54 @@ MISSED_POLLS: Final = 30
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Runs one of them. Returns the exit status: 0 done, and nothing failed; 1 something failed; 2 a bad file."""
-    url = options.url or environ.get(URL_VARIABLE) or DEFAULT_URL
     key = options.key or environ.get(KEY_VARIABLE) or ""
+    name = f"batch {options.batch_command}"
+    return run_client(name, options.url, environ, key, lambda client: _run(client, options))
+
+
+def run_client(
+    name: str,
+    url: str | None,
+    environ: Mapping[str, str],
+    key: str,
+    work: Callable[[Client], Awaitable[int]],
+) -> int:
+    """What `work` returns, or the exit status of an error, which is told under the command's name."""
+    url = url or environ.get(URL_VARIABLE) or DEFAULT_URL
     try:
         if not url.startswith(("http://", "https://")):
             raise BatchCommandError(
                 f"the URL of the gateway begins with http:// or https://, and {url!r} does not", BAD_INPUT
             )
-        return asyncio.run(_run(options, url, key))
+        return asyncio.run(_with_client(url, key, work))
     except BatchCommandError as error:
-        _warn(f"kvasir batch {options.batch_command}: {error}")
+        _warn(f"kvasir {name}: {error}")
         return error.status
     except BrokenPipeError:
         raise
     except OSError as error:  # of standard output
-        _warn(f"kvasir batch {options.batch_command}: {error.strerror or error}")
+        _warn(f"kvasir {name}: {error.strerror or error}")
         return FAILED
 
 
-async def _run(options: argparse.Namespace, url: str, key: str) -> int:
+async def _with_client(url: str, key: str, work: Callable[[Client], Awaitable[int]]) -> int:
     async with Client(url, key) as client:
-        match options.batch_command:
-            case "submit":
-                return await _submit(client, options)
-            case "status":
-                _say(told(await client.batch(options.id)))
-            case "cancel":
-                _say(told(await client.cancel(options.id)))
-            case "results":
-                await _results(client, options.id, options.output, errors=options.errors)
-            case "list":
-                async for batch in client.batches():
-                    _say(listed(batch))
+        return await work(client)
+
+
+async def _run(client: Client, options: argparse.Namespace) -> int:
+    match options.batch_command:
+        case "submit":
+            return await _submit(client, options)
+        case "status":
+            _say(told(await client.batch(options.id)))
+        case "cancel":
+            _say(told(await client.cancel(options.id)))
+        case "results":
+            await _results(client, options.id, options.output, errors=options.errors)
+        case "list":
+            async for batch in client.batches():
+                _say(listed(batch))
     return 0
 
 

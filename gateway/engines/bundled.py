@@ -1,8 +1,7 @@
 """One bundled engine, seen from the gateway: one WebSocket that carries every sequence this gateway has there.
 
-Connects, says again and again hello when the engine was away, sorts the frames of each step into the sequences that
-wait for them, and tells the memory index what the engine holds. The other end is engine/server.py; the messages are
-those of engine/protocol/. Knows nothing of prompts, routing or HTTP dialects.
+Connects, and again when the engine was away, sorts each step's frames into the sequences that wait for them, and tells
+the memory index what the engine holds. The other end is engine/server.py; the messages are those of engine/protocol/.
 
     joined   the engine said hello and its tokeniser is loaded; only then is it chosen
     lost     the connection ended or fell silent: every sequence on it gets EngineLostError, the next hello may be
@@ -36,7 +35,7 @@ from engine.protocol import (
 from gateway import tasks
 from gateway.config import EnginesSettings
 from gateway.engines.connection import Connection
-from gateway.engines.questions import fetch_stats, fetch_tokenizer
+from gateway.engines.questions import ask_purge, fetch_stats, fetch_tokenizer
 from gateway.errors import DeadlineError, EngineLostError
 from gateway.types import EncodedPrompt, Request
 
@@ -168,6 +167,10 @@ class BundledEngine:
     async def fetch_stats(self) -> dict[str, Any] | None:
         """The engine's own counters; None when it is away or does not answer in time. Never raises."""
         return await fetch_stats(self._session, self._settings.stats_timeout_s) if self._session else None
+
+    async def purge(self, salt_prefix: str) -> dict[str, Any]:
+        """See questions.ask_purge."""
+        return await ask_purge(self._session, salt_prefix)
 
     async def generate(
         self, prompt: EncodedPrompt, sampling: Sampling, request: Request

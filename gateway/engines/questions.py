@@ -1,4 +1,4 @@
-"""What a gateway asks an engine beside the stream, over plain HTTP: its tokeniser, and its own counters."""
+"""What a gateway asks an engine beside the stream, over plain HTTP: its tokeniser, its own counters, and a purge."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ from typing import Any, Final
 
 import aiohttp
 
-from engine.protocol import STATS_PATH, TOKENIZER_PATH, Hello, ProtocolError, TokenizerFiles
+from engine.protocol import (
+    PURGE_LIMIT_S,
+    PURGE_PATH,
+    STATS_PATH,
+    TOKENIZER_PATH,
+    Hello,
+    ProtocolError,
+    TokenizerFiles,
+)
+from gateway.errors import EngineLostError
 
 MAX_TOKENIZER_BYTES: Final = 256 << 20
 MAX_STATS_BYTES: Final = 1 << 20
+MAX_PURGE_BYTES: Final = 1 << 20
+PURGE_TIMEOUT_S: Final = PURGE_LIMIT_S + 5.0
+"""Longer than an engine takes at the most."""
 
 
 async def fetch_tokenizer(session: aiohttp.ClientSession, hello: Hello, timeout_s: float) -> TokenizerFiles:
@@ -35,6 +47,26 @@ async def fetch_stats(session: aiohttp.ClientSession, timeout_s: float) -> dict[
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RuntimeError):  # the last one: a closed session
         return None
     return stats if isinstance(stats, dict) else None
+
+
+async def ask_purge(session: aiohttp.ClientSession | None, salt_prefix: str) -> dict[str, Any]:
+    """The engine's report, with `complete` (docs/engine.md). `session` is None while the engine is away. Raises
+    EngineLostError when there is no answer within PURGE_TIMEOUT_S, or none that is a report."""
+    import orjson
+
+    if session is None:
+        raise EngineLostError("It is away.")
+    try:
+        timeout, body = aiohttp.ClientTimeout(total=PURGE_TIMEOUT_S), {"salt_prefix": salt_prefix}
+        async with session.post(PURGE_PATH, json=body, timeout=timeout, raise_for_status=True) as response:
+            report = orjson.loads(await _read(response, MAX_PURGE_BYTES))
+    except aiohttp.ClientResponseError as error:
+        raise EngineLostError(f"It answered with status {error.status}.") from None
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RuntimeError) as error:  # as above
+        raise EngineLostError(f"It did not answer: {error or type(error).__name__}") from None
+    if not isinstance(report, dict) or not isinstance(report.get("complete"), bool):
+        raise EngineLostError("It answered with something else than a report.")
+    return report
 
 
 async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:

@@ -17,6 +17,7 @@ import anthropic
 import openai
 from aiohttp import web
 
+from gateway.admin.purge import Engine
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.descriptors import Site
 from gateway.api.malformed import MALFORMED
@@ -71,6 +72,7 @@ from gateway.upstreams.stage import Upstreams
 from tests.fakes.answers import FakeAnswers
 from tests.fakes.embedding import no_embedder
 from tests.fakes.pipeline import FakeDecoders, FakeModels, FakePipeline
+from tests.fakes.purged import FakePurged
 
 LIMIT_S = 30.0
 
@@ -165,6 +167,7 @@ class Options:
     prices: Sequence[PriceSettings] = ()
     rendered_bytes: int = 1 << 20
     answers: Answers = field(default_factory=FakeAnswers)
+    engines: Sequence[Engine] = (FakePurged("engine-1"),)
     ledger: Ledger | None = None  # None is memory
     limited: LimitSettings = field(default_factory=LimitSettings)  # of every tenant
     limits: TenantLimits | None = None  # None is those of `limited` and the tenants, in memory
@@ -232,6 +235,7 @@ def make_app(
         limits=limits,
         answers=given.answers,
         rendered_bytes=given.rendered_bytes,
+        engines=lambda: given.engines,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
