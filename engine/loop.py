@@ -311,7 +311,7 @@ class EngineLoop:
         """Recounts the pools of all tiers, the queues and the leases. Nothing runs and nothing is copied, so nothing is
         live."""
         scheduler = self._scheduler
-        wrong = [f"gpu: {line}" for line in scheduler.pool.check_invariants()]
+        wrong = [f"device: {line}" for line in scheduler.pool.check_invariants()]
         wrong += [*self._tiers.check_invariants(), *scheduler.leases.check_invariants()]
         if scheduler.pool.num_live or len(scheduler.tables) or len(scheduler.claims) or len(scheduler.forks):
             wrong.append(f"{scheduler.pool.num_live} blocks are live and no sequence is left")

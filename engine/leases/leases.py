@@ -55,7 +55,7 @@ class Leases:
         self._pins = Pins(self.counters, share=share, tenant_share=tenant_share)
         self.last_number = 0  # of a lease, counted from 1
         self._revision = 0  # changes when one is renewed, granted or taken over; the pins have their own
-        self.add_tier("gpu", pool)
+        self.add_tier("device", pool)
 
     def add_tier(self, name: Tier, pool: BlockPool) -> None:
         """A slower tier below those that are there already. Before the first lease."""

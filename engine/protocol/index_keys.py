@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 import xxhash
 
-Tier = Literal["gpu", "host", "disk"]  # "gpu" is where the model runs, which may be a CPU
-TIER_CODES: Final[dict[Tier, bytes]] = {"gpu": b"g", "host": b"h", "disk": b"d"}
+Tier = Literal["device", "host", "disk"]  # "device" is where the model runs, which may be a CPU
+TIER_CODES: Final[dict[Tier, bytes]] = {"device": b"g", "host": b"h", "disk": b"d"}
 
 ENGINES_KEY: Final = "kvasir:engines"  # sorted set: incarnation -> Unix second at which its announcement expires
 

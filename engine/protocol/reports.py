@@ -48,7 +48,7 @@ class BlockEvents:
     stored: bytes = b""  # packed digests, parents before children
     removed: bytes = b""  # packed digests, children before parents
     reset: bool = False
-    tier: Tier = "gpu"  # of everything in `stored`
+    tier: Tier = "device"  # of everything in `stored`
 
 
 @dataclass(frozen=True, slots=True)

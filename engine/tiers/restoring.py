@@ -24,11 +24,11 @@ class Restore:
     """Blocks on their way up. A reference is held on each of `above`, `blocks` and the slots of `segments`.
 
     index     of the next block that is not there yet
-    parent    the gpu block before it; None at the beginning of the prefix
+    parent    the device block before it; None at the beginning of the prefix
     above     `parent` as it was at first, and blocks of others that were found on the way
-    blocks    private gpu blocks, one for each that is brought back; the first `done` of them were
+    blocks    private device blocks, one for each that is brought back; the first `done` of them were
     segments  where they come from, in order
-    fence     before the gpu blocks
+    fence     before the device blocks
     parts     slots of the first segment that are still being copied, in order
     over      nothing more is brought back
     """
@@ -55,14 +55,14 @@ class Restoring:
 
     def __init__(self, tiers: Sequence[Tier], account: Account, *, part_blocks: int, at_once: int) -> None:
         self.jobs: list[Restore] = []
-        self._gpu, self._lower = tiers[0], tiers[1:]
+        self._device, self._lower = tiers[0], tiers[1:]
         self._account = account
         self._part_blocks, self._at_once = part_blocks, at_once
 
     def begin(self, chain: Chain, room: int, now: float) -> list[int]:
         """See engine.tiers.tiers.Tiers.restore."""
         self.end_overdue(now)
-        pool = self._gpu.pool
+        pool = self._device.pool
         found = pool.prefixes.find(chain.salt, chain.tokens, chain.digests)
         start = len(found)
         if start == len(chain.digests) or pool.prefixes.find_block(chain.digests[start]) is not None:
@@ -78,7 +78,7 @@ class Restoring:
         parent = found[-1] if found else None
         blocks = pool.allocate(sum(len(slots) for _, slots in segments), after=parent)
         assert blocks is not None, "the pool gave fewer blocks than it said it has"
-        fence = Fence(store_of(self._gpu))
+        fence = Fence(store_of(self._device))
         job = Restore(chain, start, parent, found[-1:], blocks, segments, now + COPY_LIMIT_S, fence)
         self.jobs.append(job)
         self._read(job)
@@ -109,7 +109,7 @@ class Restoring:
         index, block = job.index, job.done
         for start in range(0, len(slots), self._part_blocks):
             part = slots[start : start + self._part_blocks]
-            keys = job.chain.keys(index, len(part), self._gpu.pool.block_size)
+            keys = job.chain.keys(index, len(part), self._device.pool.block_size)
             copy = partial(self._copy, job, tier, part, job.blocks[block : block + len(part)], keys)
             job.parts.append(part)
             worker_of(tier).run(copy, partial(self._read_back, job, tier, part, keys))
@@ -145,7 +145,7 @@ class Restoring:
                 self._end(job)
 
     def _register(self, job: Restore, tier: Tier, slots: list[int], keys: list[BlockKey]) -> int:
-        pool, count = self._gpu.pool, 0
+        pool, count = self._device.pool, 0
         for slot, key in zip(slots, keys, strict=False):
             trusted = tier.pool.is_registered(slot) and (job.parent is None or pool.is_registered(job.parent))
             block = job.blocks[job.done]
@@ -175,5 +175,5 @@ class Restoring:
     def _end(self, job: Restore) -> None:
         for tier, slots in job.segments:
             tier.pool.release(slots)
-        self._gpu.pool.release(job.above + job.blocks)
+        self._device.pool.release(job.above + job.blocks)
         self.jobs.remove(job)

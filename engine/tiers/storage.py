@@ -33,7 +33,7 @@ def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool,
     Raises ConfigError for a budget that does not hold one block. Touches no disk: Tiers.start does.
     """
     store = CacheStore(cache)
-    tiers = [Tier("gpu", pool, store, store.block_bytes)]
+    tiers = [Tier("device", pool, store, store.block_bytes)]
     if settings.host_bytes:
         slots = _slots("host_bytes", settings.host_bytes, store.block_bytes)
         tiers.append(

@@ -1,8 +1,8 @@
 """Tiers below the model's own blocks: what is saved to host memory and disk, and what is brought back.
 
                  save, in the background                       save
-    gpu  ------------------------------->  host  ------------------------------->  disk
-         <-------------------------------        (gpu <- disk without stopping there)
+    device  ---------------------------->  host  ------------------------------->  disk
+            <----------------------------        (device <- disk without stopping there)
                  restore, before a sequence that needs it is admitted
 
 Tiers are inclusive: a saved block stays where it was. Each lower tier is a BlockPool that keeps the account of its
@@ -208,7 +208,7 @@ class Tiers:
 
         room  blocks that the sequence needs in all and those that must be left for others: with less than that
               nothing is begun, because the sequence could not be admitted either
-        Returns the gpu blocks that are being written; empty when nothing was begun.
+        Returns the device blocks that are being written; empty when nothing was begun.
         """
         self._tell_time(now)
         return self._restoring.begin(chain, room, now)

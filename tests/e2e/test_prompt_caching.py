@@ -228,7 +228,7 @@ def test_what_is_in_which_tier_is_in_the_stats_and_the_metrics(tenants: Server) 
     create(tenants, {"role": "user", "content": f"Tiers. {BOOK}"})
     tenants.wait_until(lambda: bool(engine(tenants)["tiers"]["disk"]["saved"]), "blocks were copied to disk")
     tiers = engine(tenants)["tiers"]
-    assert 0 < tiers["gpu"]["blocks"] * 16 * 1024 < tiers["gpu"]["bytes"] <= tiers["gpu"]["capacity_bytes"]
+    assert 0 < tiers["device"]["blocks"] * 16 * 1024 < tiers["device"]["bytes"] <= tiers["device"]["capacity_bytes"]
     metrics = tenants.get("/metrics")
     for name in (
         "blocks",

@@ -47,7 +47,7 @@ def test_a_purged_tenant_finds_nothing_and_another_one_all_of_its_own(tmp_path: 
         status, told = purge(server, tenant="north")
         assert (status, told["complete"]) == (200, True), told
         (engine,) = told["engines"]
-        assert engine["tiers"]["gpu"]["blocks"] > 0
+        assert engine["tiers"]["device"]["blocks"] > 0
         assert [cached_tokens(server, tenant) for tenant in ("north", "south")] == [0, found[1]]
         # An engine that is gone may have left blocks on disk.
         (pid,) = server.children("gateway.cli")

@@ -91,7 +91,7 @@ def running(num_blocks: int = 64, host: int = 32) -> Iterator[Desk]:
         assert desk.loop.stop(LIMIT_S)
 
 
-def gpu(bench: TierBench) -> None:
+def device(bench: TierBench) -> None:
     bench.pool.allocate(1)
 
 
@@ -139,7 +139,7 @@ def unknown_tenant(bench: TierBench) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (gpu, "1 blocks are live and no sequence is left"),
+        (device, "1 blocks are live and no sequence is left"),
         (host, "host: 1 slots are live and nothing is copied"),
         (disk, "disk: live, evictable and leaf blocks are"),
         (queue, "bytes are queued, counted as"),
@@ -157,7 +157,7 @@ def test_an_idle_engine_counts_and_logs_what_is_wrong_in_any_tier(
     with running() as desk:
         desk.ask(1, prompt(40), ttl_s=600.0)
         desk.do(lambda: None)
-        assert desk.bench.scheduler.leases.stats()["blocks"] == {"gpu": 0, "host": 0, "disk": 10}
+        assert desk.bench.scheduler.leases.stats()["blocks"] == {"device": 0, "host": 0, "disk": 10}
         assert desk.loop.stats()["invariant_violations"] == 0
         desk.do(lambda: harm(desk.bench))
         assert desk.loop.stats()["invariant_violations"] >= 1

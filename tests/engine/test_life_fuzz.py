@@ -41,7 +41,7 @@ REACHED = (
     *("leases granted", "leases renewed", "leases degraded", "leases kept_again", "leases expired", "leases dropped"),
     *("leases lost", "leases demoted", "leases read", "leases read again", "leases brought back", "leases promised"),
     "leases restored",
-    *("gpu evicted", "host evicted", "disk evicted", "host saved", "disk saved", "host restored", "disk restored"),
+    *("device evicted", "host evicted", "disk evicted", "host saved", "disk saved", "host restored", "disk restored"),
     *(
         "host failed",
         "disk failed",
@@ -434,9 +434,9 @@ class Fuzz:
                 continue
             if self.rng.random() < 0.5:  # others wanted every block that they could get
                 bench.pool.release(bench.pool.allocate(bench.pool.available) or [])
-            gpu, digests = bench.pool, split_digests(bench.digests(tokens, lease.salt))
-            there = len(gpu.prefixes.find(lease.salt, pack(tokens), digests))
-            unknown = {digest for digest in digests[there:] if gpu.prefixes.find_block(digest) is None}
+            device, digests = bench.pool, split_digests(bench.digests(tokens, lease.salt))
+            there = len(device.prefixes.find(lease.salt, pack(tokens), digests))
+            unknown = {digest for digest in digests[there:] if device.prefixes.find_block(digest) is None}
             clear = len(unknown) == len(digests) - there  # else a digest stands for something else
             assert self.ask(tokens, lease.salt, plain=True, points=0)
             owner, seq = self.asked[self.last].owner, self.last

@@ -330,7 +330,7 @@ def test_an_idle_loop_tells_when_a_lease_has_ended() -> None:
         desk.wait_for(lambda: desk.loads[-1][1].leased_blocks == 0 and desk.loop.load.leased_blocks == 0)
         assert max(load.leased_blocks for _, load in desk.loads) == 7
         stats = json.loads(json.dumps(desk.loop.stats()))["leases"]
-        assert (stats["kept"], stats["granted"], stats["expired"], stats["blocks"]) == (0, 1, 1, {"gpu": 0})
+        assert (stats["kept"], stats["granted"], stats["expired"], stats["blocks"]) == (0, 1, 1, {"device": 0})
         assert desk.loop.stats()["invariant_violations"] == 0
 
 

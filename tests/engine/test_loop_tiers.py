@@ -116,7 +116,7 @@ def test_what_an_earlier_run_left_is_told_and_found() -> None:
         desk.submit(1, prompt(40))
         assert desk.answer(1) == expected(prompt(40))
         assert desk.updates[1][0].cached_tokens == 36
-        assert {desk.told[digest] for digest in digests[:9]} == {"gpu"}
+        assert {desk.told[digest] for digest in digests[:9]} == {"device"}
 
 
 def test_a_loop_whose_only_sequence_waits_for_a_copy_does_not_turn() -> None:

@@ -292,7 +292,7 @@ def test_a_snapshot_tells_the_fastest_tier_first_and_parents_before_children() -
     table.apply(BlockEvents(stored=run_of(1, 2)))
     told = [(events.tier, events.stored, events.reset) for events in table.snapshot(1 << 20)]
     assert told == [
-        ("gpu", run_of(1, 2), True),
+        ("device", run_of(1, 2), True),
         ("host", run_of(1, 4)[16 * 2 :] + run_of(2, 2), False),
         ("disk", run_of(1, 6)[16 * 4 :], False),
     ]

@@ -280,7 +280,7 @@ async def test_a_purge_makes_the_engine_forget_one_scope_and_tells_its_gateways(
         async with engine.session.post(PURGE_PATH, json={"salt_prefix": a}, headers={SECRET_HEADER: "s3"}) as answer:
             report = await answer.json()
         assert report["complete"]
-        assert report["tiers"]["gpu"]["blocks"] == 2
+        assert report["tiers"]["device"]["blocks"] == 2
         assert len(engine.server.gateways.table) == 2
         cached = []
         for seq, salt in enumerate((a, b), 3):

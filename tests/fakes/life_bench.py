@@ -316,7 +316,7 @@ def start(
     def pause() -> None:
         meanwhile(bench)
 
-    levels = [Tier("gpu", pool, Slow(SlotStore(runner), pause), BLOCK_BYTES)]
+    levels = [Tier("device", pool, Slow(SlotStore(runner), pause), BLOCK_BYTES)]
     stores: list[Slow] = []
     if host:
         stores.append(Slow(HostStore(host, BLOCK_BYTES), pause))

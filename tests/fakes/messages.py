@@ -116,5 +116,5 @@ events = st.builds(
     stored=packed_digests,
     removed=packed_digests,
     reset=st.booleans(),
-    tier=st.sampled_from(["gpu", "host", "disk"]),
+    tier=st.sampled_from(["device", "host", "disk"]),
 )

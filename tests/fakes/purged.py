@@ -9,7 +9,7 @@ from gateway.errors import EngineLostError
 
 COMPLETE: Mapping[str, Any] = {
     "complete": True,
-    "tiers": {"gpu": {"blocks": 3, "bytes": 300}},
+    "tiers": {"device": {"blocks": 3, "bytes": 300}},
     "files": {"blocks": 0, "bytes": 0},
     "leases": 1,
     "sequences": 0,

@@ -214,7 +214,7 @@ class TierBench(TieredBench):
         self.finish()
         return self.of(seq)[0].cached_tokens or 0
 
-    def forget_gpu(self) -> None:
+    def forget_device(self) -> None:
         """Evicts everything that the first tier has cached."""
         blocks = self.pool.allocate(self.pool.available)
         assert blocks is not None
@@ -246,7 +246,7 @@ class TierBench(TieredBench):
                 tier.leases.close()
 
     def _contents(self, tier: Tier, block: int, digest: bytes) -> Any:
-        if tier.name == "gpu":
+        if tier.name == "device":
             return FakeCache(self.runner).read([block], [])[0]
         if tier.name == "host":
             assert self.host is not None
@@ -282,7 +282,7 @@ def make(
     runner = WatchedRunner(pool, VOCAB, config.step_tokens)
     runner.prefixes = prefixes or runner.prefixes
     store, rows = files or FakeDisk(), FakeHost() if host else None
-    levels = [Tier("gpu", pool, FakeCache(runner), 1)]
+    levels = [Tier("device", pool, FakeCache(runner), 1)]
     if rows is not None:
         levels.append(Tier("host", BlockPool(host, SIZE), rows, 1))
     bench: TierBench

@@ -391,7 +391,7 @@ def test_a_lease_moves_down_when_its_blocks_are_saved_there() -> None:
     shelf.flood()
     assert shelf.found(prompt(40)) == 0
     assert shelf.use(prompt(50), at=2.0) == 42
-    assert shelf.leases.stats()["blocks"] == {"gpu": 0, "host": 10}
+    assert shelf.leases.stats()["blocks"] == {"device": 0, "host": 10}
     shelf.leases.expire(1000.0)
     assert shelf.slower is not None
     assert shelf.slower.available == 100
@@ -458,7 +458,7 @@ def test_stats_name_a_limited_number_of_tenants_the_largest_ones() -> None:
     assert len(stats["tenants"]) == MAX_TENANTS_SHOWN
     assert sum(tenant["blocks"] == 2 for tenant in stats["tenants"].values()) == (MAX_TENANTS_SHOWN + 5) // 2
     assert (stats["kept"], stats["degraded_now"], stats["granted"]) == (MAX_TENANTS_SHOWN + 5, 0, MAX_TENANTS_SHOWN + 5)
-    assert stats["budget_blocks"] == {"gpu": 100}
+    assert stats["budget_blocks"] == {"device": 100}
 
 
 # -- anything, in any order -------------------------------------------------------------------------------------------

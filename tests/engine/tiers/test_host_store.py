@@ -42,8 +42,8 @@ def bits(cache: KVCache, block: int) -> list[int]:
 def test_blocks_go_down_and_come_back_bit_for_bit_anywhere_else(dtype: torch.dtype) -> None:
     source, target = filled(dtype, 1), filled(dtype, 2)
     before = [bits(target, block) for block in range(NUM_BLOCKS + 1)]
-    gpu, host = CacheStore(source), HostStore(5, CacheStore(source).block_bytes)
-    assert copy_blocks(gpu, [7, 1, 2], host, [4, 0, 3], keys(3), 2) == Copied(3)
+    device, host = CacheStore(source), HostStore(5, CacheStore(source).block_bytes)
+    assert copy_blocks(device, [7, 1, 2], host, [4, 0, 3], keys(3), 2) == Copied(3)
     assert copy_blocks(host, [4, 0, 3], CacheStore(target), [0, 8, 5], keys(3), 2) == Copied(3)
     moved = {0: 7, 8: 1, 5: 2}
     for block in range(NUM_BLOCKS + 1):

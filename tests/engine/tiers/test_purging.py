@@ -60,7 +60,7 @@ def test_afterwards_a_tenant_finds_nothing_in_any_tier_and_the_others_find_all(e
         engine.ask(1, salt=salt)
     report = purged(engine)
     assert report.tiers == {
-        "gpu": Amount(10, 10 * engine.bench.tiers.tiers[0].block_bytes),
+        "device": Amount(10, 10 * engine.bench.tiers.tiers[0].block_bytes),
         "host": Amount(10, 10 * engine.bench.tiers.tiers[1].block_bytes),
         "disk": Amount(10, 10 * engine.bench.tiers.tiers[2].block_bytes),
     }
@@ -88,7 +88,7 @@ def test_without_lower_tiers_it_is_over_at_once() -> None:
     reports: list[PurgeReport | None] = []
     purge(bench.scheduler, A, reports.append)
     assert reports[0] is not None
-    assert reports[0].tiers["gpu"].blocks == 20 // SIZE
+    assert reports[0].tiers["device"].blocks == 20 // SIZE
     assert reports[0].owner is None
     for seq, salt in ((3, A), (4, B)):
         bench.submit(seq, [1] * 20, salt=salt)

@@ -169,7 +169,7 @@ def test_without_a_folder_or_bytes_there_is_one_tier(tmp_path: Path) -> None:
     for changes in ({}, {"disk_dir": tmp_path, "disk_bytes": 0}):
         with engine("llama", torch.float32, **changes) as running:
             running.ask(1, PROMPT)
-            assert list(running.loop.stats()["tiers"]) == ["gpu"]
+            assert list(running.loop.stats()["tiers"]) == ["device"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,7 +33,7 @@ def counters(bench: TierBench, tier: str = "disk") -> dict[str, int]:
 def test_a_prompt_is_saved_in_every_tier_and_stays_where_it_was() -> None:
     bench = make(host=32)
     bench.ask(1, prompt(40), max_tokens=1)
-    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [10, 10, 10]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [10, 10, 10]
     assert (counters(bench, "host")["saved"], counters(bench)["saved"]) == (10, 10)
     bench.check_contents()
 
@@ -42,7 +42,7 @@ def test_what_was_generated_is_saved_when_the_sequence_ends() -> None:
     bench = make()
     bench.ask(1, prompt(8), max_tokens=10)
     whole = prompt(8) + bench.answer(1)
-    assert held(bench, "disk", whole) == held(bench, "gpu", whole) == 4
+    assert held(bench, "disk", whole) == held(bench, "device", whole) == 4
     assert counters(bench)["saved"] == 4
 
 
@@ -50,8 +50,8 @@ def test_a_prefix_that_was_evicted_comes_back_and_the_answer_is_the_same() -> No
     for host in (0, 32):
         bench = make(host=host)
         bench.ask(1, prompt(40))
-        bench.forget_gpu()
-        assert held(bench, "gpu", prompt(40)) == 0
+        bench.forget_device()
+        assert held(bench, "device", prompt(40)) == 0
         assert bench.ask(2, prompt(40)) == 36
         assert bench.answer(2) == bench.answer(1) == expected(prompt(40))
         assert counters(bench, "host" if host else "disk")["restored"] == 9
@@ -97,9 +97,9 @@ def test_a_longer_prefix_below_is_fetched_behind_what_is_there() -> None:
     bench = make(host=5)
     bench.ask(1, prompt(40))
     assert held(bench, "host", prompt(40)) == 5
-    bench.forget_gpu()
+    bench.forget_device()
     bench.ask(2, prompt(12))
-    assert held(bench, "gpu", prompt(40)) == 3
+    assert held(bench, "device", prompt(40)) == 3
     assert bench.ask(3, prompt(40)) == 36
     assert counters(bench, "host")["restored"] == 2 + 2  # two for the second prompt, two for the third
     assert counters(bench)["restored"] == 4
@@ -109,7 +109,7 @@ def test_a_longer_prefix_below_is_fetched_behind_what_is_there() -> None:
 def test_another_salt_finds_nothing_below() -> None:
     bench = make()
     bench.ask(1, prompt(40), salt="a")
-    bench.forget_gpu()
+    bench.forget_device()
     assert bench.ask(2, prompt(40), salt="b") == 0
     assert bench.ask(3, prompt(40), salt="b", digests=digests_of(prompt(40), "a")) < 40
     assert bench.answer(3) == expected(prompt(40), salt="b")
@@ -119,7 +119,7 @@ def test_another_salt_finds_nothing_below() -> None:
 def test_the_others_run_while_one_waits_for_its_blocks() -> None:
     bench = make()
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     bench.submit(2, prompt(40))
     bench.submit(3, prompt(20, 1))
     while bench.step():
@@ -135,7 +135,7 @@ def test_the_others_run_while_one_waits_for_its_blocks() -> None:
 def test_sequences_that_need_the_same_blocks_wait_for_one_restore() -> None:
     bench = make()
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     for seq in range(2, 6):
         bench.submit(seq, prompt(40) + [seq] * 5)
     bench.finish()
@@ -146,7 +146,7 @@ def test_sequences_that_need_the_same_blocks_wait_for_one_restore() -> None:
 def test_a_sequence_is_restored_once_even_when_it_fails() -> None:
     bench = make()
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     bench.disk.fails = True
     assert bench.ask(2, prompt(40)) == 0
     assert bench.answer(2) == expected(prompt(40))
@@ -158,7 +158,7 @@ def test_a_sequence_is_restored_once_even_when_it_fails() -> None:
 def test_a_torn_block_ends_the_restore_there_and_is_forgotten_with_its_descendants(torn: int) -> None:
     bench = make()
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     digest = split_digests(digests_of(prompt(40)))[torn]
     key, row = bench.disk.files[digest]
     bench.disk.files[digest] = replace(key, tokens=b"torn"), row
@@ -167,7 +167,7 @@ def test_a_torn_block_ends_the_restore_there_and_is_forgotten_with_its_descendan
     for worker in bench.workers.values():
         assert worker.work()
         assert worker.deliver()
-    assert held(bench, "disk", prompt(40)) == held(bench, "gpu", prompt(40)) == torn
+    assert held(bench, "disk", prompt(40)) == held(bench, "device", prompt(40)) == torn
     bench.finish()
     assert bench.of(2)[0].cached_tokens == SIZE * torn
     assert bench.answer(2) == expected(prompt(40), 1)
@@ -180,7 +180,7 @@ def test_a_torn_block_ends_the_restore_there_and_is_forgotten_with_its_descendan
 def test_a_restore_that_would_leave_too_little_room_is_not_begun() -> None:
     bench = make(num_blocks=12)
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     bench.submit(2, prompt(16, 1), max_tokens=20)
     bench.step()
     bench.submit(3, prompt(40))
@@ -195,7 +195,7 @@ def test_a_restore_that_would_leave_too_little_room_is_not_begun() -> None:
 def test_an_online_sequence_takes_the_room_for_its_restore_from_the_batch_lane() -> None:
     bench = make(num_blocks=14)
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     bench.submit(2, prompt(30, 1), lane="batch", max_tokens=12)
     bench.step()
     bench.submit(3, prompt(40))
@@ -208,20 +208,20 @@ def test_an_online_sequence_takes_the_room_for_its_restore_from_the_batch_lane()
 def test_an_abort_while_blocks_are_on_their_way_leaves_them_cached() -> None:
     bench = make()
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     bench.submit(2, prompt(40))
     bench.step()
     assert bench.tiers.count_restoring(bench.now) == 1
     assert bench.scheduler.abort("g", 2)
     bench.settle()
-    assert held(bench, "gpu", prompt(40)) == 9
+    assert held(bench, "device", prompt(40)) == 9
     assert bench.pool.num_live == 0
 
 
 def test_a_disk_that_hangs_holds_a_sequence_for_a_limited_time() -> None:
     bench = make()
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     bench.submit(2, prompt(40))
     assert not bench.step()
     bench.now += COPY_LIMIT_S
@@ -235,7 +235,7 @@ def test_a_disk_that_hangs_holds_a_sequence_for_a_limited_time() -> None:
 def test_a_disk_that_hangs_takes_no_place_of_a_sequence_for_good() -> None:
     bench = make(max_sequences=1)
     bench.ask(1, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     bench.submit(2, prompt(40))
     bench.submit(3, prompt(20, 1))
     assert not bench.step()
@@ -253,7 +253,7 @@ def test_a_disk_that_hangs_keeps_no_block_of_the_model_and_what_it_reads_later_i
     bench = make(num_blocks=64, disk=200)
     for seq in range(8):
         bench.ask(seq, prompt(40, seq), max_tokens=1)
-    bench.forget_gpu()
+    bench.forget_device()
     (disk,) = bench.workers.values()
     for seq in range(8):
         bench.submit(10 + seq, prompt(40, seq), max_tokens=1)
@@ -269,7 +269,7 @@ def test_a_disk_that_hangs_keeps_no_block_of_the_model_and_what_it_reads_later_i
         assert bench.answer(10 + seq) == expected(prompt(40, seq), 1)
         assert bench.of(10 + seq)[0].cached_tokens == 0
     assert counters(bench)["failed"] == 7 * 9
-    bench.forget_gpu()
+    bench.forget_device()
     bench.submit(20, prompt(40, 0), max_tokens=1)
     assert bench.step(), "it is not asked again while a copy is overdue"
     bench.submit(21, prompt(200, 9), max_tokens=20)  # somebody has the very blocks
@@ -278,7 +278,7 @@ def test_a_disk_that_hangs_keeps_no_block_of_the_model_and_what_it_reads_later_i
         bench.step()
     bench.finish()
     assert bench.answer(21) == expected(prompt(200, 9), 20)
-    bench.forget_gpu()
+    bench.forget_device()
     assert bench.ask(30, prompt(40, 3), max_tokens=1) == 36, "it is asked again"
     bench.check_contents()
 
@@ -287,7 +287,7 @@ def test_a_disk_that_wakes_up_in_the_middle_of_a_restore_writes_nowhere(monkeypa
     for blocks_read in (0, 3, 6):  # three are copied at once
         bench = make(num_blocks=16)
         bench.ask(1, prompt(40))
-        bench.forget_gpu()
+        bench.forget_device()
         (disk,) = bench.workers.values()
         read = bench.disk.read
 
@@ -356,10 +356,10 @@ def test_a_lease_that_was_saved_is_read_after_a_flood_above() -> None:
     bench.ask(1, prompt(40), breakpoints=((38, 600.0),), max_tokens=1)
     leases = bench.scheduler.leases
     assert bench.of(1)[0].leases_degraded == 1
-    assert leases.stats()["blocks"] == {"gpu": 0, "host": 0, "disk": 9}
+    assert leases.stats()["blocks"] == {"device": 0, "host": 0, "disk": 9}
     for seq in range(2, 12):
         bench.ask(seq, prompt(60, seq), max_tokens=1)
-    assert held(bench, "gpu", prompt(40)) == 0
+    assert held(bench, "device", prompt(40)) == 0
     bench.ask(12, prompt(48))
     assert bench.of(12)[0].lease_read_tokens == 38
     assert (bench.of(12)[0].cached_tokens or 0) >= 36
@@ -460,7 +460,7 @@ def test_what_is_not_trusted_any_more_is_forgotten_below_too() -> None:
     bench.runner.poisoned.add(("g", 2))
     bench.runner.all_bad = True
     bench.ask(2, prompt(20) + prompt(10, 3), max_tokens=1)
-    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [0, 0, 0]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [0, 0, 0]
     assert bench.disk.files == {}
 
 
@@ -470,7 +470,7 @@ def test_one_prompt_that_overflows_takes_nothing_that_others_share_and_that_is_s
     bench.runner.poisoned.add(("g", 2))
     bench.ask(2, prompt(20) + prompt(10, 3), max_tokens=1)
     assert bench.of(2)[0].finish == "error"
-    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [10, 10, 10]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [10, 10, 10]
     assert bench.scheduler.leases.counters.lost == 0
     bench.listen()
     assert bench.ask(3, prompt(40)) == 36
@@ -485,8 +485,8 @@ def test_what_is_not_finite_among_it_is_forgotten_in_all_tiers_with_what_hangs_f
     bench.scheduler.tables.find_not_finite = lambda blocks: [block for block in blocks if block == third]
     bench.runner.poisoned.add(("g", 3))
     bench.ask(3, prompt(20) + prompt(10, 3), max_tokens=1)
-    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [2, 2, 2]
-    assert [held(bench, tier, prompt(8) + prompt(12, 5)) for tier in ("gpu", "host", "disk")] == [5, 5, 5]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [2, 2, 2]
+    assert [held(bench, tier, prompt(8) + prompt(12, 5)) for tier in ("device", "host", "disk")] == [5, 5, 5]
     assert len(bench.disk.files) == 5
     bench.listen()
 
@@ -499,7 +499,7 @@ def test_what_ceased_to_be_trusted_while_it_was_copied_is_not_saved() -> None:
     bench.runner.all_bad = True
     bench.step()
     bench.finish()
-    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [0, 0, 0]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [0, 0, 0]
     assert bench.disk.files == {}
     assert counters(bench, "host")["saved"] == 0
 
@@ -519,20 +519,20 @@ def test_what_ceases_to_be_trusted_while_saving_has_a_rest_is_not_saved(monkeypa
     bench.runner.all_bad = True
     bench.step()
     bench.finish()
-    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "disk")] == [0, 0]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "disk")] == [0, 0]
     assert bench.disk.files == {}
 
 
 def test_what_ceases_to_be_trusted_while_it_comes_back_is_not_restored() -> None:
     bench = make(host=32)
     bench.ask(1, prompt(40), max_tokens=1)
-    bench.forget_gpu()
+    bench.forget_device()
     bench.submit(2, prompt(40), max_tokens=1)
     bench.step()
     (job,) = bench.tiers._restoring.jobs
     bench.tiers.forget(job.chain)
     bench.settle()
-    assert held(bench, "gpu", prompt(40)) == 0
+    assert held(bench, "device", prompt(40)) == 0
     bench.finish()
     assert bench.answer(2) == expected(prompt(40), 1)
 
@@ -572,7 +572,7 @@ def test_a_lease_moves_down_with_its_blocks_and_is_there_when_asked_for() -> Non
     assert [leases.num_blocks(tier) for tier in range(3)] == [0, 0, 6]
     for seq in range(2, 12):
         bench.ask(seq, prompt(40, seq), max_tokens=1)
-    assert [held(bench, tier, prompt(40)) for tier in ("gpu", "host", "disk")] == [0, 0, 6]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [0, 0, 6]
     assert bench.ask(20, prompt(24) + prompt(10, 20), max_tokens=1) == 24
     assert bench.of(20)[0].lease_read_tokens == 24
     assert counters(bench)["restored"] == 6
@@ -581,7 +581,7 @@ def test_a_lease_moves_down_with_its_blocks_and_is_there_when_asked_for() -> Non
 def test_a_lease_whose_blocks_were_torn_is_lost_and_ends_nothing_else() -> None:
     bench = make()
     bench.ask(1, prompt(40), max_tokens=1, breakpoints=((24, 600.0),))
-    bench.forget_gpu()
+    bench.forget_device()
     assert bench.scheduler.leases.num_blocks(1) == 6
     del bench.disk.files[split_digests(digests_of(prompt(40)))[2]]
     assert bench.ask(2, prompt(40), max_tokens=1) == 8
@@ -607,7 +607,7 @@ def test_a_request_that_wants_no_cache_is_neither_saved_nor_restored() -> None:
     bench.ask(1, prompt(40), use_cache=False)
     assert counters(bench)["saved"] == 0
     bench.ask(2, prompt(40))
-    bench.forget_gpu()
+    bench.forget_device()
     assert bench.ask(3, prompt(40), use_cache=False) == 0
     assert counters(bench)["restored"] == 0
 
@@ -617,13 +617,13 @@ def test_the_index_is_told_the_fastest_tier_and_hears_when_a_block_is_in_none() 
     digests = split_digests(digests_of(prompt(40)))
     bench.ask(1, prompt(40), max_tokens=1)
     bench.listen()
-    assert {bench.told[digest] for digest in digests} == {"gpu"}
-    bench.forget_gpu()
+    assert {bench.told[digest] for digest in digests} == {"device"}
+    bench.forget_device()
     bench.listen()
     assert [bench.told[digest] for digest in digests] == ["host"] * 8 + ["disk"] * 2
     bench.ask(2, prompt(20), max_tokens=1)
     bench.listen()
-    assert [bench.told[digest] for digest in digests] == ["gpu"] * 5 + ["host"] * 3 + ["disk"] * 2
+    assert [bench.told[digest] for digest in digests] == ["device"] * 5 + ["host"] * 3 + ["disk"] * 2
     for seq in range(3, 8):
         bench.ask(seq, prompt(48, seq), max_tokens=1)
         bench.listen()
@@ -637,7 +637,7 @@ def test_the_index_is_told_the_fastest_tier_and_hears_when_a_block_is_in_none() 
 def test_a_colliding_digest_below_is_neither_overwritten_nor_read() -> None:
     bench = make()
     bench.ask(1, prompt(20))
-    bench.forget_gpu()
+    bench.forget_device()
     before = dict(bench.disk.files)
     forged = digests_of(prompt(20))[: DIGEST_BYTES * 5]
     assert bench.ask(2, prompt(20, 7), digests=forged) == 0

@@ -169,12 +169,12 @@ STATS = {
         "lost": 0,
         "restored": 6,
         "read_tokens": 1234,
-        "blocks": {"gpu": 60, "disk": 2},
-        "budget_blocks": {"gpu": 500},
+        "blocks": {"device": 60, "disk": 2},
+        "budget_blocks": {"device": 500},
         "tenants": {"north": {"blocks": 60}, "south": {"blocks": 2}},
     },
     "tiers": {
-        "gpu": {"blocks": 10, "bytes": 1000, "capacity_bytes": 2000, "evictions": 7},
+        "device": {"blocks": 10, "bytes": 1000, "capacity_bytes": 2000, "evictions": 7},
         "disk": {"blocks": 4, "bytes": 400, "capacity_bytes": 800, "saved": 6, "restored": 5, "torn": 1, "dropped": 2},
     },
 }
@@ -204,29 +204,29 @@ async def test_an_engines_own_counters_are_shown() -> None:
         f"leases_expired_total{{{labels}}}": 5,
         f"leases_lost_total{{{labels}}}": 0,
         f"leases_restored_total{{{labels}}}": 6,
-        f"lease_blocks{{{labels},tier=gpu}}": 60,
+        f"lease_blocks{{{labels},tier=device}}": 60,
         f"lease_blocks{{{labels},tier=disk}}": 2,
-        f"lease_budget_blocks{{{labels},tier=gpu}}": 500,
+        f"lease_budget_blocks{{{labels},tier=device}}": 500,
         f"lease_read_tokens_total{{{labels}}}": 1234,
         f"tenant_leased_blocks{{{labels},tenant=north}}": 60,
         f"tenant_leased_blocks{{{labels},tenant=south}}": 2,
-        f"tier_blocks{{{labels},tier=gpu}}": 10,
+        f"tier_blocks{{{labels},tier=device}}": 10,
         f"tier_bytes{{{labels},tier=disk}}": 400,
         f"tier_capacity_bytes{{{labels},tier=disk}}": 800,
-        f"tier_evictions_total{{{labels},tier=gpu}}": 7,
+        f"tier_evictions_total{{{labels},tier=device}}": 7,
         f"tier_saved_blocks_total{{{labels},tier=disk}}": 6,
         f"tier_restored_blocks_total{{{labels},tier=disk}}": 5,
         f"tier_dropped_blocks_total{{{labels},tier=disk}}": 2,
         f"tier_torn_blocks_total{{{labels},tier=disk}}": 1,
     }
     assert expected.items() <= {name.removeprefix("kvasir_engine_"): value for name, value in samples.items()}.items()
-    assert not [name for name in samples if "tier=host" in name or ("saved_blocks" in name and "tier=gpu" in name)]
+    assert not [name for name in samples if "tier=host" in name or ("saved_blocks" in name and "tier=device" in name)]
 
 
 NONSENSE: list[object] = [
     {},
     {"evictions": "many", "leases": 3, "tiers": None},
-    {"leases": {"tenants": [], "kept": {}}, "tiers": {"gpu": 5, "disk": []}},
+    {"leases": {"tenants": [], "kept": {}}, "tiers": {"device": 5, "disk": []}},
     {"leases": {"tenants": {"north": 7}}, "tiers": {"tape": {"blocks": 1}}},
 ]
 

@@ -108,7 +108,7 @@ async def test_the_command_shows_what_went_and_fails_when_something_may_be_left(
         assert await kvasir("--tenant", "north", *where) == 1
         shown = capsys.readouterr()
         assert shown.out.splitlines() == [
-            "one: complete: gpu 3 blocks, 300 bytes; files 0 blocks, 0 bytes; 1 leases",
+            "one: complete: device 3 blocks, 300 bytes; files 0 blocks, 0 bytes; 1 leases",
             "two: NOT COMPLETE: It is away.",
             "NOT COMPLETE: a folder of blocks is in use by engine b, which did not answer",
         ]
