@@ -26,7 +26,8 @@ MAX_ITEMS = 10_000
 microseconds to check and as much to render."""
 MAX_STOP_CHARS = 1024
 """Of a stop string; while text may become one it is held back."""
-_LITERAL = re.compile(r"true|false|-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?")
+_NUMBER = r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE]([+]?[0-9]{1,2}|-[0-9]{1,3}))?"
+_LITERAL = re.compile(f"true|false|{_NUMBER}")
 
 _TYPE_NAMES = {
     type(None): "null",

@@ -115,11 +115,16 @@ def test_a_redis_that_is_not_there_costs_one_warning_and_is_used_when_it_comes(t
         assert cached_tokens(server) == 0
         assert cached_tokens(server) > 0
         server.wait_until(lambda: "kvasir_redis_up 0" in server.get("/metrics"), "Redis is known to be away")
-        assert len([line for line in server.lines if "WARNING gateway.index" in line]) == 1
+        assert (
+            len([line for line in server.lines if "WARNING gateway.storage.breaker Redis is unreachable" in line]) == 1
+        )
         with late:
             server.wait_until(lambda: "kvasir_redis_up 1" in server.get("/metrics"), "Redis is used")
             assert cached_tokens(server) > 0
-            assert len([line for line in server.lines if "WARNING gateway.index" in line]) == 1
+            assert (
+                len([line for line in server.lines if "WARNING gateway.storage.breaker Redis is unreachable" in line])
+                == 1
+            )
 
 
 def test_a_model_that_cannot_be_loaded_stops_the_start_and_says_why(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ async def test_killing_redis_under_load_is_not_noticed_by_anybody(server: Server
         await asyncio.to_thread(server.wait_until, lambda: bool(server.children("redis-server")), "a new Redis")
         assert server.children("redis-server") != [redis]
         assert await load(8) == {"ok": 8}
-    warnings = [line for line in server.lines[before:] if "WARNING" in line and "gateway.index" in line]
+    warnings = [line for line in server.lines[before:] if "WARNING" in line and "gateway.storage.breaker" in line]
     assert len(warnings) <= 2, "one warning per outage, not one per request"
     await wait_settled(server)
 
