@@ -204,9 +204,10 @@ def _check_lark(lark: Any, path: str) -> None:
     if not isinstance(lark, str):
         raise GrammarError(path, "a Lark grammar is a string")
     try:
-        _refuse(path, find_excess(lark))
+        excess = find_excess(lark)
     except SchemaError as error:
         raise GrammarError(path, f"a schema in it is beyond a limit: {error}") from None
+    _refuse(path, excess)
 
 
 def _refuse(path: str, excess: str | None) -> None:

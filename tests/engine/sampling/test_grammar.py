@@ -338,8 +338,9 @@ def test_a_grammar_beyond_a_limit_is_refused_with_the_limit_before_the_compiler_
 ) -> None:
     made = grammars()
     monkeypatch.setattr(Grammars, "_try", lambda *_: pytest.fail("the compiler was asked"))
-    with pytest.raises(GrammarError, match=limit):
+    with pytest.raises(GrammarError, match=limit) as refused:
         made.compile(grammar)
+    assert ("a schema in it" in str(refused.value)) == ("%json" in grammar.text)
 
 
 @pytest.mark.parametrize("grammar", [reference_chain(250), unit_rules(990), many_terminals(990), many_properties(300)])
