@@ -20,6 +20,7 @@ from gateway.api.auth import Auth
 from gateway.api.body import read_json
 from gateway.api.dialect import JSON, Route
 from gateway.api.fields import Parameter, invalid, missing, read, takes, text
+from gateway.api.record import RECORD, failed
 from gateway.config import NamespaceSettings, ServerSettings
 from gateway.errors import EngineLostError
 from gateway.types import Scope
@@ -91,7 +92,12 @@ class PurgePage:
         engines = self._engines()
         told = _summed(await asyncio.gather(*(_ask(engine, scope.salt) for engine in engines)))
         log.info("purge of blocks of %s complete=%s", scope.salt, told["complete"])
-        return web.Response(status=200 if told["complete"] else 502, body=orjson.dumps(told), content_type=JSON)
+        if told["complete"]:
+            return web.Response(body=orjson.dumps(told), content_type=JSON)
+        record, error = http[RECORD], EngineLostError(told["message"])
+        failed(record, error)
+        body = record.dialect.error_json(error, record.request_id) | told
+        return web.Response(status=record.status, body=orjson.dumps(body), content_type=JSON)
 
     def _scope(self, asked: Mapping[str, str]) -> Scope:
         """Raises BadRequestError."""

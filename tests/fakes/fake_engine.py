@@ -22,6 +22,7 @@ from aiohttp import WSMsgType, web
 
 from engine.protocol import (
     HEALTH_PATH,
+    PURGE_PATH,
     SECRET_HEADER,
     STATS_PATH,
     STREAM_PATH,
@@ -41,6 +42,7 @@ from engine.protocol import (
     encode,
     split_digests,
 )
+from tests.fakes.purged import COMPLETE
 
 TOKENIZER = TokenizerFiles(tokenizer_json="{}", chat_template=None, special_tokens={}, add_bos=False)
 
@@ -124,6 +126,7 @@ class FakeEngine:
         app.router.add_get(STREAM_PATH, self._stream)
         app.router.add_get(TOKENIZER_PATH, self._get_tokenizer)
         app.router.add_get(STATS_PATH, self._get_stats)
+        app.router.add_post(PURGE_PATH, self._purge)
         app.router.add_get(HEALTH_PATH, self._get_health)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -211,6 +214,9 @@ class FakeEngine:
 
     async def _get_health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ready"})
+
+    async def _purge(self, http: web.Request) -> web.Response:
+        return web.json_response(COMPLETE)
 
     async def _get_stats(self, request: web.Request) -> web.Response:
         self._check(request)

@@ -55,6 +55,7 @@ async def test_what_may_be_left_is_named_and_no_success(engines: tuple[FakePurge
     async with running(engines=engines, **GUARDED) as gateway:
         status, told = await purge(gateway, tenant="north")
     assert (status, told["complete"], told["in_use"]) == (502, False, in_use)
+    assert told["error"]["message"] == told["message"]
     assert "Repeat the purge" in told["message"]
     assert [one["name"] for one in told["engines"] if "reason" in one] == [
         one.name for one in engines if one.report is None or "reason" in one.report
