@@ -114,7 +114,7 @@ class Answering:
     ) -> None:
         """limits          what tenants may ask for
         passthrough     is asked first: what is for an upstream never becomes a Call
-        resends       is asked before it, by `again`
+        resends         is asked before it, by `again`
         line_timeout_s  that a line of a batch may take
         """
         self.passthrough = passthrough

@@ -3,20 +3,6 @@
 -- returns  buckets that could not be read and count as full
 -- ARGV  now as in take.lua, how many flights, their ids; then kind and cost in microseconds of each bucket
 local buckets, flights = KEYS[1], KEYS[2]
-local now = tonumber(ARGV[1])
-if not now then
-  local time = redis.call('TIME')
-  now = time[1] * 1000000 + time[2]
-end
-local strange = 0
-local function full_at(found) -- 0 for what is no time that a gateway wrote
-  local at = tonumber(found or 0)
-  if at and at >= 0 and at < 9007199254740992 then
-    return at
-  end
-  strange = strange + 1
-  return 0
-end
 local first = 3 + tonumber(ARGV[2])
 for i = 3, first - 1 do
   redis.call('ZREM', flights, ARGV[i])

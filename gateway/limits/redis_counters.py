@@ -41,8 +41,8 @@ class RedisCounters:
         self._lease_us = round(lease_s * 1e6)
         self._calls = RedisCalls(timeout_s, breaker)
         self._now_us = now_us
-        self._take = redis.register_script(_source("take.lua"))
-        self._give_back = redis.register_script(_source("give_back.lua"))
+        self._take = redis.register_script(_source("buckets.lua", "take.lua"))
+        self._give_back = redis.register_script(_source("buckets.lua", "give_back.lua"))
         self._renew = redis.register_script(_source("renew.lua"))
 
     async def take(self, tenant: str, take: Take) -> Taken:
@@ -84,5 +84,5 @@ def _flat(costs: Mapping[LimitKind, int]) -> list[str | int]:
     return [item for pair in costs.items() for item in pair]
 
 
-def _source(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _source(*names: str) -> str:
+    return "".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)

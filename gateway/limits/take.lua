@@ -6,21 +6,6 @@
 --          bucket is full again
 local buckets, flights = KEYS[1], KEYS[2]
 local burst, lease, flight, most = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local now = tonumber(ARGV[1])
-if not now then
-  local time = redis.call('TIME')
-  now = time[1] * 1000000 + time[2]
-end
-
-local strange = 0
-local function full_at(found) -- 0 for what is no time that a gateway wrote
-  local at = tonumber(found or 0)
-  if at and at >= 0 and at < 9007199254740992 then
-    return at
-  end
-  strange = strange + 1
-  return 0
-end
 
 local admitted, kinds, costs, full = 1, {}, {}, {}
 for i = 6, #ARGV, 2 do
