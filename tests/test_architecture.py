@@ -36,7 +36,7 @@ WITH_NUMPY = {
 """What the extra `semantic` is for; imported when the first text is embedded or looked up."""
 FOUNDATION = {
     *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.breaker"),
-    *("gateway.storage.redis_calls", "gateway.storage.breaker"),
+    *("gateway.storage.redis_calls", "gateway.storage.breaker", "gateway.storage.scripts"),
     *("gateway.config", "gateway.digests", "gateway.fair_queue", "gateway.logs", "gateway.native"),
 }
 PROMISES = {

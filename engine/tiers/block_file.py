@@ -112,7 +112,7 @@ class BlockFormat:
         return key if is_block and HASHES[self._namespace.hash_name](parent + tokens) == digest else None
 
     def _header(self, key: BlockKey) -> bytes:
-        salt = _encode(key.salt)
+        salt = encode_salt(key.salt)
         parent = self._root(key.salt) if key.parent is None else key.parent
         sizes = _SIZES.pack(MAGIC, len(self.identity), len(salt), len(key.tokens), key.index, self.block_bytes)
         return sizes + self.identity + salt + parent + key.tokens
@@ -154,5 +154,6 @@ def _checksum(header: bytes, row: Payload) -> bytes:
     return hasher.digest()
 
 
-def _encode(salt: str) -> bytes:
+def encode_salt(salt: str) -> bytes:
+    """As a header has it, of a whole salt or its beginning."""
     return salt.encode("utf-8", "surrogatepass")

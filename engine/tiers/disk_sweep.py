@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.leases.file import purge_leases
-from engine.tiers.block_file import in_pages, read_salt
+from engine.tiers.block_file import encode_salt, in_pages, read_salt
 from engine.tiers.disk_files import (
     BLOCK_FILE,
     block_files,
@@ -65,7 +65,7 @@ def tidy(part: Part) -> None:
 
 def find_salted(part: Part, prefix: str) -> list[bytes]:
     """See FolderStore.find_salted. Deletes what was left half: this thread alone writes here."""
-    salt, digests = _encode(prefix), []
+    salt, digests = encode_salt(prefix), []
     for file in block_files(f"{part.folder}/{part.name}"):
         name = BLOCK_FILE.fullmatch(Path(file.path).name)
         if name is None:
@@ -99,7 +99,7 @@ def purge(folder: Path, part: Part, prefix: str) -> Swept:
                 return Swept()
             if not is_abandoned(Path(part.folder)):
                 return Swept(owner=read_owner(Path(part.folder)))
-            swept = _purge_blocks(part, _encode(prefix)) if part.name else _purge_leases(part, prefix)
+            swept = _purge_blocks(part, encode_salt(prefix)) if part.name else _purge_leases(part, prefix)
             tidy(part)
             return swept
     except OSError:
@@ -131,7 +131,3 @@ def _belongs(path: str, salt: bytes) -> bool:
     except OSError:
         return True
     return found is None or found.startswith(salt)
-
-
-def _encode(prefix: str) -> bytes:
-    return prefix.encode("utf-8", "surrogatepass")

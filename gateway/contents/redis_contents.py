@@ -11,7 +11,6 @@ not there. Ends are the gateway's own to judge; those of the keys only clean up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from typing import Any, Final
 
 import orjson
@@ -21,6 +20,7 @@ from gateway.config import GeminiSettings
 from gateway.contents.base import too_large, too_many
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
+from gateway.storage.scripts import script
 from gateway.types import CachedContent
 
 _STORE: Final = "cached contents"
@@ -45,9 +45,9 @@ class RedisContents:
         self._limits = limits
         self._now = now
         self._calls = RedisCalls(timeout_s, breaker)
-        self._put_script = redis.register_script(_source("put.lua"))
-        self._extend_script = redis.register_script(_source("extend.lua"))
-        self._delete_script = redis.register_script(_source("delete.lua"))
+        self._put_script = redis.register_script(script(__package__, "put.lua"))
+        self._extend_script = redis.register_script(script(__package__, "extend.lua"))
+        self._delete_script = redis.register_script(script(__package__, "delete.lua"))
 
     async def put(self, tenant: str, content: CachedContent) -> None:
         """See base.py."""
@@ -175,7 +175,3 @@ def told(found: dict[str, Any], body: bytes) -> CachedContent:
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1e3)
-
-
-def _source(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -7,7 +7,6 @@ what engine/publish.py writes; keys and values are described there and in engine
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -16,8 +15,9 @@ from redis.exceptions import NoScriptError
 from engine.protocol import blocks_key
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls
+from gateway.storage.scripts import script
 
-_SCRIPT: Final = files(__package__).joinpath("find.lua").read_text(encoding="utf-8")
+_SCRIPT: Final = script(__package__, "find.lua")
 
 
 class RedisIndex:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -20,6 +19,7 @@ from redis.asyncio import Redis
 from gateway.ledger.base import COLUMNS, Figures, Row, capped
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
+from gateway.storage.scripts import script
 
 REMEMBERED_S: Final = 86_400
 """Seconds for which a number is known to have been added: whoever tries again does so within them."""
@@ -40,7 +40,7 @@ class RedisBook:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every command."""
         self._redis = redis
         self._calls = RedisCalls(timeout_s, breaker)
-        self._add = redis.register_script(files(__package__).joinpath("add.lua").read_text(encoding="utf-8"))
+        self._add = redis.register_script(script(__package__, "add.lua"))
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
         days = sorted({row.day for row, _ in rows})

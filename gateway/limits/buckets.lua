@@ -1,10 +1,4 @@
--- In front of take.lua and give_back.lua: ARGV[1] is now in microseconds, or empty for Redis's own clock.
--- `strange` counts the buckets that could not be read and count as full.
-local now = tonumber(ARGV[1])
-if not now then
-  local time = redis.call('TIME')
-  now = time[1] * 1000000 + time[2]
-end
+-- In front of take.lua and give_back.lua. `strange` counts buckets that could not be read and count as full.
 local strange = 0
 local function full_at(found) -- 0 for what is no time that a gateway wrote
   local at = tonumber(found or 0)

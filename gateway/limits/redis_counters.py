@@ -9,7 +9,6 @@ The keys of one tenant have one slot of a Redis Cluster, and end by themselves w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -19,6 +18,7 @@ from gateway.errors import RedisDownError
 from gateway.limits.base import Take, Taken
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, skipped
+from gateway.storage.scripts import script
 from gateway.types import LimitKind
 
 _STORE: Final = "counters of limits"
@@ -41,9 +41,9 @@ class RedisCounters:
         self._lease_us = round(lease_s * 1e6)
         self._calls = RedisCalls(timeout_s, breaker)
         self._now_us = now_us
-        self._take = redis.register_script(_source("buckets.lua", "take.lua"))
-        self._give_back = redis.register_script(_source("buckets.lua", "give_back.lua"))
-        self._renew = redis.register_script(_source("renew.lua"))
+        self._take = redis.register_script(script(__package__, "clock.lua", "buckets.lua", "take.lua"))
+        self._give_back = redis.register_script(script(__package__, "clock.lua", "buckets.lua", "give_back.lua"))
+        self._renew = redis.register_script(script(__package__, "clock.lua", "renew.lua"))
 
     async def take(self, tenant: str, take: Take) -> Taken:
         args = [self._now(), take.burst_us, self._lease_us, take.flight or "", take.max_in_flight, *_flat(take.costs)]
@@ -82,7 +82,3 @@ def _keys(tenant: str) -> list[str]:
 
 def _flat(costs: Mapping[LimitKind, int]) -> list[str | int]:
     return [item for pair in costs.items() for item in pair]
-
-
-def _source(*names: str) -> str:
-    return "".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)

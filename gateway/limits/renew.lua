@@ -1,11 +1,7 @@
 -- Moves the ends of leases on that have not ended.
 -- KEYS  flights, as in take.lua
 -- ARGV  now as in take.lua, microseconds of a lease; then ids
-local now, lease = tonumber(ARGV[1]), tonumber(ARGV[2])
-if not now then
-  local time = redis.call('TIME')
-  now = time[1] * 1000000 + time[2]
-end
+local lease = tonumber(ARGV[2])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now))
 for i = 3, #ARGV do
   redis.call('ZADD', KEYS[1], 'XX', string.format('%.0f', now + lease), ARGV[i])

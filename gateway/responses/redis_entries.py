@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.resources import files
 from typing import Any, Final
 
 import orjson
@@ -25,6 +24,7 @@ from gateway.config import ResponseCacheSettings
 from gateway.responses.entries import About, Entry
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
+from gateway.storage.scripts import script
 
 TOTALS: Final = "kvasir:answers"
 
@@ -50,9 +50,9 @@ class RedisEntries:
         self._owner_bytes = min(settings.max_redis_bytes_per_tenant, settings.max_redis_bytes)
         self._now = now
         self._calls = RedisCalls(timeout_s, breaker)
-        self._put = redis.register_script(_source("answers_listed.lua", "answers_put.lua"))
-        self._find = redis.register_script(_source("answers_find.lua"))
-        self._remove = redis.register_script(_source("answers_listed.lua", "answers_remove.lua"))
+        self._put = redis.register_script(script(__package__, "answers_listed.lua", "answers_put.lua"))
+        self._find = redis.register_script(script(__package__, "answers_find.lua"))
+        self._remove = redis.register_script(script(__package__, "answers_listed.lua", "answers_remove.lua"))
         self._evicted = 0
 
     @property
@@ -136,7 +136,3 @@ def _keys(owner: str) -> list[str]:
     """KEYS of the scripts."""
     prefix = f"kvasir:{{answers:{owner}}}"
     return [f"{prefix}.used", f"{prefix}.ends", f"{prefix}.sizes", f"{prefix}.about", f"{prefix}:"]
-
-
-def _source(*names: str) -> str:
-    return "".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import astuple
-from importlib.resources import files
 from typing import Final
 
 import orjson
@@ -21,6 +20,7 @@ from gateway.responses.listing import Chosen
 from gateway.responses.removals import Place, Removal, Told
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
+from gateway.storage.scripts import script
 
 MAX_REMOVALS: Final = 256
 """That are known; who missed more of them gives up what it has."""
@@ -37,8 +37,8 @@ class RedisRemovals:
     def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
         self._calls = RedisCalls(timeout_s, breaker)
-        self._add = redis.register_script(_source("removals_add.lua"))
-        self._read = redis.register_script(_source("removals_read.lua"))
+        self._add = redis.register_script(script(__package__, "removals_add.lua"))
+        self._read = redis.register_script(script(__package__, "removals_read.lua"))
 
     async def add(self, removal: Removal) -> None:
         """See RemovalLog."""
@@ -70,7 +70,3 @@ def _read(written: bytes) -> Removal | None:
         return Removal(Chosen(*chosen), float(at_s))
     except (TypeError, ValueError):
         return None
-
-
-def _source(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -9,7 +9,6 @@ tenant say in which order they were kept and how large they are. All keys of a t
 from __future__ import annotations
 
 import hashlib
-from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
@@ -17,6 +16,7 @@ from redis.asyncio import Redis
 from gateway.config import StoredResponseSettings
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls
+from gateway.storage.scripts import script
 
 
 class RedisStore:
@@ -36,8 +36,8 @@ class RedisStore:
         self._redis = redis
         self._settings = settings
         self._calls = RedisCalls(timeout_s, breaker)
-        self._put = redis.register_script(_source("put.lua"))
-        self._delete = redis.register_script(_source("delete.lua"))
+        self._put = redis.register_script(script(__package__, "put.lua"))
+        self._delete = redis.register_script(script(__package__, "delete.lua"))
 
     async def put(self, tenant: str, key: str, body: bytes) -> bool:
         return await self._keep(tenant, key, body)
@@ -71,7 +71,3 @@ def _keys(name: str, tenant: str) -> list[str]:
     """KEYS of the scripts; the third is what the ids of bodies are put behind."""
     prefix = _prefix(name, tenant)
     return [f"{prefix}.order", f"{prefix}.sizes", f"{prefix}:"]
-
-
-def _source(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")

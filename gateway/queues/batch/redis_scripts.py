@@ -7,13 +7,13 @@ live: the embedded Redis, which appends what it is told to a file, never evicts 
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from importlib.resources import files
 from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
 
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls
+from gateway.storage.scripts import script
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,7 @@ class RedisScripts:
     def __init__(self, redis: Redis, *, timeout_s: float) -> None:
         self.redis = redis
         self.calls = RedisCalls(timeout_s, RedisBreaker(retry_s=RETRY_AFTER_S, name="Redis for batches"), all_ask=True)
-        self._scripts = {name: redis.register_script(_source(name)) for name in SCRIPTS}
+        self._scripts = {name: redis.register_script(script(__package__, f"scripts/{name}.lua")) for name in SCRIPTS}
 
     async def run(self, script: str, *args: bytes | str | int) -> Any:
         """What the script of this name returns. Raises RedisDownError."""
@@ -47,7 +47,3 @@ class RedisScripts:
     async def ask(self, call: Awaitable[_T]) -> _T:
         """Raises RedisDownError. What was asked for may have been done all the same."""
         return await self.calls.ask(call)
-
-
-def _source(name: str) -> str:
-    return files(__package__).joinpath("scripts", f"{name}.lua").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from importlib.resources import files
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -22,6 +21,7 @@ from redis.asyncio import Redis
 from gateway.config import SemanticCacheSettings
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
+from gateway.storage.scripts import script
 
 READ_AT_A_TIME: Final = 256
 
@@ -44,7 +44,7 @@ class RedisQuestions:
         self._redis = redis
         self._settings = settings
         self._calls = RedisCalls(timeout_s, breaker)
-        self._put = redis.register_script(files(__package__).joinpath("questions_put.lua").read_text(encoding="utf-8"))
+        self._put = redis.register_script(script(__package__, "questions_put.lua"))
 
     async def put(self, name: str, key: bytes, body: bytes) -> None:
         """In place of what has this key; an empty body says that it is gone."""
