@@ -182,6 +182,12 @@ SHORT_FLAGS: dict[str, str] = {}
 """Settings whose flag is shorter than --section-setting. Filled by the packages' own config files."""
 
 
+REMOVED: dict[str, dict[str, str]] = {}
+"""Settings that earlier versions had, by section: what holds in their place. Filled by the packages' config files."""
+
+_NO_SETTING = "there is no such setting (docs/configuration.md lists all)"
+
+
 def flag_name(path: str) -> str:
     """`engine.block_size` -> `--engine-block-size`, or its short form."""
     return SHORT_FLAGS.get(path) or "--" + path.replace(".", "-").replace("_", "-")
@@ -193,10 +199,10 @@ def variable_name(path: str) -> str:
 
 
 def _variable_path(variable: str, known: set[str]) -> str:
-    for path in known:
+    for path in (*known, *(f"{section}.{name}" for section, names in REMOVED.items() for name in names)):
         if variable_name(path) == variable:
             return path
-    raise ConfigError(f"environment variable {variable}: there is no such setting (docs/configuration.md lists all)")
+    raise ConfigError(f"environment variable {variable}: {_NO_SETTING}")
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -231,7 +237,8 @@ def _explain(item: Any, origin: Mapping[str, str], file: Path | None) -> str:
     setting = ".".join(str(part) for part in item["loc"][:2])
     where = origin.get(setting) or (str(file) if file else "default")
     if item["type"] == "extra_forbidden":
-        return f"{path} ({where}): there is no such setting (docs/configuration.md lists all)"
+        instead = REMOVED.get(str(item["loc"][0]), {}).get(str(item["loc"][-1]))
+        return f"{path} ({where}): " + (_NO_SETTING if instead is None else f"this setting was removed: {instead}")
     if len(item["loc"]) == 1 and item["type"] in _BRACKETS and isinstance(item["input"], dict | list):
         return f"{path} ({where}): write {_BRACKETS[item['type']].format(path)}"
     message = item["msg"].removeprefix("Value error, ")

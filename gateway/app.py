@@ -123,7 +123,6 @@ class Gateway:
             index=self.index,
             registry=self.registry,
             queue=self.queue,
-            max_attempts=settings.server.max_attempts,
             responses=self.response_cache,
         )
 
@@ -183,7 +182,6 @@ class Gateway:
         return BundledEngine(
             name,
             url,
-            self.settings.engines,
             secret=self.settings.engine.secret,
             on_tokenizer=self.prompts.load,
             on_blocks=self.memory.apply,

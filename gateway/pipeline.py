@@ -35,6 +35,9 @@ from gateway.types import Ask, EncodedPrompt, Event, Finished, FinishReason, Gro
 
 log = logging.getLogger(__name__)
 
+MAX_ATTEMPTS = 3
+"""Engines that are tried before the first byte is sent."""
+
 
 class Pipeline:
     """Holds the stages. Knows no dialect, no Redis and no HTTP."""
@@ -46,7 +49,7 @@ class Pipeline:
         index: Index,
         registry: Registry,
         queue: Queue,
-        max_attempts: int,
+        max_attempts: int = MAX_ATTEMPTS,
         responses: Responses | None = None,
     ) -> None:
         self._responses = responses

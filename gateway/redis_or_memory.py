@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from redis.asyncio import Redis
 
@@ -33,6 +33,9 @@ from gateway.stores.base import Store
 from gateway.stores.memory_store import MemoryStore
 from gateway.stores.redis_store import RedisStore
 
+REDIS_RETRY_S: Final = 1.0
+"""Without Redis after a failure, before it is asked again: a gateway notices its return within a second."""
+
 
 @dataclass
 class RedisOrMemory:
@@ -43,7 +46,7 @@ class RedisOrMemory:
     breaker: RedisBreaker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.breaker = RedisBreaker(retry_s=self.settings.redis.retry_s)
+        self.breaker = RedisBreaker(retry_s=REDIS_RETRY_S)
 
     @property
     def _calls(self) -> dict[str, Any]:
@@ -57,7 +60,7 @@ class RedisOrMemory:
     def index(self, memory: MemoryIndex) -> FallbackIndex:
         """Which engine holds which blocks. `memory` is fed by the engines themselves."""
         shared = None if self.redis is None else RedisIndex(self.redis, **self._calls)
-        return FallbackIndex(shared, memory, retry_s=self.settings.redis.retry_s)
+        return FallbackIndex(shared, memory, retry_s=REDIS_RETRY_S)
 
     def counters(self) -> SharedCounters:
         """What counts tenants' requests and tokens."""

@@ -36,6 +36,9 @@ from gateway.types import (
     Usage,
 )
 
+PROMPTS_AT_ONCE = 16
+"""Of one completion request that are computed at the same time."""
+
 _T = TypeVar("_T")
 
 
@@ -194,14 +197,13 @@ class Answering:
         written, of an answer that may come again."""
         http[RECORD].stream = True
         requests = await self.begun(http[RECORD], tenant, call, model)
-        at_once = self._server.prompts_at_once
         return await stream(
             http,
             pipeline or self.pipeline,
             requests,
             shape,
             self._echo(call, model),
-            at_once=at_once,
+            at_once=PROMPTS_AT_ONCE,
             first_byte_s=self._server.first_byte_s,
             keeper=keeper,
             media_type=media_type,
@@ -218,8 +220,8 @@ class Answering:
         self, requests: list[Request], call: Call, model: Hello, *, pipeline: Answers | None = None
     ) -> tuple[list[Answer], Usage]:
         """As `collect`, of the call's own requests."""
-        echo, at_once = self._echo(call, model), self._server.prompts_at_once
-        answers = await collect(pipeline or self.pipeline, requests, echo, at_once=at_once)
+        requested = pipeline or self.pipeline
+        answers = await collect(requested, requests, self._echo(call, model), at_once=PROMPTS_AT_ONCE)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         return call.choices.told(answers, logprobs=call.sampling.logprobs is not None), usage
 

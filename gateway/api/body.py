@@ -33,6 +33,12 @@ ENCODING_CODES: Final = (ENCODING_UNSUPPORTED, ENCODING_INVALID, DECODED_TOO_LAR
 PIECE_BYTES: Final = 8 << 10
 """Of a body that is read in pieces. Reading what is in one takes milliseconds, which others wait."""
 
+MAX_DEPTH: Final = 128
+"""Levels of a body: no API has nearly as many, and code that walks values recursively stays far from its limit."""
+
+TIMEOUT_S: Final = 60.0
+"""For a body to arrive; whoever sends slower would hold memory of bodies in flight."""
+
 DECODED_BYTES: Final = 64 << 10
 """Of a compressed body that are decoded before others have their turn."""
 
@@ -61,14 +67,14 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
     """The body as a JSON object.
 
     Raises as `read_raw`, and BadRequestError for what is not a JSON object, has more values than structure.py allows,
-    or is nested deeper than server.max_json_depth. A large one is parsed in a thread.
+    or is nested deeper than MAX_DEPTH. A large one is parsed in a thread.
     """
     body, record = await read_raw(http, server), http[RECORD]
     structure = await off_loop(work_of(len(body)), lambda: check_structure(body))
     if record.body is not None:
         record.body.grow_to(len(body) + VALUE_BYTES * structure.values)
     record.work = structure.work(len(body))
-    return await off_loop(record.work, lambda: _parse(body, server.max_json_depth))
+    return await off_loop(record.work, lambda: _parse(body))
 
 
 async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
@@ -91,11 +97,11 @@ async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
             claim.grow_to(len(body))
         else:
             claim.grow_to(http.content_length or 0)
-            async with asyncio.timeout(server.body_timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 body = await _read(http, server.max_body_bytes, claim)
         record.body_bytes = len(body)
     except _BROKEN as error:
-        raise _unreadable(error, "server.body_timeout_s") from None
+        raise _unreadable(error, f"{TIMEOUT_S:g} s") from None
     http[RAW] = body
     return body
 
@@ -143,13 +149,13 @@ async def _decoded_pieces(http: web.Request, most: int) -> AsyncIterator[bytes]:
         raise BadRequestError("The compressed request body is cut short.", code=ENCODING_INVALID)
 
 
-def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
     """Strict JSON whose outermost value is an object. Raises BadRequestError."""
     check_structure(body)
-    return _parse(body, max_depth)
+    return _parse(body)
 
 
-def _parse(body: bytes, max_depth: int) -> dict[str, Any]:
+def _parse(body: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -159,10 +165,8 @@ def _parse(body: bytes, max_depth: int) -> dict[str, Any]:
         ) from None
     if type(value) is not dict:
         raise BadRequestError("The request body must be a JSON object.")
-    if deeper_than(value, max_depth):
-        raise BadRequestError(
-            f"The JSON body of your request is nested deeper than {max_depth} levels (server.max_json_depth)."
-        )
+    if deeper_than(value, MAX_DEPTH):
+        raise BadRequestError(f"The JSON body of your request is nested deeper than {MAX_DEPTH} levels.")
     return value
 
 

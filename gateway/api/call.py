@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from engine.protocol import Hello, Sampling
 from gateway.api.choices import ONE_CHOICE, Choices
@@ -31,6 +32,9 @@ from gateway.types import (
     ToolUse,
     Trace,
 )
+
+MAX_PROMPTS: Final = 256
+"""Of one request, and answers to all of them: each is a request of the pipeline."""
 
 NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and so its end-of-text token, is known
 

@@ -28,7 +28,7 @@ from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.auth import Auth
 from gateway.api.batches import BatchRunner
 from gateway.api.bodies import BODIES, Bodies
-from gateway.api.body import expect_continue
+from gateway.api.body import MAX_DEPTH, expect_continue
 from gateway.api.cors import Cors
 from gateway.api.dialect import PIECES, UNLISTED, Route
 from gateway.api.dialects import DIALECTS, handlers_of
@@ -195,9 +195,7 @@ def build_app(
     app[ROUTES] = docs.routes
     app[BODIES] = Bodies(server.max_bodies_bytes, server.max_body_bytes)
     app[UNLISTED] = frozenset(route.path for own in docs.routes.values() for route in own if route.refuses)
-    row_limits = RowLimits(
-        batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, server.max_json_depth
-    )
+    row_limits = RowLimits(batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, MAX_DEPTH)
     formats = {OPENAI.name: row_format(row_limits), ANTHROPIC.name: ROWS}
     elsewhere = UpstreamLines(
         passthrough,

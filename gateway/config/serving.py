@@ -40,14 +40,8 @@ class ServerSettings(Section):
         512 << 20,
         description="Bytes of all bodies in flight, decoded and parsed (503 beyond); one tenant has half of it (429).",
     )
-    max_json_depth: Annotated[int, Field(ge=8, le=240)] = Field(
-        128, description="Levels; a request body nested deeper is refused with 400."
-    )
     request_timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Seconds that one request may take altogether."
-    )
-    body_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        60.0, description="Seconds that a request's body may take to arrive."
     )
     first_byte_s: Annotated[float, Field(ge=0)] = Field(
         2.0,
@@ -59,13 +53,6 @@ class ServerSettings(Section):
     )
     shutdown_s: Annotated[float, Field(ge=0)] = Field(
         30.0, description="Seconds that requests in flight get to end after SIGTERM."
-    )
-    max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(
-        3, description="Engines that are tried before the first byte is sent."
-    )
-    max_prompts: Annotated[int, Field(ge=1)] = Field(256, description="Prompts, and answers to them, of one request.")
-    prompts_at_once: Annotated[int, Field(ge=1)] = Field(
-        16, description="Prompts of one completion request that are computed at the same time."
     )
     cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = Field(
         (),
@@ -87,9 +74,6 @@ class RedisSettings(Section):
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(
         0.25, description="Seconds that one Redis command may take before the memory index answers instead."
-    )
-    retry_s: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Seconds without Redis after a failure, before it is asked again."
     )
     max_memory_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
         256 << 20, description="Bytes that the embedded Redis may use."
@@ -116,18 +100,8 @@ class EnginesSettings(Section):
         (), description="Engines that run already: `http://host:port` or `unix:PATH`; several separated by commas."
     )
     discover: bool = Field(True, description="Also use the engines that announce themselves in the same Redis.")
-    connect_timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="Seconds to reach an engine.")
-    reconnect_max_s: Annotated[float, Field(gt=0)] = Field(
-        5.0, description="Seconds between tries to reach a lost engine, at most."
-    )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Seconds that a started engine may take to load its model."
-    )
-    stats_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        0.5, description="Seconds that an engine may take to tell its counters; then it is shown without."
-    )
-    buffer_updates: Annotated[int, Field(ge=16)] = Field(
-        65536, description="Updates of one sequence that wait for a slow client before it is given up."
     )
 
     @model_validator(mode="before")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from engine.config import SHORT_FLAGS, EngineSettings
+from engine.config import REMOVED, SHORT_FLAGS, EngineSettings
 from gateway.config.batches import BatchSettings
 from gateway.config.dialects import AnthropicSettings, ApiSettings, EmbeddingSettings, GeminiSettings
 from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
 from gateway.config.ledger import LedgerSettings, PriceSettings
 from gateway.config.limits import LimitSettings
 from gateway.config.logs import LogSettings
+from gateway.config.removed import REMOVED_SETTINGS
 from gateway.config.responses import ResponseCacheSettings
 from gateway.config.semantic import SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
@@ -35,6 +36,7 @@ SHORT_FLAGS.update(
         "logs.format": "--log-format",
     }
 )
+REMOVED.update(REMOVED_SETTINGS)
 
 
 class Settings(BaseModel):

@@ -33,7 +33,6 @@ from engine.protocol import (
     decode,
 )
 from gateway import tasks
-from gateway.config import EnginesSettings
 from gateway.engines.connection import Connection
 from gateway.engines.questions import ask_purge, fetch_stats, fetch_tokenizer
 from gateway.errors import DeadlineError, EngineLostError
@@ -42,6 +41,13 @@ from gateway.types import EncodedPrompt, Request
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
+CONNECT_TIMEOUT_S: Final = 5.0
+STATS_TIMEOUT_S: Final = 0.5
+"""For an engine to report its counters; then it is shown without."""
+
+LONGEST_RETRY_S: Final = 5.0
+"""Between tries to reach a lost engine: it is used again within seconds, and its host is not flooded."""
+
 FIRST_RETRY_S: Final = 0.05
 LONGEST_LOCAL_RETRY_S: Final = 0.25
 
@@ -61,7 +67,6 @@ class BundledEngine:
         self,
         name: str,
         url: str,
-        settings: EnginesSettings,
         *,
         secret: str | None = None,
         on_tokenizer: OnTokenizer,
@@ -69,6 +74,9 @@ class BundledEngine:
         on_lost: OnLost,
         on_load: OnLoad,
         prefix: Prefix,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        longest_retry_s: float = LONGEST_RETRY_S,
+        stats_timeout_s: float = STATS_TIMEOUT_S,
     ) -> None:
         """
         url           http://host:port, or unix:PATH
@@ -81,7 +89,8 @@ class BundledEngine:
         """
         self.name = name
         self.url = url
-        self._settings = settings
+        self._connect_timeout_s, self._stats_timeout_s = connect_timeout_s, stats_timeout_s
+        self._longest_retry_s = longest_retry_s
         self._secret = secret
         self._on_tokenizer = on_tokenizer
         self._on_blocks = on_blocks
@@ -166,7 +175,7 @@ class BundledEngine:
 
     async def fetch_stats(self) -> dict[str, Any] | None:
         """The engine's own counters; None when it is away or does not answer in time. Never raises."""
-        return await fetch_stats(self._session, self._settings.stats_timeout_s) if self._session else None
+        return await fetch_stats(self._session, self._stats_timeout_s) if self._session else None
 
     async def purge(self, salt_prefix: str) -> dict[str, Any]:
         """See questions.ask_purge."""
@@ -179,7 +188,7 @@ class BundledEngine:
 
         Closing it aborts the sequence. Raises EngineLostError when the engine goes away or gives the sequence up,
         DeadlineError at request.deadline_s even if the engine says nothing at all, EngineFailedError when the reader
-        is slower than engines.buffer_updates allows.
+        is slower than BUFFER_UPDATES allow.
         """
         connection = self._connection
         if connection is None:
@@ -219,7 +228,7 @@ class BundledEngine:
 
     async def _run(self) -> None:
         retry_s = FIRST_RETRY_S
-        longest_s = self._settings.reconnect_max_s
+        longest_s = self._longest_retry_s
         if self.url.startswith("unix:"):  # trying costs next to nothing
             longest_s = min(longest_s, LONGEST_LOCAL_RETRY_S)
         while not self._stopping.is_set():
@@ -232,7 +241,7 @@ class BundledEngine:
                 log.error("engine %s: connecting failed", self.name, exc_info=_first(group))
             if self._stopping.is_set():  # a task group whose child fails while it is cancelled forgets that it was
                 return
-            if time.monotonic() - began_s > self._settings.reconnect_max_s:
+            if time.monotonic() - began_s > self._longest_retry_s:
                 retry_s = FIRST_RETRY_S
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, longest_s)
@@ -241,7 +250,7 @@ class BundledEngine:
         """One connection, from the handshake to its end. Always raises, at the latest when the engine hangs up."""
         base, connector = _connector(self.url)
         headers = {SECRET_HEADER: self._secret} if self._secret else {}
-        timeout_s = self._settings.connect_timeout_s
+        timeout_s = self._connect_timeout_s
         async with aiohttp.ClientSession(base, connector=connector, headers=headers) as session:
             # 1. Reach it, within the time limit.
             async with asyncio.timeout(timeout_s):
@@ -257,7 +266,7 @@ class BundledEngine:
                     hello = decode(await _receive(socket))
                 if not isinstance(hello, Hello):
                     raise ProtocolError(f"the first message is {type(hello).__name__}, not Hello")
-                await self._use(session, socket, Connection(self.name, hello, self._settings.buffer_updates))
+                await self._use(session, socket, Connection(self.name, hello))
             finally:
                 with contextlib.suppress(Exception):
                     await socket.close()
@@ -278,7 +287,7 @@ class BundledEngine:
     async def _join(self, session: aiohttp.ClientSession, connection: Connection) -> None:
         hello = connection.hello
         if self._tokenizer != (hello.model, hello.tokenizer):
-            files = await fetch_tokenizer(session, hello, self._settings.connect_timeout_s)
+            files = await fetch_tokenizer(session, hello, self._connect_timeout_s)
             await self._on_tokenizer(hello, files)
             self._tokenizer = (hello.model, hello.tokenizer)
         self._hello = hello

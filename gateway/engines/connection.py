@@ -33,6 +33,10 @@ MAX_UNSENT_BYTES: Final = 256 << 20
 """Bytes of submits that wait while the engine does not read; more than every place's worth of the longest prompts."""
 
 
+BUFFER_UPDATES: Final = 65_536
+"""Updates of one sequence that wait for a slow client before its stream fails: more than any answer has tokens."""
+
+
 class Stream:
     """One sequence's updates on their way from the reader of the socket to its one consumer."""
 
@@ -49,7 +53,7 @@ class Stream:
         """Fails the stream when more updates wait than its limit."""
         if len(self._updates) >= self._limit:
             self._updates.clear()
-            self.fail(EngineFailedError("The answer was read too slowly (engines.buffer_updates)."))
+            self.fail(EngineFailedError("The answer was read too slowly."))
             return
         self._updates.append(update)
         self._wake()
@@ -79,7 +83,7 @@ class Stream:
 class Connection:
     """What one connection carries, from hello to its end."""
 
-    def __init__(self, name: str, hello: Hello, buffer_updates: int) -> None:
+    def __init__(self, name: str, hello: Hello, buffer_updates: int = BUFFER_UPDATES) -> None:
         self.name = name
         self.hello = hello
         self.load = Load()

@@ -22,6 +22,19 @@ from gateway.logs.lines import Fields, JsonLines, Later, Lines
 PIECE_BYTES: Final = select.PIPE_BUF
 """Of one write, which a pipe keeps together though other processes write into it as well (pipe(7))."""
 
+MAX_LINES: Final = 20_000
+MAX_BYTES: Final = 16 << 20
+"""Of lines that wait for a slow reader: some seconds of a busy gateway. Further ones are dropped and counted."""
+
+MAX_ALIKE: Final = 60
+"""Warnings and errors of one kind that are written in a minute; further ones are counted."""
+
+DELAY_S: Final = 0.1
+"""That a line waits for others, so that one write has many; warnings and errors wait for none."""
+
+CLOSE_S: Final = 1.0
+"""That a process waits in its end for a reader of its last lines."""
+
 LATER_BYTES: Final = 2048
 """What a line takes whose text is not made yet, with what it is made of."""
 
@@ -39,12 +52,23 @@ _Line = bytes | Later | threading.Event
 class Writer(logging.Handler):
     """Writes to an open file. A thread of its own does so until `close`."""
 
-    def __init__(self, file_no: int, settings: LogSettings) -> None:
+    def __init__(
+        self,
+        file_no: int,
+        settings: LogSettings,
+        *,
+        max_lines: int = MAX_LINES,
+        max_bytes: int = MAX_BYTES,
+        max_alike: int = MAX_ALIKE,
+        delay_s: float = DELAY_S,
+        close_s: float = CLOSE_S,
+    ) -> None:
         super().__init__()
         self._file_no = file_no
-        self._settings = settings
-        self._few_lines, self._few_bytes = int(_SPARED * settings.max_lines), int(_SPARED * settings.max_bytes)
-        self._floods = Floods(settings.max_alike)
+        self._max_lines, self._max_bytes = max_lines, max_bytes
+        self._delay_s, self._close_s = delay_s, close_s
+        self._few_lines, self._few_bytes = int(_SPARED * max_lines), int(_SPARED * max_bytes)
+        self._floods = Floods(max_alike)
         self._lines = JsonLines() if settings.format == "json" else Lines()
         self.setFormatter(self._lines)
         self._mutex = threading.RLock()  # not the handler's, which logging.shutdown holds while it flushes
@@ -80,23 +104,23 @@ class Writer(logging.Handler):
         self._add(LATER_BYTES, Later(time.time(), level, name, said))
 
     def flush(self) -> None:
-        """Returns when what was logged before is written, or after `close_s`."""
+        """Returns when what was logged before is written, or after CLOSE_S."""
         if threading.current_thread() is self._thread or not self._thread.is_alive():
             return
         written = threading.Event()
         with self._mutex:
             self._put(0, written)
         self._soon.set()
-        self._is_stuck = not written.wait(0.0 if self._is_stuck else self._settings.close_s)
+        self._is_stuck = not written.wait(0.0 if self._is_stuck else self._close_s)
 
     def close(self) -> None:
-        """Flushes, and ends the thread. Waits for `close_s` at most."""
+        """Flushes, and ends the thread. Waits for CLOSE_S at most."""
         self.flush()
         self._ends = True
         self._filled.set()
         self._soon.set()
         if not self._is_stuck:
-            self._thread.join(self._settings.close_s)
+            self._thread.join(self._close_s)
             self._is_stuck = self._thread.is_alive()
         super().close()
 
@@ -109,8 +133,8 @@ class Writer(logging.Handler):
 
     def _admits(self, num_bytes: int, line: bytes | Later, *, urgent: bool) -> bool:
         """Whether it is let in, now that there is little room, or was none."""
-        most, share = self._settings, 1.0 if urgent else _GOES_ON if self._drops else _SPARED
-        if len(self._waiting) >= share * most.max_lines or self._num_bytes + num_bytes > share * most.max_bytes:
+        share = 1.0 if urgent else _GOES_ON if self._drops else _SPARED
+        if len(self._waiting) >= share * self._max_lines or self._num_bytes + num_bytes > share * self._max_bytes:
             self._drops = True
             self._lose(line.count(b"\n") if isinstance(line, bytes) else 1, _SLOW)
             return False
@@ -143,7 +167,7 @@ class Writer(logging.Handler):
     def _run(self) -> None:
         while not self._ends:
             self._filled.wait()
-            self._soon.wait(self._settings.delay_s)
+            self._soon.wait(self._delay_s)
             self._filled.clear()
             self._soon.clear()
             self._write_all()

@@ -102,8 +102,7 @@ class RedisBreaker:
             self.outages += 1
             self._opened_s = self._clock()
             log.warning(
-                "%s is unreachable, and this gateway goes on with its own memory: %s. The next try is in %g s "
-                "(redis.retry_s)",
+                "%s is unreachable, and this gateway goes on with its own memory: %s. The next try is in %g s",
                 self._name,
                 str(error) or type(error).__name__,
                 self.retry_s,

@@ -32,6 +32,7 @@ from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.semantic.redis_questions import RedisQuestions
+from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import MAX_CALLS, connect
 from gateway.stores.redis_store import RedisStore
 
@@ -119,8 +120,9 @@ async def test_a_redis_that_answers_answers_all_of_a_burst(redis_url: str, store
 
 async def test_what_one_store_found_out_costs_the_others_nothing(silent: str) -> None:
     """Of a gateway: they share a breaker."""
-    redis, settings = connect(silent, TIMEOUT_S), Settings(redis=RedisSettings(timeout_s=TIMEOUT_S, retry_s=600))
+    redis, settings = connect(silent, TIMEOUT_S), Settings(redis=RedisSettings(timeout_s=TIMEOUT_S))
     stores = RedisOrMemory(settings, redis)
+    stores.breaker = RedisBreaker(retry_s=600)
     try:
         assert await stores.index(MemoryIndex()).find("m", bytes(16), ["one"]) == {}
         assert stores.figures() == {"up": False, "outages": 1}

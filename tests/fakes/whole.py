@@ -16,7 +16,7 @@ from aiohttp import web
 from engine.protocol import Submit, TokenizerFiles
 from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway
-from gateway.config import EnginesSettings, LeaseSettings, ServerSettings, Settings
+from gateway.config import LeaseSettings, ServerSettings, Settings
 from gateway.storage.redis_calls import connect
 from tests.fakes import tokenisers
 from tests.fakes.fake_engine import FakeEngine, make_hello
@@ -58,7 +58,6 @@ async def whole(
     folder = tempfile.TemporaryDirectory(prefix="kvasir-whole-")
     settings = Settings(
         server=ServerSettings(data_dir=Path(folder.name)),
-        engines=EnginesSettings(connect_timeout_s=2.0, reconnect_max_s=0.1),
         leases=LeaseSettings(ttls=("5m", "1h")),
     )
     redis = None if redis_url is None else connect(redis_url, LIMIT_S)

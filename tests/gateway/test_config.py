@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from engine.config import ConfigError, flag_name, load, sections, variable_name
+from engine.config import REMOVED, ConfigError, flag_name, load, sections, variable_name
 from gateway.config import Settings, TenantSettings
 
 PATHS = [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
@@ -52,6 +52,10 @@ def test_times_to_live_are_split_at_commas_and_checked(tmp_path: Path) -> None:
             read(tmp_path, f"[leases]\n{toml}")
 
 
+def test_what_was_removed_is_no_setting() -> None:
+    assert not {f"{section}.{name}" for section, names in REMOVED.items() for name in names} & set(PATHS)
+
+
 def test_settings_cannot_be_changed(tmp_path: Path) -> None:
     with pytest.raises(ValidationError):
         read(tmp_path).server.port = 1  # type: ignore[misc]
@@ -67,6 +71,8 @@ def test_settings_cannot_be_changed(tmp_path: Path) -> None:
         ("server = 1", {}, {}, ["server"]),
         ("[server", {}, {}, ["kvasir.toml", "TOML"]),
         ("", {"KVASIR_ENGINE_DTYPE": "int3"}, {}, ["engine.dtype", "KVASIR_ENGINE_DTYPE", "'bfloat16'"]),
+        ("[logs]\nmax_lines = 5", {}, {}, ["logs.max_lines", "kvasir.toml", "was removed: always 20000"]),
+        ("", {"KVASIR_LOGS_MAX_LINES": "5"}, {}, ["logs.max_lines", "KVASIR_LOGS_MAX_LINES", "was removed"]),
         ("", {"KVASIR_NOTHING": "1"}, {}, ["KVASIR_NOTHING", "no such setting"]),
         ("", {}, {"queue.max_wait_s": "nan"}, ["queue.max_wait_s", "--queue-max-wait-s"]),
         ("", {}, {"server.port": "-1"}, ["server.port", "--port", "greater than or equal to 0"]),

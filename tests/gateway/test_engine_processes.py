@@ -28,7 +28,7 @@ def processes(
     environ = {**os.environ, "NOTES": str(tmp_path / "notes"), "KVASIR_ENGINE_BLOCK_SIZE": "64"}
     made = EngineProcesses(
         EngineSettings(secret="between-us", drain_s=5.0),
-        LogSettings(max_lines=4321),
+        LogSettings(format="json"),
         count=count,
         folder=folder or tmp_path / "engines",
         redis_url="unix:///nowhere",
@@ -65,12 +65,12 @@ class Notes:
 
 
 async def test_an_engine_is_told_its_settings_through_the_environment(tmp_path: Path) -> None:
-    names = ("ENGINE_LISTEN", "ENGINE_SECRET", "ENGINE_BLOCK_SIZE", "REDIS_URL", "LOGS_MAX_LINES")
+    names = ("ENGINE_LISTEN", "ENGINE_SECRET", "ENGINE_BLOCK_SIZE", "REDIS_URL", "LOGS_FORMAT")
     what = "' '.join(os.environ['KVASIR_' + name] for name in " + repr(names) + ")"
     made, _ = processes(tmp_path, APPEND.format(what=what) + UNTIL_EOF)
     async with Notes(tmp_path) as notes, made:
         (line,) = await notes.lines(1)
-    assert line == f"{made.urls['engine-0']} between-us 16 unix:///nowhere 4321"
+    assert line == f"{made.urls['engine-0']} between-us 16 unix:///nowhere json"
     assert made.urls["engine-0"].startswith("unix:/")
 
 

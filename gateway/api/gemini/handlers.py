@@ -96,10 +96,7 @@ class Gemini:
         if asked.cached_content is not None:
             content, kept = await self._cached.use(tenant, asked.cached_content, name)
             http[RECORD].work += content.num_bytes
-        most = self._server.max_prompts
-        call = await parsed(
-            http[RECORD], lambda _, body: to_call(name, asked, kept, stream=stream, max_answers=most), body
-        )
+        call = await parsed(http[RECORD], lambda _, body: to_call(name, asked, kept, stream=stream), body)
         model = self._answering.model(name, http[RECORD])
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from engine.protocol import Sampling
-from gateway.api.call import Call
+from gateway.api.call import MAX_PROMPTS, Call
 from gateway.api.choices import Choices
 from gateway.api.gemini.contents import to_messages
 from gateway.api.gemini.formats import wanted
@@ -67,7 +67,9 @@ def _with_contents(asked: Asked) -> Asked:
     return asked
 
 
-def to_call(model: str, asked: Asked, kept: Kept | None = None, *, stream: bool = False, max_answers: int) -> Call:
+def to_call(
+    model: str, asked: Asked, kept: Kept | None = None, *, stream: bool = False, max_answers: int = MAX_PROMPTS
+) -> Call:
     """Raises BadRequestError for what makes no sense together."""
     values, at = asked
     if kept is not None:
@@ -133,8 +135,7 @@ def _choices(config: dict[str, Any], path: str, max_answers: int) -> Choices:
     if n > max_answers:
         where = f"{path}.candidateCount"
         raise BadRequestError(
-            f"'{where}': {n} are more than the {max_answers} answers that one request may ask for "
-            "(server.max_prompts).",
+            f"'{where}': {n} are more than the {max_answers} answers that one request may ask for.",
             param=where,
         )
     return Choices(n, n)

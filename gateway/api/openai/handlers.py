@@ -127,7 +127,7 @@ class OpenAI:
         return reply_json(model_json(name, created))
 
     def _chat(self, record: Record, body: dict[str, Any]) -> Asked:
-        call = parse_chat(body, self._leases, self._server.max_prompts)
+        call = parse_chat(body, self._leases)
         model = self._answering.model(call.model, record)
         calls = Calls.NONE if call.tool_use is None else Calls.FUNCTION if body.get("functions") else Calls.TOOLS
         shape = ChatShape(
@@ -143,7 +143,7 @@ class OpenAI:
         return Asked(call, model, shape, stamp=stamp)
 
     def _completion(self, record: Record, body: dict[str, Any]) -> Asked:
-        call = parse_completion(body, self._server.max_prompts)
+        call = parse_completion(body)
         model = self._answering.model(call.model, record)
         shape = CompletionShape(model, include_usage=call.include_usage)
         return Asked(call, model, shape, stamp=shape.stamp())

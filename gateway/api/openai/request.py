@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.protocol import Sampling
 from gateway.api.cache_control import from_body
-from gateway.api.call import NEW_DOCUMENT, Call
+from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, Call
 from gateway.api.choices import Choices
 from gateway.api.fields import array_too_long, empty_array, read, wrong_type
 from gateway.api.openai.caching import read_caching
@@ -30,7 +30,7 @@ _CONSTRAINTS = (
 )
 
 
-def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int) -> Call:
+def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int = MAX_PROMPTS) -> Call:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
     values = read(body, CHAT, required=("model", "messages"))
     if "max_tokens" in values and "max_completion_tokens" in values:
@@ -57,7 +57,7 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int) ->
     return replace(call, choices=_choices(values, 1, max_answers), tool_use=use)
 
 
-def parse_completion(body: dict[str, Any], max_prompts: int) -> Call:
+def parse_completion(body: dict[str, Any], max_prompts: int = MAX_PROMPTS) -> Call:
     """As parse_chat. Prompts keep their order. `max_prompts` also limits the answers to all of them together."""
     values = read(body, COMPLETION, required=("model",))
     prompts = _prompts(values.get("prompt"), max_prompts)
@@ -167,7 +167,7 @@ def _choices(values: dict[str, Any], num_prompts: int, max_answers: int) -> Choi
     if num_prompts * choices.best_of > max_answers:
         raise BadRequestError(
             f"Invalid 'n': {choices.best_of} answers to {num_prompts} prompts are more than the {max_answers} answers "
-            "that one request may ask for (server.max_prompts).",
+            "that one request may ask for.",
             param="n",
             code="integer_above_max_value",
         )

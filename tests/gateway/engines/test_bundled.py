@@ -27,7 +27,6 @@ from engine.protocol import (
     chain_digests,
     split_digests,
 )
-from gateway.config import EnginesSettings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.connection import Connection
 from gateway.errors import DeadlineError, EngineFailedError, EngineLostError
@@ -39,7 +38,7 @@ from tests.fakes.small_engine import VOCAB, small_engine
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
-QUICK = EnginesSettings(connect_timeout_s=1.0, reconnect_max_s=0.1)
+QUICK = {"connect_timeout_s": 1.0, "longest_retry_s": 0.1}
 TENANT = Tenant("acme")
 
 
@@ -64,7 +63,7 @@ class Client:
         await asyncio.wait_for(self.engine.wait_joined(), LIMIT_S)
 
 
-def engine_of(client: Client, url: str, settings: EnginesSettings = QUICK, **options: Any) -> BundledEngine:
+def engine_of(client: Client, url: str, **options: Any) -> BundledEngine:
     """One that tells the client everything, and was not started."""
     told = {
         "on_tokenizer": client.on_tokenizer,
@@ -73,13 +72,13 @@ def engine_of(client: Client, url: str, settings: EnginesSettings = QUICK, **opt
         "on_load": client.heard.append,
         "prefix": client.memory.prefix,
     }
-    return BundledEngine("engine-1", url, settings, **{**told, **options})
+    return BundledEngine("engine-1", url, **{**told, **QUICK, **options})
 
 
 @asynccontextmanager
-async def connected(url: str, settings: EnginesSettings = QUICK, **options: Any) -> AsyncIterator[Client]:
+async def connected(url: str, **options: Any) -> AsyncIterator[Client]:
     client = Client()
-    client.engine = engine_of(client, url, settings, **options)
+    client.engine = engine_of(client, url, **options)
     client.engine.start()
     try:
         yield client
@@ -250,8 +249,7 @@ async def test_a_restarted_engine_replaces_the_old_incarnation_and_its_blocks() 
 async def test_a_peer_that_hangs_is_noticed_and_its_requests_fail(tmp_path: Path) -> None:
     async with FakeEngine(silent=True) as fake:
         proxy = _Proxy(fake.url)
-        quick = EnginesSettings(connect_timeout_s=0.2, reconnect_max_s=0.1)
-        async with proxy, connected(proxy.url, quick) as client:
+        async with proxy, connected(proxy.url, connect_timeout_s=0.2) as client:
             await client.joined()
             asked = asyncio.create_task(answer(client.engine, [1] * 20))
             await fake.wait_for(lambda: len(fake.submits) == 1)

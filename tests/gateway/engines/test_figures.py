@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gateway.config import EnginesSettings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.figures import KEEP_S, EngineFigures
 from tests.fakes.clock import Clock
@@ -78,12 +77,11 @@ async def nobody(*_: Any) -> None:
 
 
 def client_of(fake: FakeEngine, timeout_s: float, secret: str | None = None) -> BundledEngine:
-    settings = EnginesSettings(connect_timeout_s=2.0, reconnect_max_s=0.1, stats_timeout_s=timeout_s)
     ignored: Any = lambda *_: 0  # noqa: E731
     return BundledEngine(
         "e",
         fake.url,
-        settings,
+        stats_timeout_s=timeout_s,
         secret=secret,
         on_tokenizer=nobody,
         on_blocks=ignored,

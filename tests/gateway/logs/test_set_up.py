@@ -12,7 +12,7 @@ BEGIN = """
 import logging, sys, threading
 import gateway.logs as logs
 from gateway.config import LogSettings
-logs.set_up("INFO", LogSettings(close_s=0.2))
+logs.set_up("INFO", LogSettings())
 log = logging.getLogger("a.b")
 """
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"

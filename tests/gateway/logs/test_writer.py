@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,9 @@ TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", re.MULTILINE)
 class Pipe:
     """Both ends, and a writer into it. Each write of up to 4096 bytes is read as it was written (O_DIRECT)."""
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.read_no, self.write_no = os.pipe2(os.O_DIRECT)
-        defaults = {"delay_s": 0.05, "max_alike": 1_000_000}
-        self.writer = Writer(self.write_no, LogSettings.model_validate({**defaults, **settings}))
+        self.writer = Writer(self.write_no, LogSettings(), **{"delay_s": 0.05, "max_alike": 1_000_000, **limits})
         self.log = logging.Logger("a.b")
         self.log.addHandler(self.writer)
         self.writer.setFormatter(logging.Formatter("%(message)s"))
@@ -239,7 +239,7 @@ def test_whoever_nobody_reads_loses_lines_and_nothing_else() -> None:
 
 def test_when_the_disk_has_room_again_the_log_says_how_many_are_missing(tmp_path: Path) -> None:
     file_no = os.open("/dev/full", os.O_WRONLY)
-    writer = Writer(file_no, LogSettings(delay_s=0.01))
+    writer = Writer(file_no, LogSettings(), delay_s=0.01)
     log = logging.Logger("a.b")
     log.addHandler(writer)
     writer.setFormatter(logging.Formatter("%(message)s"))
@@ -271,9 +271,9 @@ def test_a_flush_that_nobody_hears_is_not_waited_for_twice(pipe: Pipe) -> None:
     pipe.fill()
     waited = pipe.writer._is_stuck
     assert waited
-    pipe.writer._settings = LogSettings(close_s=3600.0)
+    pipe.writer._close_s = 3600.0
     pipe.writer.flush()  # returns
-    pipe.writer._settings = LogSettings(close_s=0.2)
+    pipe.writer._close_s = 0.2
 
 
 def test_what_is_logged_after_the_end_is_written_at_once() -> None:

@@ -14,7 +14,7 @@ from gateway.api.admission import Admission
 from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.api.anthropic.wire import ANTHROPIC, read_version, time_text
-from gateway.api.body import BodyLimit, body_pieces
+from gateway.api.body import MAX_DEPTH, BodyLimit, body_pieces
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read_query, shown, text
 from gateway.api.record import RECORD
@@ -60,7 +60,7 @@ class MessageBatches:
         batches: Batches,
         upload_timeout_s: float,
     ) -> None:
-        self._limits = RequestLimits(settings.max_requests, server.max_body_bytes, server.max_json_depth)
+        self._limits = RequestLimits(settings.max_requests, server.max_body_bytes, MAX_DEPTH)
         self._body_limit = BodyLimit(settings.max_request_bytes, "batches.max_request_bytes")
         self._admission = admission
         self._batches = batches

@@ -161,7 +161,7 @@ class RequestReader:
                 depth += 1
                 containers += 1
                 if depth > most:
-                    why = f"nested deeper than {self._limits.depth} levels (server.max_json_depth)"
+                    why = f"nested deeper than {self._limits.depth} levels"
                     raise invalid(f"requests[{index}]", why)
             elif event in ("end_map", "end_array"):
                 depth -= 1
