@@ -16,12 +16,10 @@ from typing import Any, Final, Protocol
 import orjson
 from aiohttp import web
 
-from gateway.api.auth import Auth
-from gateway.api.body import read_json
 from gateway.api.dialect import JSON, Route
 from gateway.api.fields import Parameter, invalid, missing, read, takes, text
-from gateway.api.record import RECORD, failed
-from gateway.config import NamespaceSettings, ServerSettings
+from gateway.api.record import BODY, RECORD, failed
+from gateway.config import NamespaceSettings
 from gateway.errors import EngineLostError
 from gateway.types import Scope
 
@@ -63,13 +61,9 @@ class PurgePage:
 
     def __init__(
         self,
-        server: ServerSettings,
-        auth: Auth,
         namespaces: Sequence[NamespaceSettings],
         engines: Callable[[], Sequence[Engine]],
     ) -> None:
-        self._server = server
-        self._auth = auth
         self._namespaces = frozenset(one.name for one in namespaces)
         self._engines = engines
 
@@ -87,8 +81,8 @@ class PurgePage:
 
     async def purge(self, http: web.Request) -> web.Response:
         """POST /admin/cache/blocks/purge"""
-        self._auth.check_admin(http)
-        scope = self._scope(read(await read_json(http, self._server), PURGE, ()))
+        body = http[BODY]
+        scope = self._scope(read(body, PURGE, ()))
         engines = self._engines()
         told = _summed(await asyncio.gather(*(_ask(engine, scope.salt) for engine in engines)))
         log.info("purge of blocks of %s complete=%s", scope.salt, told["complete"])

@@ -11,16 +11,15 @@ from aiohttp import web
 
 from engine.protocol import Breakpoint, Hello
 from gateway.api.answers import Answer
-from gateway.api.body import read_raw
 from gateway.api.cache_control import stricter
 from gateway.api.call import Call, requests_of, settle
-from gateway.api.dialect import JSON, SSE
+from gateway.api.dialect import JSON, SSE, Handler
 from gateway.api.limiting import ONLY_COUNTED, Limits, need_of, set_aside
 from gateway.api.namespaces import Namespaces
 from gateway.api.passthrough import Passthrough
-from gateway.api.record import RECORD, Record, kvasir_headers
+from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import reply
-from gateway.api.resend import SEEN, ResendCache, Written, may_come_again
+from gateway.api.resend import SEEN, Written, may_come_again
 from gateway.api.stamps import Stamp
 from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream, stream_headers
 from gateway.config import ServerSettings
@@ -93,6 +92,9 @@ class Asked(NamedTuple):
     stamp: Stamp | None = None
 
 
+Parse = Callable[[Record, dict[str, Any]], Asked]
+
+
 async def parsed(record: Record, parse: Callable[[Record, dict[str, Any]], _T], body: dict[str, Any]) -> _T:
     """What a dialect makes of a body. That of a large one is made in a thread."""
     return await off_loop(record.work, lambda: parse(record, body))
@@ -111,17 +113,14 @@ class Answering:
         embedding_models: Mapping[str, int],
         limits: Limits,
         passthrough: Passthrough,
-        resends: ResendCache,
         *,
         line_timeout_s: float,
     ) -> None:
         """limits          what tenants may ask for
-        passthrough     is asked first: what is for an upstream never becomes a Call
-        resends         is asked before it, by `again`
+        passthrough     knows the models and stored answers of upstreams
         line_timeout_s  that a line of a batch may take
         """
         self.passthrough = passthrough
-        self._resends = resends
         self._line_timeout_s = line_timeout_s
         self._limits = limits
         self.models = models
@@ -131,10 +130,24 @@ class Answering:
         self.pipeline = pipeline
         self._decoders = decoders
 
-    async def again(self, http: web.Request, tenant: Tenant) -> web.StreamResponse | None:
-        """What this very request was answered with before, sent, if the response cache would give that now. Reads the
-        body, and raises as that does; and RateLimitError."""
-        return await self._resends.answer(http, tenant, await read_raw(http, self._server))
+    def generates(self, parse: Parse) -> Handler:
+        """A handler of requests whose body says all that they ask."""
+
+        async def handler(http: web.Request) -> web.StreamResponse:
+            return await self.answer(http, await parsed(http[RECORD], parse, http[BODY]))
+
+        return handler
+
+    def models_of(self, record: Record) -> dict[str, int]:
+        """Every model that can be asked for in the record's dialect -> Unix second. Our own come first."""
+        return self.passthrough.models(record)
+
+    def find_model(self, name: str) -> Hello | None:
+        """What one says of itself; None while its engines are unreachable, and of an upstream's."""
+        try:
+            return self.models.serving(name)[0].hello
+        except (NoEngineError, ModelNotFoundError):
+            return None
 
     def model(self, name: str, record: Record) -> Hello:
         """Raises ModelNotFoundError, BadRequestError for a model that only embeds, and NoEngineError when the model's
@@ -155,22 +168,18 @@ class Answering:
         record.model = name
         return model
 
-    async def answer(
-        self, http: web.Request, tenant: Tenant, asked: Asked, *, media_type: str = SSE
-    ) -> web.StreamResponse:
+    async def answer(self, http: web.Request, asked: Asked, *, media_type: str = SSE) -> web.StreamResponse:
         """Whole, or as a stream that is complete when this returns. Raises only while nothing was sent.
 
         media_type  of a stream
         """
         call, model, shape, pipeline, _ = asked
         if not call.stream:
-            body = await self.whole(http[RECORD], tenant, asked)
+            body = await self.whole(http[RECORD], http[TENANT], asked)
             self._remember(http, asked, {"Content-Type": JSON}, [body])
             return reply(body, **kvasir_headers(http[RECORD]))
         noted: list[bytes] = []
-        response = await self.stream(
-            http, tenant, call, model, shape, media_type=media_type, pipeline=pipeline, noted=noted
-        )
+        response = await self.stream(http, call, model, shape, media_type=media_type, pipeline=pipeline, noted=noted)
         self._remember(http, asked, stream_headers(media_type), noted)
         return response
 
@@ -183,7 +192,6 @@ class Answering:
     async def stream(
         self,
         http: web.Request,
-        tenant: Tenant,
         call: Call,
         model: Hello,
         shape: Shape,
@@ -196,7 +204,7 @@ class Answering:
         """A stream that is complete when this returns. Raises only while nothing was sent. `noted` gets what was
         written, of an answer that may come again."""
         http[RECORD].stream = True
-        requests = await self.begun(http[RECORD], tenant, call, model)
+        requests = await self.begun(http[RECORD], http[TENANT], call, model)
         return await stream(
             http,
             pipeline or self.pipeline,

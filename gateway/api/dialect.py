@@ -46,7 +46,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Route(NamedTuple):
-    """What a dialect answers.
+    """A row of the route table: what a dialect answers, and which steps of the prologue go before its handler.
 
     path        as the router takes it: `{name}` is one part of a path, `{name:.+}` any number of them
     summary     one sentence
@@ -58,6 +58,10 @@ class Route(NamedTuple):
     example     a body that is answered, whose model is `EXAMPLE_MODEL`, or one that embeds
     key         whose key it wants, where the server has any
     refuses     every request of it is an error that says why: it is not listed to clients
+    json        False: the handler reads the body itself, which `parameters` describe
+    continues   parameter of the URL in requests that go on with an admitted one: they have no prologue
+    resends     whether an answer to the very same request may be sent again
+    passes      whether it goes to an upstream that serves its model; `counted`: the answer tells no usage
     """
 
     method: str
@@ -72,6 +76,15 @@ class Route(NamedTuple):
     example: Mapping[str, Any] | None = None
     key: Literal["tenant", "admin", "none"] = "tenant"
     refuses: bool = False
+    json: bool = True
+    continues: str | None = None
+    resends: bool = False
+    passes: Literal["metered", "counted"] | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether its JSON body is read before the handler."""
+        return self.json and self.parameters is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,7 @@ class Dialect:
     speaks          whether a request is of this dialect, by its path and headers; never by how it carries its key
     headers         request id, milliseconds since the request arrived -> the headers that every answer carries
     allowance       what the tenant may still send -> the headers that say so, where the API has some
+    check           raises BadRequestError for a request that lacks what every route of this API wants, such as a header
     tells_writes    whether its usage says which tokens were written to the cache: others are paid as any
     error_json      error, request id -> the body of an error answer
     error_schema    of that body, closed: what every refusal is held to
@@ -102,6 +116,7 @@ class Dialect:
     error_event: str | None = None
     unknown: Callable[[web.Request], bool] = lambda http: False
     allowance: Callable[[Allowance], dict[str, str]] = lambda allowance: {}
+    check: Callable[[web.Request], object] | None = None
     tells_writes: bool = True
 
 

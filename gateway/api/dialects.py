@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from aiohttp import web
 
 from gateway.api.anthropic.wire import ANTHROPIC
-from gateway.api.dialect import Dialect, Handler, Route
+from gateway.api.dialect import Dialect
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.openai.wire import OPENAI
 
@@ -20,20 +18,3 @@ def dialect_of(http: web.Request) -> Dialect:
         if dialect.speaks(http):
             return dialect
     raise AssertionError("the last one speaks everything")
-
-
-def handlers_of(routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:
-    """Method and path -> handler, of the routes of all dialects, by name. What several of them have goes to the one
-    that the request speaks."""
-    found: dict[tuple[str, str], dict[str, Handler]] = {}
-    for name, own in routes.items():
-        for route in own:
-            found.setdefault((route.method, route.path), {})[name] = route.handler
-    return {key: next(iter(own.values())) if len(own) == 1 else _by_dialect(own) for key, own in found.items()}
-
-
-def _by_dialect(handlers: Mapping[str, Handler]) -> Handler:
-    async def handler(http: web.Request) -> web.StreamResponse:
-        return await handlers.get(dialect_of(http).name, handlers[DIALECTS[-1].name])(http)
-
-    return handler

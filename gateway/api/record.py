@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -18,7 +18,7 @@ from gateway.api.dialect import Dialect
 from gateway.api.unknown_fields import HEADER as IGNORED_FIELDS
 from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
-from gateway.types import PLAIN_REUSE, Allowance, Lease, Lookup, Reuse, Tier, Trace, Usage
+from gateway.types import PLAIN_REUSE, Allowance, Lease, Lookup, Reuse, Tenant, Tier, Trace, Usage
 
 _SAYS = {"miss": 0, "bypass": 1, "semantic": 2, "shared": 3, "exact": 4}
 
@@ -134,6 +134,14 @@ class Record:
 
 
 RECORD: web.RequestKey[Record] = web.RequestKey("record", Record)
+TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
+"""Whose request it is, of routes that want a tenant's key."""
+
+ADMIN_KEY: web.RequestKey[bytes] = web.RequestKey("admin_key", bytes)
+"""A digest of the key that opened /admin."""
+
+BODY: web.RequestKey[dict[str, Any]] = web.RequestKey("body", dict)
+"""Its JSON, of routes that read it."""
 
 
 class Observer(Protocol):

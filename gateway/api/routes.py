@@ -18,7 +18,6 @@ from gateway.admin.loop_lag import LoopLag
 from gateway.admin.metrics import Metrics
 from gateway.admin.purge import Engine, PurgePage
 from gateway.admin.sources import Sources
-from gateway.api.admission import Admission
 from gateway.api.answering import Answering, Decoders, Models, Pipeline
 from gateway.api.anthropic.batches.handlers import MessageBatches
 from gateway.api.anthropic.batches.rows import ROWS
@@ -31,7 +30,7 @@ from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import MAX_DEPTH, expect_continue
 from gateway.api.cors import Cors
 from gateway.api.dialect import PIECES, UNLISTED, Route
-from gateway.api.dialects import DIALECTS, handlers_of
+from gateway.api.dialects import DIALECTS
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
 from gateway.api.gemini.embeddings import GeminiEmbeddings
@@ -55,6 +54,7 @@ from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
 from gateway.api.passthrough import Passthrough, Upstreams
+from gateway.api.prologue import Prologue
 from gateway.api.record import Observers
 from gateway.api.resend import ResendCache
 from gateway.api.unknown_fields import refusing
@@ -142,7 +142,8 @@ def build_app(
     there = KeptThere(responses)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, there)
     refuses_unknown = refusing(api, tenants)
-    admission = Admission(keys, named, limits, refuses_unknown)
+    resends = ResendCache(rendered_bytes, models, passthrough.serves, limits)
+    prologue = Prologue(server, keys, limits, resends, passthrough, refuses_unknown)
     answering = Answering(
         server,
         named,
@@ -152,41 +153,40 @@ def build_app(
         embedder.models(),
         limits,
         passthrough,
-        ResendCache(rendered_bytes, models, passthrough.serves, limits),
         line_timeout_s=batches.line_timeout_s,
     )
-    kept = GeminiFiles(server, admission, files, upload_timeout_s)
-    cached = CachedContents(server, gemini, admission, answering, kept, contents, now)
+    kept = GeminiFiles(server, files, upload_timeout_s)
+    cached = CachedContents(gemini, answering, kept, contents, now)
     background = Background(responses, observer, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
-    chats = OpenAI(server, leases, admission, answering)
-    items = Responses(server, leases, admission, answering, responses, background)
-    vectors = Embeddings(server, embeddings, admission, answering, embedder)
-    messages = Anthropic(server, leases, anthropic, admission, answering, fingerprints)
+    chats = OpenAI(leases, answering)
+    items = Responses(server, leases, answering, responses, background)
+    vectors = Embeddings(embeddings, answering, embedder)
+    messages = Anthropic(leases, anthropic, answering, fingerprints)
     endpoints = {**chats.endpoints(), **items.endpoints(), **vectors.endpoints(), **messages.endpoints()}
     by_dialect = {
         OPENAI.name: [
             *chats.routes(),
             *items.routes(),
             *vectors.routes(),
-            *Files(admission, files, upload_timeout_s).routes(),
-            *OpenAIBatches(server, admission, files, jobs).routes(),
+            *Files(files, upload_timeout_s).routes(),
+            *OpenAIBatches(named, files, jobs).routes(),
         ],
         ANTHROPIC.name: [
             *messages.routes(),
-            *AnthropicFiles(admission, files, upload_timeout_s).routes(),
-            *MessageBatches(server, batches, admission, jobs, upload_timeout_s).routes(),
+            *AnthropicFiles(files, upload_timeout_s).routes(),
+            *MessageBatches(server, batches, named, jobs, upload_timeout_s).routes(),
         ],
         GEMINI.name: [
-            *Gemini(server, admission, answering, cached, kept).routes(),
-            *GeminiEmbeddings(server, embeddings, admission, answering, vectors).routes(),
+            *Gemini(answering, cached, kept).routes(),
+            *GeminiEmbeddings(vectors).routes(),
             *cached.routes(),
             *kept.routes(),
         ],
         OWN: [
-            *Admin(keys, sources, metrics).routes(),
-            *LedgerPage(keys, ledger, now).routes(),
-            *CachePages(server, keys, answers, now, content=auth.admin_content).routes(),
-            *PurgePage(server, keys, namespaces, engines).routes(),
+            *Admin(sources, metrics).routes(),
+            *LedgerPage(ledger, now).routes(),
+            *CachePages(answers, now, content=auth.admin_content).routes(),
+            *PurgePage(namespaces, engines).routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)
@@ -210,7 +210,7 @@ def build_app(
     app.on_shutdown.append(lambda _: kept.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}
-    for (method, path), handler in handlers_of(docs.routes).items():
+    for (method, path), handler in prologue.handlers(docs.routes).items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
         if method == "GET" and path not in downloads:
             app.router.add_route("HEAD", path, handler)

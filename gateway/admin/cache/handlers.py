@@ -18,11 +18,9 @@ from aiohttp import web
 
 from gateway.admin.cache.chosen import IN_BODY, IN_URL, chosen_by
 from gateway.admin.cache.confirming import LIFE_S, asked_at, token_for
-from gateway.api.auth import Auth
-from gateway.api.body import read_json
 from gateway.api.dialect import JSON, Route
 from gateway.api.fields import Parameter, boolean, in_url, integer, invalid, read, read_query, shown, takes, text
-from gateway.config import ServerSettings
+from gateway.api.record import ADMIN_KEY, BODY
 from gateway.errors import ForbiddenError, NotFoundError
 from gateway.responses.entries import About
 from gateway.responses.listing import Answers, Chosen, Told
@@ -82,11 +80,7 @@ class _Sum:
 class CachePages:
     """Holds what its handlers need. `now` is in seconds since 1970; `content`: whether answers may be read."""
 
-    def __init__(
-        self, server: ServerSettings, auth: Auth, answers: Answers, now: Callable[[], float], *, content: bool
-    ) -> None:
-        self._server = server
-        self._auth = auth
+    def __init__(self, answers: Answers, now: Callable[[], float], *, content: bool) -> None:
         self._answers = answers
         self._now = now
         self._content = content
@@ -113,7 +107,6 @@ class CachePages:
 
     async def page(self, http: web.Request) -> web.Response:
         """GET /admin/cache"""
-        self._auth.check_admin(http)
         asked, now_s = read_query(http.query, PAGE), self._now()
         after, limit = asked.get("after"), asked.get("limit", DEFAULT_LIMIT)
         latest: list[tuple[Place, str, About]] = []  # a heap of one more than are asked for
@@ -129,7 +122,6 @@ class CachePages:
 
     async def stats(self, http: web.Request) -> web.Response:
         """GET /admin/cache/stats"""
-        self._auth.check_admin(http)
         chosen, now_s = chosen_by(read_query(http.query, IN_URL)), self._now()
         sums = _sums([kept async for kept in self._answers.scan(chosen, now_s)], now_s)
         total = sums.pop(("", ""))
@@ -138,7 +130,6 @@ class CachePages:
 
     async def one(self, http: web.Request) -> web.Response:
         """GET /admin/cache/{id}"""
-        self._auth.check_admin(http)
         name, now_s = http.match_info["id"], self._now()
         content = read_query(http.query, ONE).get("content", False)
         if content and not self._content:
@@ -151,8 +142,8 @@ class CachePages:
 
     async def invalidate(self, http: web.Request) -> web.Response:
         """POST /admin/cache/invalidate"""
-        key = self._auth.check_admin(http)
-        asked = read(await read_json(http, self._server), INVALIDATE, ())
+        key, body = http[ADMIN_KEY], http[BODY]
+        asked = read(body, INVALIDATE, ())
         now_s = math.ceil(self._now() * 1e3) / 1e3  # as a token can say it
         chosen = chosen_by(asked)
         if chosen.everything != asked.get("everything", False):

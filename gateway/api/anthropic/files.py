@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.admission import Admission
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT, read_page
-from gateway.api.anthropic.wire import read_version, time_text
+from gateway.api.anthropic.wire import time_text
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read, read_query, text
+from gateway.api.record import TENANT
 from gateway.api.replies import reply_json
 from gateway.api.uploads import FileStore, delete_file, find_file, query_values, read_form, send_file, store_id
 from gateway.types import StoredFile, Tenant
@@ -44,8 +44,7 @@ LIST: Final = {parameter.name: parameter for parameter in _list}
 class AnthropicFiles:
     """Holds what its handlers need."""
 
-    def __init__(self, admission: Admission, files: FileStore, upload_timeout_s: float) -> None:
-        self._admission = admission
+    def __init__(self, files: FileStore, upload_timeout_s: float) -> None:
         self._files = files
         self._upload_timeout_s = upload_timeout_s
 
@@ -61,7 +60,7 @@ class AnthropicFiles:
 
     async def upload(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/files"""
-        tenant = self._admit(http)
+        tenant = http[TENANT]
         async with self._files.upload(tenant.name) as upload:
             upload.purpose = PURPOSE
             form = await read_form(http, upload, self._upload_timeout_s, lambda name, value: None)
@@ -71,7 +70,7 @@ class AnthropicFiles:
 
     async def list_files(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files"""
-        tenant = self._admit(http)
+        tenant = http[TENANT]
         values = read_query(http.query, LIST)
         newest_first = (await self._files.all_of(tenant.name))[::-1]
         if asked := _ids(http):
@@ -102,13 +101,8 @@ class AnthropicFiles:
         await delete_file(self._files, tenant, file_id)
         return reply_json({"id": file_id, "type": "file_deleted"})
 
-    def _admit(self, http: web.Request) -> Tenant:
-        tenant = self._admission.admit(http)
-        read_version(http)
-        return tenant
-
     def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return self._admit(http), http.match_info["file_id"]
+        return http[TENANT], http.match_info["file_id"]
 
 
 def file_json(stored: StoredFile) -> dict[str, Any]:

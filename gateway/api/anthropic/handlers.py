@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.admission import Admission
 from gateway.api.answering import Answering, Asked, parsed
 from gateway.api.anthropic.accounting import Accounted
 from gateway.api.anthropic.diagnosis import Diagnosis
@@ -17,15 +16,14 @@ from gateway.api.anthropic.parameters import COUNT, MESSAGES
 from gateway.api.anthropic.request import check_line, parse_count, parse_message
 from gateway.api.anthropic.response import TOLD_TIERS, MessageShape, ServiceTier, model_json
 from gateway.api.anthropic.wire import ANTHROPIC, VERSIONS, Version, read_version
-from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.lines import Endpoint, asking
-from gateway.api.record import RECORD, Record
+from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
-from gateway.config import AnthropicSettings, LeaseSettings, ServerSettings
-from gateway.errors import ModelNotFoundError, NoEngineError
+from gateway.config import AnthropicSettings, LeaseSettings
+from gateway.errors import ModelNotFoundError
 from gateway.stores.base import Store
 
 _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]}
@@ -40,19 +38,15 @@ class Anthropic:
 
     def __init__(
         self,
-        server: ServerSettings,
         leases: LeaseSettings,
         settings: AnthropicSettings,
-        admission: Admission,
         answering: Answering,
         fingerprints: Store,
     ) -> None:
         """`fingerprints` keeps those of prompts, for diagnostics."""
-        self._server = server
         self._leases = leases
         self._fingerprints = fingerprints
         self._settings = settings
-        self._admission = admission
         self._answering = answering
 
     def routes(self) -> list[Route]:
@@ -66,6 +60,8 @@ class Anthropic:
                 ("model", "max_tokens", "messages"),
                 media=(JSON, SSE),
                 example={**_EXAMPLE, "max_tokens": 64},
+                resends=True,
+                passes="metered",
             ),
             Route(
                 "POST",
@@ -75,6 +71,7 @@ class Anthropic:
                 COUNT,
                 ("model", "messages"),
                 example=_EXAMPLE,
+                passes="counted",
             ),
             Route("GET", "/v1/models", self.list_models, "The models that are served, newest first.", query=MODELS),
             Route("GET", "/v1/models/{model:.+}", self.get_model, "One of them."),
@@ -95,15 +92,9 @@ class Anthropic:
 
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
-        tenant = self._admission.admit(http)
-        if (known := await self._answering.again(http, tenant)) is not None:
-            return known
-        body = await read_json(http, self._server)
-        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
-            return told
         version = read_version(http)
-        asked = await parsed(http[RECORD], lambda record, body: self._message(record, body, version), body)
-        return await self._answering.answer(http, tenant, asked)
+        asked = await parsed(http[RECORD], lambda record, body: self._message(record, body, version), http[BODY])
+        return await self._answering.answer(http, asked)
 
     def _message(self, record: Record, body: dict[str, Any], version: Version) -> Asked:
         asked = parse_message(body, version, self._settings, self._leases)
@@ -119,23 +110,17 @@ class Anthropic:
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""
-        tenant, body = self._admission.admit(http), await read_json(http, self._server)
-        passed = self._answering.passthrough.answer(http, tenant, body.get("model"), body, metered=False)
-        if (told := await passed) is not None:
-            return told
-        version = read_version(http)
+        version, record = read_version(http), http[RECORD]
         call = await parsed(
-            http[RECORD], lambda _, body: parse_count(body, version, self._settings, self._leases), body
+            record, lambda _, body: parse_count(body, version, self._settings, self._leases), http[BODY]
         )
-        model = self._answering.model(call.model, http[RECORD])
-        count = await self._answering.count(http[RECORD], tenant, call, model)
+        model = self._answering.model(call.model, record)
+        count = await self._answering.count(record, http[TENANT], call, model)
         return reply_json({"input_tokens": count})
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models, newest first"""
-        self._admission.admit(http)
-        read_version(http)
-        models = sorted(self._answering.passthrough.models(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
+        models = sorted(self._answering.models_of(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
         page = read_page(http.query, [name for name, _ in models])
         created = dict(models)
         data = [self._model(name, created[name]) for name in page.ids]
@@ -143,16 +128,11 @@ class Anthropic:
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
-        self._admission.admit(http)
-        read_version(http)
         name = http.match_info["model"]
-        if (created := self._answering.passthrough.models(http[RECORD]).get(name)) is None:
+        if (created := self._answering.models_of(http[RECORD]).get(name)) is None:
             raise ModelNotFoundError(name)
         return reply_json(self._model(name, created))
 
     def _model(self, name: str, created: int) -> dict[str, Any]:
-        try:
-            context_tokens = self._answering.models.serving(name)[0].hello.context_tokens
-        except (NoEngineError, ModelNotFoundError):  # its engines are away, or it is an upstream's
-            context_tokens = None
-        return model_json(name, created, context_tokens)
+        model = self._answering.find_model(name)
+        return model_json(name, created, None if model is None else model.context_tokens)

@@ -142,5 +142,6 @@ ANTHROPIC = Dialect(
     asking_headers={"x-api-key": "KEY", VERSION_HEADER: VERSIONS[-1]},
     status=status,
     error_event="error",
+    check=read_version,
     allowance=_allowance,
 )

@@ -9,9 +9,7 @@ from typing import Any, Final, Protocol
 
 from aiohttp import web
 
-from gateway.api.admission import Admission
 from gateway.api.answering import Answering, parsed
-from gateway.api.body import read_json
 from gateway.api.dialect import EXAMPLE_MODEL, Route
 from gateway.api.fields import read_query, shown
 from gateway.api.gemini.caching import (
@@ -31,9 +29,9 @@ from gateway.api.gemini.files import VERSIONS, GeminiFiles
 from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.proto import read
 from gateway.api.gemini.request import Kept, model_name
-from gateway.api.record import RECORD, kvasir_headers
+from gateway.api.record import BODY, RECORD, TENANT, kvasir_headers
 from gateway.api.replies import reply_json
-from gateway.config import GeminiSettings, ServerSettings
+from gateway.config import GeminiSettings
 from gateway.errors import BadRequestError, NotFoundError
 from gateway.tasks import off_loop
 from gateway.types import CachedContent, Lease, Tenant
@@ -64,18 +62,14 @@ class CachedContents:
 
     def __init__(
         self,
-        server: ServerSettings,
         settings: GeminiSettings,
-        admission: Admission,
         answering: Answering,
         files: GeminiFiles,
         store: ContentStore,
         now: Callable[[], float],
     ) -> None:
         """`now` is seconds since 1970, by the clock that the store goes by."""
-        self._server = server
         self._settings = settings
-        self._admission = admission
         self._answering = answering
         self._files = files
         self._store = store
@@ -114,8 +108,7 @@ class CachedContents:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/cachedContents"""
-        tenant = self._admission.admit(http)
-        body = await read_json(http, self._server)
+        tenant, body = http[TENANT], http[BODY]
         await self._files.put_texts(http[RECORD], tenant, body)
         values = await parsed(http[RECORD], lambda _, body: read(body, CREATE), body)
         if not values.get("model"):
@@ -140,7 +133,7 @@ class CachedContents:
 
     async def list_all(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/cachedContents"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         items = {f"{one.created_s:020.6f} {one.name}": one for one in await self._store.all_of(tenant.name)}
         listed, token = page(items, http.query)
         contents = [resource_json(content) for _, content in listed]
@@ -148,14 +141,14 @@ class CachedContents:
 
     async def get(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/cachedContents/{name}"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         return _reply(http, resource_json(await self._find(tenant, http.match_info["name"])))
 
     async def change(self, http: web.Request) -> web.StreamResponse:
         """PATCH /v1/cachedContents/{name}"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         read_query(http.query, MASK)
-        values = read(await read_json(http, self._server), CHANGE)
+        values = read(http[BODY], CHANGE)
         now_s = self._now()
         end_s = expires_s(values, now_s, self._settings, default=False)
         content = await self._find(tenant, http.match_info["name"])
@@ -171,7 +164,7 @@ class CachedContents:
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/cachedContents/{name}"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         if not await self._store.delete(tenant.name, http.match_info["name"]):
             raise _not_found(http.match_info["name"])
         return _reply(http, {})

@@ -8,9 +8,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.admission import Admission
-from gateway.api.answering import Answering, parsed
-from gateway.api.body import read_json
+from gateway.api.answering import parsed
 from gateway.api.dialect import Route
 from gateway.api.fields import MAX_ITEMS, boolean, empty_text, missing, text
 from gateway.api.gemini.contents import instruction
@@ -18,9 +16,8 @@ from gateway.api.gemini.files import VERSIONS
 from gateway.api.gemini.proto import message, no_effect, read, refused, repeated, table, used, whole
 from gateway.api.gemini.request import model_name
 from gateway.api.openai.embeddings import Embeddings
-from gateway.api.record import RECORD
+from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
-from gateway.config import EmbeddingSettings, ServerSettings
 from gateway.errors import BadRequestError
 
 _MAX_DIMENSIONS: Final = 2**31 - 1
@@ -51,34 +48,27 @@ class GeminiEmbeddings:
 
     def __init__(
         self,
-        server: ServerSettings,
-        settings: EmbeddingSettings,
-        admission: Admission,
-        answering: Answering,
         embeddings: Embeddings,
     ) -> None:
-        self._server = server
-        self._settings = settings
-        self._admission = admission
-        self._answering = answering
         self._embeddings = embeddings
 
     def routes(self) -> Iterator[Route]:
         one = {"content": {"parts": [{"text": "The weather is lovely today."}]}}
         for version in VERSIONS:
             model = f"/{version}/models/{{model:.+}}"
-            yield Route(
-                "POST", f"{model}:embedContent", self.embed, "The vector of a text.", EMBED, ("content",), example=one
-            )
-            yield Route(
-                "POST",
-                f"{model}:batchEmbedContents",
-                self.embed_all,
-                "The vectors of several texts.",
-                BATCH,
-                ("requests",),
-                example={"requests": [one]},
-            )
+            for verb, handler, summary, checks, name, example in (
+                ("embedContent", self.embed, "The vector of a text.", EMBED, "content", one),
+                (
+                    "batchEmbedContents",
+                    self.embed_all,
+                    "The vectors of several texts.",
+                    BATCH,
+                    "requests",
+                    {"requests": [one]},
+                ),
+            ):
+                path = f"{model}:{verb}"
+                yield Route("POST", path, handler, summary, checks, (name,), example=example, passes="counted")
 
     async def embed(self, http: web.Request) -> web.StreamResponse:
         """POST /v1beta/models/{model}:embedContent"""
@@ -89,10 +79,8 @@ class GeminiEmbeddings:
         return await self._answer(http, batch=True)
 
     async def _answer(self, http: web.Request, *, batch: bool) -> web.StreamResponse:
-        tenant, record = self._admission.admit(http), http[RECORD]
-        body, name = await read_json(http, self._server), model_name(http.match_info["model"])
-        if (told := await self._answering.passthrough.answer(http, tenant, name, body, metered=False)) is not None:
-            return told
+        tenant, record = http[TENANT], http[RECORD]
+        body, name = http[BODY], model_name(http.match_info["model"])
         asked = await parsed(record, lambda _, body: _requests(body, batch=batch), body)
         dimensions = {one.get("outputDimensionality") for _, one in asked}
         if len(dimensions) > 1:

@@ -21,14 +21,13 @@ from typing import Any, Final
 from aiohttp import web
 
 from gateway import tasks
-from gateway.api.admission import Admission
-from gateway.api.body import BodyLimit, body_pieces, read_json
+from gateway.api.body import BodyLimit, body_pieces
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import anything, shown, text
 from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.proto import message, no_effect, read, refused, table, used
 from gateway.api.gemini.times import timestamp
-from gateway.api.record import RECORD, Record
+from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
 from gateway.api.uploads import UNNAMED, FileStore, Upload
 from gateway.config import ServerSettings
@@ -74,9 +73,8 @@ class _Resumable:
 class GeminiFiles:
     """Holds what its handlers need, and uploads that are not complete."""
 
-    def __init__(self, server: ServerSettings, admission: Admission, files: FileStore, upload_timeout_s: float) -> None:
+    def __init__(self, server: ServerSettings, files: FileStore, upload_timeout_s: float) -> None:
         self._server = server
-        self._admission = admission
         self._files = files
         self._upload_timeout_s = upload_timeout_s
         self._open: dict[str, _Resumable] = {}  # as many as files.max_uploads
@@ -86,7 +84,8 @@ class GeminiFiles:
             one = f"/{version}/files/{{file_id}}"
             summary = "Begins an upload, or goes on with one."
             example = {"file": {"displayName": "notes.txt", "mimeType": "text/plain"}}
-            yield Route("POST", f"/upload/{version}/files", self.upload, summary, CREATE, example=example)
+            path = f"/upload/{version}/files"
+            yield Route("POST", path, self.upload, summary, CREATE, example=example, continues="upload_id")
             yield Route("GET", f"/{version}/files", self.list_files, "The files that are kept.", query=PAGE)
             yield Route("GET", one, self.get_file, "Description of a file.")
             yield Route("DELETE", one, self.delete, "Deletes it.")
@@ -104,13 +103,13 @@ class GeminiFiles:
         return await (self._begin(http) if upload_id is None else self._go_on(http, upload_id))
 
     async def _begin(self, http: web.Request) -> web.Response:
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         protocol = http.headers.get("X-Goog-Upload-Protocol", "resumable")
         if protocol != "resumable" or http.headers.get("X-Goog-Upload-Command", "start") != "start":
             raise UnsupportedError(
                 "Files are uploaded with X-Goog-Upload-Protocol: resumable, which begins with `start`."
             )
-        described = read(await read_json(http, self._server), CREATE).get("file", {})
+        described = read(http[BODY], CREATE).get("file", {})
         stack = AsyncExitStack()
         upload = await stack.enter_async_context(self._files.upload(tenant.name))
         upload.purpose = PURPOSE
@@ -191,21 +190,21 @@ class GeminiFiles:
 
     async def list_files(self, http: web.Request) -> web.StreamResponse:
         """GET /v1beta/files"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         listed, token = page({stored.id: stored for stored in await self._files.all_of(tenant.name)}, http.query)
         files = [file_json(stored, _origin(http)) for _, stored in listed]
         return reply_json({"files": files, **({"nextPageToken": token} if token else {})})
 
     async def get_file(self, http: web.Request) -> web.StreamResponse:
         """GET /v1beta/files/{file_id}"""
-        tenant, file_id = self._admission.admit(http), http.match_info["file_id"]
+        tenant, file_id = http[TENANT], http.match_info["file_id"]
         if (stored := await self._files.find(tenant.name, file_id)) is None:
             raise _not_found(file_id)
         return reply_json(file_json(stored, _origin(http)))
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1beta/files/{file_id}"""
-        tenant, file_id = self._admission.admit(http), http.match_info["file_id"]
+        tenant, file_id = http[TENANT], http.match_info["file_id"]
         if not await self._files.delete(tenant.name, file_id):
             raise _not_found(file_id)
         return reply_json({})

@@ -9,10 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from engine.protocol import Hello
-from gateway.api.admission import Admission
 from gateway.api.answering import Answering, Asked, parsed
-from gateway.api.body import read_json
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import text
 from gateway.api.gemini.cached_contents import CachedContents
@@ -22,10 +19,9 @@ from gateway.api.gemini.parameters import COUNT, GENERATE, MAX_CANDIDATES
 from gateway.api.gemini.proto import table, used
 from gateway.api.gemini.request import model_name, parse_count, parse_generate, to_call
 from gateway.api.gemini.response import GeminiShape, model_json
-from gateway.api.record import RECORD
+from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
-from gateway.config import ServerSettings
-from gateway.errors import ModelNotFoundError, NoEngineError
+from gateway.errors import ModelNotFoundError
 
 EXAMPLE: Final = {"contents": [{"role": "user", "parts": [{"text": "Hello."}]}]}
 STREAM: Final = table(used("alt", text(), "`sse`", "Server-sent events; without it the answer is one JSON array."))
@@ -36,15 +32,11 @@ class Gemini:
 
     def __init__(
         self,
-        server: ServerSettings,
-        admission: Admission,
         answering: Answering,
         cached: CachedContents,
         files: GeminiFiles,
     ) -> None:
         self._files = files
-        self._server = server
-        self._admission = admission
         self._answering = answering
         self._cached = cached
 
@@ -54,6 +46,7 @@ class Gemini:
     def _routes(self, root: str) -> Iterator[Route]:
         model = f"{root}/models/{{model:.+}}"
         asks: Any = {"parameters": GENERATE, "required": ("contents",), "example": EXAMPLE}
+        asks |= {"resends": True, "passes": "metered"}
         yield Route("POST", f"{model}:generateContent", self.generate, "The next turn of a conversation.", **asks)
         yield Route(
             "POST",
@@ -71,6 +64,7 @@ class Gemini:
             "Counts the tokens of a prompt.",
             COUNT,
             example=EXAMPLE,
+            passes="counted",
         )
         yield Route("GET", f"{root}/models", self.list_models, "The models that are served.", query=PAGE)
         yield Route("GET", model, self.get_model, "One of them.")
@@ -84,12 +78,8 @@ class Gemini:
         return await self._answer(http, stream=True)
 
     async def _answer(self, http: web.Request, *, stream: bool) -> web.StreamResponse:
-        tenant = self._admission.admit(http)
-        if (known := await self._answering.again(http, tenant)) is not None:
-            return known
-        body, name = await read_json(http, self._server), model_name(http.match_info["model"])
-        if (told := await self._answering.passthrough.answer(http, tenant, name, body)) is not None:
-            return told
+        tenant = http[TENANT]
+        body, name = http[BODY], model_name(http.match_info["model"])
         has_files = await self._files.put_texts(http[RECORD], tenant, body)
         asked = await parsed(http[RECORD], lambda _, body: parse_generate(body), body)
         kept = None
@@ -104,14 +94,12 @@ class Gemini:
         # What is kept under a name is looked for each time.
         may_come_again = kept is None and not has_files and call.tool_use is None
         answered = Asked(call, model, shape, stamp=shape.stamp() if may_come_again else None)
-        return await self._answering.answer(http, tenant, answered, media_type=media_type)
+        return await self._answering.answer(http, answered, media_type=media_type)
 
     async def count(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/models/{model}:countTokens"""
-        tenant = self._admission.admit(http)
-        body, name = await read_json(http, self._server), model_name(http.match_info["model"])
-        if (passed := await self._answering.passthrough.answer(http, tenant, name, body, metered=False)) is not None:
-            return passed
+        tenant = http[TENANT]
+        body, name = http[BODY], model_name(http.match_info["model"])
         await self._files.put_texts(http[RECORD], tenant, body)
         asked, kept, told = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
         if asked.cached_content is not None:
@@ -125,22 +113,13 @@ class Gemini:
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
-        self._admission.admit(http)
-        shown, token = page(self._answering.passthrough.models(http[RECORD]), http.query)
-        listed = {"models": [model_json(name, self._hello(name)) for name, _ in shown]}
+        shown, token = page(self._answering.models_of(http[RECORD]), http.query)
+        listed = {"models": [model_json(name, self._answering.find_model(name)) for name, _ in shown]}
         return reply_json(listed | ({"nextPageToken": token} if token else {}))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
-        self._admission.admit(http)
         name = model_name(http.match_info["model"])
-        if name not in self._answering.passthrough.models(http[RECORD]):
+        if name not in self._answering.models_of(http[RECORD]):
             raise ModelNotFoundError(name)
-        return reply_json(model_json(name, self._hello(name)))
-
-    def _hello(self, name: str) -> Hello | None:
-        """None while its engines are away."""
-        try:
-            return self._answering.models.serving(name)[0].hello
-        except (NoEngineError, ModelNotFoundError):
-            return None
+        return reply_json(model_json(name, self._answering.find_model(name)))

@@ -13,9 +13,7 @@ from typing import Any, Literal, Protocol
 import orjson
 from aiohttp import web
 
-from gateway.api.admission import Admission
 from gateway.api.answering import Answering, parsed
-from gateway.api.body import read_json
 from gateway.api.dialect import Route
 from gateway.api.fields import (
     MAX_ITEMS,
@@ -33,10 +31,10 @@ from gateway.api.fields import (
 )
 from gateway.api.lines import Endpoint
 from gateway.api.openai.wire import OPENAI
-from gateway.api.record import RECORD, Record
+from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply
 from gateway.api.upstream_lines import Target
-from gateway.config import EmbeddingSettings, ServerSettings
+from gateway.config import EmbeddingSettings
 from gateway.errors import BadRequestError, ContextLengthError, ModelNotFoundError, NotFoundError
 from gateway.types import EmbeddingInput, Need, Tenant
 
@@ -145,15 +143,11 @@ class Embeddings:
 
     def __init__(
         self,
-        server: ServerSettings,
         settings: EmbeddingSettings,
-        admission: Admission,
         answering: Answering,
         embedder: Embedder,
     ) -> None:
-        self._server = server
         self._settings = settings
-        self._admission = admission
         self._answering = answering
         self._embedder = embedder
 
@@ -167,6 +161,7 @@ class Embeddings:
                 EMBEDDINGS,
                 ("model", "input"),
                 example={"model": self._settings.names[0], "input": "The weather is lovely today."},
+                passes="metered",
             ),
         ]
 
@@ -176,11 +171,7 @@ class Embeddings:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings"""
-        tenant = self._admission.admit(http)
-        body = await read_json(http, self._server)
-        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
-            return told
-        return reply(await self._answer(http[RECORD], tenant, body))
+        return reply(await self._answer(http[RECORD], http[TENANT], http[BODY]))
 
     async def _answer(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
         values = await parsed(record, lambda _, body: read(body, EMBEDDINGS, ("model", "input")), body)

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.admission import Admission
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, missing, read, read_query, text
+from gateway.api.record import TENANT
 from gateway.api.replies import reply_json
 from gateway.api.uploads import FileStore, delete_file, find_file, no_such_file, read_form, send_file, store_id
 from gateway.types import StoredFile, Tenant
@@ -50,8 +50,7 @@ LIST: Final = {parameter.name: parameter for parameter in _list}
 class Files:
     """Holds what its handlers need."""
 
-    def __init__(self, admission: Admission, files: FileStore, upload_timeout_s: float) -> None:
-        self._admission = admission
+    def __init__(self, files: FileStore, upload_timeout_s: float) -> None:
         self._files = files
         self._upload_timeout_s = upload_timeout_s
 
@@ -67,7 +66,7 @@ class Files:
 
     async def upload(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/files"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         async with self._files.upload(tenant.name) as upload:
 
             def on_value(name: str, value: str) -> None:
@@ -81,7 +80,7 @@ class Files:
 
     async def list_files(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         data, has_more = page(await self._files.all_of(tenant.name), read_query(http.query, LIST))
         ids = [PREFIX + stored.id for stored in data]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
@@ -102,7 +101,7 @@ class Files:
         return reply_json({"id": file_id, "object": "file", "deleted": True})
 
     def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return self._admission.admit(http), http.match_info["file_id"]
+        return http[TENANT], http.match_info["file_id"]
 
 
 def file_json(stored: StoredFile) -> dict[str, Any]:

@@ -9,9 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.admission import Admission
-from gateway.api.answering import Answering, Asked, parsed
-from gateway.api.body import read_json
+from gateway.api.answering import Answering, Asked
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
 from gateway.api.lines import Endpoint, asking
@@ -24,7 +22,7 @@ from gateway.api.record import RECORD, Record
 from gateway.api.replies import reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
-from gateway.config import LeaseSettings, ServerSettings
+from gateway.config import LeaseSettings
 from gateway.errors import ModelNotFoundError
 
 _list = (
@@ -39,12 +37,8 @@ LIST: Final = {parameter.name: parameter for parameter in _list}
 class OpenAI:
     """Holds what its handlers need."""
 
-    def __init__(
-        self, server: ServerSettings, leases: LeaseSettings, admission: Admission, answering: Answering
-    ) -> None:
-        self._server = server
+    def __init__(self, leases: LeaseSettings, answering: Answering) -> None:
         self._leases = leases
-        self._admission = admission
         self._answering = answering
 
     def routes(self) -> list[Route]:
@@ -52,21 +46,25 @@ class OpenAI:
             Route(
                 "POST",
                 "/v1/chat/completions",
-                self.chat,
+                self._answering.generates(self._chat),
                 "The next message of a conversation.",
                 CHAT,
                 ("model", "messages"),
                 media=(JSON, SSE),
+                resends=True,
+                passes="metered",
                 example={"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]},
             ),
             Route(
                 "POST",
                 "/v1/completions",
-                self.completion,
+                self._answering.generates(self._completion),
                 "The continuation of one or several texts.",
                 COMPLETION,
                 ("model",),
                 media=(JSON, SSE),
+                resends=True,
+                passes="metered",
                 example={"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 32},
             ),
             Route(
@@ -85,42 +83,19 @@ class OpenAI:
         asks = {"/v1/chat/completions": self._chat, "/v1/completions": self._completion}
         return {path: asking(self._answering, OPENAI, Target(path), ask) for path, ask in asks.items()}
 
-    async def chat(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions"""
-        tenant = self._admission.admit(http)
-        if (known := await self._answering.again(http, tenant)) is not None:
-            return known
-        body = await read_json(http, self._server)
-        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
-            return told
-        return await self._answering.answer(http, tenant, await parsed(http[RECORD], self._chat, body))
-
     async def list_chats(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/chat/completions"""
-        self._admission.admit(http)
         read_query(http.query, LIST)
         nothing: dict[str, Any] = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
         return reply_json(nothing)
 
-    async def completion(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1/completions"""
-        tenant = self._admission.admit(http)
-        if (known := await self._answering.again(http, tenant)) is not None:
-            return known
-        body = await read_json(http, self._server)
-        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
-            return told
-        return await self._answering.answer(http, tenant, await parsed(http[RECORD], self._completion, body))
-
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
-        self._admission.admit(http)
         data = [model_json(name, created) for name, created in self._models(http).items()]
         return reply_json({"object": "list", "data": data})
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
-        self._admission.admit(http)
         name = http.match_info["model"]
         if (created := self._models(http).get(name)) is None:
             raise ModelNotFoundError(name)
@@ -150,5 +125,5 @@ class OpenAI:
 
     def _models(self, http: web.Request) -> Mapping[str, int]:
         """Those that embed come last: what takes the first wants one that answers."""
-        models = self._answering.passthrough.models(http[RECORD])
+        models = self._answering.models_of(http[RECORD])
         return {**models, **{name: at for name, at in self._answering.embedding_models.items() if name not in models}}

@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.admission import Admission
 from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.api.anthropic.wire import ANTHROPIC, read_version, time_text
 from gateway.api.body import MAX_DEPTH, BodyLimit, body_pieces
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read_query, shown, text
-from gateway.api.record import RECORD
+from gateway.api.namespaces import Namespaces
+from gateway.api.record import RECORD, TENANT
 from gateway.api.replies import reply_json
 from gateway.api.uploads import send_pieces
 from gateway.config import BatchSettings, ServerSettings
@@ -56,13 +56,13 @@ class MessageBatches:
         self,
         server: ServerSettings,
         settings: BatchSettings,
-        admission: Admission,
+        namespaces: Namespaces,
         batches: Batches,
         upload_timeout_s: float,
     ) -> None:
         self._limits = RequestLimits(settings.max_requests, server.max_body_bytes, MAX_DEPTH)
         self._body_limit = BodyLimit(settings.max_request_bytes, "batches.max_request_bytes")
-        self._admission = admission
+        self._namespaces = namespaces
         self._batches = batches
         self._upload_timeout_s = upload_timeout_s
 
@@ -78,6 +78,7 @@ class MessageBatches:
                 CREATE,
                 ("requests",),
                 example=example,
+                json=False,
             ),
             Route("GET", ROOT, self.list_batches, "The batches, newest first.", query=LIST),
             Route("GET", one, self.get_batch, "State of a batch."),
@@ -88,8 +89,8 @@ class MessageBatches:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/batches"""
-        tenant, version = self._admission.admit(http), read_version(http)
-        self._admission.check_namespace(http[RECORD], tenant)
+        tenant, version = http[TENANT], read_version(http)
+        self._namespaces.scope(http[RECORD].namespace, tenant)  # one that it may use
         reader = RequestReader(self._limits)
         arriving = body_pieces(http, self._body_limit, self._upload_timeout_s)
         async with self._batches.input(tenant.name) as rows, aclosing(arriving) as pieces:
@@ -114,7 +115,7 @@ class MessageBatches:
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches"""
-        tenant = self._admit(http)
+        tenant = http[TENANT]
         values = read_query(http.query, LIST)
         if "after_id" in values and "before_id" in values:
             raise invalid("before_id", "only one of `after_id` and `before_id` is possible")
@@ -157,13 +158,8 @@ class MessageBatches:
                 raise _not_found(batch_id)
             return await send_pieces(http, found[1], {"Content-Type": JSONL})
 
-    def _admit(self, http: web.Request) -> Tenant:
-        tenant = self._admission.admit(http)
-        read_version(http)
-        return tenant
-
     def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return self._admit(http), http.match_info["batch_id"]
+        return http[TENANT], http.match_info["batch_id"]
 
     async def _get(self, tenant: Tenant, batch_id: str) -> Job:
         return _found(await self._batches.find(tenant.name, ANTHROPIC.name, _job_id(batch_id)), batch_id)

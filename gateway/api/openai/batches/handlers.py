@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.admission import Admission
-from gateway.api.body import read_json
 from gateway.api.dialect import Route
 from gateway.api.fields import (
     Parameter,
@@ -28,14 +26,14 @@ from gateway.api.fields import (
     takes,
     text,
 )
+from gateway.api.namespaces import Namespaces
 from gateway.api.openai.batches.rows import ENDPOINTS
 from gateway.api.openai.files import LONGEST_S, SHORTEST_S
 from gateway.api.openai.files import PREFIX as FILE_PREFIX
 from gateway.api.openai.wire import OPENAI
-from gateway.api.record import RECORD
+from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
 from gateway.api.uploads import FileStore, find_file
-from gateway.config import ServerSettings
 from gateway.errors import NotFoundError
 from gateway.queues.batch.base import Batches, Job, Order, State
 from gateway.types import Tenant
@@ -109,9 +107,8 @@ LIST: Final = {parameter.name: parameter for parameter in _list}
 class OpenAIBatches:
     """Holds what its handlers need."""
 
-    def __init__(self, server: ServerSettings, admission: Admission, files: FileStore, batches: Batches) -> None:
-        self._server = server
-        self._admission = admission
+    def __init__(self, namespaces: Namespaces, files: FileStore, batches: Batches) -> None:
+        self._namespaces = namespaces
         self._files = files
         self._batches = batches
 
@@ -134,9 +131,10 @@ class OpenAIBatches:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/batches"""
-        tenant = self._admission.admit(http)
-        self._admission.check_namespace(http[RECORD], tenant)
-        values = read(await read_json(http, self._server), CREATE, REQUIRED)
+        tenant = http[TENANT]
+        self._namespaces.scope(http[RECORD].namespace, tenant)  # one that it may use
+        body = http[BODY]
+        values = read(body, CREATE, REQUIRED)
         stored = await find_file(self._files, tenant, values["input_file_id"], "input_file_id")
         if stored.purpose != FILE_PURPOSE:
             raise invalid(
@@ -155,7 +153,7 @@ class OpenAIBatches:
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/batches"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         values = read_query(http.query, LIST)
         after = values.get("after")
         if after is not None and not after.startswith(PREFIX):
@@ -183,7 +181,7 @@ class OpenAIBatches:
         return reply_json(job_json(_found(job, batch_id)))
 
     def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return self._admission.admit(http), http.match_info["batch_id"]
+        return http[TENANT], http.match_info["batch_id"]
 
 
 def job_json(job: Job) -> dict[str, Any]:

@@ -10,9 +10,7 @@ import orjson
 from aiohttp import web
 
 from engine.protocol import Hello
-from gateway.api.admission import Admission
 from gateway.api.answering import Answering, parsed
-from gateway.api.body import read_json
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
@@ -29,7 +27,7 @@ from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.openai.wire import OPENAI
-from gateway.api.record import RECORD, Record, kvasir_headers
+from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import reply, reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
@@ -58,14 +56,12 @@ class Responses:
         self,
         server: ServerSettings,
         leases: LeaseSettings,
-        admission: Admission,
         answering: Answering,
         store: ResponseStore,
         background: Background,
     ) -> None:
         self._server = server
         self._leases = leases
-        self._admission = admission
         self._answering = answering
         self._store = store
         self._background = background
@@ -84,6 +80,7 @@ class Responses:
                 required,
                 media=(JSON, SSE),
                 example=example,
+                passes="metered",
             ),
             Route(
                 "POST",
@@ -93,6 +90,7 @@ class Responses:
                 TOKENS,
                 required,
                 example=example,
+                passes="counted",
             ),
             Route(
                 "POST",
@@ -109,11 +107,8 @@ class Responses:
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses"""
-        tenant, record = self._admission.admit(http), http[RECORD]
-        body = await read_json(http, self._server)
-        if (told := await self._answering.passthrough.answer(http, tenant, body.get("model"), body)) is not None:
-            return told
-        asked = await parsed(record, lambda _, body: parse(body), body)
+        tenant, record = http[TENANT], http[RECORD]
+        asked = await parsed(record, lambda _, body: parse(body), http[BODY])
         wanted = await self._wanted(record, tenant, asked)
         if asked.values.get("background"):
             return await self._begin(http, tenant, wanted)
@@ -122,7 +117,7 @@ class Responses:
         call, model, shape, _ = wanted
         keeper = self._keeper(tenant, asked, wanted)
         try:
-            return await self._answering.stream(http, tenant, call, model, shape, keeper=keeper)
+            return await self._answering.stream(http, call, model, shape, keeper=keeper)
         finally:
             if keeper is not None:
                 keeper.abandoned()
@@ -186,12 +181,8 @@ class Responses:
 
     async def input_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens"""
-        tenant = self._admission.admit(http)
-        body = await read_json(http, self._server)
-        passed = self._answering.passthrough.answer(http, tenant, body.get("model"), body, metered=False)
-        if (told := await passed) is not None:
-            return told
-        asked = await parsed(http[RECORD], lambda _, body: parse_count(body), body)
+        tenant = http[TENANT]
+        asked = await parsed(http[RECORD], lambda _, body: parse_count(body), http[BODY])
         model = self._answering.model(asked.values["model"], http[RECORD])
         call = await self._call(http[RECORD], tenant, asked, await self._items(tenant, asked), model)
         tokens = await self._answering.count(http[RECORD], tenant, call, model)
@@ -199,12 +190,11 @@ class Responses:
 
     async def compact(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/compact"""
-        self._admission.admit(http)
         raise UnsupportedError("Conversations are not compacted here; `truncation: auto` drops their oldest turns.")
 
     async def retrieve(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         if (told := await self._kept_elsewhere(http, tenant)) is not None:
             return told
         read_query(http.query, IN_RESPONSE_URL)
@@ -212,7 +202,7 @@ class Responses:
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{response_id}"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         response_id = http.match_info["response_id"]
         if (told := await self._kept_elsewhere(http, tenant)) is not None:
             if told.status == 200:
@@ -225,7 +215,7 @@ class Responses:
 
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{response_id}/cancel"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         if (told := await self._kept_elsewhere(http, tenant, "/cancel")) is not None:
             return told
         kept = await self._get(http, tenant)
@@ -250,7 +240,7 @@ class Responses:
 
     async def input_items(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}/input_items"""
-        tenant = self._admission.admit(http)
+        tenant = http[TENANT]
         if (told := await self._kept_elsewhere(http, tenant, "/input_items")) is not None:
             return told
         asked = read_query(http.query, IN_ITEMS_URL)

@@ -1,0 +1,115 @@
+"""The prologue of every route, in all dialects. A row of the route table (dialect.Route) says which steps it has:
+
+    admit   whose request it is, and what its headers say
+    resend  the answer to this very request, sent again (resend.py)
+    read    its JSON body, within the limits (body.py)
+    pass    the answer of the upstream that serves its model (passthrough.py)
+    check   what its dialect wants of every request that is answered here
+
+What is left is the handler's: parse and answer. It finds the tenant under TENANT and the body under BODY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from aiohttp import web
+
+from gateway.api.auth import Auth
+from gateway.api.body import read_json, read_raw
+from gateway.api.cache_control import from_headers
+from gateway.api.dialect import Handler, Route
+from gateway.api.dialects import DIALECTS, dialect_of
+from gateway.api.gemini.request import model_name
+from gateway.api.limiting import Limits
+from gateway.api.namespaces import HEADER as NAMESPACE_HEADER
+from gateway.api.passthrough import Passthrough
+from gateway.api.record import ADMIN_KEY, BODY, RECORD, TENANT
+from gateway.api.resend import ResendCache
+from gateway.config import ServerSettings
+from gateway.types import Allowance, Tenant
+
+
+class Prologue:
+    """Holds what the steps need."""
+
+    def __init__(
+        self,
+        server: ServerSettings,
+        auth: Auth,
+        limits: Limits,
+        resends: ResendCache,
+        passthrough: Passthrough,
+        refuses_unknown: Callable[[str], bool],
+    ) -> None:
+        """`refuses_unknown`: whether unknown fields of a tenant's requests are refused."""
+        self._server = server
+        self._auth = auth
+        self._limits = limits
+        self._resends = resends
+        self._passthrough = passthrough
+        self._refuses_unknown = refuses_unknown
+
+    def handlers(self, routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:
+        """Method and path -> handler, of the routes of all dialects, by name. What several of them have goes to the one
+        that the request speaks."""
+        checks = {dialect.name: dialect.check for dialect in DIALECTS}
+        found: dict[tuple[str, str], dict[str, Handler]] = {}
+        for name, own in routes.items():
+            for route in own:
+                found.setdefault((route.method, route.path), {})[name] = self._before(route, checks.get(name))
+        return {key: next(iter(own.values())) if len(own) == 1 else _by_dialect(own) for key, own in found.items()}
+
+    def _before(self, route: Route, check: Callable[[web.Request], object] | None) -> Handler:
+        """The route's handler, behind the steps of its row."""
+        resends, reads, passes = route.resends, route.reads, route.passes
+
+        async def handler(http: web.Request) -> web.StreamResponse:
+            if route.continues is not None and route.continues in http.query:
+                return await route.handler(http)
+            # 1. Admit.
+            if route.key == "admin":
+                http[ADMIN_KEY] = self._auth.check_admin(http)
+            elif route.key == "tenant":
+                tenant = self.admit(http)
+                # 2. Resend.
+                if resends:
+                    sent = await read_raw(http, self._server)
+                    if (known := await self._resends.answer(http, tenant, sent)) is not None:
+                        return known
+            # 3. Read.
+            if reads:
+                body = http[BODY] = await read_json(http, self._server)
+                # 4. Pass through.
+                if passes is not None:
+                    model = model_name(http.match_info["model"]) if "model" in http.match_info else body.get("model")
+                    passing = self._passthrough.answer(http, tenant, model, body, metered=passes == "metered")
+                    if (answer := await passing) is not None:
+                        return answer
+            # 5. Check.
+            if check is not None:
+                check(http)
+            return await route.handler(http)
+
+        return handler
+
+    def admit(self, http: web.Request) -> Tenant:
+        """Whose request this is. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a
+        header that makes no sense."""
+        tenant = http[TENANT] = self._auth.tenant(http)
+        record = http[RECORD]
+        record.tenant = tenant.name
+        record.ignored.refuse = self._refuses_unknown(tenant.name)
+        if rooms := self._limits.rooms(tenant.name):
+            record.allowance = Allowance(**rooms)
+        record.reuse = from_headers(http.headers)
+        record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
+        record.may_have_priority = tenant.priority
+        return tenant
+
+
+def _by_dialect(handlers: Mapping[str, Handler]) -> Handler:
+    async def handler(http: web.Request) -> web.StreamResponse:
+        return await handlers.get(dialect_of(http).name, handlers[DIALECTS[-1].name])(http)
+
+    return handler
