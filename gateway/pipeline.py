@@ -98,36 +98,50 @@ class Pipeline:
                 # 3. Who holds its prefix, of the engines that are there now?
                 engines, ask = await self._ask(request, prompt, lost)
                 waited_s = time.monotonic()
-                # 4. + 5. Wait for a place, at the one where the first token will come soonest.
+                # 4. + 5. Wait for a slot, at the one where the first token will come soonest.
                 async with self._slot(request, engines, ask) as engine:
                     now = time.monotonic()
                     request.trace.queue_ms += (now - waited_s) * 1e3
                     request.trace.overhead_ms = (now - request.received_s) * 1e3 - request.trace.queue_ms
                     # 6. Stream.
-                    async with aclosing(self._generate(request, prompt, sampling, engine)) as events:
-                        async for event in events:
-                            yield event
-                    return
+                    sequence = _Sequence(self._prompts, self._key_misses, request, prompt, engine)
+                    async with aclosing(engine.generate(prompt, sampling, request)) as updates:
+                        async for update in updates:
+                            for event in sequence.feed(update):
+                                yield event
+                            if sequence.ended:
+                                return
+                            if time.monotonic() > request.deadline_s:
+                                raise DeadlineError(
+                                    "The answer took longer than this server allows (server.request_timeout_s)."
+                                )
+                    raise EngineLostError(f"Engine {engine.name} ended the answer without a reason.")
             except EngineLostError as error:
-                # Before the first byte another engine takes over; after it the dialect ends the stream with an error.
-                if request.trace.first_token_ms is not None:
-                    raise
-                if error.died and request.lane == "batch":  # its line is counted, and tried again when it is alone
-                    raise
-                if error.died and dead is not None:
-                    raise EnginesDiedError from error
-                dead = error if error.died else dead
-                if attempt == self._max_attempts:
-                    raise OverloadedError(f"No engine took the request. {error.message}", retry_after_s=1.0) from error
+                dead = self._try_again(request, error, dead, attempt)
                 if engine is not None:
                     lost.add(engine.hello.incarnation)
-                request.trace.retries = attempt
                 name = engine.name if engine else "of a group"
                 log.warning("engine %s was lost before the first token; request %s goes on", name, request.request_id)
             except OverloadedError as error:
                 if dead is None or request.trace.first_token_ms is not None:
                     raise
                 raise dead from error
+
+    def _try_again(
+        self, request: Request, error: EngineLostError, dead: EngineLostError | None, attempt: int
+    ) -> EngineLostError | None:
+        """Before the first byte another engine takes over; after it the dialect ends the stream with an error. Returns
+        the error of an engine that died, if one has; raises what the client is told."""
+        if request.trace.first_token_ms is not None:
+            raise error
+        if error.died and request.lane == "batch":  # its line is counted, and tried again when it is alone
+            raise error
+        if error.died and dead is not None:
+            raise EnginesDiedError from error
+        if attempt == self._max_attempts:
+            raise OverloadedError(f"No engine took the request. {error.message}", retry_after_s=1.0) from error
+        request.trace.retries = attempt
+        return error if error.died else dead
 
     async def _ask(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> tuple[Sequence[Engine], Ask]:
         """The engines that serve its model, and what it would cost them."""
@@ -174,42 +188,54 @@ class Pipeline:
                 engine = await slot.enter_async_context(self._queue.slot(engines, ask))
             yield engine
 
-    async def _generate(
-        self, request: Request, prompt: EncodedPrompt, sampling: Sampling, engine: Engine
-    ) -> AsyncGenerator[Event, None]:
-        trace, reader = request.trace, self._prompts.reader(request, engine.hello)
-        trace.engine = engine.name
-        async with aclosing(engine.generate(prompt, sampling, request)) as updates:
-            async for update in updates:
-                if update.finish == "error":
-                    raise _failure(request, update)
-                if trace.first_token_ms is None:
-                    meter_start(request, prompt, engine.hello.namespace.block_size, update)
-                    self._key_misses.look(request, prompt)
-                    told = update.prompt_logprobs
-                    scored = () if told is None else self._prompts.score(prompt, told, engine.hello)
-                    yield Started(engine.name, usage_of(trace), scored)
-                for tokens, logprobs in _pieces(request, update):
-                    trace.completion_tokens += len(tokens)
-                    for event in reader.feed(tokens, logprobs):
-                        yield event
-                    if reader.ended:
-                        break
-                trace.completion_tokens += update.stop_id is not None and not reader.ended
-                if not reader.ended and update.finish in ("stop", "length"):
-                    for event in reader.flush():
-                        yield event
-                if reader.ended or update.finish in ("stop", "length"):
-                    reason = _reason(reader, update)
-                    trace.finish = reason
-                    yield Finished(reason, usage_of(trace), reader.met)
-                    return
-                if time.monotonic() > request.deadline_s:
-                    raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).")
-        raise EngineLostError(f"Engine {engine.name} ended the answer without a reason.")
+
+class _Sequence:
+    """Updates of one sequence into the events of its answer, metered in the request's trace. `ended` when the last of
+    them is there."""
+
+    def __init__(
+        self, prompts: Prompts, key_misses: KeyMisses, request: Request, prompt: EncodedPrompt, engine: Engine
+    ) -> None:
+        self._prompts = prompts
+        self._key_misses = key_misses
+        self._request = request
+        self._prompt = prompt
+        self._engine = engine
+        self._reader = prompts.reader(request, engine.hello)
+        self.ended = False
+        request.trace.engine = engine.name
+
+    def feed(self, update: SequenceUpdate) -> list[Event]:
+        """What became certain with this update. Raises what the engine failed with."""
+        if update.finish == "error":
+            raise _failure(self._request, update)
+        trace, reader = self._request.trace, self._reader
+        events: list[Event] = [self._start(update)] if trace.first_token_ms is None else []
+        for tokens, logprobs in _slices(self._request, update):
+            trace.completion_tokens += len(tokens)
+            events += reader.feed(tokens, logprobs)
+            if reader.ended:
+                break
+        trace.completion_tokens += update.stop_id is not None and not reader.ended
+        complete = update.finish in ("stop", "length")
+        if complete and not reader.ended:
+            events += reader.flush()
+        if complete or reader.ended:
+            self.ended = True
+            trace.finish = reason = _reason(reader, update)
+            events.append(Finished(reason, usage_of(trace), reader.met))
+        return events
+
+    def _start(self, update: SequenceUpdate) -> Started:
+        request, hello = self._request, self._engine.hello
+        meter_start(request, self._prompt, hello.namespace.block_size, update)
+        self._key_misses.look(request, self._prompt)
+        logprobs = update.prompt_logprobs
+        scored = () if logprobs is None else self._prompts.score(self._prompt, logprobs, hello)
+        return Started(self._engine.name, usage_of(request.trace), scored)
 
 
-def _pieces(request: Request, update: SequenceUpdate) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
+def _slices(request: Request, update: SequenceUpdate) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
     """Its tokens one by one where the text may end an answer, so that nothing behind that end is counted: how many
     tokens come with an update is chance."""
     tokens, logprobs = update.tokens, update.logprobs or ()

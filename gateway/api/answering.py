@@ -21,7 +21,7 @@ from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import reply
 from gateway.api.resend import SEEN, Written, may_come_again
 from gateway.api.stamps import Stamp
-from gateway.api.stream import Answers, Echo, Keeper, Shape, collect, stream, stream_headers
+from gateway.api.stream import Account, Answers, Echo, Keeper, Shape, collect, stream, stream_headers
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.stages import Engine
@@ -82,13 +82,15 @@ class AnswerShape(Shape, Protocol):
 
 
 class Asked(NamedTuple):
-    """A Call, its model, and how the answer is written. `pipeline`: what answers in its place and calls it in
-    turn. `stamp` is what is new in each answer, of one that may be given again as it was written; None: it may not."""
+    """A Call, its model, and how its answer is written and accounted for.
+
+    stamp  what is new in each answer, of one that may be given again as it was written; None: it may not
+    """
 
     call: Call
     model: Hello
     shape: AnswerShape
-    pipeline: Answers | None = None
+    account: Account | None = None
     stamp: Stamp | None = None
 
 
@@ -173,20 +175,20 @@ class Answering:
 
         media_type  of a stream
         """
-        call, model, shape, pipeline, _ = asked
+        call, model, shape, account, _ = asked
         if not call.stream:
             body = await self.whole(http[RECORD], http[TENANT], asked)
             self._remember(http, asked, {"Content-Type": JSON}, [body])
             return reply(body, **kvasir_headers(http[RECORD]))
         noted: list[bytes] = []
-        response = await self.stream(http, call, model, shape, media_type=media_type, pipeline=pipeline, noted=noted)
+        response = await self.stream(http, call, model, shape, media_type=media_type, account=account, noted=noted)
         self._remember(http, asked, stream_headers(media_type), noted)
         return response
 
     async def whole(self, record: Record, tenant: Tenant, asked: Asked) -> bytes:
         """The body of an answer that is no stream."""
-        call, model, shape, pipeline, _ = asked
-        answers, usage = await self.collect(record, tenant, call, model, pipeline=pipeline)
+        call, model, shape, account, _ = asked
+        answers, usage = await self.collect(record, tenant, call, model, account=account)
         return shape.body(answers, usage)
 
     async def stream(
@@ -198,7 +200,7 @@ class Answering:
         *,
         keeper: Keeper | None = None,
         media_type: str = SSE,
-        pipeline: Answers | None = None,
+        account: Account | None = None,
         noted: list[bytes] | None = None,
     ) -> web.StreamResponse:
         """A stream that is complete when this returns. Raises only while nothing was sent. `noted` gets what was
@@ -207,29 +209,30 @@ class Answering:
         requests = await self.begun(http[RECORD], http[TENANT], call, model)
         return await stream(
             http,
-            pipeline or self.pipeline,
+            self.pipeline,
             requests,
             shape,
             self._echo(call, model),
             at_once=PROMPTS_AT_ONCE,
             first_byte_s=self._server.first_byte_s,
+            account=account,
             keeper=keeper,
             media_type=media_type,
             noted=noted,
         )
 
     async def collect(
-        self, record: Record, tenant: Tenant, call: Call, model: Hello, *, pipeline: Answers | None = None
+        self, record: Record, tenant: Tenant, call: Call, model: Hello, *, account: Account | None = None
     ) -> tuple[list[Answer], Usage]:
         """The answers that are told, and the usage of all that were generated."""
-        return await self.collected(await self.begun(record, tenant, call, model), call, model, pipeline=pipeline)
+        return await self.collected(await self.begun(record, tenant, call, model), call, model, account=account)
 
     async def collected(
-        self, requests: list[Request], call: Call, model: Hello, *, pipeline: Answers | None = None
+        self, requests: list[Request], call: Call, model: Hello, *, account: Account | None = None
     ) -> tuple[list[Answer], Usage]:
         """As `collect`, of the call's own requests."""
-        requested = pipeline or self.pipeline
-        answers = await collect(requested, requests, self._echo(call, model), at_once=PROMPTS_AT_ONCE)
+        echo = self._echo(call, model)
+        answers = await collect(self.pipeline, requests, echo, at_once=PROMPTS_AT_ONCE, account=account)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         return call.choices.told(answers, logprobs=call.sampling.logprobs is not None), usage
 

@@ -79,6 +79,18 @@ class Shape(Protocol):
         ...
 
 
+class Account(Protocol):
+    """What a dialect finds out about an answer, for its usage."""
+
+    async def started(self, request: Request) -> None:
+        """Before its first byte is written."""
+        ...
+
+    async def finished(self, request: Request) -> None:
+        """Before its last."""
+        ...
+
+
 class Keeper(Protocol):
     """Who keeps what a stream tells: told how it ended before the client is. Never raises."""
 
@@ -87,7 +99,9 @@ class Keeper(Protocol):
     async def failed(self, error: KvasirError) -> None: ...
 
 
-async def collect(pipeline: Answers, requests: Sequence[Request], echo: Echo, *, at_once: int) -> list[Answer]:
+async def collect(
+    pipeline: Answers, requests: Sequence[Request], echo: Echo, *, at_once: int, account: Account | None = None
+) -> list[Answer]:
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
     async def one(index: int, request: Request) -> Answer:
@@ -99,8 +113,10 @@ async def collect(pipeline: Answers, requests: Sequence[Request], echo: Echo, *,
                     pieces.append(event)
                 elif type(event) is Started:
                     prompt = event.scored
+                    if account is not None:
+                        await account.started(request)
                 elif type(event) is Finished:
-                    end = _told(event, request)
+                    end = await _finished(event, request, account)
                     echoed = echo(index)
                     said = [piece for piece in pieces if isinstance(piece, TextDelta)]
                     scored = tuple(one for piece in said for one in piece.scored)
@@ -128,6 +144,7 @@ async def stream(
     *,
     at_once: int,
     first_byte_s: float = 0.0,
+    account: Account | None = None,
     keeper: Keeper | None = None,
     media_type: str = SSE,
     noted: list[bytes] | None = None,
@@ -135,7 +152,7 @@ async def stream(
     """Answers over SSE, or what else the shape writes, complete, and ended as it has to be. Raises only while nothing
     was sent. `noted` gets all that was written, of one answer that may come again. `first_byte_s`: see
     server.first_byte_s."""
-    sse = _Sse(http, shape, keeper, media_type, alone=len(requests) == 1, noted=noted)
+    sse = _Sse(http, shape, account, keeper, media_type, alone=len(requests) == 1, noted=noted)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(pipeline.answer(request)) as events:
@@ -175,8 +192,10 @@ def stream_headers(media_type: str) -> dict[str, str]:
     return {"Content-Type": f"{media_type}; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def _told(event: Finished, request: Request) -> Finished:
+async def _finished(event: Finished, request: Request, account: Account | None) -> Finished:
     """What is reported of an end. The prompt of a group is counted with its first request."""
+    if account is not None:
+        await account.finished(request)
     if not request.number:
         return event
     trace = request.trace
@@ -224,6 +243,7 @@ class _Sse:
         self,
         http: web.Request,
         shape: Shape,
+        account: Account | None,
         keeper: Keeper | None,
         media_type: str,
         *,
@@ -233,7 +253,7 @@ class _Sse:
         """`alone`: there is one choice."""
         self.record: Record = http[RECORD]
         self.response: web.StreamResponse | None = None
-        self._http, self._shape, self._keeper = http, shape, keeper
+        self._http, self._shape, self._account, self._keeper = http, shape, account, keeper
         self._media_type, self._alone = media_type, alone
         self._may_note = noted
         self._noted: list[bytes] | None = None
@@ -247,48 +267,38 @@ class _Sse:
         started = await anext(events)
         if type(started) is not Started:
             raise KvasirError("The answer began with something else.")
+        if self._account is not None:
+            await self._account.started(request)
         if self._alone and request.trace.repeat is not None:
             self._noted = self._may_note
         response = await self.begin(index, echo(index), started)
-        if (lookup := request.trace.lookup) is not None and lookup.all_there:
-            return await self._at_once(index, request, events, response)
         write, text, call = response.write, self._shape.text, self._shape.call
-        async for event in events:
-            if type(event) is TextDelta:
-                await write(text(index, event))
-            elif type(event) is CallDelta:
-                await write(call(index, event))
-            elif type(event) is Finished:
-                end = _told(event, request)
-                closing = self._shape.closing(index, end)
-                if self._alone:
-                    return closing, end.usage
-                await write(closing)
-                return b"", end.usage
-        raise KvasirError("The answer ended without a reason.")
-
-    async def _at_once(
-        self, index: int, request: Request, events: AsyncGenerator[Event, None], response: web.StreamResponse
-    ) -> tuple[bytes, Usage]:
-        """As `choice`, of an answer that is all there: its pieces stay what they are, and go out together."""
-        pieces: list[bytes] = []
+        lookup = request.trace.lookup
+        at_once = lookup is not None and lookup.all_there
+        held: list[bytes] = []  # chunks of an answer that is all there, which go out together
         size = 0
         async for event in events:
-            if type(event) is Finished:
-                end = _told(event, request)
-                pieces.append(self._shape.closing(index, end))
-                if self._alone:
-                    return b"".join(pieces), end.usage
-                await response.write(b"".join(pieces))
-                return b"", end.usage
             if type(event) is TextDelta:
-                pieces.append(self._shape.text(index, event))
+                chunk = text(index, event)
             elif type(event) is CallDelta:
-                pieces.append(self._shape.call(index, event))
-            if (size := size + len(pieces[-1])) > MAX_WRITE:
-                await self._write(response, b"".join(pieces))
-                pieces, size = [], 0
-        raise KvasirError("The answer ended without a reason.")
+                chunk = call(index, event)
+            elif type(event) is Finished:
+                end = await _finished(event, request, self._account)
+                break
+            if not at_once:
+                await write(chunk)
+                continue
+            held.append(chunk)
+            if (size := size + len(chunk)) > MAX_WRITE:
+                await self._write(response, b"".join(held))
+                held, size = [], 0
+        else:
+            raise KvasirError("The answer ended without a reason.")
+        closing = b"".join([*held, self._shape.closing(index, end)])
+        if self._alone:
+            return closing, end.usage
+        await write(closing)
+        return b"", end.usage
 
     async def begin(self, index: int, echoed: str, started: Started) -> web.StreamResponse:
         self.pings.stop()

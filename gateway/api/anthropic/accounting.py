@@ -1,5 +1,4 @@
-"""Stands between the pipeline and the answer to a message: it finds out what the cache did for the prompt, in the terms
-of the Anthropic API, before the answer begins.
+"""What the cache did for the prompt of a message, in the terms of the Anthropic API, before its answer begins.
 
 Where an entry was read that is at none of the request's breakpoints, the blocks before those are looked for in the
 prompt, the nearest first: a conversation that is marked at its end reads what its turn before has written.
@@ -7,8 +6,6 @@ prompt, the nearest first: a conversation that is marked at its end reads what i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -17,7 +14,7 @@ from gateway.api.anthropic.caching import DEFAULT_TTL, HOUR_S, Cached, Caching, 
 from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.response import MessageShape
 from gateway.config import duration_s
-from gateway.types import ChatPrompt, Event, Finished, Marker, Request, Started
+from gateway.types import ChatPrompt, Marker, Request
 
 NEAR: Final = 4
 """Blocks before a breakpoint that are looked for first."""
@@ -26,15 +23,13 @@ NEAR: Final = 4
 class Pipeline(Protocol):
     """The pipeline."""
 
-    def answer(self, request: Request) -> AsyncGenerator[Event, None]: ...
-
     async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
         """Where the markers of its prompt are, in tokens."""
         ...
 
 
-class Accounted:
-    """The pipeline, for one message."""
+class MessageAccount:
+    """A stream.Account, of one message."""
 
     def __init__(self, pipeline: Pipeline, caching: Caching, shape: MessageShape, diagnosis: Diagnosis | None) -> None:
         """`diagnosis` None: nobody asks for one, and nothing is remembered."""
@@ -43,17 +38,12 @@ class Accounted:
         self._shape = shape
         self._diagnosis = diagnosis
 
-    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        """The events of the pipeline. The shape knows the figures before the first of them is written."""
-        async with aclosing(self._pipeline.answer(request)) as events:
-            async for event in events:
-                if type(event) is Started:
-                    await self._begin(request)
-                elif type(event) is Finished and self._diagnosis is not None:
-                    await self._diagnosis.remember(request, self._shape.cached)
-                yield event
+    async def finished(self, request: Request) -> None:
+        if self._diagnosis is not None:
+            await self._diagnosis.remember(request, self._shape.cached)
 
-    async def _begin(self, request: Request) -> None:
+    async def started(self, request: Request) -> None:
+        """Fills the figures into the shape."""
         shape, trace = self._shape, request.trace
         shape.cached = cached = await self._cached(request)
         trace.told_cached_tokens, trace.cache_write_tokens = cached.read, cached.written

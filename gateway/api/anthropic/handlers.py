@@ -9,7 +9,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from gateway.api.answering import Answering, Asked, parsed
-from gateway.api.anthropic.accounting import Accounted
+from gateway.api.anthropic.accounting import MessageAccount
 from gateway.api.anthropic.diagnosis import Diagnosis
 from gateway.api.anthropic.pages import MODELS, read_page
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
@@ -103,10 +103,10 @@ class Anthropic:
         told: ServiceTier = "batch" if record.lane == "batch" else TOLD_TIERS[grant(call.tier, record)]
         shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=told)
         diagnosis = Diagnosis(self._fingerprints, asked.question, shape.message_id) if asked.question else None
-        pipeline = Accounted(self._answering.pipeline, asked.caching, shape, diagnosis)
+        account = MessageAccount(self._answering.pipeline, asked.caching, shape, diagnosis)
         # Each call has an id of its own, and a diagnosis is told once.
         may_come_again = call.tool_use is None and diagnosis is None
-        return Asked(call, model, shape, pipeline, shape.stamp() if may_come_again else None)
+        return Asked(call, model, shape, account, shape.stamp() if may_come_again else None)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""
