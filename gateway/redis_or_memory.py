@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
+from gateway import contents
 from gateway.config import Settings, StoredResponseSettings
-from gateway.contents.memory_contents import MemoryContents
-from gateway.contents.redis_contents import RedisContents
-from gateway.contents.shared_contents import SharedContents
+from gateway.contents import Contents
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.index.redis_index import RedisIndex
@@ -29,9 +28,9 @@ from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.redis_removals import RedisRemovals
 from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker
-from gateway.stores.base import Store
-from gateway.stores.memory_store import MemoryStore
-from gateway.stores.redis_store import RedisStore
+from gateway.storage.byte_store import ByteStore, Quota
+from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.redis_bytes import RedisBytes
 
 REDIS_RETRY_S: Final = 1.0
 """Without Redis after a failure, before it is asked again: a gateway notices its return within a second."""
@@ -68,24 +67,23 @@ class RedisOrMemory:
         shared = None if self.redis is None else RedisCounters(self.redis, lease_s=lease_s, **self._calls)
         return SharedCounters(shared, MemoryCounters(lease_s=lease_s))
 
-    def contents(self) -> MemoryContents | SharedContents:
+    def contents(self) -> Contents:
         """What clients of the Gemini API have us keep."""
-        memory = MemoryContents(self.settings.gemini, time.time)
-        if self.redis is None:
-            return memory
-        return SharedContents(RedisContents(self.redis, self.settings.gemini, time.time, **self._calls), memory)
+        limits, quota = self.settings.gemini, contents.quota_of(self.settings.gemini)
+        shared = None if self.redis is None else RedisBytes(self.redis, contents.STORE, quota, time.time, **self._calls)
+        return Contents(limits, time.time, MemoryBytes(quota, time.time), shared)
 
     def book(self) -> Book:
         """The rows of the ledger."""
         return MemoryBook() if self.redis is None else RedisBook(self.redis, **self._calls)
 
-    def stored_responses(self) -> Store:
+    def stored_responses(self) -> ByteStore:
         """Responses that clients may ask for again, or continue."""
-        return self._store("responses", self.settings.stored_responses)
+        return self._bytes("responses", self.settings.stored_responses)
 
-    def fingerprints(self) -> Store:
+    def fingerprints(self) -> ByteStore:
         """Of prompts, for telling a client of the Anthropic API why one missed the cache."""
-        return self._store("fingerprints", self.settings.anthropic.fingerprints)
+        return self._bytes("fingerprints", self.settings.anthropic.fingerprints)
 
     def answers(self) -> RedisEntries | None:
         """Answers that are kept, for all gateways."""
@@ -105,7 +103,13 @@ class RedisOrMemory:
         """What operators removed, for all gateways to hear of."""
         return None if self.redis is None else RedisRemovals(self.redis, **self._calls)
 
-    def _store(self, name: str, limits: StoredResponseSettings) -> Store:
+    def _bytes(self, name: str, limits: StoredResponseSettings) -> ByteStore:
+        quota = quota_of(limits)
         if self.redis is None:
-            return MemoryStore(limits)
-        return RedisStore(self.redis, limits, name=name, **self._calls)
+            return MemoryBytes(quota, time.time)
+        return RedisBytes(self.redis, name, quota, time.time, **self._calls)
+
+
+def quota_of(limits: StoredResponseSettings) -> Quota:
+    """Of one tenant."""
+    return Quota(limits.max_responses, limits.max_bytes, limits.max_response_bytes, ttl_s=limits.ttl_s)

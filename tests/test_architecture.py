@@ -17,9 +17,7 @@ STAGES = (
     "routing",
     "queues",
     "engines",
-    "contents",
     "files",
-    "stores",
     "ledger",
     "limits",
     "upstreams",
@@ -37,10 +35,10 @@ WITH_NUMPY = {
 FOUNDATION = {
     *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.breaker"),
     *("gateway.storage.redis_calls", "gateway.storage.breaker", "gateway.storage.scripts"),
+    *("gateway.storage.byte_store", "gateway.storage.memory_bytes", "gateway.storage.redis_bytes"),
     *("gateway.config", "gateway.digests", "gateway.fair_queue", "gateway.logs", "gateway.native"),
 }
 PROMISES = {
-    "gateway.stores.base",
     "gateway.queues.batch.base",
     "gateway.ledger.base",
     "gateway.responses.entries",

@@ -76,7 +76,7 @@ from gateway.config import (
 )
 from gateway.queues.batch.base import Batches
 from gateway.responses.listing import Answers
-from gateway.stores.base import Store
+from gateway.storage.byte_store import ByteStore
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
@@ -103,7 +103,7 @@ def build_app(
     upstreams: Upstreams,
     embedder: Embedder,
     responses: ResponseStore,
-    fingerprints: Store,
+    fingerprints: ByteStore,
     stored_responses: StoredResponseSettings,
     contents: ContentStore,
     files: FileStore,

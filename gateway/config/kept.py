@@ -45,11 +45,6 @@ class StoredResponseSettings(Section):
         256, description="Responses that one gateway works on in the background at a time; the next one gets 429."
     )
 
-    @property
-    def largest_bytes(self) -> int:
-        """Of what is kept."""
-        return min(self.max_response_bytes, self.max_bytes)
-
 
 class FileSettings(Section):
     """[files]: what clients upload with `/v1/files`."""

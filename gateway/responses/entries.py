@@ -69,6 +69,10 @@ class About:
     expires_s: float
     num_bytes: int
 
+    @classmethod
+    def of(cls, entry: Entry) -> About:
+        return cls(entry.owner, entry.id, entry.model, entry.created_s, entry.expires_s, entry.num_bytes)
+
 
 class Entries(Protocol):
     """Answers by owner and id, within bytes, the one that was used longest ago goes first; none is found past its

@@ -13,7 +13,8 @@ from typing import Protocol, TypeVar
 from gateway.errors import RedisDownError
 from gateway.responses.entries import Entries, Entry
 from gateway.responses.key import entry_id
-from gateway.responses.memory_entries import MemoryEntries, MemoryFigures
+from gateway.responses.memory_entries import MemoryEntries
+from gateway.storage.memory_bytes import MemoryFigures
 
 _T = TypeVar("_T")
 

@@ -49,8 +49,7 @@ class Removal:
     at_s: float
 
     def takes(self, entry: Entry) -> bool:
-        about = About(entry.owner, entry.id, entry.model, entry.created_s, entry.expires_s, entry.num_bytes)
-        return self.chosen.takes(about, self.at_s)
+        return self.chosen.takes(About.of(entry), self.at_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ from gateway.config import (
     RedisSettings,
     ResponseCacheSettings,
     SemanticCacheSettings,
-    StoredResponseSettings,
 )
-from gateway.contents.redis_contents import RedisContents
+from gateway.contents import STORE, Contents, quota_of
 from gateway.errors import RedisDownError
 from gateway.index.redis_index import RedisIndex
 from gateway.ledger.redis_book import RedisBook
@@ -35,8 +34,10 @@ from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.semantic.redis_questions import RedisQuestions
+from gateway.storage.byte_store import Quota
+from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import connect
-from gateway.stores.redis_store import RedisStore
 from tests.fakes.redis_process import RedisProcess
 
 TIMEOUT_S = RedisSettings().timeout_s
@@ -45,10 +46,12 @@ TIMEOUT_S = RedisSettings().timeout_s
 def stores(redis: Redis) -> dict[str, Callable[[], Awaitable[object]]]:
     """A call of each."""
     counters = RedisCounters(redis, lease_s=60, timeout_s=TIMEOUT_S)
-    store = RedisStore(redis, StoredResponseSettings(), timeout_s=TIMEOUT_S)
+    store = RedisBytes(redis, "bytes", Quota(ttl_s=60.0), time.time, timeout_s=TIMEOUT_S)
     entries = RedisEntries(redis, ResponseCacheSettings(), timeout_s=TIMEOUT_S, now=time.time)
     questions = RedisQuestions(redis, SemanticCacheSettings(), timeout_s=TIMEOUT_S)
-    contents = RedisContents(redis, GeminiSettings(), time.time, timeout_s=TIMEOUT_S)
+    limits = GeminiSettings()
+    shared = RedisBytes(redis, STORE, quota_of(limits), time.time, timeout_s=TIMEOUT_S)
+    contents = Contents(limits, time.time, MemoryBytes(quota_of(limits), time.time), shared)
     book = RedisBook(redis, timeout_s=TIMEOUT_S)
     index = RedisIndex(redis, timeout_s=TIMEOUT_S)
     scripts = RedisScripts(redis, timeout_s=BatchSettings().redis_timeout_s)

@@ -1,4 +1,4 @@
-"""The promises of gateway/contents/base.py over every implementation, with a clock that the test turns."""
+"""Cached contents, in memory and shared over Redis, with a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.config import GeminiSettings
-from gateway.contents.base import ContentStore
-from gateway.contents.memory_contents import MemoryContents
-from gateway.contents.redis_contents import RedisContents
-from gateway.contents.shared_contents import SharedContents
+from gateway.contents import Contents, quota_of
 from gateway.errors import OverloadedError, QuotaError
 from gateway.storage.breaker import RedisBreaker
+from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import connect
 from gateway.types import CachedContent
 from tests.fakes.clock import Clock
@@ -36,21 +35,21 @@ def content(clock: Clock, name: str, body: bytes = b'{"contents":[]}', *, ttl_s:
     return CachedContent(name, "org/demo", body, len(body), 17, now, now, now + ttl_s, "Ümlaut\u2028")
 
 
-@pytest.fixture(params=["memory", "redis", "shared"])
-async def store(request: pytest.FixtureRequest, redis_url: str, clock: Clock) -> AsyncIterator[ContentStore]:
-    memory = MemoryContents(LIMITS, clock)
-    if request.param == "memory":
-        yield memory
-        return
-    redis: Redis = connect(redis_url, LIMIT_S)
-    try:
-        in_redis = RedisContents(redis, LIMITS, clock, timeout_s=LIMIT_S)
-        yield in_redis if request.param == "redis" else SharedContents(in_redis, memory)
-    finally:
-        await redis.aclose()
+def make(clock: Clock, redis: Redis | None, timeout_s: float = LIMIT_S) -> Contents:
+    quota, breaker = quota_of(LIMITS), RedisBreaker(retry_s=1.0, clock=clock)
+    memory = MemoryBytes(quota, clock)
+    if redis is None:
+        return Contents(LIMITS, clock, memory)
+    shared = RedisBytes(redis, "contents", quota, clock, timeout_s=timeout_s, breaker=breaker)
+    return Contents(LIMITS, clock, memory, shared)
 
 
-async def test_what_is_put_is_found_by_its_owner_and_nobody_else(store: ContentStore, clock: Clock) -> None:
+@pytest.fixture(params=["memory", "shared"])
+def store(request: pytest.FixtureRequest, redis: Redis, clock: Clock) -> Contents:
+    return make(clock, None if request.param == "memory" else redis)
+
+
+async def test_what_is_put_is_found_by_its_owner_and_nobody_else(store: Contents, clock: Clock) -> None:
     one, two = content(clock, "one", bytes(range(256))), content(clock, "two")
     await store.put("north", one)
     await store.put("north", two)
@@ -64,7 +63,7 @@ async def test_what_is_put_is_found_by_its_owner_and_nobody_else(store: ContentS
     assert await store.find("north", "one") == one
 
 
-async def test_a_list_has_everything_but_the_bodies(store: ContentStore, clock: Clock) -> None:
+async def test_a_list_has_everything_but_the_bodies(store: Contents, clock: Clock) -> None:
     kept = [content(clock, "one"), content(clock, "two")]
     for each in kept:
         await store.put("north", each)
@@ -72,7 +71,7 @@ async def test_a_list_has_everything_but_the_bodies(store: ContentStore, clock: 
     assert listed == [replace(one, body=b"") for one in kept]
 
 
-async def test_what_is_past_its_end_is_gone_at_once(store: ContentStore, clock: Clock) -> None:
+async def test_what_is_past_its_end_is_gone_at_once(store: Contents, clock: Clock) -> None:
     await store.put("north", content(clock, "one", ttl_s=60.5))  # by Redis's own clock it lasts as long as the test
     clock.now_s += 60.499
     assert await store.find("north", "one") is not None
@@ -83,7 +82,7 @@ async def test_what_is_past_its_end_is_gone_at_once(store: ContentStore, clock: 
     assert not await store.delete("north", "one")
 
 
-async def test_an_end_can_be_moved_both_ways(store: ContentStore, clock: Clock) -> None:
+async def test_an_end_can_be_moved_both_ways(store: Contents, clock: Clock) -> None:
     one = content(clock, "one", ttl_s=60)
     await store.put("north", one)
     clock.now_s += 1
@@ -96,7 +95,7 @@ async def test_an_end_can_be_moved_both_ways(store: ContentStore, clock: Clock) 
     assert await store.find("north", "one") is None
 
 
-async def test_what_is_deleted_is_gone_and_its_room_is_free(store: ContentStore, clock: Clock) -> None:
+async def test_what_is_deleted_is_gone_and_its_room_is_free(store: Contents, clock: Clock) -> None:
     for name in ("one", "two", "three"):
         await store.put("north", content(clock, name))
     assert await store.delete("north", "two")
@@ -106,7 +105,7 @@ async def test_what_is_deleted_is_gone_and_its_room_is_free(store: ContentStore,
     await store.put("north", content(clock, "four"))
 
 
-async def test_a_tenant_has_so_many_contents_and_so_many_bytes(store: ContentStore, clock: Clock) -> None:
+async def test_a_tenant_has_so_many_contents_and_so_many_bytes(store: Contents, clock: Clock) -> None:
     for name in ("one", "two", "three"):
         await store.put("north", content(clock, name, ttl_s=10))
     with pytest.raises(QuotaError, match=r"gemini\.max_contents"):
@@ -127,8 +126,8 @@ async def test_a_tenant_has_so_many_contents_and_so_many_bytes(store: ContentSto
 class Pair:
     """Two gateways over one Redis."""
 
-    here: SharedContents
-    there: SharedContents
+    here: Contents
+    there: Contents
     redis: RedisProcess
     clock: Clock
 
@@ -136,11 +135,7 @@ class Pair:
 @pytest.fixture
 async def pair(own_redis: RedisProcess, clock: Clock) -> AsyncIterator[Pair]:
     clients = [connect(own_redis.url, 1.0) for _ in range(2)]
-    stores = []
-    for client in clients:
-        breaker = RedisBreaker(retry_s=1.0, clock=clock)
-        in_redis = RedisContents(client, LIMITS, clock, timeout_s=1.0, breaker=breaker)
-        stores.append(SharedContents(in_redis, MemoryContents(LIMITS, clock)))
+    stores = [make(clock, client, timeout_s=1.0) for client in clients]
     try:
         yield Pair(stores[0], stores[1], own_redis, clock)
     finally:
@@ -167,11 +162,13 @@ async def test_while_redis_is_away_copies_are_used_and_nothing_is_changed(pair: 
     assert await pair.here.find("north", "one") == one
     await pair.here.put("north", two)
     assert {each.name for each in await pair.here.all_of("north")} == {"one", "two"}
-    for change in (pair.here.extend("north", "one", pair.clock() + 9), pair.here.delete("north", "one")):
-        with pytest.raises(OverloadedError) as refused:
-            await change
-        assert refused.value.retry_after_s == 1.0
-    assert await pair.there.find("north", "one") is None, "it never saw it"
+    for gateway in (pair.here, pair.there):
+        for change in (gateway.extend("north", "one", pair.clock() + 9), gateway.delete("north", "one")):
+            with pytest.raises(OverloadedError) as refused:
+                await change
+            assert refused.value.retry_after_s == 1.0
+    with pytest.raises(OverloadedError):
+        await pair.there.find("north", "one")  # it never saw it, and cannot know
 
 
 async def test_what_redis_lost_is_put_back_by_who_has_it(pair: Pair) -> None:

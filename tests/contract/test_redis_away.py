@@ -17,9 +17,8 @@ from gateway.config import (
     ResponseCacheSettings,
     SemanticCacheSettings,
     Settings,
-    StoredResponseSettings,
 )
-from gateway.contents.redis_contents import RedisContents
+from gateway.contents import STORE, Contents, quota_of
 from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
 from gateway.index.redis_index import RedisIndex
@@ -33,8 +32,10 @@ from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker
+from gateway.storage.byte_store import Quota
+from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import MAX_CALLS, connect
-from gateway.stores.redis_store import RedisStore
 
 TIMEOUT_S = 0.1
 BURST = 16 * MAX_CALLS
@@ -51,7 +52,7 @@ def ask(store: str, redis: Redis, timeout_s: float) -> Callable[[], Awaitable[ob
             counters = RedisCounters(redis, lease_s=60, timeout_s=timeout_s)
             return lambda: counters.take("a", Take({"requests": 1}))
         case "bytes":
-            bytes_ = RedisStore(redis, StoredResponseSettings(), timeout_s=timeout_s)
+            bytes_ = RedisBytes(redis, "bytes", Quota(ttl_s=60.0), time.time, timeout_s=timeout_s)
             return lambda: bytes_.put("a", "1", b"x")
         case "answers":
             entries = RedisEntries(redis, ResponseCacheSettings(), timeout_s=timeout_s, now=time.time)
@@ -60,7 +61,9 @@ def ask(store: str, redis: Redis, timeout_s: float) -> Callable[[], Awaitable[ob
             questions = RedisQuestions(redis, SemanticCacheSettings(), timeout_s=timeout_s)
             return lambda: questions.changes("tenant:a/m", 0)
         case "contents":
-            contents = RedisContents(redis, GeminiSettings(), time.time, timeout_s=timeout_s)
+            limits = GeminiSettings()
+            shared = RedisBytes(redis, STORE, quota_of(limits), time.time, timeout_s=timeout_s)
+            contents = Contents(limits, time.time, MemoryBytes(quota_of(limits), time.time), shared)
             return lambda: contents.find("a", "1")
         case "ledger":
             book = RedisBook(redis, timeout_s=timeout_s)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gateway.errors import RedisDownError
 
 
 class DownStore:
-    """A Store that never answers."""
+    """A ByteStore that never answers."""
 
-    async def put(self, tenant: str, key: str, body: bytes) -> bool:
+    async def _fail(self, *args: Any, **how: Any) -> Any:
         raise RedisDownError("away")
 
-    async def replace(self, tenant: str, key: str, before: bytes, body: bytes) -> bool:
-        raise RedisDownError("away")
-
-    async def find(self, tenant: str, key: str) -> bytes | None:
-        raise RedisDownError("away")
-
-    async def delete(self, tenant: str, key: str) -> bool:
-        raise RedisDownError("away")
+    put = find = look = all_of = extend = remove = _fail

@@ -45,7 +45,8 @@ from gateway.config import (
     TenantSettings,
     UpstreamSettings,
 )
-from gateway.contents.memory_contents import MemoryContents
+from gateway.contents import Contents
+from gateway.contents import quota_of as contents_quota
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.ledger.ledger import Ledger
@@ -58,6 +59,7 @@ from gateway.queues.batch.base import Batches
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
+from gateway.redis_or_memory import quota_of
 from gateway.responses.base import Audited, Semantic
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Entries
@@ -66,8 +68,8 @@ from gateway.responses.listing import Answers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.stage import ResponseCache
 from gateway.routing.router import Router
-from gateway.stores.base import Store
-from gateway.stores.memory_store import MemoryStore
+from gateway.storage.byte_store import ByteStore
+from gateway.storage.memory_bytes import MemoryBytes
 from gateway.upstreams.stage import Upstreams
 from tests.fakes.answers import FakeAnswers
 from tests.fakes.embedding import no_embedder
@@ -172,11 +174,11 @@ class Options:
     limited: LimitSettings = field(default_factory=LimitSettings)  # of every tenant
     limits: TenantLimits | None = None  # None is those of `limited` and the tenants, in memory
     embedder: Embedder = field(default_factory=no_embedder)
-    fingerprints: Store | None = None  # of prompts; None is memory
+    fingerprints: ByteStore | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     upstreams: Sequence[UpstreamSettings] = ()
     waits: QueueSettings = field(default_factory=QueueSettings)  # for a slot at one of those
-    response_store: Store | None = None  # of stored responses; None is memory
+    response_store: ByteStore | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
     files: FileSettings = field(
         default_factory=FileSettings
@@ -205,7 +207,7 @@ def make_app(
     )
     limits = given.limits = given.limits or limits_of(given)
     upstreams = upstreams or Upstreams(given.upstreams, {})
-    responses = ResponseStore(given.response_store or MemoryStore(given.stored_responses))
+    responses = ResponseStore(given.response_store or MemoryBytes(quota_of(given.stored_responses), given.now))
     return build_app(
         server=given.server,
         leases=given.leases,
@@ -223,9 +225,9 @@ def make_app(
         upstreams=given.response_cache.before(upstreams, REPLAYS),
         embedder=given.embedder,
         responses=responses,
-        fingerprints=given.fingerprints or MemoryStore(given.anthropic.fingerprints),
+        fingerprints=given.fingerprints or MemoryBytes(quota_of(given.anthropic.fingerprints), given.now),
         stored_responses=given.stored_responses,
-        contents=MemoryContents(given.gemini, given.now),
+        contents=Contents(given.gemini, given.now, MemoryBytes(contents_quota(given.gemini), given.now)),
         files=files,
         upload_timeout_s=given.files.upload_timeout_s,
         batches=given.batches,

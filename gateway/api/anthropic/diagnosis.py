@@ -16,8 +16,8 @@ from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
 from gateway.api.anthropic.wire import dotted
 from gateway.errors import RedisDownError
+from gateway.storage.byte_store import ByteStore
 from gateway.storage.redis_calls import read_or_skip
-from gateway.stores.base import Store
 from gateway.types import Request
 
 
@@ -32,7 +32,7 @@ class Question:
 class Diagnosis:
     """For one message."""
 
-    def __init__(self, store: Store, question: Question, message_id: str) -> None:
+    def __init__(self, store: ByteStore, question: Question, message_id: str) -> None:
         self._store = store
         self._question = question
         self._message_id = message_id

@@ -24,7 +24,7 @@ from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import ModelNotFoundError
-from gateway.stores.base import Store
+from gateway.storage.byte_store import ByteStore
 
 _EXAMPLE: Final = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]}
 
@@ -41,7 +41,7 @@ class Anthropic:
         leases: LeaseSettings,
         settings: AnthropicSettings,
         answering: Answering,
-        fingerprints: Store,
+        fingerprints: ByteStore,
     ) -> None:
         """`fingerprints` keeps those of prompts, for diagnostics."""
         self._leases = leases

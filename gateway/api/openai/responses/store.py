@@ -1,8 +1,7 @@
 """Where responses are kept: for GET, for input_items, and as what a next response goes on from.
 
 A store belongs to tenants: what one has kept does not exist for another. It is bounded by count, bytes and time, and
-what was kept first goes first. The bytes are in a Store (gateway/stores); one that is down keeps nothing, and costs no
-answer.
+what was kept first goes first. The bytes are in a ByteStore; one that is down keeps nothing, and costs no answer.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -18,8 +18,8 @@ import orjson
 
 from gateway.api.openai.responses.items import Item
 from gateway.errors import RedisDownError
+from gateway.storage.byte_store import ByteStore, Put
 from gateway.storage.redis_calls import read_or_skip
-from gateway.stores.base import Store
 from gateway.tasks import off_loop, work_of
 
 _ID: Final = re.compile(r"resp_[0-9a-f]{32}")
@@ -53,7 +53,7 @@ class Kept:
 class ResponseStore:
     """What the handlers see."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ByteStore) -> None:
         self._store = store
         self._outcomes: Counter[str] = Counter()
 
@@ -74,15 +74,15 @@ class ResponseStore:
         """Whether it is kept now, in place of what was kept as `before`: not where that was deleted, or is another one
         by now. Never raises."""
         body = kept.body
-        done = await self._put(self._store.replace(tenant, kept.response["id"], before, body))
+        done = await self._put(self._store.put(tenant, kept.response["id"], body, expected=before))
         if done:
             self._outcomes["kept"] += 1
         return bool(done)
 
-    async def _put(self, put: Awaitable[bool]) -> bool | None:
-        """None while Redis is unreachable."""
+    async def _put(self, put: Awaitable[Put]) -> bool | None:
+        """Whether it is stored; None while Redis is unreachable."""
         try:
-            return await put
+            return await put == "stored"
         except RedisDownError:
             self._outcomes["failed"] += 1
             return None
@@ -100,7 +100,7 @@ class ResponseStore:
         """Whether it was there. Raises RedisDownError when it cannot be known."""
         if not _ID.fullmatch(response_id):
             return False
-        return await self._store.delete(tenant, response_id)
+        return await self._store.remove(tenant, response_id)
 
     async def remember_upstream(self, tenant: str, upstream: str, kept_id: str) -> None:
         """That an upstream keeps a response, or something of one, which it made for the tenant. Never raises."""
@@ -115,7 +115,8 @@ class ResponseStore:
 
     async def forget_upstream(self, tenant: str, response_id: str) -> None:
         """It was deleted there. Never raises."""
-        await self._put(self._store.delete(tenant, _UPSTREAM + response_id))
+        with suppress(RedisDownError):
+            await self._store.remove(tenant, _UPSTREAM + response_id)
 
 
 def _kept(body: bytes) -> Kept:

@@ -15,7 +15,9 @@ from gateway.api.openai.responses.background import settled
 from gateway.api.openai.responses.store import Kept
 from gateway.config import ServerSettings, StoredResponseSettings, TenantSettings
 from gateway.errors import EngineFailedError, RedisDownError
-from gateway.stores.memory_store import MemoryStore
+from gateway.redis_or_memory import quota_of
+from gateway.storage.byte_store import Put
+from gateway.storage.memory_bytes import MemoryBytes
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.pipeline import FakePipeline
 from tests.fakes.waiting import until
@@ -23,18 +25,18 @@ from tests.fakes.waiting import until
 TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
 
 
-class WatchedStore(MemoryStore):
+class WatchedStore(MemoryBytes):
     """Says when something was put."""
 
     def __init__(self) -> None:
-        super().__init__(StoredResponseSettings())
+        super().__init__(quota_of(StoredResponseSettings()), time.time)
         self.puts: asyncio.Queue[str] = asyncio.Queue()
         self.down = False
 
-    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
+    async def put(self, tenant: str, response_id: str, *args: Any, **how: Any) -> Put:
         if self.down:
             raise RedisDownError("away")
-        kept = await super().put(tenant, response_id, body)
+        kept = await super().put(tenant, response_id, *args, **how)
         self.puts.put_nowait(response_id)
         return kept
 
@@ -138,19 +140,12 @@ class GatedStore(WatchedStore):
         self.writes = 0
         self.reached, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def hold_back(self) -> None:
+    async def put(self, tenant: str, response_id: str, *args: Any, **how: Any) -> Put:
         self.writes += 1
         if self.writes == 2:
             self.reached.set()
             await self.gate.wait()
-
-    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
-        await self.hold_back()
-        return await super().put(tenant, response_id, body)
-
-    async def replace(self, tenant: str, key: str, before: bytes, body: bytes) -> bool:
-        await self.hold_back()
-        return await self.find(tenant, key) == before and await MemoryStore.put(self, tenant, key, body)
+        return await super().put(tenant, response_id, *args, **how)
 
 
 async def test_one_that_is_deleted_while_its_end_is_written_does_not_come_back() -> None:

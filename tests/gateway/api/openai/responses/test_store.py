@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +13,24 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.protocol import Hello
+from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.config import StoredResponseSettings, TenantSettings
-from gateway.errors import EngineLostError
-from gateway.stores.memory_store import MemoryStore
-from gateway.stores.redis_store import RedisStore
+from gateway.errors import EngineLostError, OverloadedError
+from gateway.redis_or_memory import quota_of
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.byte_store import Put
+from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.redis_bytes import RedisBytes
+from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta, Request
 from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.pipeline import FakeModels, FakePipeline, hello
+from tests.fakes.redis_process import RedisProcess
 
 TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
+
+QUOTA = quota_of(StoredResponseSettings())
 
 
 def messages(gateway: Gateway, number: int = -1) -> list[tuple[str, str]]:
@@ -28,16 +38,16 @@ def messages(gateway: Gateway, number: int = -1) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in prompt.messages]
 
 
-class WatchedStore(MemoryStore):
+class WatchedStore(MemoryBytes):
     """Says when something was put, and what the pipeline had done by then."""
 
     def __init__(self) -> None:
-        super().__init__(StoredResponseSettings())
+        super().__init__(QUOTA, time.time)
         self.changed = asyncio.Event()
         self.ids: list[str] = []
 
-    async def put(self, tenant: str, response_id: str, body: bytes) -> bool:
-        kept = await super().put(tenant, response_id, body)
+    async def put(self, tenant: str, response_id: str, *args: Any, **how: Any) -> Put:
+        kept = await super().put(tenant, response_id, *args, **how)
         self.ids.append(response_id)
         self.changed.set()
         return kept
@@ -189,12 +199,12 @@ async def test_what_was_deleted_or_never_kept_is_not_found() -> None:
 
 async def test_a_name_that_is_no_text_is_not_found_in_redis_either(redis_url: str) -> None:
     redis: Redis = Redis.from_url(redis_url)
-    store = RedisStore(redis, StoredResponseSettings(), timeout_s=LIMIT_S)
+    store = RedisBytes(redis, "responses", QUOTA, time.time, timeout_s=LIMIT_S)
     try:
         async with running(response_store=store) as gateway, gateway.sdk() as client:
             kept = await client.responses.create(model="demo", input="hi")
             assert (await client.responses.retrieve(kept.id)).to_dict() == kept.to_dict()
-            for name in ("%ff", "%00", "%ed%a0%bd", "*", "%2e.order"):
+            for name in ("%ff", "%00", "%ed%a0%bd", "*", "%2e.used"):
                 assert (await gateway.get(f"/v1/responses/{name}"))[0] == 404
     finally:
         await redis.aclose()
@@ -328,3 +338,42 @@ async def test_the_oldest_turns_are_dropped_until_the_rest_fits(context: int, ke
         assert answer.truncation == "auto"
         items = await client.responses.input_items.list(answer.id)
         assert len(items.data) == 6
+
+
+ID = f"resp_{'0a' * 16}"
+RESPONSE = Kept(
+    {"id": ID, "object": "response", "status": "completed", "created_at": 1, "output": [{"id": "msg_2"}]},
+    [{"id": "msg_1"}],
+)
+
+
+async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
+    own_redis: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.storage")
+    redis, clock = connect(own_redis.url, LIMIT_S), [0.0]
+    breaker = RedisBreaker(retry_s=10.0, clock=lambda: clock[0])
+    store = RedisBytes(redis, "responses", QUOTA, time.time, timeout_s=LIMIT_S, breaker=breaker)
+    responses = ResponseStore(store)
+    try:
+        assert await responses.put("a", RESPONSE)
+        assert await responses.find("a", ID) == RESPONSE
+        own_redis.kill()
+        for _ in range(3):
+            assert not await responses.put("a", RESPONSE)
+        assert not await responses.replace("a", RESPONSE.body, RESPONSE)
+        for ask in (responses.find, responses.delete):
+            with pytest.raises(OverloadedError) as down:
+                await ask("a", ID)
+            assert down.value.retry_after_s == 10.0
+        own_redis.start()
+        assert not await responses.put("a", RESPONSE)  # not asked again so soon
+        clock[0] += 10.0
+        assert await responses.put("a", RESPONSE)
+        found = await responses.find("a", ID)
+        assert found == RESPONSE
+        assert await responses.replace("a", found.body, RESPONSE)
+    finally:
+        await redis.aclose()
+    assert responses.outcomes == {"kept": 3, "too_large": 0, "failed": 5}
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
