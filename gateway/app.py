@@ -48,6 +48,7 @@ from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.removals import Removals
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
+from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.routing.registry import Registry
 from gateway.routing.router import Router
 from gateway.storage.redis_calls import connect
@@ -117,7 +118,7 @@ class Gateway:
         self.response_cache = _response_cache(
             settings, remembered, shared, self.removals, self.semantic_cache, self._audited
         )
-        self.remembered = self.response_cache.before(self.upstreams, REPLAYS)
+        self.remembered = RememberedUpstreams(self.upstreams, REPLAYS, self.response_cache)
         self.pipeline = Pipeline(
             prompts=self.prompts,
             index=self.index,

@@ -1,38 +1,39 @@
-"""The promises between the parts of the response cache.
-
-exact      the answer to this very request, in memory or in Redis
-flights    the same, while it is generated for somebody else
-semantic   the answer to a request that means the same
-generate   none of these; what comes is then remembered by all of them
-"""
+"""What the response cache knows of a request and of an answer, whichever backend generates it: our own engines
+(engine_answers.py) or an upstream (upstream_answers.py). stage.py does the rest once for both."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
-from gateway.types import Event, Request, Reuse, Trace
+from gateway.types import FinishReason, Hit, Lookup, Request, Reuse, Scope, Trace, UpstreamRequest
 
-Generate = Callable[[Request], AsyncGenerator[Event, None]]
-"""Steps 2 to 6 of the pipeline."""
+Item = TypeVar("Item")
+"""Of an answer: an Event of an engine, or an upstream's head and its bytes."""
+
+Mode = Literal["on", "ask", "off"]
+
+END: Final[Any] = object()
+"""The last item of answers that do not say themselves where they end."""
 
 Audited = Callable[[str, str, Trace, float], None]
-"""Told what it took to generate an answer that was only compared: the tenant who had the hit, the model as figures name
-it, the trace, and milliseconds. Never raises."""
+"""Reports what it took to generate an answer that was only compared: the tenant who had the hit, the model as figures
+name it, the trace, and milliseconds. Never raises."""
 
-Said = Callable[[], str | None]
+GetText = Callable[[], str | None]
 """The text of an answer; None for one that is more than a text, or is not complete."""
 
-Anew = Callable[[], Awaitable[str | None]]
-"""The same of an answer that is generated for the asking. Raises what generating raises."""
+Regenerate = Callable[[], Awaitable[str | None]]
+"""The same of an answer that is generated to be compared. Raises what generating raises."""
 
 
 class Situation(NamedTuple):
     """A chat without what its user said last.
 
-    digest  of everything else; who compares texts compares those of one situation
+    digest  of everything else; only texts of one situation are compared
     text    what the user said last
     """
 
@@ -40,94 +41,163 @@ class Situation(NamedTuple):
     text: str
 
 
-class Asked(Protocol):
-    """A request that may be answered from the cache, whoever would generate its answer. Itself and no other, however
-    alike: what was found for it is forgotten with it."""
-
-    @property
-    def key(self) -> bytes:
-        """Under which its answer will be kept."""
-        ...
-
-    @property
-    def owner(self) -> str:
-        """Whose it will be."""
-        ...
-
-    @property
-    def tenant(self) -> str: ...
-
-    @property
-    def model(self) -> str:
-        """As clients name it."""
-        ...
-
-    @property
-    def reuse(self) -> Reuse: ...
-
-    @property
-    def work(self) -> int:
-        """That it is to hash it (tasks.work_of)."""
-        ...
-
-    def find_unfit(self, max_temperature: float) -> str | None:
-        """Why no other request's answer will do, as far as that can be told without its text; None where one may.
-
-        tools     its answer may call some
-        form      its answer has to be more than a text, or another form of text
-        sampling  its temperature is higher
-        """
-        ...
-
-    def find_situation(self) -> Situation | None:
-        """None for what is no chat that ends with a text of its user. Hashes all of it: work for a thread, where
-        there is much."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The answer of another request, whose key this is, will do."""
+    """The answer of another request, which has this key, will do."""
 
     key: bytes
     similarity: float
 
 
-@dataclass(slots=True)
-class Figures:
-    """Since the start."""
+class Stored(NamedTuple, Generic[Item]):
+    """An answer of the cache, in the form that a request wants."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)  # requests, by Lookup.outcome
-    bypassed: Counter[str] = field(default_factory=Counter)  # requests, by reason
-    resent: int = 0  # of the exact ones, to requests that were not read: the bytes were known
-    not_kept: Counter[str] = field(default_factory=lambda: Counter(too_large=0, truncated=0))  # answers, by reason
+    items: Sequence[Item]
+    prompt_tokens: int
+    completion_tokens: int
+    generation_ms: float
+    finish: FinishReason | None = None
+
+    def hit(self, lookup: Lookup) -> Hit:
+        kind: Literal["exact", "semantic"] = "semantic" if lookup.outcome == "semantic" else "exact"
+        return Hit(kind, self.prompt_tokens, self.completion_tokens, self.generation_ms)
 
 
-class Semantic(Protocol):
-    """Answers to requests that mean the same. No method raises, and none is called for requests that the exact cache
-    is not for."""
+class Recorded(NamedTuple):
+    """A new answer, to be stored.
 
-    async def find(self, asked: Asked) -> Match | None:
-        """The answer to give, which the cache then looks up by its key."""
-        ...
+    model  as operators know it
+    text   what it says to requests that only mean the same; None: they do not get it
+    """
 
-    def repeats(self, asked: Asked) -> Callable[[], None]:
-        """What is called each time that the exact cache has the answer: nothing is to be found, one request more is to
-        be counted. Holds nothing of the request's text."""
-        ...
+    model: str
+    body: bytes
+    text: str | None
 
-    def hit(self, asked: Asked, match: Match, given: Said, anew: Anew) -> None:
-        """It was there, and is given. `anew` generates an answer of its own, for who wants to compare."""
-        ...
 
-    def gone(self, asked: Asked, match: Match) -> None:
-        """It was not there any more."""
-        ...
+Refused = Literal["too_large", "truncated", "other"]
+"""Why an answer is not stored."""
 
-    def remember(self, asked: Asked, answer: str | None) -> None:
-        """The text of what was generated, and is kept under the key; None for what no other request may get."""
-        ...
 
-    def stats(self) -> dict[str, Any]:
-        """For operators."""
-        ...
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Query(ABC, Generic[Item]):
+    """A request that may be answered from the cache. Equal to itself alone: what was found for it is forgotten with it.
+
+    key    under which its answer is stored
+    owner  of its answer: a tenant, or a namespace that several share
+    """
+
+    request: Request | UpstreamRequest
+    key: bytes
+    owner: str
+
+    metered_at_end = False
+    """Whether the tokens of an answer are known only when it has ended."""
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant.name
+
+    @property
+    def model(self) -> str:
+        """As clients name it."""
+        return self.request.model
+
+    @property
+    def reuse(self) -> Reuse:
+        return self.request.reuse
+
+    @property
+    def work(self) -> int:
+        """That it is to hash it (tasks.work_of)."""
+        return self.request.work
+
+    @property
+    def age_ms(self) -> float:
+        """Milliseconds since the request came."""
+        return (time.monotonic() - self.request.received_s) * 1e3
+
+    @property
+    def flight_key(self) -> Hashable | None:
+        """Equal for requests that may share one generation; None: it shares none."""
+        return self._flight_key(*self._wants())
+
+    def _flight_key(self, *wants: Hashable) -> Hashable | None:
+        """What is not to be stored is not shared, either."""
+        reuse = self.reuse
+        shares = reuse.read and reuse.write and not reuse.only_kept
+        return (self.key, self.request.lane, reuse, *wants) if shares else None
+
+    def other_flights(self) -> Sequence[tuple[Hashable, Any]]:
+        """Generations in other forms whose whole answer would do: their keys, and what `convert` needs to know."""
+        return ()
+
+    def convert(self, items: Sequence[Item], form: Any) -> Sequence[Item] | None:
+        """A whole answer of another form in the one that is wanted; None where that cannot be."""
+        return None
+
+    @abstractmethod
+    def _wants(self) -> tuple[Hashable, ...]:
+        """What else decides how long an answer takes, or in which form it comes."""
+
+    @abstractmethod
+    def generate(self, trace: Trace) -> AsyncGenerator[Item, None]:
+        """A new answer, metered into this trace. The last item is a Finished, or END."""
+
+    @abstractmethod
+    def off_path(self) -> Query[Item]:
+        """The same for a comparison, with a trace of its own: it runs in what the online queue leaves."""
+
+    @abstractmethod
+    def read(self, body: bytes, *, shared: bool) -> Stored[Item] | None:
+        """A stored answer; None for what cannot be read, or not be had in the form that is wanted. `shared`: requests
+        that want it otherwise get the same items."""
+
+    @abstractmethod
+    def record(self, items: Sequence[Item], trace: Trace) -> Recorded | Refused:
+        """A complete answer as it is to be stored."""
+
+    @abstractmethod
+    def text(self, items: Sequence[Item]) -> str | None:
+        """What a complete answer says; None where it is more than a text, or did not end by itself."""
+
+    def label(self, items: Sequence[Item]) -> str:
+        """The model that answered, as figures name it."""
+        return self.model
+
+    def succeeded(self, first: Item) -> bool:
+        """Whether what begins so is an answer, and no error."""
+        return True
+
+    def reused(self, item: Item) -> Item:
+        """An item that was generated for another request, as this one gets it."""
+        return item
+
+    @abstractmethod
+    def find_unfit(self, max_temperature: float) -> str | None:
+        """Why no other request's answer will do, as far as that can be seen without its text; None where one may.
+
+        tools     its answer may call some
+        form      its answer has to be more than a text, or another form of text
+        sampling  its temperature is higher
+        """
+
+    @abstractmethod
+    def find_situation(self) -> Situation | None:
+        """None for what is no chat that ends with a text of its user. Hashes all of it: work for a thread, where
+        there is much."""
+
+
+def find_refusal(reuse: Reuse, mode: Mode) -> str | None:
+    """Why the operator or the client does not want the cache: `off`, `not-asked` or `no-store`."""
+    if mode == "off" or reuse.asked is False:
+        return "off"
+    if mode == "ask" and not reuse.asked:
+        return "not-asked"
+    return None if reuse.read or reuse.write else "no-store"
+
+
+def owner_of(scope: Scope) -> str:
+    """Whose answers those of a scope are, as stores and operators know it. What clients separate theirs with is in the
+    key alone."""
+    return f"namespace:{scope.namespace}" if scope.namespace else f"tenant:{scope.tenant}"

@@ -9,9 +9,8 @@ from typing import Final
 from gateway.responses.entries import About, Entries
 from gateway.responses.listing import Chosen, Told
 from gateway.responses.memory_entries import MemoryEntries
-from gateway.responses.recording import Recording, decode
+from gateway.responses.recording import Recording, UpstreamRecording, decode, decode_upstream
 from gateway.responses.removals import Removal, Removals
-from gateway.responses.upstream_recording import Kept, find_kept
 from gateway.types import CallDelta, TextDelta
 
 AT_ONCE: Final = 16
@@ -57,7 +56,7 @@ class KeptAnswers:
 
 def _told(body: bytes) -> Told | None:
     """None for what cannot be read, which no request gets, either."""
-    if (kept := find_kept(body)) is not None:
+    if (kept := decode_upstream(body)) is not None:
         return _told_by_upstream(kept)
     try:
         return _told_by_engine(decode(body, joined=True))
@@ -65,9 +64,9 @@ def _told(body: bytes) -> Told | None:
         return None
 
 
-def _told_by_upstream(kept: Kept) -> Told:
+def _told_by_upstream(kept: UpstreamRecording) -> Told:
     """As it wrote it. Only complete answers are kept, and how they ended is in there, in the words of its API."""
-    return Told(*kept.tokens, None, b"".join(kept.pieces).decode(errors="replace"))
+    return Told(*kept.tokens, None, b"".join(kept.chunks).decode(errors="replace"))
 
 
 def _told_by_engine(recording: Recording) -> Told:

@@ -1,10 +1,15 @@
-"""Answers as bytes: the events of one, in the pieces that they came in, and back. Pure.
+"""Answers as bytes, in the chunks that they came in, and back. Pure. Of our own engines, the events of one:
 
     {"p": prompt tokens, "c": completion tokens, "r": reason, "s": stop string or null, "e": pieces,
      "t": milliseconds that it took, "o": scored tokens of the prompt, where it has some}
 
 A piece is a text; or [text, scored tokens]; or [number of the call, name, arguments]. A scored token is
 [text, bytes in hex or null, logprob, [[text, bytes, logprob], ...], offset]; null is the logprob of what cannot be.
+
+Of an upstream, its bytes and what is known of them besides; no answer of the one kind can be read as one of the other,
+since their JSON has other names:
+
+    {"form": ..., "type": ..., "label": ..., "tokens": ..., "ms": ..., "sizes": ...} LF bytes
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -153,3 +159,52 @@ def _finite(logprob: float) -> float | None:
 
 def _logprob(written: float | None) -> float:
     return -math.inf if written is None else written
+
+
+class Form(NamedTuple):
+    """What a client wants of an upstream: a stream or not, and a stream with or without its usage."""
+
+    stream: bool
+    usage: bool
+
+
+class UpstreamRecording(NamedTuple):
+    """An upstream's answer.
+
+    type    its Content-Type
+    label   of its model, for metrics
+    tokens  of its prompt, and of itself
+    ms      that it took
+    """
+
+    form: Form
+    type: str
+    label: str
+    tokens: tuple[int, int]
+    ms: float
+    chunks: Sequence[bytes]
+
+
+def encode_upstream(recording: UpstreamRecording) -> bytes:
+    head = {
+        "form": list(recording.form),
+        "type": recording.type,
+        "label": recording.label,
+        "tokens": recording.tokens,
+        "ms": round(recording.ms, 1),
+        "sizes": [len(chunk) for chunk in recording.chunks],
+    }
+    return orjson.dumps(head) + b"\n" + b"".join(recording.chunks)
+
+
+def decode_upstream(body: bytes) -> UpstreamRecording | None:
+    """None for what `encode_upstream` did not write."""
+    head, _, joined = body.partition(b"\n")
+    try:
+        read = orjson.loads(head)
+        cuts = pairwise([0, *accumulate(read["sizes"])])
+        chunks = [joined[start:end] for start, end in cuts]
+        tokens = tuple(read["tokens"])
+        return UpstreamRecording(Form(*read["form"]), read["type"], read["label"], tokens, read["ms"], chunks)
+    except (ValueError, KeyError, TypeError):
+        return None

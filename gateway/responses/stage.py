@@ -2,33 +2,57 @@
 
     memory -> flight { Redis -> semantic -> generate -> remember }
 
-Requests that are the same share a flight, which also looks into Redis once for all of them. What fails in here makes a
-cache cold and no request fail.
+For our own engines and for upstreams, whose answers are Queries (base.py). Requests that are the same share a flight,
+which also looks into Redis once for all of them. What fails in here makes a cache cold and no request fail.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from engine.protocol import Hello
 from gateway.config import ResponseCacheSettings
-from gateway.errors import KvasirError, NotCachedError
-from gateway.responses.asked import EngineAsked
-from gateway.responses.base import Audited, Generate, Semantic
-from gateway.responses.eligibility import Mode, find_bypass, may_keep
+from gateway.errors import KvasirError, NotCachedError, OverloadedError
+from gateway.responses.base import END, Audited, Item, Mode, Query, Recorded, Stored
+from gateway.responses.engine_answers import EngineQuery, Generate, find_bypass
 from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.flights import Flight, Flights
 from gateway.responses.key import entry_id
-from gateway.responses.lookups import Lookups
-from gateway.responses.recording import Recording, decode, encode, record, text_of
-from gateway.responses.upstream_answers import RememberedUpstreams, Upstreams
 from gateway.tasks import off_loop
-from gateway.types import CallDelta, Event, Finished, Hit, Lookup, Replay, Request, Started, TextDelta, Trace, Usage
+from gateway.types import (
+    CallDelta,
+    Event,
+    Finished,
+    Hit,
+    Lookup,
+    Repeat,
+    Request,
+    Reuse,
+    Started,
+    TextDelta,
+    Trace,
+    UpstreamAnswer,
+)
+
+if TYPE_CHECKING:
+    from gateway.responses.semantic.cache import SemanticCache
+
+
+@dataclass(slots=True)
+class Figures:
+    """Since the start."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)  # requests, by Lookup.outcome
+    bypassed: Counter[str] = field(default_factory=Counter)  # requests, by reason
+    resent: int = 0  # of the exact ones, to requests that were not read: the bytes were known
+    not_kept: Counter[str] = field(default_factory=lambda: Counter(too_large=0, truncated=0))  # answers, by reason
 
 
 class ResponseCache:
@@ -39,41 +63,35 @@ class ResponseCache:
         settings: ResponseCacheSettings,
         modes: Mapping[str, Mode],
         exact: ExactCache,
-        semantic: Semantic | None,
+        semantic: SemanticCache | None,
         now: Callable[[], float],
         audited: Audited | None = None,
     ) -> None:
         """`modes` are those of tenants that have one of their own. `now` is the clock of entries, since 1970."""
-        self._settings = settings
+        self.settings = settings
         self._modes = modes
         self._exact = exact
-        self._lookups = Lookups(settings, exact, semantic, now, audited)
-        self._flights: Flights[Event] = Flights(settings.max_flight_bytes, _size)
-        self._before: list[RememberedUpstreams] = []
-        self.figures = self._lookups.figures
+        self._semantic = semantic
+        self._now = now
+        self._audited = audited
+        self._flights: Flights[Any] = Flights(settings.max_flight_bytes, _size)
+        self.figures = Figures()
 
-    @property
-    def in_flight(self) -> int:
-        """Generations that may be joined, those of upstreams among them."""
-        return len(self._flights) + sum(made.in_flight for made in self._before)
-
-    def before(self, upstreams: Upstreams, replays: Mapping[str, Replay]) -> RememberedUpstreams:
-        """The same for upstreams, whose answers are bytes; they are kept, and counted, with all others."""
-        made = RememberedUpstreams(upstreams, replays, self._settings, self._modes, self._lookups)
-        self._before.append(made)
-        return made
+    def mode(self, tenant: str) -> Mode:
+        return self._modes.get(tenant, self.settings.mode)
 
     def stats(self) -> dict[str, Any]:
-        """For operators: what is there now, and what happened since the start."""
+        """For operators: what is there now, and what happened since the start. `in_flight` are generations that may be
+        joined, `waiting` the requests that read them."""
         exact, memory = self._exact.figures, self._exact.memory_figures
         return {
             "entries": memory.entries,
             "bytes": memory.bytes,
-            "in_flight": self.in_flight,
-            "waiting": self._flights.readers + sum(made.waiting for made in self._before),
+            "in_flight": len(self._flights),
+            "waiting": self._flights.readers,
             "outcomes": dict(self.figures.outcomes),
             "bypassed": dict(self.figures.bypassed),
-            "semantic": self._lookups.stats(),
+            "semantic": {} if self._semantic is None else self._semantic.stats(),
             "events": {
                 **asdict(exact),
                 "evicted": memory.evicted,
@@ -89,186 +107,257 @@ class ResponseCache:
     def answer(self, request: Request, model: Hello, generate: Generate) -> AsyncGenerator[Event, None]:
         """The events of its answer, and in its trace what the cache had for it. Raises NotCachedError, and what
         `generate` raises."""
-        settings = self._settings
-        reason = find_bypass(request, settings, self._modes.get(request.tenant.name, settings.mode))
+        reason = find_bypass(request, self.settings, self.mode(request.tenant.name))
         if reason is None:
-            return self._answer(request, model, generate)
-        self._lookups.note(request.trace, Lookup("bypass", reason))
-        if request.reuse.only_kept:
-            raise _not_cached(reason)
+            return self.ask(request.work, lambda: EngineQuery.of(request, model, generate, self.settings))
+        self.bypass(request.trace, request.reuse, reason)
         return generate(request)
 
-    async def _answer(self, request: Request, model: Hello, generate: Generate) -> AsyncGenerator[Event, None]:
-        asked, reuse = await off_loop(request.work, lambda: EngineAsked.of(request, model)), request.reuse
-        entry = self._lookups.peek(asked)
-        if entry is not None:
-            lookup, request.trace.repeat = self._lookups.given(asked, entry)
-            for event in self._replay(request, entry, lookup):
-                yield event
-            return
-        # What is not to be kept is not shared, either.
-        with_others = reuse.write and not reuse.only_kept
-        answer = self._together(asked, generate) if with_others else self._alone(asked, generate)
-        async with aclosing(answer) as events:
-            async for event in events:
-                yield event
+    def bypass(self, trace: Trace, reuse: Reuse, reason: str) -> None:
+        """The cache has no part in a request. Raises NotCachedError where that is all it wants."""
+        self._note(trace, Lookup("bypass", reason))
+        if reuse.only_kept:
+            raise _not_cached(reason)
 
-    async def _alone(self, asked: EngineAsked, generate: Generate) -> AsyncGenerator[Event, None]:
-        """From the cache, or generated for nobody else, or not at all."""
-        request = asked.request
-        if (found := await self._find(asked, generate)) is not None:
-            for event in self._replay(request, *found):
-                yield event
+    async def ask(self, work: int, make: Callable[[], Query[Item]]) -> AsyncGenerator[Item, None]:
+        """The items of the answer to a query, without END. To `make` the query is so much work."""
+        query = await off_loop(work, make)
+        request = query.request
+        # 1. In memory.
+        if (entry := self._peek(query)) is not None and (stored := query.read(entry.body, shared=False)) is not None:
+            lookup, request.trace.repeat = self._found(query, entry)
+            self._account(query, stored.hit(lookup), lookup, stored)
+            for item in stored.items:
+                yield item
             return
-        self._lookups.note(request.trace, Lookup("miss", entry=entry_id(asked.key)))
-        if request.reuse.only_kept:
-            raise _not_cached("there is no answer that will do")
-        async with aclosing(generate(request)) as events:
-            async for event in events:
-                yield event
-
-    async def _together(self, asked: EngineAsked, generate: Generate) -> AsyncGenerator[Event, None]:
-        """With all others who ask the same, as long as one of them is there."""
-        request = asked.request
+        # 2. With all others that ask the same, as long as one of them is there.
+        others = query.other_flights()
         while True:
-            key = (
-                (asked.key, request.lane, request.tier, request.priority, request.reuse) if request.reuse.read else None
-            )
-            flight = self._flights.find(key)
-            if flight is None:
-                flight = self._flights.launch(key, request)
-                flight.start(lambda flight: self._work(asked, generate, flight), "response flight")
-            flight.bill.join(request.trace)
+            flight, form = self._join(query, others)
+            items = flight.read() if form is None else self._converted(query, flight, form)
+            first = True
             try:
-                async with aclosing(flight.read()) as events:
-                    async for event in events:
-                        yield self._told(event, asked, flight)
+                async with aclosing(items):
+                    async for item in items:
+                        if first:
+                            yield self._begin(query, flight, item)
+                            first = False
+                        elif type(item) is Finished:
+                            yield self._end(query, flight, item)
+                        elif item is END:
+                            self._end(query, flight, item)
+                        else:
+                            yield item
                 return
             except KvasirError as error:
-                if flight.fails(request, error):
-                    raise
+                if not flight.begun or form is None:
+                    if flight.fails(request, error):
+                        raise
+                else:
+                    others = ()  # nothing of the other form was passed on: the request may be sent by itself
             finally:
-                if flight.lookup is None:
-                    flight.bill.leave(request.trace)
+                try:
+                    await flight.abandoned()
+                finally:
+                    if flight.found is None:
+                        flight.bill.leave(request.trace)
 
-    async def _work(self, asked: EngineAsked, generate: Generate, flight: Flight[Event]) -> AsyncGenerator[Event, None]:
-        """An answer from the cache, or a new one, which is remembered before anybody sees its end."""
-        found = await self._find(asked, generate)
-        if found is not None:
-            entry, flight.lookup = found
-            recording = decode(entry.body, joined=False)
-            flight.hit = _hit(flight.lookup, recording)
-            for event in recording.events():
-                yield event
+    def _join(self, query: Query[Item], others: Sequence[tuple[Hashable, Any]]) -> tuple[Flight[Item], Any]:
+        """A flight, and its form where that is not the one that the request wants."""
+        joined = next(((flight, form) for key, form in others if (flight := self._flights.find(key))), None)
+        flight, form = joined or (self._flights.find(query.flight_key), None)
+        if flight is None:
+            flight = self._flights.launch(query.flight_key, query.request, metered_at_end=query.metered_at_end)
+            flight.start(lambda flight: self._work(query, flight), "response flight")
+        flight.bill.join(query.request.trace)
+        return flight, form
+
+    async def _converted(self, query: Query[Item], flight: Flight[Item], form: Any) -> AsyncGenerator[Item, None]:
+        """The whole answer of a flight at its end, in the form that the request wants."""
+        items, num_bytes = list[Item](), 0
+        async with aclosing(flight.read()) as read:
+            async for item in read:
+                items.append(item)
+                if (num_bytes := num_bytes + _size(item)) > self.settings.max_flight_bytes:
+                    raise OverloadedError("The answer is too long to be converted from a stream.")
+        converted = query.convert(items, form) if query.succeeded(items[0]) else items
+        if converted is None:
+            raise OverloadedError("The answer cannot be converted from a stream.")
+        for item in converted:
+            yield item
+
+    async def _work(self, query: Query[Item], flight: Flight[Item]) -> AsyncGenerator[Item, None]:
+        """An answer from the cache, or a new one, which is remembered before any request sees its end."""
+        flight.found = await self._find(query, shared=flight.key is not None)
+        if flight.found is not None:
+            for item in flight.found[0].items:
+                yield item
             return
-        kept: Entry | None = None
-        async with aclosing(generate(replace(asked.request, trace=flight.bill.work))) as events:
-            async for event in events:
-                if type(event) is Finished:
-                    kept = self._keep(asked, flight.full, event)
+        if query.reuse.only_kept:
+            self._note(query.request.trace, Lookup("miss", entry=entry_id(query.key)))
+            raise _not_cached("there is no answer that will do")
+        entry: Entry | None = None
+        async with aclosing(query.generate(flight.bill.work)) as items:
+            async for item in items:
+                if type(item) is Finished or item is END:
+                    entry = self._keep(query, flight.full, item, flight.bill.work) if query.reuse.write else None
                     flight.land()
-                yield event
-        if kept is not None:
-            await self._lookups.share(kept)
-
-    async def _find(self, asked: EngineAsked, generate: Generate) -> tuple[Entry, Lookup] | None:
-        """The answer to this request, or to one that means the same."""
-        entry = await self._lookups.find(asked)
+                yield item
         if entry is not None:
-            return entry, self._lookups.given(asked, entry)[0]
+            await self._exact.share(entry)
 
-        async def anew() -> str | None:
-            request = _off_the_path(asked.request)
-            try:
-                async with aclosing(generate(request)) as events:
-                    return text_of([event async for event in events])
-            finally:
-                self._lookups.audited(asked, request.model, request.trace, request.received_s)
-
-        return await self._lookups.find_alike(asked, lambda entry: entry, _text_in, anew)
-
-    def _keep(self, asked: EngineAsked, events: Sequence[Event] | None, finished: Finished) -> Entry | None:
-        """What other gateways may have, too."""
-        recording = None if events is None else record([*events, finished], _since_ms(asked.request))
-        if recording is None:
-            self.figures.not_kept["too_large"] += 1
-            return None
-        if not may_keep(recording, self._settings):
-            self.figures.not_kept["truncated"] += 1
-            return None
-        text = text_of([*(events or ()), finished])
-        return self._lookups.keep(asked, asked.model, encode(recording), text)
-
-    def _replay(self, request: Request, entry: Entry, lookup: Lookup) -> Sequence[Event]:
-        """All at once: in the pieces that it came in, for who wants pieces."""
-        self._lookups.note(request.trace, lookup)
-        recording, trace = decode(entry.body, joined=not request.stream), request.trace
-        trace.first_token_ms = trace.overhead_ms = _since_ms(request)
-        trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = recording.prompt_tokens
-        trace.completion_tokens, trace.finish = recording.completion_tokens, recording.reason
-        trace.hit = _hit(lookup, recording)
-        return list(recording.events())
-
-    def _told(self, event: Event, asked: EngineAsked, flight: Flight[Event]) -> Event:
-        """As the request of this reader is to have it. What was generated is accounted for with the one that leads."""
-        trace, lookup, bill = asked.request.trace, flight.lookup, flight.bill
-        if type(event) is Started:
-            leads = lookup is None and bill.leads(trace)
-            outcome: Literal["miss", "shared"] = "miss" if leads else "shared"
-            self._lookups.note(trace, lookup or Lookup(outcome, entry=entry_id(asked.key)))
+    def _begin(self, query: Query[Item], flight: Flight[Item], item: Item) -> Item:
+        """The first item, as the request of this reader gets it. What was generated is accounted for with the one that
+        leads."""
+        trace, bill = query.request.trace, flight.bill
+        if flight.found is not None:
+            stored, lookup = flight.found
+            self._account(query, stored.hit(lookup), lookup, stored)
+            return item
+        leads = bill.leads(trace)
+        shares = not leads and query.succeeded(item)  # an error saves nothing
+        lookup = Lookup("shared" if shares else "miss", entry=entry_id(query.key))
+        if not shares:
+            self._note(trace, lookup)
             if leads:
                 bill.show(trace)
-                return event
-            tokens = event.usage.prompt_tokens
-            trace.first_token_ms = trace.overhead_ms = _since_ms(asked.request)
-            trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = tokens
-            trace.hit = flight.hit or Hit("exact", tokens, 0, 0.0)
-            return replace(event, usage=Usage(tokens, 0, cached_tokens=tokens))
-        if type(event) is Finished:
-            leads = lookup is None and bill.leads(trace)
-            if lookup is None:
-                bill.leave(trace)
-            if leads:
-                return event
-            usage = event.usage
-            trace.completion_tokens, trace.finish = usage.completion_tokens, event.reason
-            saved, took_ms = usage.completion_tokens - trace.paid_tokens, (time.monotonic() - flight.begun_s) * 1e3
-            trace.hit = flight.hit or Hit("exact", usage.prompt_tokens, saved, took_ms)
-            reused = Usage(usage.prompt_tokens, usage.completion_tokens, cached_tokens=usage.prompt_tokens)
-            return replace(event, usage=reused)
-        return event
+            return item
+        self._account(query, Hit("exact", bill.work.prompt_tokens, 0, 0.0), lookup)
+        return query.reused(item)
 
+    def _end(self, query: Query[Item], flight: Flight[Item], item: Item) -> Item:
+        """The last item. From now on it is known what was computed for another request."""
+        trace, bill = query.request.trace, flight.bill
+        if flight.found is not None:
+            return item
+        bill.leave(trace)
+        if trace.hit is None:  # all of it was computed for this one
+            return item
+        work = bill.work
+        trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = work.prompt_tokens
+        trace.completion_tokens = work.completion_tokens
+        trace.finish = item.reason if isinstance(item, Finished) else None
+        saved, took_ms = work.completion_tokens - trace.paid_tokens, (time.monotonic() - flight.begun_s) * 1e3
+        trace.hit = Hit("exact", work.prompt_tokens, saved, took_ms)
+        return query.reused(item)
 
-def _off_the_path(request: Request) -> Request:
-    """The same for nobody who waits: in what the online lane leaves."""
-    now = time.monotonic()
-    deadline_s = now + request.deadline_s - request.received_s
-    return replace(request, received_s=now, deadline_s=deadline_s, group=None, lane="batch", trace=Trace())
+    # -- the answers that there are -----------------------------------------------------------------------------------
 
+    def _peek(self, query: Query[Any]) -> Entry | None:
+        """From this gateway's memory."""
+        return self._fresh(self._exact.peek(query.owner, query.key), query.reuse) if query.reuse.read else None
 
-def _text_in(entry: Entry) -> str | None:
-    return text_of(list(decode(entry.body, joined=True).events()))
+    async def _find(self, query: Query[Item], *, shared: bool) -> tuple[Stored[Item], Lookup] | None:
+        """The answer to this request, from memory or Redis, or to one that means the same."""
+        if not query.reuse.read:
+            return None
+        entry = self._fresh(await self._exact.find(query.owner, query.key), query.reuse)
+        if entry is not None and (stored := query.read(entry.body, shared=shared)) is not None:
+            return stored, self._found(query, entry)[0]
+        semantic = self._semantic
+        if semantic is None or (match := await semantic.find(query)) is None:
+            return None
+        entry = await self._exact.find(query.owner, match.key)
+        if entry is None:
+            semantic.gone(query, match)
+        stored = None if (entry := self._fresh(entry, query.reuse)) is None else query.read(entry.body, shared=shared)
+        if entry is None or stored is None:
+            return None
+        semantic.hit(query, match, partial(query.text, stored.items), partial(self._regenerate, query))
+        return stored, self._lookup(entry)._replace(outcome="semantic", similarity=match.similarity)
 
+    async def _regenerate(self, query: Query[Item]) -> str | None:
+        """The text of a new answer that no request waits for. It has no record that would account for it."""
+        other, trace = query.off_path(), Trace()
+        items, num_bytes = list[Item](), 0
+        try:
+            async with aclosing(other.generate(trace)) as generated:
+                async for item in generated:
+                    items.append(item)
+                    num_bytes += len(item) if isinstance(item, bytes) else 0  # tokens of an engine have their limit
+                    if num_bytes > self.settings.max_entry_bytes:
+                        return None
+            return other.text(items)
+        finally:
+            if self._audited is not None:
+                self._audited(query.tenant, other.label(items), trace, other.age_ms)
 
-def _hit(lookup: Lookup, recording: Recording) -> Hit:
-    kind: Literal["exact", "semantic"] = "semantic" if lookup.outcome == "semantic" else "exact"
-    return Hit(kind, recording.prompt_tokens, recording.completion_tokens, recording.generation_ms)
+    def _found(self, query: Query[Any], entry: Entry) -> tuple[Lookup, Repeat]:
+        """What is reported of an answer that was found, and what gives it again to the very same request. The latter
+        holds nothing of the request's text."""
+        count = None if self._semantic is None else self._semantic.repeats(query)
+        if count is not None:
+            count()
+        max_age_s = query.reuse.max_age_s
 
+        def again() -> Lookup | None:
+            lookup = self._lookup(entry)
+            if (max_age_s is not None and lookup.age_s > max_age_s) or not self._exact.has(entry):
+                return None
+            self.figures.outcomes["exact"] += 1
+            self.figures.resent += 1
+            if count is not None:
+                count()
+            return lookup
 
-def _since_ms(request: Request) -> float:
-    return (time.monotonic() - request.received_s) * 1e3
+        return self._lookup(entry), Repeat(entry.num_bytes, again)
+
+    def _lookup(self, entry: Entry) -> Lookup:
+        return Lookup("exact", entry=entry.id, age_s=max(self._now() - entry.created_s, 0.0))
+
+    def _fresh(self, entry: Entry | None, reuse: Reuse) -> Entry | None:
+        """None for one that is older than the request wants."""
+        if entry is None or reuse.max_age_s is None:
+            return entry
+        return entry if self._now() - entry.created_s <= reuse.max_age_s else None
+
+    def _keep(self, query: Query[Item], items: Sequence[Item] | None, last: Item, trace: Trace) -> Entry | None:
+        """In memory; what is returned other gateways may have, too."""
+        settings, reuse = self.settings, query.reuse
+        recorded = "too_large" if items is None else query.record([*items, last], trace)
+        if isinstance(recorded, Recorded) and len(recorded.body) > settings.max_entry_bytes:
+            recorded = "too_large"
+        if not isinstance(recorded, Recorded):
+            self.figures.not_kept[recorded] += recorded != "other"
+            return None
+        now = self._now()
+        ttl_s = settings.ttl_s if reuse.ttl_s is None else min(reuse.ttl_s, settings.max_ttl_s)
+        name = entry_id(query.key)
+        entry = Entry(query.key, name, query.owner, recorded.model, now, now + ttl_s, recorded.body)
+        self._exact.keep(entry)
+        if self._semantic is not None:
+            self._semantic.remember(query, recorded.text)
+        return entry
+
+    def _account(self, query: Query[Any], hit: Hit, lookup: Lookup, stored: Stored[Any] | None = None) -> None:
+        """Nothing was computed for the request."""
+        trace = query.request.trace
+        self._note(trace, lookup)
+        trace.hit = hit
+        trace.first_token_ms = trace.overhead_ms = query.age_ms
+        trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = hit.prompt_tokens
+        trace.completion_tokens = hit.completion_tokens
+        trace.finish = None if stored is None else stored.finish
+
+    def _note(self, trace: Trace, lookup: Lookup) -> None:
+        trace.lookup = lookup
+        self.figures.outcomes[lookup.outcome] += 1
+        if lookup.outcome == "bypass":
+            self.figures.bypassed[lookup.reason] += 1
 
 
 def _not_cached(why: str) -> NotCachedError:
     return NotCachedError(f"The request wants an answer from the cache or none (only-if-cached): {why}.")
 
 
-def _size(event: Event) -> int:
-    """About what an event takes in memory."""
-    if type(event) is TextDelta:
-        return 160 + 4 * len(event.text) + sum(400 * (1 + len(token.top)) for token in event.scored)
-    if type(event) is CallDelta:
-        return 200 + 4 * len(event.arguments)
-    if type(event) is Started:
-        return 400 + sum(400 * (1 + len(token.top)) for token in event.scored)
-    return 200
+def _size(item: object) -> int:
+    """About what an item takes in memory."""
+    if type(item) is TextDelta:
+        return 160 + 4 * len(item.text) + sum(400 * (1 + len(token.top)) for token in item.scored)
+    if type(item) is bytes:
+        return 64 + len(item)
+    if type(item) is CallDelta:
+        return 200 + 4 * len(item.arguments)
+    if type(item) is Started:
+        return 400 + sum(400 * (1 + len(token.top)) for token in item.scored)
+    return 1024 if isinstance(item, UpstreamAnswer) else 200

@@ -4,6 +4,9 @@ Their bodies are not known here but as JSON: everything in them counts, unknown 
 change no answer. Names may come in any order where it is certain that no model reads it: those of the body, of a turn,
 and of a part of one. Deeper down are schemas, and arguments of earlier calls. Large bodies are the same only byte for
 byte.
+
+A text of which it is not certain that it is the user's last one, or a request that may be for more than a text, has the
+exact cache alone: no other request means the same.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
 from gateway.config import ResponseCacheSettings
-from gateway.responses.eligibility import Mode, find_refusal
+from gateway.responses.base import Mode, Situation, find_refusal
 from gateway.responses.key import VERSION
 from gateway.types import UpstreamRequest
 
@@ -61,6 +64,81 @@ _ALT: Final = frozenset(("alt=json", "alt=sse"))
 """Parameters of a URL that say whether a Gemini answer streams. Another `alt` is another form, which others are not to
 get."""
 
+MAX_MODEL_CHARS: Final = 256
+"""Of a model's name that questions are kept under: where a pattern matches, clients choose it."""
+
+TIERS: Final = ("service_tier", "priority")
+"""Names in a body that say how long an answer may take, and nothing of what it says."""
+
+MAX_SECTION_NAMES: Final = 256
+"""Of a body or a section of it. One with more is for no API, and not looked through."""
+
+DEFAULT_TEMPERATURE: Final = 1.0
+"""What the APIs take for a request that says none."""
+
+
+class _Chat(NamedTuple):
+    """How a route writes chats.
+
+    turns  name of the list of them
+    parts  name of what a turn says: a text, where `texts` has types, or parts
+    texts  types of the parts that are texts; where parts have no types, a text is all that such a part has
+    alone  whether a text may stand in the place of the turns
+    """
+
+    turns: str
+    parts: str
+    texts: frozenset[str]
+    alone: bool = False
+
+
+_CHATS: Final[Mapping[str, _Chat]] = {
+    "/v1/chat/completions": _Chat("messages", "content", frozenset(("text",))),
+    "/v1/messages": _Chat("messages", "content", frozenset(("text",))),
+    "/v1/responses": _Chat("input", "content", frozenset(("input_text", "output_text")), alone=True),
+    ":generateContent": _Chat("contents", "parts", frozenset()),
+}
+"""By route (`route_of`)."""
+
+_SPEAKERS: Final = frozenset(("user", "assistant", "model", "system", "developer"))
+"""Who says texts. What tools say is something else."""
+
+_MORE_THAN_TEXT: Final = ("tool_calls", "function_call", "audio")
+"""Of a turn."""
+
+_PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
+    "audio": (),
+    "bestof": (1,),
+    "candidatecount": (1,),
+    "format": ({"type": "text"},),
+    "grammar": (),
+    "guidedchoice": (),
+    "guidedgrammar": (),
+    "guidedjson": (),
+    "guidedregex": (),
+    "include": ([],),
+    "jsonschema": (),
+    "logprobs": (False, 0),
+    "modalities": (["text"],),
+    "n": (1,),
+    "outputformat": (),
+    "promptlogprobs": (),
+    "responseformat": ({"type": "text"},),
+    "responsejsonschema": (),
+    "responselogprobs": (False,),
+    "responsemimetype": ("text/plain",),
+    "responsemodalities": (["TEXT"],),
+    "responseschema": (),
+    "speechconfig": (),
+    "structuredoutputs": (),
+    "toplogprobs": (0,),
+}
+"""Names that ask for more than one text or another form of it, in small letters and without underscores -> what they
+may say nevertheless, besides null."""
+
+_SECTIONS: Final = ("generationConfig", "generation_config", "output_config", "text")
+"""Of a body, that have such names, too."""
+
 
 def route_of(request: UpstreamRequest) -> str:
     """The route, the same whether it streams or not, and in which version of its API."""
@@ -91,11 +169,6 @@ def upstream_key(request: UpstreamRequest, whose: str) -> bytes:
         hashed.update(request.body)
         return hashed.digest()
     return _digest("upstream", request, request.values, whose)
-
-
-def situation_digest(request: UpstreamRequest, without: Mapping[str, Any], whose: str) -> bytes:
-    """32 bytes, of everything but a text that `without` has no more of its values."""
-    return _digest("upstream situation", request, without, whose)
 
 
 def _digest(kind: str, request: UpstreamRequest, said: Mapping[str, Any], whose: str) -> bytes:
@@ -216,3 +289,71 @@ def sampling_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where a body says how its answer is sampled."""
     config = values.get("generationConfig") or values.get("generation_config")
     return config if isinstance(config, dict) else values
+
+
+def find_unfit(request: UpstreamRequest, max_temperature: float) -> str | None:
+    """See Query."""
+    values = request.values
+    if any(values.get(name) not in (None, []) for name in CALLED):
+        return "tools"
+    sections = [values, *(values[name] for name in _SECTIONS if isinstance(values.get(name), dict))]
+    if len(request.model) > MAX_MODEL_CHARS or not all(map(_is_plain, sections)):
+        return "form"
+    temperature = sampling_of(values).get("temperature")
+    if temperature is None:
+        temperature = DEFAULT_TEMPERATURE
+    return None if type(temperature) in (int, float) and temperature <= max_temperature else "sampling"
+
+
+def find_upstream_situation(request: UpstreamRequest, whose: str) -> Situation | None:
+    """See Query."""
+    chat = None if is_large(request) else _CHATS.get(route_of(request))
+    cut = None if chat is None else _cut(request.values, chat)
+    if cut is None:
+        return None
+    text, without = cut
+    return Situation(_digest("upstream situation", request, without, whose), text)
+
+
+def _is_plain(section: Mapping[str, Any]) -> bool:
+    """Whether nothing in it asks for more than one text."""
+    return len(section) <= MAX_SECTION_NAMES and all(
+        value is None or value in _PLAIN.get(name.replace("_", "").lower(), (value,)) for name, value in section.items()
+    )
+
+
+def _cut(values: Mapping[str, Any], chat: _Chat) -> tuple[str, dict[str, Any]] | None:
+    """What the user said last, and everything else."""
+    turns = values.get(chat.turns)
+    if chat.alone and isinstance(turns, str):
+        return turns, {**values, chat.turns: None}
+    if not isinstance(turns, list) or not turns or not all(_says_texts(turn, chat) for turn in turns):
+        return None
+    *before, last = turns
+    if last.get("role", "user") != "user":
+        return None
+    said = last[chat.parts]
+    if isinstance(said, str):
+        text, emptied = said, None
+    else:
+        *parts, part = said
+        text, emptied = part["text"], [*parts, {**part, "text": None}]
+    return text, {**values, chat.turns: [*before, {**last, chat.parts: emptied}]}
+
+
+def _says_texts(turn: Any, chat: _Chat) -> bool:
+    """Whether a turn is somebody's who says texts, and nothing else."""
+    if not isinstance(turn, dict) or str(turn.get("role", "user")) not in _SPEAKERS:
+        return False
+    if turn.get("type", "message") != "message" or any(turn.get(name) for name in _MORE_THAN_TEXT):
+        return False
+    said = turn.get(chat.parts)
+    if isinstance(said, str):
+        return bool(chat.texts)
+    return isinstance(said, list) and bool(said) and all(_is_text(part, chat) for part in said)
+
+
+def _is_text(part: Any, chat: _Chat) -> bool:
+    if not isinstance(part, dict) or type(part.get("text")) is not str:
+        return False
+    return str(part.get("type")) in chat.texts if chat.texts else not set(part) - {"text", "thoughtSignature"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from engine.protocol import Breakpoint, Lane, Sampling
 from gateway.types.prompts import Constraint, Prompt, PromptParam, ToolUse
@@ -107,17 +107,15 @@ class Lookup(NamedTuple):
         return self.outcome in ("exact", "semantic")
 
 
-class Repeat(Protocol):
-    """What the response cache gave to a request, as long as the very same request would get it again."""
+class Repeat(NamedTuple):
+    """What the response cache gave to a request, as long as the very same request would get it again.
 
-    @property
-    def num_bytes(self) -> int:
-        """That it keeps in memory."""
-        ...
+    num_bytes  that it keeps in memory
+    again      the cache gives it once more, and has counted that. None: it would not give this answer now
+    """
 
-    def again(self) -> Lookup | None:
-        """The cache gives it once more, and has counted that. None: it would not give this answer now."""
-        ...
+    num_bytes: int
+    again: Callable[[], Lookup | None]
 
 
 @dataclass(slots=True)

@@ -60,13 +60,15 @@ from gateway.queues.batch.lane import BatchLane
 from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
 from gateway.redis_or_memory import quota_of
-from gateway.responses.base import Audited, Semantic
+from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Entries
 from gateway.responses.exact import ExactCache
 from gateway.responses.listing import Answers
 from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
+from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.routing.router import Router
 from gateway.storage.byte_store import ByteStore
 from gateway.storage.memory_bytes import MemoryBytes
@@ -141,7 +143,7 @@ def response_cache(
     redis: Entries | None = None,
     now: Callable[[], float] = time.time,
     memory: MemoryEntries | None = None,
-    semantic: Semantic | None = None,
+    semantic: SemanticCache | None = None,
     audited: Audited | None = None,
     **settings: Any,
 ) -> ResponseCache:
@@ -222,7 +224,7 @@ def make_app(
         pipeline=pipeline or FakePipeline(),
         models=models or FakeModels(),
         decoders=FakeDecoders(),
-        upstreams=given.response_cache.before(upstreams, REPLAYS),
+        upstreams=RememberedUpstreams(upstreams, REPLAYS, given.response_cache),
         embedder=given.embedder,
         responses=responses,
         fingerprints=given.fingerprints or MemoryBytes(quota_of(given.anthropic.fingerprints), given.now),

@@ -176,7 +176,8 @@ async def test_a_flight_that_panics_fails_all_of_its_readers() -> None:
     async def work(_: Any) -> AsyncGenerator[int, None]:
         yield panics()
 
-    flight = Flights[int](10, lambda item: 1).launch("key")
+    leader: Any = None
+    flight = Flights[int](10, lambda item: 1).launch("key", leader)
     flight.start(work, "flight")
     with pytest.raises(NativeError):
         [item async for item in flight.read()]

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError, NativeError
 from gateway.native import no_panic
-from gateway.responses.base import Anew, Asked, Match, Said
+from gateway.responses.base import GetText, Match, Query, Regenerate
 from gateway.responses.removals import Removal
 from gateway.responses.semantic.background import Background
 from gateway.responses.semantic.entry import KEPT_ANSWER_CHARS, Entry, digest_of
@@ -51,7 +51,7 @@ class _Looked:
 
 
 class SemanticCache:
-    """See Semantic."""
+    """See SemanticCache."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class SemanticCache:
         self._background = Background()
         self._sync = Sync(redis, self._background, sync_s=settings.sync_s, clock=time.monotonic)
         self._spaces = Spaces(settings, self._sync, random=random, now=now)
-        self._looked: WeakKeyDictionary[Asked, _Looked] = WeakKeyDictionary()
+        self._looked: WeakKeyDictionary[Query[Any], _Looked] = WeakKeyDictionary()
         self._judging = self._auditing = 0
         self.outcomes: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
@@ -90,38 +90,38 @@ class SemanticCache:
         """Ends what runs off the path of requests."""
         await self._background.close()
 
-    async def find(self, asked: Asked) -> Match | None:
-        """See Semantic."""
+    async def find(self, query: Query[Any]) -> Match | None:
+        """See SemanticCache."""
         try:
             with no_panic():
-                outcome, match = await self._find(asked)
+                outcome, match = await self._find(query)
         except NativeError:
             outcome, match = "failed", None
         self.outcomes[outcome] += 1
         return match
 
-    async def _find(self, asked: Asked) -> tuple[str, Match | None]:
+    async def _find(self, query: Query[Any]) -> tuple[str, Match | None]:
         """And what to count it as: hit, miss, or why it was not looked up."""
-        if (unfit := self._unfit(asked)) is not None:
+        if (unfit := self._unfit(query)) is not None:
             return unfit, None
-        if (situation := await off_loop(asked.work, asked.find_situation)) is None:
+        if (situation := await off_loop(query.work, query.find_situation)) is None:
             return "chat", None
         text = situation.text.strip()
         unfit = find_unfit(text, max_chars=self._settings.max_text_chars)
         if unfit is not None:
             return unfit, None
         if self._vectors.encoder:  # it reads what others put while the text is embedded
-            self._spaces.asked(asked.owner, asked.model, self._vectors.encoder)
-        vector = await self._vectors.of_question(text, asked.tenant)
+            self._spaces.asked(query.owner, query.model, self._vectors.encoder)
+        vector = await self._vectors.of_question(text, query.tenant)
         if vector is None:
             return "not-embedded", None
-        name, space = self._spaces.asked(asked.owner, asked.model, self._vectors.encoder)
+        name, space = self._spaces.asked(query.owner, query.model, self._vectors.encoder)
         # For who wants nothing to be generated there is nothing to learn from, neither an answer nor an audit.
-        counts = not asked.reuse.only_kept
+        counts = not query.reuse.only_kept
         question = space.question(situation.digest, text, vector)
-        sight = space.look(question, least=asked.reuse.similarity or 0.0, counts=counts)
+        sight = space.look(question, least=query.reuse.similarity or 0.0, counts=counts)
         if counts:
-            self._looked[asked] = _Looked(name, asked.tenant, asked.key, space, sight)
+            self._looked[query] = _Looked(name, query.tenant, query.key, space, sight)
         hit = sight.hit
         if hit is None:
             return "veto" if sight.vetoes and not sight.neighbours else "miss", None
@@ -129,14 +129,14 @@ class SemanticCache:
             return "unaudited", None  # a fresh answer teaches the same
         return "hit", Match(hit.entry.key, hit.similarity)
 
-    def repeats(self, asked: Asked) -> Callable[[], None]:
-        """See Semantic."""
-        fits = self._unfit(asked) is None
-        return partial(self._repeated, asked.owner, asked.model, asked.key) if fits else _nothing
+    def repeats(self, query: Query[Any]) -> Callable[[], None]:
+        """See SemanticCache."""
+        fits = self._unfit(query) is None
+        return partial(self._repeated, query.owner, query.model, query.key) if fits else _nothing
 
-    def hit(self, asked: Asked, match: Match, given: Said, anew: Anew) -> None:
-        """See Semantic."""
-        looked = self._looked.pop(asked, None)
+    def hit(self, query: Query[Any], match: Match, given: GetText, anew: Regenerate) -> None:
+        """See SemanticCache."""
+        looked = self._looked.pop(query, None)
         if looked is None:
             return
         looked.space.given(looked.sight)
@@ -144,24 +144,24 @@ class SemanticCache:
             self._auditing += 1
             self._background.start(self._audit(looked, match, given() or "", anew), "audit a semantic hit")
 
-    def gone(self, asked: Asked, match: Match) -> None:
-        """See Semantic."""
+    def gone(self, query: Query[Any], match: Match) -> None:
+        """See SemanticCache."""
         self.events["gone"] += 1
-        looked = self._looked.get(asked)
+        looked = self._looked.get(query)
         if looked is not None:
             looked.space.remove(match.key)
 
-    def remember(self, asked: Asked, answer: str | None) -> None:
-        """See Semantic."""
-        looked = self._looked.pop(asked, None)
+    def remember(self, query: Query[Any], answer: str | None) -> None:
+        """See SemanticCache."""
+        looked = self._looked.pop(query, None)
         if looked is None or not answer:
             return
         question, now = looked.sight.question, self._now()
-        ttl_s = min(asked.reuse.ttl_s or self._settings.ttl_s, self._settings.ttl_s)
+        ttl_s = min(query.reuse.ttl_s or self._settings.ttl_s, self._settings.ttl_s)
         vector = question.vector.tobytes()
         kept = answer[:KEPT_ANSWER_CHARS]
         entry = Entry(
-            asked.key, question.scope, asked.key, question.text, vector, kept, digest_of(answer), now, now + ttl_s
+            query.key, question.scope, query.key, question.text, vector, kept, digest_of(answer), now, now + ttl_s
         )
         if not looked.space.remember(entry, question.features):
             return
@@ -193,17 +193,17 @@ class SemanticCache:
             "spaces": self._spaces.figures(),
         }
 
-    def _unfit(self, asked: Asked) -> str | None:
+    def _unfit(self, query: Query[Any]) -> str | None:
         """Why a request is not looked up, as one word; whatever can be told without its text."""
-        settings, reuse = self._settings, asked.reuse
-        mode = self._modes.get(asked.tenant, settings.mode)
+        settings, reuse = self._settings, query.reuse
+        mode = self._modes.get(query.tenant, settings.mode)
         if mode == "off" or reuse.semantic is False:
             return "off"
-        if asked.owner.startswith("namespace:") and asked.owner not in self._namespaces:
+        if query.owner.startswith("namespace:") and query.owner not in self._namespaces:
             return "shared"
         if mode == "ask" and not reuse.semantic:
             return "not-asked"
-        return asked.find_unfit(settings.max_temperature)
+        return query.find_unfit(settings.max_temperature)
 
     def _repeated(self, owner: str, model: str, key: bytes) -> None:
         if (space := self._spaces.find(owner, model)) is not None:
@@ -225,7 +225,7 @@ class SemanticCache:
         finally:
             self._judging -= 1
 
-    async def _audit(self, looked: _Looked, match: Match, given: str, anew: Anew) -> None:
+    async def _audit(self, looked: _Looked, match: Match, given: str, anew: Regenerate) -> None:
         """Compares what was given with a fresh answer. A wrong one is not given again, here or elsewhere."""
         try:
             fresh = await anew()

@@ -12,7 +12,6 @@ import pytest
 from gateway.api.batches import _loaded
 from gateway.api.passthrough import Passthrough
 from gateway.responses import upstream_answers
-from gateway.responses.upstream_asked import UpstreamAsked
 from gateway.tasks import AT_ONCE
 from gateway.upstreams import stage
 from gateway.upstreams.routes import MAX_NAME_CHARS
@@ -41,8 +40,8 @@ CASES: dict[str, tuple[str, str, Told, dict[str, Any]]] = {
 LOOKED_AT: tuple[tuple[Any, str], ...] = (
     (Passthrough, "_request"),
     (upstream_answers, "find_upstream_bypass"),
-    (UpstreamAsked, "of"),
-    (UpstreamAsked, "find_situation"),
+    (upstream_answers.UpstreamQuery, "of"),
+    (upstream_answers.UpstreamQuery, "find_situation"),
     (stage, "body_for"),
 )
 """What goes through a whole body."""

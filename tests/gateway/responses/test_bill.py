@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.responses.bill import Bill
+from gateway.responses.flights import Bill
 from gateway.types import Trace
 
 

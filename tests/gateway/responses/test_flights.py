@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from gateway.responses.flights import Flight, Flights
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
+LEADER: Any = None
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Work:
 
 def board(flights: Flights[int], work: Work) -> Flight[int]:
     if (flight := flights.find("k")) is None:
-        flight = flights.launch("k")
+        flight = flights.launch("k", LEADER)
         flight.start(work.run, "test")
     return flight
 
@@ -152,7 +154,7 @@ async def test_what_is_to_do_after_its_end_is_done_without_readers() -> None:
         await may.wait()
         done.set()
 
-    flight = own.launch("k")
+    flight = own.launch("k", LEADER)
     flight.start(work, "test")
     async with aclosing(flight.read()) as items:
         assert await anext(items) == 1
@@ -163,7 +165,7 @@ async def test_what_is_to_do_after_its_end_is_done_without_readers() -> None:
 
 async def test_nobody_finds_a_flight_without_a_key() -> None:
     own, work = flights(), Work(items=0)
-    flight = own.launch(None)
+    flight = own.launch(None, LEADER)
     flight.start(work.run, "test")
     assert len(own) == 0
     assert await everything(flight) == []
@@ -178,7 +180,7 @@ async def test_a_reader_that_leaves_behind_a_landed_flight_does_not_keep_it_in_t
         yield 1  # more than may wait for a reader
         ended.set()
 
-    flight = flights(max_bytes=1, size=lambda item: 2).launch("k")
+    flight = flights(max_bytes=1, size=lambda item: 2).launch("k", LEADER)
     flight.start(work, "test")
     async with aclosing(flight.read()) as items:
         assert await anext(items) == 0

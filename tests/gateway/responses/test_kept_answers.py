@@ -15,11 +15,11 @@ from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.redis_removals import RedisRemovals
 from gateway.responses.removals import Removals
 from gateway.responses.stage import ResponseCache
-from gateway.responses.upstream_recording import Form, Kept, write
 from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
@@ -210,7 +210,11 @@ async def test_what_an_upstream_wrote_can_be_looked_at_and_what_cannot_be_read_i
     now = time.time()
     memory = MemoryEntries(1 << 20, lambda: now)
     auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)
-    told = write(Kept(Form(stream=False, usage=False), "application/json", "up-1", (100, 7), 20.0, [b'{"a":', b"1}"]))
+    told = encode_upstream(
+        UpstreamRecording(
+            Form(stream=False, usage=False), "application/json", "up-1", (100, 7), 20.0, [b'{"a":', b"1}"]
+        )
+    )
     for number, body in enumerate((told, b"[]")):
         key = bytes(31) + bytes((number,))
         memory.set(Entry(key, f"{number}" * 32, "tenant:north", "up-1", now, now + 60, body))

@@ -21,8 +21,7 @@ from gateway.errors import (
     OverloadedError,
     QueueFullError,
 )
-from gateway.responses.base import Anew, Asked, Match, Said
-from gateway.responses.eligibility import Mode
+from gateway.responses.base import GetText, Match, Mode, Query, Regenerate
 from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import request_key
@@ -459,7 +458,7 @@ async def test_when_all_hang_up_the_generation_ends() -> None:
         task.cancel()
     await asyncio.wait(waiting)
     await until(lambda: bench.engine.aborted == 1)
-    assert bench.cache.in_flight == 0
+    assert bench.cache.stats()["in_flight"] == 0
 
 
 @pytest.mark.parametrize(
@@ -618,25 +617,25 @@ class Meaning:
 
     key: bytes | None = None
     calls: list[str] = field(default_factory=list)
-    anew: Anew | None = None
+    anew: Regenerate | None = None
 
-    async def find(self, asked: Asked) -> Match | None:
+    async def find(self, query: Query[Any]) -> Match | None:
         self.calls.append("find")
         return None if self.key is None else Match(self.key, 0.97)
 
-    def repeats(self, asked: Asked) -> Callable[[], None]:
+    def repeats(self, query: Query[Any]) -> Callable[[], None]:
         return lambda: self.calls.append("repeated")
 
-    def hit(self, asked: Asked, match: Match, given: Said, anew: Anew) -> None:
+    def hit(self, query: Query[Any], match: Match, given: GetText, anew: Regenerate) -> None:
         self.calls.append(f"hit {given()}")
         self.anew = anew
 
-    def gone(self, asked: Asked, match: Match) -> None:
+    def gone(self, query: Query[Any], match: Match) -> None:
         self.calls.append("gone")
 
-    def remember(self, asked: Asked, answer: str | None) -> None:
+    def remember(self, query: Query[Any], answer: str | None) -> None:
         self.calls.append(f"remember {answer}")
-        self.key = self.key or asked.key
+        self.key = self.key or query.key
 
 
 async def test_what_means_the_same_is_asked_for_after_an_exact_miss_and_told_of_answers() -> None:

@@ -16,12 +16,12 @@ from gateway.api.openai.replay import ChatReplay
 from gateway.api.replays import REPLAYS
 from gateway.config import ResponseCacheSettings
 from gateway.errors import DeadlineError, KvasirError, UpstreamLostError, UpstreamsAwayError, UpstreamTimeoutError
-from gateway.responses.base import Figures
+from gateway.responses.base import Query
 from gateway.responses.exact import ExactCache
-from gateway.responses.lookups import Lookups
 from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
+from gateway.responses.stage import Figures, ResponseCache
 from gateway.responses.upstream_answers import RememberedUpstreams
-from gateway.responses.upstream_recording import Form, Kept, write
 from gateway.types import Hit, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
 from tests.fakes.waiting import until
 
@@ -88,8 +88,8 @@ class Stub:
 def remembered(stub: Stub, **options: Any) -> tuple[RememberedUpstreams, Figures]:
     settings = ResponseCacheSettings(**{"upstreams": "on", **options})
     exact = ExactCache(MemoryEntries(1 << 20, time.time), None)
-    lookups = Lookups(settings, exact, None, time.time)
-    return RememberedUpstreams(stub, REPLAYS, settings, {}, lookups), lookups.figures
+    cache = ResponseCache(settings, {}, exact, None, time.time)
+    return RememberedUpstreams(stub, REPLAYS, cache), cache.figures
 
 
 def ask(**more: Any) -> UpstreamRequest:
@@ -97,6 +97,11 @@ def ask(**more: Any) -> UpstreamRequest:
     now = time.monotonic()
     path = "/v1/chat/completions"
     return UpstreamRequest("r", Tenant("a"), "openai", "m", path, "", (), orjson.dumps(values), values, now, now + 60)
+
+
+def waiting(upstreams: RememberedUpstreams) -> int:
+    """Requests that read an answer which may be joined."""
+    return int(upstreams._cache.stats()["waiting"])
 
 
 async def read(upstreams: RememberedUpstreams, request: UpstreamRequest) -> bytes:
@@ -109,7 +114,7 @@ async def begin(upstreams: RememberedUpstreams, *requests: UpstreamRequest) -> l
     reading: list[asyncio.Task[bytes]] = []
     for request in requests:
         reading.append(asyncio.create_task(read(upstreams, request)))
-        await until(lambda: upstreams.waiting == len(reading))
+        await until(lambda: waiting(upstreams) == len(reading))
     return reading
 
 
@@ -152,7 +157,7 @@ async def test_what_was_used_is_accounted_for_once_when_the_request_that_asked_f
     upstreams, _ = remembered(stub)
     requests = [ask() for _ in range(3)]
     leader, *others = [asyncio.create_task(read(upstreams, request)) for request in requests]
-    await until(lambda: upstreams.waiting == 3)
+    await until(lambda: waiting(upstreams) == 3)
     leader.cancel()
     await asyncio.gather(leader, return_exceptions=True)
     stub.may.set()
@@ -169,9 +174,9 @@ async def test_who_wants_it_whole_waits_for_the_end_of_a_stream_that_is_on_its_w
     upstreams, figures = remembered(stub)
     requests = [ask(**STREAMED), ask(), ask(**STREAMED), ask()]
     reading = [asyncio.create_task(read(upstreams, requests[0]))]
-    await until(lambda: upstreams.waiting == 1)
+    await until(lambda: waiting(upstreams) == 1)
     reading += [asyncio.create_task(read(upstreams, request)) for request in requests[1:]]
-    await until(lambda: upstreams.waiting == 4)
+    await until(lambda: waiting(upstreams) == 4)
     stub.may.set()
     streamed, whole, other, again = await asyncio.gather(*reading)
     assert (orjson.loads(whole), whole, streamed) == (WHOLE, again, other)
@@ -309,11 +314,11 @@ async def test_an_error_is_the_same_in_every_form() -> None:
 async def test_an_answer_may_have_just_the_bytes_that_one_may_have(
     room: int, outcomes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.responses.upstream_answers.took_ms", lambda request: 1.0)  # it is kept, as text
+    monkeypatch.setattr(Query, "age_ms", 1.0)  # it is stored, as text
     stub = Stub(text="x" * 2000)
     stub.may.set()
-    kept = Kept(Form(False, False), "application/json", "m", (100, 7), 1.0, [orjson.dumps(stub.whole)])
-    upstreams, figures = remembered(stub, max_entry_bytes=len(write(kept)) + room)
+    kept = UpstreamRecording(Form(False, False), "application/json", "m", (100, 7), 1.0, [orjson.dumps(stub.whole)])
+    upstreams, figures = remembered(stub, max_entry_bytes=len(encode_upstream(kept)) + room)
     for _ in range(2):
         await read(upstreams, ask())
     assert figures.outcomes == outcomes

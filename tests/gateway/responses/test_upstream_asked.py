@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.replays import REPLAYS
-from gateway.responses.upstream_asked import UpstreamAsked
+from gateway.config import ResponseCacheSettings
+from gateway.responses.upstream_answers import UpstreamQuery
 from gateway.responses.upstream_key import LARGE_BYTES, route_of
 from gateway.types import Reuse, Tenant, UpstreamRequest
 
@@ -67,13 +68,14 @@ BODIES: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
 }
 
 
-def asked(path: str, values: dict[str, Any], tenant: str = "a", model: str = "m", **changes: Any) -> UpstreamAsked:
+def asked(path: str, values: dict[str, Any], tenant: str = "a", model: str = "m", **changes: Any) -> UpstreamQuery:
     whose = changes.pop("whose", "up m")
     request = UpstreamRequest(
         "r", Tenant(tenant), "openai", model, path, changes.pop("query", ""), changes.pop("headers", ()),
         orjson.dumps(values), values, 0.0, 9e9, **changes,
     )  # fmt: skip
-    return UpstreamAsked.of(request, REPLAYS[route_of(request)], whose)
+    upstreams: Any = None
+    return UpstreamQuery.of(request, upstreams, REPLAYS[route_of(request)], ResponseCacheSettings(), whose)
 
 
 def put(values: Any, path: tuple[Any, ...], value: Any) -> Any:
