@@ -25,7 +25,7 @@ from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.redis_counters import RedisCounters
 from gateway.limits.shared_counters import SharedCounters
 from gateway.responses.redis_entries import RedisEntries
-from gateway.responses.redis_removals import RedisRemovals
+from gateway.responses.removals import RemovalEpoch
 from gateway.responses.semantic.redis_questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import ByteStore, Quota
@@ -99,9 +99,9 @@ class RedisOrMemory:
             return None
         return RedisQuestions(self.redis, own, **self._calls)
 
-    def removals(self) -> RedisRemovals | None:
-        """What operators removed, for all gateways to hear of."""
-        return None if self.redis is None else RedisRemovals(self.redis, **self._calls)
+    def removals(self) -> RemovalEpoch | None:
+        """Counts what operators removed, for all gateways to hear of."""
+        return None if self.redis is None else RemovalEpoch(self.redis, **self._calls)
 
     def _bytes(self, name: str, limits: StoredResponseSettings) -> ByteStore:
         quota = quota_of(limits)

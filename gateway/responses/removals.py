@@ -1,38 +1,49 @@
-"""What operators removed, at whichever gateway: it goes from this one's memory, too, soon and for certain.
+"""What operators removed, at whichever gateway, leaves the memory of all of them. One epoch in Redis counts removals:
 
-A removal is a choice and its second, and no list of answers: a gateway has some that nobody else knows of. It is told
-when Redis has the answers no more, so that what is read there afterwards may be kept in memory again. Each gateway
-looks every `every_s`. Who missed one, or cannot know, gives up its memory.
+    removed here              from this memory at once, and the epoch goes up
+    the epoch went up by one  the last removal is applied to this memory
+    it went up by more, or    memory is emptied: it is not known what was removed
+    Redis lost it
+    Redis is unreachable      nothing can be removed; memory is used
+    it is back                memory is used again after the next look (`current`)
 
-    told here                 -> from this memory at once; others hear of it
-    told elsewhere            -> heard at the next look
-    Redis is away             -> nothing can be removed; memory is given as ever
-    it is back                -> nothing is given from memory before the next look (`current`)
-    the log was lost, or      -> memory is emptied
-    there were too many
+A removal is a choice and its second, not a list of answers: a gateway has some that no other knows of. The epoch goes
+up when Redis has the answers no more, so that what is read there afterwards may be put into memory again. Each gateway
+looks every `every_s`.
+
+    kvasir:removals   hash: epoch; last, JSON of a choice and its second
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+import time
+from collections.abc import Awaitable
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any, Final, Protocol
+
+import orjson
+from redis.asyncio import Redis
 
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.responses.entries import About, Entries, Entry
 from gateway.responses.listing import Chosen
 from gateway.responses.memory_entries import MemoryEntries
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 log = logging.getLogger(__name__)
 
-Place = tuple[str, int]
-"""In a log: its name, and the number of a removal."""
+KEY: Final = "kvasir:removals"
 
-LOST: Final[Place] = ("", 0)
-"""A place in no log: whatever is told next, something was missed."""
+UNKNOWN: Final = 0
+"""No epoch: whichever comes next, removals may have been missed."""
+
+MAX_BYTES: Final = 4096
+"""Of a removal in Redis. One with longer names is not written: other gateways empty their memory."""
 
 LATE_S: Final = 10.0
 """An answer that was made so shortly before it was removed may reach Redis after that, and is removed there again."""
@@ -52,26 +63,39 @@ class Removal:
         return self.chosen.takes(About.of(entry), self.at_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """place     of the last removal
-    removals  that are known, after the place that was asked for
-    whole     whether these are all of them
-    """
+class RemovalEpoch:
+    """The epoch in Redis. Methods raise RedisDownError."""
 
-    place: Place
-    removals: Sequence[Removal]
-    whole: bool
+    def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
+        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
+        self._redis = redis
+        self._calls = RedisCalls(timeout_s, breaker)
 
+    async def advance(self, removal: Removal) -> int:
+        """The epoch that begins with this removal."""
+        written = orjson.dumps([removal.at_s, *astuple(removal.chosen)])
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.hsetnx(KEY, "epoch", _new_epoch())
+        pipe.hincrby(KEY, "epoch", 1)
+        pipe.hset(KEY, "last", written if len(written) <= MAX_BYTES else b"null")
+        _, epoch, _ = await self._calls.ask(pipe.execute())
+        return int(epoch)
 
-class RemovalLog(Protocol):
-    """What gateways tell each other. Methods raise RedisDownError."""
+    async def read(self) -> tuple[int, Removal | None]:
+        """The epoch, and the removal that it began with; None where that is not known."""
+        epoch, last = await self._calls.ask(self._read())
+        if epoch is None:
+            pipe = self._redis.pipeline(transaction=True)
+            pipe.hsetnx(KEY, "epoch", _new_epoch())
+            pipe.hget(KEY, "epoch")
+            _, epoch = await self._calls.ask(pipe.execute())
+        number = read_or_skip("removals", partial(int, epoch))
+        if number is None:
+            raise RedisDownError("what was removed cannot be read")
+        return number, None if last is None else read_or_skip("removals", partial(_removal, last))
 
-    async def add(self, removal: Removal) -> None: ...
-
-    async def read(self, since: Place | None) -> Told:
-        """None: from its beginning, and never whole."""
-        ...
+    def _read(self) -> Awaitable[Any]:
+        return self._redis.hmget(KEY, ["epoch", "last"])
 
 
 class Questions(Protocol):
@@ -83,34 +107,34 @@ class Questions(Protocol):
 
 
 class Removals:
-    """Without a log, those of this gateway alone.
+    """Without an epoch in Redis, those of this gateway alone.
 
     number   goes up when an answer may have been removed: what was asked of Redis before may be gone by now
-    current  whether memory may be given while Redis answers
+    current  whether memory may be used while Redis answers
     """
 
     def __init__(
         self,
         memory: MemoryEntries,
         redis: Entries | None,
-        told: RemovalLog | None,
+        epoch: RemovalEpoch | None,
         questions: Questions | None = None,
         *,
         every_s: float,
     ) -> None:
         self._memory = memory
         self._redis = redis
-        self._log = told
+        self._epoch = epoch
         self._questions = questions
         self._every_s = every_s
-        self._place: Place | None = None
+        self._seen: int | None = None  # epoch, up to which this memory has nothing that was removed
         self._following: asyncio.Task[None] | None = None
         self.number = 0
         self.current = True
 
     def start(self) -> None:
         """Looks from now on, until `close`."""
-        if self._log is not None:
+        if self._epoch is not None:
             self._following = tasks.spawn(self._follow(), name="follow removals")
 
     async def close(self) -> None:
@@ -119,24 +143,26 @@ class Removals:
     async def tell(self, removal: Removal) -> None:
         """Redis has its answers no more. Raises RedisDownError when other gateways do not hear of it."""
         await self._apply(removal)
-        if self._log is not None:
-            await self._log.add(removal)
+        if self._epoch is not None:
+            epoch = await self._epoch.advance(removal)
+            if self._seen == epoch - 1:
+                self._seen = epoch
 
     async def look(self) -> None:
-        """What was told since the last look is gone from here when this returns. Never raises."""
-        if self._log is None:
+        """What was removed since the last look is gone from here when this returns. Never raises."""
+        if self._epoch is None:
             return
         try:
-            told = await self._log.read(self._place)
-            if self._place is not None and not told.whole:
+            epoch, last = await self._epoch.read()
+            if last is not None and self._seen in (None, epoch - 1):
+                await self._apply(last)
+            elif self._seen not in (None, epoch):
                 self._empty()
-            for removal in told.removals:
-                await self._apply(removal)
         except RedisDownError:
             self.current = False
-            self._place = self._place or LOST
+            self._seen = self._seen or UNKNOWN
             return
-        self._place, self.current = told.place, True
+        self._seen, self.current = epoch, True
 
     async def _follow(self) -> None:
         while not tasks.was_cancelled():
@@ -161,5 +187,18 @@ class Removals:
     def _empty(self) -> None:
         self.number += 1
         self._memory.figures.emptied += 1
-        log.warning("it is not known which answers were removed: this gateway's memory of answers is emptied")
+        log.info("answers were removed, and it is not known which: this gateway's memory of answers is emptied")
         self._memory.clear()
+
+
+def _new_epoch() -> int:
+    """Where counting begins: later than any epoch that a Redis which lost everything has had."""
+    return time.time_ns() // 1000
+
+
+def _removal(written: bytes) -> Removal | None:
+    """Raises ValueError and others for what a newer gateway may have written."""
+    if (read := orjson.loads(written)) is None:
+        return None
+    at_s, *chosen = read
+    return Removal(Chosen(*chosen), float(at_s))

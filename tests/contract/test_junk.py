@@ -61,7 +61,7 @@ KEYS = {
     "kvasir:answers": "hash",
     "kvasir:{answers:tenant:anonymous}.about": "hash",
     "kvasir:{answers:tenant:anonymous}.ends": "zset",
-    "kvasir:{removals}.last": "list",
+    "kvasir:removals": "hash",
     "kvasir:engines": "zset",
 }
 """Every key that lists, or what they lead to, is read from -> its type."""

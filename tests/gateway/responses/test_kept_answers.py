@@ -17,8 +17,7 @@ from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
 from gateway.responses.redis_entries import RedisEntries
-from gateway.responses.redis_removals import RedisRemovals
-from gateway.responses.removals import Removals
+from gateway.responses.removals import RemovalEpoch, Removals
 from gateway.responses.stage import ResponseCache
 from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta
@@ -70,8 +69,8 @@ async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | 
 
     memory = MemoryEntries(1 << 20, now)
     shared = None if redis is None else RedisEntries(redis, settings, timeout_s=LIMIT_S, now=now)
-    log = None if redis is None else RedisRemovals(redis, timeout_s=LIMIT_S)
-    removals = Removals(memory, shared, log, every_s=settings.removals_s)
+    epoch = None if redis is None else RemovalEpoch(redis, timeout_s=LIMIT_S)
+    removals = Removals(memory, shared, epoch, every_s=settings.removals_s)
     exact = ExactCache(memory, shared, memory_s=settings.memory_s, removals=removals)
     cache = ResponseCache(settings, {}, exact, None, now)
     pipeline = FakePipeline(pieces or ("Hello", " world"), responses=cache)

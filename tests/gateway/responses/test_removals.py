@@ -1,4 +1,4 @@
-"""What operators removed leaves the memory of every gateway: two of them beside one log, under the response cache."""
+"""What operators removed leaves the memory of every gateway: two of them beside one epoch, under the response cache."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.key import entry_id
 from gateway.responses.listing import Chosen
 from gateway.responses.memory_entries import MemoryEntries
-from gateway.responses.removals import LATE_S, LOOKED_AT, LOST, Place, Removal, Removals, Told
+from gateway.responses.removals import KEY, LATE_S, LOOKED_AT, MAX_BYTES, Removal, RemovalEpoch, Removals
+from gateway.storage.redis_calls import connect
+from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
 NORTH, SOUTH = "tenant:north", "tenant:south"
 NOW = 1000.0
+LIMIT_S = 30.0
 
 
-class Log:
+class Epoch(RemovalEpoch):
     """In memory. While it is `away` every call fails."""
 
     def __init__(self) -> None:
-        self.name = "first"
-        self.removals: list[Removal] = []
-        self.most = 10
+        self.epoch = 1000
+        self.last: Removal | None = None
         self.away = False
 
-    async def add(self, removal: Removal) -> None:
+    async def advance(self, removal: Removal) -> int:
         await self._answer()
-        self.removals.append(removal)
+        self.last = removal
+        self.epoch += 1
+        return self.epoch
 
-    async def read(self, since: Place | None) -> Told:
+    async def read(self) -> tuple[int, Removal | None]:
         await self._answer()
-        name, number = since or LOST
-        number = number if name == self.name else 0
-        missing = len(self.removals) - number
-        told = self.removals[number:][-self.most :]
-        return Told((self.name, len(self.removals)), told, whole=name == self.name and len(told) == missing)
+        return self.epoch, self.last
 
     async def _answer(self) -> None:
         await asyncio.sleep(0)
@@ -90,9 +90,9 @@ class Shelf:
 
 
 class Gateway:
-    def __init__(self, log: Log, shelf: Shelf | None = None, *, max_bytes: int = 1 << 24) -> None:
+    def __init__(self, epoch: Epoch, shelf: Shelf | None = None, *, max_bytes: int = 1 << 24) -> None:
         self.memory = MemoryEntries(max_bytes, lambda: NOW)
-        self.removals = Removals(self.memory, shelf, log, every_s=0.001)
+        self.removals = Removals(self.memory, shelf, epoch, every_s=0.001)
         self.exact = ExactCache(self.memory, shelf, removals=self.removals)
 
     def has(self, *entries: Entry) -> list[bool]:
@@ -121,8 +121,8 @@ CHOICES: dict[str, tuple[Chosen, list[bool]]] = {
 
 @pytest.mark.parametrize("choice", CHOICES)
 async def test_what_one_gateway_removed_others_have_not_after_their_next_look(choice: str) -> None:
-    log = Log()
-    here, there = Gateway(log), Gateway(log)
+    epoch = Epoch()
+    here, there = Gateway(epoch), Gateway(epoch)
     entries = entry(0), entry(1, SOUTH, age_s=200.0), entry(2, model="other", age_s=50.0)
     for one in entries:
         there.exact.keep(one)
@@ -137,8 +137,8 @@ async def test_what_one_gateway_removed_others_have_not_after_their_next_look(ch
 
 
 async def test_what_was_made_after_the_removal_stays() -> None:
-    log = Log()
-    here, there = Gateway(log), Gateway(log)
+    epoch = Epoch()
+    here, there = Gateway(epoch), Gateway(epoch)
     await here.removals.tell(removal())
     anew = entry(0, age_s=-1.0)
     for one in (here, there):
@@ -148,7 +148,7 @@ async def test_what_was_made_after_the_removal_stays() -> None:
 
 
 async def test_the_one_that_is_told_has_it_no_more_at_once_and_need_not_look() -> None:
-    here, kept = Gateway(Log()), entry(0)
+    here, kept = Gateway(Epoch()), entry(0)
     here.exact.keep(kept)
     assert here.has(kept) == [True]
     await here.removals.tell(removal())
@@ -156,8 +156,8 @@ async def test_the_one_that_is_told_has_it_no_more_at_once_and_need_not_look() -
 
 
 async def test_while_it_runs_it_looks_by_itself() -> None:
-    log = Log()
-    here, there = Gateway(log), Gateway(log)
+    epoch = Epoch()
+    here, there = Gateway(epoch), Gateway(epoch)
     there.exact.keep(kept := entry(0))
     there.removals.start()
     await here.removals.tell(removal())
@@ -166,7 +166,7 @@ async def test_while_it_runs_it_looks_by_itself() -> None:
 
 
 async def test_others_have_their_turn_while_many_answers_are_looked_at() -> None:
-    here, turns = Gateway(Log()), 0
+    here, turns = Gateway(Epoch()), 0
     for number in range(4 * LOOKED_AT):
         here.exact.keep(entry(number))
     telling = asyncio.create_task(here.removals.tell(removal()))
@@ -177,78 +177,88 @@ async def test_others_have_their_turn_while_many_answers_are_looked_at() -> None
     assert here.memory.figures.removed == 4 * LOOKED_AT
 
 
-@pytest.mark.parametrize("what", ["too many", "another log"])
-async def test_who_missed_a_removal_gives_up_its_memory(what: str, caplog: pytest.LogCaptureFixture) -> None:
-    log = Log()
-    here, there = Gateway(log), Gateway(log)
+@pytest.mark.parametrize("what", ["two", "another epoch", "one that cannot be read"])
+async def test_who_missed_a_removal_empties_its_memory(what: str) -> None:
+    epoch = Epoch()
+    here, there = Gateway(epoch), Gateway(epoch)
     await there.removals.look()
     there.exact.keep(kept := entry(0))
-    if what == "too many":
-        for _ in range(log.most + 1):
-            await here.removals.tell(removal(owner=SOUTH))
-    else:
-        log.name, log.removals = "second", []
+    match what:
+        case "two":
+            for _ in range(2):
+                await here.removals.tell(removal(owner=SOUTH))
+        case "another epoch":
+            epoch.epoch = 5000
+        case _:
+            epoch.epoch += 1
     await there.removals.look()
     assert there.has(kept) == [False]
     assert (there.memory.figures.emptied, there.memory.figures.entries, there.memory.figures.bytes) == (1, 0, 0)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
     there.exact.keep(kept)
     await there.removals.look()
     assert there.has(kept) == [True]
 
 
-async def test_who_comes_after_removals_has_missed_none() -> None:
-    log = Log()
-    for _ in range(2 * log.most):
-        await log.add(removal())
-    there = Gateway(log)
+async def test_a_gateway_that_starts_after_removals_has_missed_none() -> None:
+    epoch = Epoch()
+    await epoch.advance(removal())
+    there = Gateway(epoch)
     await there.removals.look()
     assert there.memory.figures.emptied == 0
 
 
+async def test_a_gateway_that_removes_has_missed_nothing_itself() -> None:
+    here = Gateway(Epoch())
+    await here.removals.look()
+    for _ in range(3):
+        await here.removals.tell(removal(owner=SOUTH))
+    await here.removals.look()
+    assert here.memory.figures.emptied == 0
+
+
 async def test_who_began_without_redis_cannot_know() -> None:
-    log = Log()
-    there = Gateway(log)
-    log.away = True
+    epoch = Epoch()
+    there = Gateway(epoch)
+    epoch.away = True
     await there.removals.look()
     there.exact.keep(kept := entry(0))
-    log.away = False
+    epoch.away = False
     await there.removals.look()
     assert there.has(kept) == [False]
 
 
 async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_again_removals_are_heard() -> None:
-    log, shelf = Log(), Shelf()
-    there = Gateway(log, shelf)
+    epoch, shelf = Epoch(), Shelf()
+    there = Gateway(epoch, shelf)
     poisoned, good = entry(0), entry(1)
     for one in (poisoned, good):
         there.exact.keep(one)
         await there.exact.share(one)
     await there.removals.look()
-    log.away = shelf.away = True
+    epoch.away = shelf.away = True
     for _ in range(3):
         await there.removals.look()
     assert await there.exact.find(NORTH, entry(2).key) is None  # who asks notices
     assert there.has(poisoned, good) == [True, True]
     assert there.exact.peek(NORTH, poisoned.key) is poisoned
     # Another gateway, which reaches Redis, removes one; then this one reaches it, too.
-    log.removals.append(removal(id=poisoned.id))
+    epoch.epoch, epoch.last = epoch.epoch + 1, removal(id=poisoned.id)
     await shelf.remove(NORTH, poisoned.id)
     shelf.away = False
     assert await there.exact.find(NORTH, entry(2).key) is None
     assert there.has(poisoned, good) == [False, False]
     assert await there.exact.find(NORTH, poisoned.key) is None
     assert await there.exact.find(NORTH, good.key) == good
-    log.away = False
+    epoch.away = False
     await there.removals.look()
     assert there.has(poisoned) == [False]
     assert there.exact.peek(NORTH, good.key) == good
 
 
 async def test_who_cannot_tell_others_says_so_and_has_it_no_more_itself() -> None:
-    log = Log()
-    log.away = True
-    here = Gateway(log)
+    epoch = Epoch()
+    epoch.away = True
+    here = Gateway(epoch)
     here.exact.keep(kept := entry(0))
     with pytest.raises(RedisDownError):
         await here.removals.tell(removal())
@@ -256,14 +266,14 @@ async def test_who_cannot_tell_others_says_so_and_has_it_no_more_itself() -> Non
 
 
 async def test_what_redis_said_before_a_removal_is_not_kept_in_memory_after_it() -> None:
-    log, shelf = Log(), Shelf()
-    there, kept = Gateway(log, shelf), entry(0)
+    epoch, shelf = Epoch(), Shelf()
+    there, kept = Gateway(epoch, shelf), entry(0)
     await shelf.put(kept)
     shelf.go = asyncio.Event()
     asked = asyncio.create_task(there.exact.find(NORTH, kept.key))
     await until(lambda: shelf.finds == 1)
     await shelf.remove(NORTH, kept.id)
-    await log.add(removal())
+    await epoch.advance(removal())
     await there.removals.look()
     shelf.go.set()
     assert await asked == kept  # it asked before
@@ -272,13 +282,13 @@ async def test_what_redis_said_before_a_removal_is_not_kept_in_memory_after_it()
 
 
 async def test_what_reaches_redis_behind_its_own_removal_is_removed_again() -> None:
-    log, shelf = Log(), Shelf()
-    there, kept = Gateway(log, shelf), entry(0, age_s=0.01)
+    epoch, shelf = Epoch(), Shelf()
+    there, kept = Gateway(epoch, shelf), entry(0, age_s=0.01)
     there.exact.keep(kept)
     shelf.go = asyncio.Event()
     sharing = asyncio.create_task(there.exact.share(kept))
     await asyncio.sleep(0)
-    await log.add(removal())
+    await epoch.advance(removal())
     await there.removals.look()
     shelf.go.set()
     await sharing
@@ -286,12 +296,12 @@ async def test_what_reaches_redis_behind_its_own_removal_is_removed_again() -> N
 
 
 async def test_what_was_on_its_way_to_redis_when_it_was_removed_is_removed_at_the_next_look() -> None:
-    log, shelf = Log(), Shelf()
-    there = Gateway(log, shelf)
+    epoch, shelf = Epoch(), Shelf()
+    there = Gateway(epoch, shelf)
     late, early = entry(0, age_s=LATE_S / 2), entry(1, age_s=LATE_S * 2)
     for one in (late, early):
         there.exact.keep(one)
-    await log.add(removal())
+    await epoch.advance(removal())
     for one in (late, early):
         await shelf.put(one)  # which nobody does who keeps to time limits: only the late one is looked for
     await there.removals.look()
@@ -299,13 +309,13 @@ async def test_what_was_on_its_way_to_redis_when_it_was_removed_is_removed_at_th
 
 
 async def test_an_unrelated_removal_costs_others_nothing_that_is_shared() -> None:
-    log, shelf = Log(), Shelf()
-    there, kept = Gateway(log, shelf), entry(0)
+    epoch, shelf = Epoch(), Shelf()
+    there, kept = Gateway(epoch, shelf), entry(0)
     there.exact.keep(kept)
     shelf.go = asyncio.Event()
     sharing = asyncio.create_task(there.exact.share(kept))
     await asyncio.sleep(0)
-    await log.add(removal(owner=SOUTH))
+    await epoch.advance(removal(owner=SOUTH))
     await there.removals.look()
     shelf.go.set()
     await sharing
@@ -323,10 +333,49 @@ async def test_the_questions_of_the_semantic_cache_hear_of_it() -> None:
         def forget(self, removal: Removal) -> None:
             heard[self.name].append(removal)
 
-    log = Log()
+    epoch = Epoch()
     memory = MemoryEntries(0, lambda: NOW)
-    here, there = (Removals(memory, None, log, Questions(name), every_s=1.0) for name in ("here", "there"))
+    here, there = (Removals(memory, None, epoch, Questions(name), every_s=1.0) for name in ("here", "there"))
     await there.look()
     await here.tell(removal(owner=NORTH))
     await there.look()
     assert heard == {"here": [removal(owner=NORTH)], "there": [removal(owner=NORTH)]}
+
+
+# -- the epoch in Redis -----------------------------------------------------------------------------------------------
+
+
+async def test_an_epoch_begins_with_each_removal_and_names_it(redis_url: str) -> None:
+    redis = connect(redis_url, LIMIT_S)
+    epoch, last = RemovalEpoch(redis, timeout_s=LIMIT_S), Removal(Chosen("tenant:ünï", "m", "0a", 1.5, None), 1000.25)
+    first, none = await epoch.read()
+    assert none is None
+    assert await epoch.advance(removal()) == first + 1
+    assert await epoch.advance(last) == first + 2
+    assert await epoch.read() == await epoch.read() == (first + 2, last)
+    await epoch.advance(Removal(Chosen(model="m" * MAX_BYTES), 5.0))
+    assert await epoch.read() == (first + 3, None)
+    await redis.hset(KEY, "last", b"[1,2,3,4,5,6,7]")  # type: ignore[arg-type, misc]
+    assert await epoch.read() == (first + 3, None)
+    await redis.flushall()
+    assert (await epoch.read())[0] > first + 3, "a Redis that lost it is noticed"
+    await redis.aclose()
+
+
+async def test_the_first_removal_of_all_begins_to_count(redis_url: str) -> None:
+    redis = connect(redis_url, LIMIT_S)
+    epoch = RemovalEpoch(redis, timeout_s=LIMIT_S)
+    number = await epoch.advance(removal())
+    assert await epoch.read() == (number, removal())
+    await redis.aclose()
+
+
+async def test_the_epoch_of_a_redis_that_is_full_is_read_all_the_same(own_redis: RedisProcess) -> None:
+    redis = connect(own_redis.url, LIMIT_S)
+    epoch = RemovalEpoch(redis, timeout_s=LIMIT_S)
+    number, _ = await epoch.read()
+    await redis.config_set("maxmemory", 1)
+    assert await epoch.read() == (number, None)
+    with pytest.raises(RedisDownError):
+        await epoch.advance(removal())
+    await redis.aclose()
