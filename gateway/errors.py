@@ -143,6 +143,17 @@ class BodyTooLargeError(KvasirError):
         super().__init__(f"The request body is larger than the limit of {limit_bytes} bytes ({setting}).", code=code)
 
 
+class TextTooLargeError(KvasirError):
+    status = 413
+    type = "invalid_request_error"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"One text of the request body takes more than {limit_bytes} bytes of memory (twice server.max_body_bytes; "
+            "four for each character of a text with an emoji)."
+        )
+
+
 class FileTooLargeError(KvasirError):
     """`setting` is the one that says how large it may be."""
 

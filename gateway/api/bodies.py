@@ -68,9 +68,11 @@ class Claim:
         self._tenant = tenant
         self.num_bytes = 0
 
-    def grow_to(self, num_bytes: int) -> None:
-        """So many in all, unless there are more already. Raises QueueFullError for the tenant's share, OverloadedError
-        for that of all; what was claimed before stays."""
+    def grow_to(self, num_bytes: int, text_bytes: int = 0) -> None:
+        """So many in all, unless there are more already. With its parsed texts it is at most the tenant's share, so
+        that they alone never refuse a body. Raises QueueFullError for the tenant's share, OverloadedError for that
+        of all; what was claimed before stays."""
+        num_bytes = max(num_bytes, min(num_bytes + text_bytes, self._bodies.max_tenant_bytes))
         if num_bytes > self.num_bytes:
             self._bodies.add(self._tenant, num_bytes - self.num_bytes)
             self.num_bytes = num_bytes

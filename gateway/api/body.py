@@ -18,6 +18,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from gateway.api.bodies import BODIES, Claim
 from gateway.api.encodings import BROKEN, DECODERS, NAMES
+from gateway.api.long_texts import LongTexts, find_long_texts, loads
 from gateway.api.record import RECORD
 from gateway.api.structure import VALUE_BYTES, check_structure
 from gateway.config import ServerSettings
@@ -38,6 +39,9 @@ MAX_DEPTH: Final = 128
 
 TIMEOUT_S: Final = 60.0
 """For a body to arrive; whoever sends slower would hold memory of bodies in flight."""
+
+TEXT_SHARE: Final = 2
+"""Times server.max_body_bytes that one text may take in memory. It is made in one go, which others wait."""
 
 DECODED_BYTES: Final = 64 << 10
 """Of a compressed body that are decoded before others have their turn."""
@@ -70,11 +74,12 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
     or is nested deeper than MAX_DEPTH. A large one is parsed in a thread.
     """
     body, record = await read_raw(http, server), http[RECORD]
-    structure = await off_loop(work_of(len(body)), lambda: check_structure(body))
+    structure, long_texts = await off_loop(work_of(len(body)), lambda: (check_structure(body), find_long_texts(body)))
     if record.body is not None:
-        record.body.grow_to(len(body) + VALUE_BYTES * structure.values)
+        record.body.grow_to(len(body) + VALUE_BYTES * structure.values, long_texts.num_bytes)
     record.work = structure.work(len(body))
-    return await off_loop(record.work, lambda: _parse(body))
+    most = TEXT_SHARE * server.max_body_bytes
+    return await off_loop(record.work, lambda: _parse(body, long_texts, most))
 
 
 async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
@@ -152,12 +157,12 @@ async def _decoded_pieces(http: web.Request, most: int) -> AsyncIterator[bytes]:
 def parse_object(body: bytes) -> dict[str, Any]:
     """Strict JSON whose outermost value is an object. Raises BadRequestError."""
     check_structure(body)
-    return _parse(body)
+    return _parse(body, LongTexts((), 0), TEXT_SHARE * len(body))
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(body: bytes, long_texts: LongTexts, max_text_bytes: int) -> dict[str, Any]:
     try:
-        value = orjson.loads(body)
+        value = loads(body, long_texts, max_text_bytes)
     except orjson.JSONDecodeError as error:
         raise BadRequestError(
             f"We could not parse the JSON body of your request: {error.msg} at line {error.lineno}, column "

@@ -25,6 +25,8 @@ _CANDIDATES: Final = "⸻⸺⸹⸸⸷⸶⸵⸴⹀⹁⹂⹃⹄⹅⹆⹇⹈⹉"  #
 SLICE: Final = 1 << 20
 """Characters that are looked through at once: about a millisecond."""
 
+_PARTS: Final = 10_000
+
 _KEYS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "type", "text", "function", "arguments", "id")
 
 
@@ -115,12 +117,16 @@ class Masking:
         return text
 
     def _mask_whole(self, text: str, pattern: re.Pattern[str]) -> str:
+        whole: list[str] = []
         parts: list[str] = []
         done = 0
         for found in find_all(pattern, text, 0, self._max_prefix + 1, overlapping=True):
             parts += (text[done : found.start() + 1], self._break)
             done = found.start() + 1
-        return "".join(parts) + text[done:] if parts else text
+            if len(parts) > _PARTS:  # which other threads would wait for, were there millions
+                whole.append("".join(parts))
+                parts = []
+        return "".join([*whole, *parts, text[done:]]) if done else text
 
     def _mask_end(self, text: str) -> str:
         # From the right, so that positions further left stay valid.

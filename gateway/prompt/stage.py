@@ -93,8 +93,8 @@ class PromptStage:
                 case ChatPrompt() as prompt:
                     encoded = await self._encode_chat(loaded, namespace, prompt, request, model)
                 case TextPrompt(text):
+                    await self._check_chars(loaded, model, [text], request)
                     masked = await off_loop(request.work, partial(loaded.tokenizer.masking.mask, text))
-                    await self._check_chars(loaded, model, masked, request)
                     encoded = (await self._walk.text(loaded, namespace, masked, prefix=loaded.prefix)).joined()
                 case TokenPrompt(tokens):
                     if len(tokens) > model.context_tokens * TOKEN_BYTES:
@@ -158,9 +158,11 @@ class PromptStage:
             raise NoEngineError(model.model, retry_after_s=1.0)
         return loaded
 
-    async def _check_chars(self, model: LoadedModel, hello: Hello, text: str, request: Request) -> None:
-        """Raises ContextLengthError for masked text that cannot fit whatever its tokens are, before they are made."""
-        least = await off_loop(request.work, partial(model.tokenizer.least_tokens, text))
+    async def _check_chars(self, model: LoadedModel, hello: Hello, texts: Sequence[str], request: Request) -> None:
+        """Raises ContextLengthError for texts that cannot fit whatever their tokens are, before they are made."""
+        if sum(map(len, texts)) <= hello.context_tokens:
+            return
+        least = await off_loop(request.work, lambda: sum(map(model.tokenizer.least_tokens, texts)))
         if least > hello.context_tokens:
             raise ContextLengthError(
                 hello.context_tokens, least, request.sampling.max_tokens, param=request.prompt_param
@@ -180,12 +182,14 @@ class PromptStage:
         style = None if use is None else model.calls
         opener = style.forced_opener if style is not None and use is not None and use.mode == "required" else ""
         render = partial(model.render, prompt, opener if prompt.add_generation_prompt else "")
-        num_chars = await off_loop(request.work, partial(_prompt_chars, prompt))
+        contents = [content for message in prompt.messages if type(content := message.get("content")) is str]
+        await self._check_chars(model, hello, contents, request)
+        num_chars = await off_loop(request.work, partial(_prompt_chars, contents, prompt.tools))
         key = model.prompts.key(namespace, prompt, num_chars, opener) if model.template.is_timeless else None
         if key is not None and (encoded := model.prompts.find(key, prompt)) is not None:
             return encoded
         text = await off_loop(request.work, render)
-        await self._check_chars(model, hello, text, request)
+        await self._check_chars(model, hello, [text], request)
         path = await self._walk.text(model, namespace, text)
         encoded = path.joined()
         if prompt.markers:
@@ -202,9 +206,8 @@ def _load(files: TokenizerFiles, settings: PromptSettings) -> LoadedModel:
         return load_model(files, settings)
 
 
-def _prompt_chars(prompt: ChatPrompt) -> int:
-    contents = [len(content) for message in prompt.messages if type(content := message.get("content")) is str]
-    return sum(contents) + sum(map(_num_chars, prompt.tools))
+def _prompt_chars(contents: Sequence[str], tools: Sequence[Tool]) -> int:
+    return sum(map(len, contents)) + sum(map(_num_chars, tools))
 
 
 def _num_chars(tool: Tool) -> int:

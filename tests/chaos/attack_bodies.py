@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from tests.chaos.attacked import CHATS, MIB, UPSTREAM_MODELS, Sent
 
@@ -150,13 +150,24 @@ def long_text(path: str, text: str, num_bytes: int) -> Sent:
     return chat(b'{"role":"user","content":' + said + b"}", path=path)
 
 
-def stops(times: int, num_chars: int) -> Sent:
-    one = quoted("ab" * (num_chars // 2))
+def stops(times: int, num_chars: int, path: str = CHATS) -> Sent:
+    one = quoted("ab" * max(1, min(num_chars, MOST // times) // 2))
+    if path == MESSAGES:
+        return chat(HI, b',"stop_sequences":[' + repeat(one, times) + b"]", path)
+    if path == GENERATE:
+        config = b'"generationConfig":{"stopSequences":[' + repeat(one, times) + b"]}"
+        return Sent(path, b'{"contents":[{"parts":[{"text":"hi"}]}],' + config + b"}")
+    if path == COMPLETIONS:
+        return Sent(path, b'{"model":"demo","max_tokens":4,"prompt":"a","n":8,"stop":[' + repeat(one, times) + b"]}")
     return chat(HI, b',"n":8,"stop":[' + repeat(one, times) + b"]")
 
 
-def nested(levels: int, opened: bytes = b"[", closed: bytes = b"]") -> Sent:
-    return Sent(CHATS, b'{"model":"demo","messages":' + opened * levels + b"1" + closed * levels + b"}")
+def nested(levels: int, opened: bytes = b"[", closed: bytes = b"]", name: str = "messages") -> Sent:
+    levels = min(levels, MOST // (len(opened) + len(closed)))
+    inside = opened * levels + b"1" + closed * levels
+    if name == "messages":
+        return Sent(CHATS, b'{"model":"demo","messages":' + inside + b"}")
+    return chat(HI, b',"' + name.encode() + b'":' + inside)
 
 
 def biases(times: int) -> Sent:
@@ -165,6 +176,18 @@ def biases(times: int) -> Sent:
 
 def names(times: int) -> Sent:
     return chat(HI, b',"metadata":{' + b",".join(b'"%d":"a"' % number for number in range(times)) + b"}")
+
+
+def own_fields(times: int) -> Sent:
+    """Fields of the body that nobody knows."""
+    return chat(HI, b"".join(b',"f%d":0' % number for number in range(times)))
+
+
+def properties(times: int) -> Sent:
+    """Of a tool."""
+    named = b",".join(b'"p%d":{"type":"string"}' % number for number in range(times))
+    tool = b'{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{' + named + b"}}}}"
+    return chat(HI, b',"tools":[' + tool + b"]")
 
 
 def arguments(times: int, inside: str = "{}") -> Sent:
@@ -177,10 +200,68 @@ def arguments(times: int, inside: str = "{}") -> Sent:
 
 def schema_chain(links: int) -> Sent:
     """References that lead from one to the next; the engine has its own limits, this is what the gateway does."""
-    chain = {f"d{at}": {"$ref": f"#/$defs/d{at + 1}"} for at in range(links)} | {f"d{links}": {"type": "string"}}
-    schema = {"$defs": chain, "$ref": "#/$defs/d0"}
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    return chat(HI, b',"response_format":' + json.dumps(wanted).encode())
+    return structured(chain_of(links))
+
+
+def chain_of(links: int, each: int = 1) -> dict[str, Any]:
+    """Definitions that refer to the next one, so often each: with two, as many ways through it as 2 ** links."""
+    last = {f"d{links}": {"type": "string"}}
+    return {"$defs": {f"d{at}": _referring(f"d{at + 1}", each) for at in range(links)} | last, "$ref": "#/$defs/d0"}
+
+
+def ring_of(links: int) -> dict[str, Any]:
+    definitions = {f"d{at}": {"items": {"$ref": f"#/$defs/d{(at + 1) % links}"}} for at in range(links)}
+    return {"$defs": definitions, "$ref": "#/$defs/d0"}
+
+
+def fan_of(links: int) -> dict[str, Any]:
+    """Many references to the same definition."""
+    return {"$defs": {"a": {"type": "string"}}, "anyOf": [{"$ref": "#/$defs/a"}] * links}
+
+
+def levels_of(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(min(levels, 300)):  # what json.dumps writes without a recursion of its own
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def enum_of(times: int) -> dict[str, Any]:
+    return {"enum": [f"v{at}" for at in range(times)]}
+
+
+def patterns_of(times: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{at}": {"pattern": "(a|b)*c{1,9}"} for at in range(times)}}
+
+
+def _referring(name: str, times: int) -> dict[str, Any]:
+    reference = {"$ref": f"#/$defs/{name}"}
+    return reference if times == 1 else {"type": "array", "prefixItems": [reference] * times}
+
+
+SCHEMAS: Final[Mapping[str, Callable[[int], dict[str, Any]]]] = {
+    "chained references": chain_of,
+    "doubled references": lambda links: chain_of(links, 2),
+    "references in a ring": ring_of,
+    "references to the same": fan_of,
+    "nested schemas": levels_of,
+    "enum values": enum_of,
+    "patterns": patterns_of,
+}
+
+
+def structured(schema: dict[str, Any], path: str = CHATS) -> Sent:
+    """An answer, or a tool's arguments, by this schema, in the dialect of the path."""
+    written = json.dumps(schema).encode()
+    if path == RESPONSES:
+        wanted = b'{"format":{"type":"json_schema","name":"a","schema":' + written + b"}}"
+        return Sent(path, b'{"model":"demo","max_output_tokens":16,"input":"hi","text":' + wanted + b"}")
+    if path == GENERATE:
+        wanted = b'{"responseMimeType":"application/json","responseJsonSchema":' + written + b"}"
+        return Sent(path, b'{"contents":[{"parts":[{"text":"hi"}]}],"generationConfig":' + wanted + b"}")
+    if path == MESSAGES:
+        return chat(HI, b',"tools":[{"name":"a","input_schema":' + written + b"}]", path)
+    return chat(HI, b',"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":' + written + b"}}")
 
 
 def schema_properties(times: int, *, strict: bool = False) -> Sent:
@@ -238,4 +319,4 @@ def spaced(num_bytes: int) -> Sent:
 
 
 def compressed(sent: Sent) -> Sent:
-    return sent._replace(body=gzip.compress(sent.body, 5), compressed=True)
+    return sent._replace(body=gzip.compress(sent.body, 1), compressed=True)

@@ -61,7 +61,8 @@ class Sent(NamedTuple):
     at_once: int = 1
 
 
-Make = Callable[[], Sent]
+Make = Callable[[], Sent | tuple[Sent, ...]]
+"""One request, or several that are sent by turns."""
 
 
 @dataclass
@@ -221,7 +222,8 @@ def send(port: int, sent: Sent, timeout_s: float) -> int:
 
 def measure(pid: int, port: int, make: Make, seconds: float) -> Seen:
     """Sends it for half a second, at least twice, and at most for `seconds`."""
-    sent, seen, own_before = make(), Seen(), own_lags(port)
+    made = make()
+    turns, seen, own_before = (made,) if isinstance(made, Sent) else made, Seen(), own_lags(port)
     before_mib = memory_mib(pid)
     probes = [Probe(port, "GET", "/health/liveness", None, 0.002), Probe(port, "POST", CHATS, SMALL, 0.002)]
     for probe in probes:
@@ -238,13 +240,14 @@ def measure(pid: int, port: int, make: Make, seconds: float) -> Seen:
     begun_s = time.monotonic()
     rounds = 0
     while rounds < 2 or time.monotonic() - begun_s < 0.5:
-        left_s = begun_s + seconds - time.monotonic()
+        left_s, sent = begun_s + seconds - time.monotonic(), turns[rounds % len(turns)]
         if left_s <= 0:
             break
-        senders = [
-            threading.Thread(target=lambda left_s=left_s: seen.statuses.update([send(port, sent, left_s + 1)]))
-            for _ in range(sent.at_once)
-        ]
+
+        def once(sent: Sent = sent, left_s: float = left_s) -> None:
+            seen.statuses.update([send(port, sent, left_s + 1)])
+
+        senders = [threading.Thread(target=once) for _ in range(sent.at_once)]
         for sender in senders:
             sender.start()
         for sender in senders:

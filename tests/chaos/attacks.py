@@ -1,6 +1,6 @@
 """Sends what one tenant should not be able to hurt others with, and measures what another tenant notices.
 
-    python -m tests.chaos.attacks [--tree PATH] [--only TEXT] [--fuzz 50] [--seed 1] [--seconds 20]
+    python -m tests.chaos.attacks [--tree PATH] [--only TEXT] [--fuzz 60] [--seed 1] [--seconds 20]
 
 A gateway in a process of its own (of the tree at PATH, so that an older commit can be compared), in front of an engine
 without a model and an upstream that answers at once, so that what is slow is the gateway. While each attack is sent,
@@ -20,8 +20,10 @@ Bounded: loopback only, one attack at a time, `--seconds` for each. More attacks
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +34,7 @@ from tests.chaos.attack_bodies import (
     MESSAGES,
     MOST,
     RESPONSES,
+    SCHEMAS,
     TEXTS,
     arguments,
     biases,
@@ -44,10 +47,13 @@ from tests.chaos.attack_bodies import (
     nested,
     of_array,
     of_array_of_texts,
+    own_fields,
+    properties,
     schema_chain,
     schema_properties,
     spaced,
     stops,
+    structured,
     to_upstream,
 )
 from tests.chaos.attacked import (
@@ -109,38 +115,71 @@ NAMED: Final[dict[str, Make]] = {
 }
 
 
-def fuzzed(number: int, seed: int) -> dict[str, Make]:
-    """So many more, of random kinds and sizes."""
+def _kinds() -> dict[str, tuple[Callable[[int], Sent], int]]:
+    """Every shape, in dialects that have it: a body by its size, and the largest size that is of use."""
+    paths = (CHATS, COMPLETIONS, RESPONSES, MESSAGES, GENERATE)
+    kinds: dict[str, tuple[Callable[[int], Sent], int]] = {}
+    for name in ARRAYS:
+        kinds[name] = (partial(of_array, name), 8_000_000)
+    for at, (name, text) in enumerate(TEXTS.items()):
+        for path in (paths[at % len(paths)], paths[(at + 2) % len(paths)]):
+            kinds[f"bytes of {name}, {path}"] = (partial(long_text, path, text), MOST)
+    for path in (CHATS, COMPLETIONS, MESSAGES, GENERATE):
+        kinds[f"characters of 4 stop strings, {path}"] = (lambda size, path=path: stops(4, size, path), MOST)
+    for opened, closed, field in (
+        (b"[", b"]", "messages"),
+        (b'{"a":', b"}", "messages"),
+        (b"[", b"]", "metadata"),
+        (b'[{"a":', b"}]", "tools"),
+    ):
+        make = partial(nested, opened=opened, closed=closed, name=field)
+        kinds[f"levels of {opened.decode()} in {field}"] = (make, MOST)
+    for make in (biases, names, own_fields, properties):
+        kinds[make.__name__] = (make, 500_000)
+    for inside in ("{}", "[]", "0", '{"a":1}'):
+        kinds[f"values {inside} in arguments"] = (partial(arguments, inside=inside), MOST // 8)
+    for at, (name, schema) in enumerate(SCHEMAS.items()):
+        for path in (CHATS, (RESPONSES, MESSAGES, GENERATE)[at % 3]):
+            kinds[f"{name}, {path}"] = (lambda size, schema=schema, path=path: structured(schema(size), path), 30_000)
+    for name, (kind, one) in GRAMMARS.items():
+        kinds[name] = (lambda size, kind=kind, one=one: grammar(kind, one(size)), 100_000)
+    return kinds
+
+
+GRAMMARS: Final[Mapping[str, tuple[str, Callable[[int], str]]]] = {
+    "unit rules": (
+        "grammar",
+        lambda size: f'start: r0\n{"".join(f"r{at}: r{at + 1}{chr(10)}" for at in range(size))}r{size}: "a"\n',
+    ),
+    "terminals": (
+        "grammar",
+        lambda size: (
+            f"start: {' | '.join(f'T{at}' for at in range(size))}\n" + "".join(f'T{at}: "{at}"\n' for at in range(size))
+        ),
+    ),
+    "brackets of a grammar": ("grammar", lambda size: f'start: {"(" * size}"a"{")" * size}\n'),
+    "groups of a pattern": ("regex", lambda size: "(a|b)" * size),
+    "groups in groups of a pattern": ("regex", lambda size: "(" * size + "a" + ")" * size),
+}
+
+KINDS: Final = _kinds()
+
+
+def fuzzed(number: int | None, seed: int) -> dict[str, Make]:
+    """So many kinds, or all of them, of a random size each; sent as they are, and compressed."""
     dice = random.Random(seed)
+    chosen = list(KINDS) if number is None else dice.sample(list(KINDS), number)
     made: dict[str, Make] = {}
-    for at in range(number):
-        size = round(10 ** dice.uniform(3, 7))
-        kind = dice.choice(("array", "array", "array", "text", "text", "stops", "nested", "object", "arguments"))
-        make, name = _one(kind, size, dice)
-        squeezed = dice.random() < 0.5
-        made[f"{at + 1}: {name}{', compressed' if squeezed else ''}"] = (
-            (lambda make=make: compressed(make())) if squeezed else make
-        )
+    for name in chosen:
+        make, most = KINDS[name]
+        size = round(10 ** dice.uniform(3, math.log10(most)))
+
+        def both(make: Callable[[int], Sent] = make, size: int = size) -> tuple[Sent, ...]:
+            sent = make(size)
+            return sent, compressed(sent)
+
+        made[f"{size:,} {name}"] = both
     return made
-
-
-def _one(kind: str, size: int, dice: random.Random) -> tuple[Make, str]:
-    if kind == "array":
-        name = dice.choice(sorted(ARRAYS))
-        return lambda: of_array(name, size), f"{size:,} {name}"
-    if kind == "text":
-        name, path = dice.choice(sorted(TEXTS)), dice.choice((CHATS, COMPLETIONS, RESPONSES, MESSAGES, GENERATE))
-        return lambda: long_text(path, TEXTS[name], size), f"{size:,} bytes of {name}, {path}"
-    if kind == "stops":
-        return lambda: stops(4, size), f"4 stop strings of {size:,}"
-    if kind == "nested":
-        opened, closed = dice.choice(((b"[", b"]"), (b'{"a":', b"}")))
-        return lambda: nested(size, opened, closed), f"{size:,} levels"
-    if kind == "object":
-        make = dice.choice((biases, names))
-        return lambda: make(min(size, 2_000_000)), f"{min(size, 2_000_000):,} {make.__name__}"
-    inside = dice.choice(("{}", "[]", "0", '{\\"a\\":1}'.replace("\\", "")))
-    return lambda: arguments(min(size, MOST // 8), inside), f"{min(size, MOST // 8):,} values in arguments"
 
 
 def run(attacks: Mapping[str, Make], tree: Path, seconds: float, say: Callable[[str], Any]) -> dict[str, Seen]:
@@ -171,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parent.parent.parent)
     parser.add_argument("--only", default="", help="part of the names of the attacks")
-    parser.add_argument("--fuzz", type=int, default=50)
+    parser.add_argument("--fuzz", type=int, help="so many kinds of random size; all without it")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()

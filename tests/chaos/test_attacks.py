@@ -13,14 +13,12 @@ import pytest
 
 from gateway.admin.loop_lag import BOUNDS_S
 from tests.chaos.attack_bodies import MOST
-from tests.chaos.attacks import NAMED, QUIET, fuzzed, run
+from tests.chaos.attacks import KINDS, NAMED, QUIET, fuzzed, run
 
 GOAL_MS = 50.0
-PARSES = 20.0
-"""Times that one large text could have been parsed while the loop stood still. It is parsed in one go, without giving
-another thread a turn; 16 such bodies at once press on the memory, and took 2 to 10 of these times on a busy machine."""
-PEAK_MIB = 1200.0
-FUZZED = 15
+PARSES = 4.0
+"""Times that one large text could have been parsed while the loop stood still: bodies at once press on the memory."""
+PEAK_MIB = 800.0
 
 
 def parse_ms() -> float:
@@ -36,10 +34,11 @@ def parse_ms() -> float:
 @pytest.mark.slow
 def test_no_request_of_one_tenant_stops_the_others() -> None:
     lines: list[str] = []
-    found = run(NAMED | fuzzed(FUZZED, seed=2), Path(__file__).parent.parent.parent, 20.0, lines.append)
+    found = run(NAMED | fuzzed(None, seed=2), Path(__file__).parent.parent.parent, 20.0, lines.append)
     most_ms = max(GOAL_MS, PARSES * parse_ms())
     found.pop(QUIET)
-    assert len(found) == len(NAMED) + FUZZED
+    assert len(found) == len(NAMED) + len(KINDS)
+    assert len(KINDS) >= 50
     table = f"at most {most_ms:.0f} ms\n" + "\n".join(lines)
     for name, seen in found.items():
         assert not seen.died, f"{name}\n{table}"

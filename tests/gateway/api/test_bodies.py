@@ -90,3 +90,22 @@ async def test_small_objects_count_for_what_they_take_once_they_are_parsed() -> 
         body = b'{"model":"demo","messages":[' + b"{}," * 10_000 + b"{}]}"
         assert (await gateway.send(body, Authorization=f"Bearer {NORTH}"))[0] == 429
         assert gateway.app[BODIES].num_bytes == 0
+
+
+async def test_a_text_with_an_emoji_counts_four_times_and_fits_alone() -> None:
+    server = ServerSettings(max_body_bytes=60_000, max_bodies_bytes=800_000)
+    async with running(server=server, tenants=TENANTS) as gateway:
+        bodies, most = gateway.app[BODIES], [0]
+        added = bodies.add
+
+        def add(tenant: str, num_bytes: int) -> None:
+            added(tenant, num_bytes)
+            most.append(bodies.num_bytes)
+
+        bodies.add = add  # type: ignore[method-assign]
+        for text, times in (("a" * 50_000, 2), ("a" * 50_000 + "\U0001f600", 4)):
+            most.clear()
+            body = json.dumps({**CHAT, "user": text}, ensure_ascii=False).encode()
+            assert (await gateway.send(body, Authorization=f"Bearer {NORTH}"))[0] == 200
+            assert times * 50_000 < max(most) <= bodies.max_tenant_bytes
+        assert bodies.num_bytes == 0
