@@ -19,7 +19,7 @@ from gateway.api.namespaces import Namespaces
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import reply
-from gateway.api.resend import SEEN, Written, may_come_again
+from gateway.api.resend import Rendered, find_keeper
 from gateway.api.stamps import Stamp
 from gateway.api.stream import Account, Answers, Echo, Keeper, Shape, collect, stream, stream_headers
 from gateway.config import ServerSettings
@@ -280,13 +280,13 @@ class Answering:
         return record.received_s + (self._line_timeout_s if record.lane == "batch" else self._server.request_timeout_s)
 
     def _remember(self, http: web.Request, asked: Asked, headers: Mapping[str, str], pieces: Sequence[bytes]) -> None:
-        """For the resend path, which keeps what may come again."""
-        record, seen = http[RECORD], http.get(SEEN)
-        if seen is None or asked.stamp is None or record.status or not may_come_again(record):
+        """For the resend path."""
+        record, keep = http[RECORD], find_keeper(http)
+        if keep is None or asked.stamp is None or record.status:
             return
         call, model = asked.call, asked.model
         need = need_of(call, record.body_bytes, model.context_tokens)
-        seen.keep(record, Written(call.model, model, need, headers, b"".join(pieces), asked.stamp))
+        keep(Rendered(call.model, model, need, headers, b"".join(pieces), asked.stamp))
 
     def _echo(self, call: Call, model: Hello) -> Echo:
         if not call.echo:

@@ -30,7 +30,7 @@ from gateway.api.namespaces import Namespaces
 from gateway.api.openai.wire import OPENAI
 from gateway.api.passed_on import headers_of, lower, need_of, priority_of, query_of, reuse_of
 from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
-from gateway.api.resend import SEEN, Written, may_come_again
+from gateway.api.resend import Rendered, find_keeper
 from gateway.api.sse import data, event
 from gateway.api.stream import LAST_WRITE_S
 from gateway.api.tiers import find_tier
@@ -157,7 +157,7 @@ class Passthrough:
         async with self._upstreams.answer(request) as answer:
             record.model = answer.label
             record.stream = SSE in dict(lower(answer.headers)).get("content-type", "")
-            if (seen := http.get(SEEN)) is None or not may_come_again(record):
+            if (keep := find_keeper(http)) is None:
                 return await _pass_back(http, record, answer, request.deadline_s)
             pieces: list[bytes] = []
             response = await _pass_back(
@@ -165,7 +165,7 @@ class Passthrough:
             )
             if not record.status:
                 headers = {**dict(answer.headers), **(_UNBUFFERED if record.stream else {})}
-                seen.keep(record, Written(model, None, need, headers, b"".join(pieces)))
+                keep(Rendered(model, None, need, headers, b"".join(pieces)))
             return response
 
     def _request(

@@ -1,12 +1,9 @@
-"""Resend: a request that was seen before, byte for byte, gets what was written for it then, without being
-parsed, put into a key or written again.
+"""Resend: a request that came before, byte for byte, gets what was written for it then, without being parsed, hashed
+or written again.
 
-    seen    one request as it came: whose it is, its URL, the headers that may matter, its body
-    known   what the pipeline found for it in the response cache, and what it wrote
-
-It decides nothing. Whose request it is, the tenant's limits, and whether the response cache would give this very answer
-now are asked each time; where anything has changed, the request goes the pipeline. Nothing of it is in a metric, a line
-of the log or a header: it is a hit like any other, and the middleware counts it.
+It decides nothing. The request's tenant, its limits, and whether the response cache would give this very answer now are
+checked each time; where anything has changed, the request goes through the pipeline. It is in no metric, line of the
+log or header: it is a hit like any other, and the middleware counts it.
 """
 
 from __future__ import annotations
@@ -14,8 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 from aiohttp import web
@@ -35,57 +32,28 @@ from gateway.api.record import (
 )
 from gateway.api.sent import header_lines, send
 from gateway.api.stamps import Stamp
-from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
 from gateway.tasks import off_loop, work_of
-from gateway.types import Lookup, Need, Tenant, Tier, Trace
+from gateway.types import Lookup, Need, Tenant, Trace
+
+if TYPE_CHECKING:
+    from gateway.api.answering import Models
 
 OVERHEAD_BYTES: Final = 2048
 """What an answer costs besides its bytes: objects, headers, and its place in the order."""
 
 UNHEEDED: Final = frozenset(
-    name.encode()
-    for name in (
-        "accept",
-        "accept-encoding",
-        "accept-language",
-        "authorization",  # the tenant stands for it
-        "connection",
-        "content-length",
-        "host",
-        "idempotency-key",
-        "traceparent",
-        "tracestate",
-        "user-agent",
-        "x-api-key",
-        "x-client-request-id",
-        "x-forwarded-for",
-        "x-goog-api-key",
-        "x-real-ip",
-        "x-request-id",
-        "x-stainless-read-timeout",
-        "x-stainless-timeout",
-    )
+    b"""
+    accept accept-encoding accept-language authorization connection content-length host idempotency-key traceparent
+    tracestate user-agent x-api-key x-client-request-id x-forwarded-for x-goog-api-key x-real-ip x-request-id
+    x-stainless-read-timeout x-stainless-timeout
+    """.split()
 )
-"""Headers that change no answer and are often another with each request. What is not known counts."""
+"""Headers that change no answer and are often another with each request; the tenant stands for its keys. What is not
+known counts."""
 
 _FIRST_TRY: Final = (RETRY_HEADER.encode(), b"0")
 """Of an SDK that counts. A retry gets a new answer, and has a key of its own."""
-
-
-class Engine(Protocol):
-    """One that has said hello."""
-
-    @property
-    def hello(self) -> Hello: ...
-
-
-class Models(Protocol):
-    """Those of our own engines."""
-
-    def serving(self, model: str) -> Sequence[Engine]:
-        """Never empty. Raises a KvasirError when nobody serves it."""
-        ...
 
 
 class _Key(NamedTuple):
@@ -96,11 +64,10 @@ class _Key(NamedTuple):
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """An answer, and how the pipeline came to it.
+class Rendered(NamedTuple):
+    """An answer as the pipeline wrote it.
 
-    asked    the model, as the client names it
+    model    as the client names it
     hello    of the engines that serve it; None: it is an upstream's
     need     of the tenant's limits
     headers  of the answer alone, without what its record says
@@ -108,7 +75,7 @@ class Written:
     stamp    those of them that are new in each answer; None: there are none
     """
 
-    asked: str
+    model: str
     hello: Hello | None
     need: Need
     headers: Mapping[str, str]
@@ -116,34 +83,32 @@ class Written:
     stamp: Stamp | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Beside what was written: the request's body, to be compared, and what the record said in the end."""
+class _Known(NamedTuple):
+    """An answer to be sent again.
+
+    sent    the request's body, to be compared
+    record  of the request that it was first written for
+    lines   of those headers that are the same each time
+    parts   of the answer, between the stamps
+    """
 
     sent: bytes
-    written: Written
-    lines: bytes  # of those headers that are the same each time
-    parts: Sequence[bytes]  # of the answer, between the stamps
-    trace: Trace
-    model: str | None
-    stream: bool
-    tier: Tier
-    ignored: IgnoredFields
+    rendered: Rendered
+    record: Record
+    lines: bytes
+    parts: Sequence[bytes]
     num_bytes: int
 
 
-class Seen:
-    """One request that the resend cache could not answer."""
-
-    def __init__(self, way: ResendCache, key: _Key, sent: bytes) -> None:
-        self._way, self._key, self._sent = way, key, sent
-
-    def keep(self, record: Record, written: Written) -> None:
-        """What was written for it, which `may_come_again`."""
-        self._way.keep(self._key, self._sent, record, written)
+_SEEN: web.RequestKey[partial[None]] = web.RequestKey("seen", partial)
+"""Keeps the answer to a request that the resend cache could not answer."""
 
 
-SEEN: web.RequestKey[Seen] = web.RequestKey("seen", Seen)
+def find_keeper(http: web.Request) -> Callable[[Rendered], None] | None:
+    """What keeps the answer of a request, to be called once all of it is sent. None for one that may not be sent again:
+    it is not one answer which the response cache had in memory."""
+    traces = http[RECORD].traces
+    return http.get(_SEEN) if len(traces) == 1 and traces[0].repeat is not None else None
 
 
 class ResendCache:
@@ -156,76 +121,64 @@ class ResendCache:
         self._serves = serves
         self._limits = limits
         self._known: OrderedDict[_Key, _Known] = OrderedDict()  # used last at the end
-        self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._known)
+        self._num_bytes = 0
 
     async def answer(self, http: web.Request, tenant: Tenant, body: bytes) -> web.StreamResponse | None:
-        """What it got the last time, sent, or None; then `SEEN` takes what it gets now. Raises RateLimitError, and
-        ConnectionResetError for a client that is gone."""
+        """What it got the last time, sent, or None; then what it gets now may be kept (`find_keeper`). Raises
+        RateLimitError, and ConnectionResetError for a client that is gone."""
         if not self._max_bytes:
             return None
         key = await off_loop(work_of(len(body)), lambda: _key(http, tenant, body))
-        known = self._known.get(key)
-        if known is None or known.sent != body or not self._stands(known.written, tenant):
-            http[SEEN] = Seen(self, key, body)
-            return None
-        record = http[RECORD]
-        record.tier = known.tier
-        if known.written.hello is not None:
-            record.model = known.model
-        await set_aside(self._limits, record, lambda: known.written.need)
-        lookup = known.trace.repeat.again() if known.trace.repeat is not None else None
-        if lookup is None:
-            self._drop(key)
-            http[SEEN] = Seen(self, key, body)
+        known, record, lookup = self._known.get(key), http[RECORD], None
+        if known is not None and known.sent == body and self._stands(known.rendered, tenant):
+            rendered, first, (trace,) = known.rendered, known.record, known.record.traces
+            record.tier = first.tier
+            if rendered.hello is not None:
+                record.model = first.model
+            await set_aside(self._limits, record, lambda: rendered.need)
+            lookup = None if trace.repeat is None else trace.repeat.again()
+            if lookup is None:
+                self._drop(key)
+        if known is None or lookup is None:
+            http[_SEEN] = partial(self._keep, key, body, record)
             return None
         if key in self._known:
             self._known.move_to_end(key)
-        record.model, record.stream, record.ignored = known.model, known.stream, known.ignored
+        record.model, record.stream, record.ignored = first.model, first.stream, first.ignored
         passed_ms = elapsed_ms(record)
-        record.traces = [_again(known.trace, lookup, passed_ms)]
-        new = known.parts[0] if known.written.stamp is None else known.written.stamp.make().join(known.parts)
-        return await send(http, known.lines, _new_headers(record, known.written, lookup, passed_ms), new)
+        record.traces = [_again(trace, lookup, passed_ms)]
+        new = known.parts[0] if rendered.stamp is None else rendered.stamp.make().join(known.parts)
+        return await send(http, known.lines, _new_headers(record, rendered, lookup, passed_ms), new)
 
-    def keep(self, key: _Key, sent: bytes, record: Record, written: Written) -> None:
+    def _keep(self, key: _Key, sent: bytes, record: Record, rendered: Rendered) -> None:
         """In place of what was known of this request."""
         self._drop(key)
         (trace,) = record.traces
         assert trace.repeat is not None
-        parts = [written.body] if written.stamp is None else written.body.split(written.stamp.written)
-        lines = _same_headers(record, written)
-        num_bytes = len(sent) + len(lines) + len(written.body) + 48 * len(parts) + trace.repeat.num_bytes
+        parts = [rendered.body] if rendered.stamp is None else rendered.body.split(rendered.stamp.written)
+        lines = _same_headers(record, rendered)
+        num_bytes = len(sent) + len(lines) + len(rendered.body) + 48 * len(parts) + trace.repeat.num_bytes
         num_bytes += OVERHEAD_BYTES
-        if num_bytes > self._max_bytes or (written.stamp is not None and len(parts) < 2):
+        if num_bytes > self._max_bytes or (rendered.stamp is not None and len(parts) < 2):
             return
-        while self.num_bytes + num_bytes > self._max_bytes:
+        while self._num_bytes + num_bytes > self._max_bytes:
             self._drop(next(iter(self._known)))
-        kept = replace(written, body=b"", headers={})
-        self._known[key] = _Known(
-            sent, kept, lines, parts, trace, record.model, record.stream, record.tier, record.ignored, num_bytes
-        )
-        self.num_bytes += num_bytes
+        self._known[key] = _Known(sent, rendered._replace(body=b"", headers={}), record, lines, parts, num_bytes)
+        self._num_bytes += num_bytes
 
-    def _stands(self, written: Written, tenant: Tenant) -> bool:
+    def _stands(self, rendered: Rendered, tenant: Tenant) -> bool:
         """Whether the same would answer now, an upstream or engines that are alike. Where it is engines, no upstream
         goes before them: it would have done so before."""
-        if written.hello is None:
-            return self._serves(written.asked, tenant)
+        if rendered.hello is None:
+            return self._serves(rendered.model, tenant)
         try:
-            return self._models.serving(written.asked)[0].hello is written.hello
+            return self._models.serving(rendered.model)[0].hello is rendered.hello
         except KvasirError:
             return False
 
     def _drop(self, key: _Key) -> None:
         if (known := self._known.pop(key, None)) is not None:
-            self.num_bytes -= known.num_bytes
-
-
-def may_come_again(record: Record) -> bool:
-    """Whether it got one answer, which the response cache had in memory."""
-    return len(record.traces) == 1 and record.traces[0].repeat is not None
+            self._num_bytes -= known.num_bytes
 
 
 def _key(http: web.Request, tenant: Tenant, body: bytes) -> _Key:
@@ -253,20 +206,20 @@ def _again(trace: Trace, lookup: Lookup, passed_ms: float) -> Trace:
     )
 
 
-def _same_headers(record: Record, written: Written) -> bytes:
+def _same_headers(record: Record, rendered: Rendered) -> bytes:
     """Those of an answer that will be what they are."""
-    passed_on = written.hello is None
-    headers = CIMultiDict({**written.headers, **kvasir_headers(record, cached=not passed_on)})
-    for name in _new_headers(record, written, Lookup("exact"), 0.0):
+    passed_on = rendered.hello is None
+    headers = CIMultiDict({**rendered.headers, **kvasir_headers(record, cached=not passed_on)})
+    for name in _new_headers(record, rendered, Lookup("exact"), 0.0):
         headers.popall(name, None)
     return header_lines(headers)
 
 
-def _new_headers(record: Record, written: Written, lookup: Lookup, overhead_ms: float) -> dict[str, str]:
+def _new_headers(record: Record, rendered: Rendered, lookup: Lookup, overhead_ms: float) -> dict[str, str]:
     """The other ones."""
     headers = common_headers(record)
     headers[OVERHEAD_MS] = f"{overhead_ms:.2f}"
     headers["Age"] = str(int(lookup.age_s))
-    if written.hello is None:
+    if rendered.hello is None:
         headers[REQUEST_ID] = record.request_id
     return headers

@@ -84,7 +84,7 @@ class UpstreamQuery(Query[_Item]):
     def of(
         cls, request: UpstreamRequest, upstreams: Upstreams, replay: Replay, settings: ResponseCacheSettings, whose: str
     ) -> UpstreamQuery:
-        form = Form(streams(request), streams(request) and include_usage(request))
+        form = Form(streams(request), streams(request) and (not replay.usage_on_request or include_usage(request)))
         tiers = hashlib.sha256(orjson.dumps([request.values.get(name) for name in TIERS])).digest()
         key = upstream_key(request, whose)
         return cls(request, key, owner_of(request.owner), upstreams, replay, settings, form, whose, tiers)
@@ -93,12 +93,10 @@ class UpstreamQuery(Query[_Item]):
         return form or self.form, self.tiers
 
     def other_flights(self) -> Sequence[tuple[Hashable, Form]]:
-        """Streams of which a whole answer can be made at their end, since its client has to wait for that in any
-        case."""
-        if self.form.stream:
-            return ()
-        forms = (Form(True, True),) if self.replay.usage_on_request else (Form(True, True), Form(True, False))
-        return [(self._flight_key(*self._wants(form)), form) for form in forms]
+        """A stream with its usage, of which a whole answer can be made at its end: its client has to wait for that in
+        any case."""
+        form = Form(stream=True, usage=True)
+        return () if self.form.stream else [(self._flight_key(*self._wants(form)), form)]
 
     async def generate(self, trace: Trace) -> AsyncGenerator[_Item, None]:
         async with self.upstreams.answer(replace(self.request, trace=trace)) as answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from engine.protocol import Lane
 from gateway.types.requests import PLAIN_REUSE, Reuse, Tier, Trace
@@ -83,31 +83,31 @@ class UpstreamAnswer:
 Ending = Literal["stop", "tool_calls", "length"]
 
 
-class Replay(Protocol):
-    """How one route writes an answer in its two forms. Pure; None for what cannot be told."""
+class Replay:
+    """How one route writes an answer in its two forms. Pure; None for what cannot be converted.
 
-    @property
-    def usage_on_request(self) -> bool:
-        """Whether a stream tells its usage to those alone who ask for it."""
-        ...
+    usage_on_request  whether a stream has its usage only where its request asks for that
+    """
+
+    usage_on_request = False
 
     def fold(self, stream: bytes, *, usage: bool = True) -> dict[str, Any] | None:
-        """The whole answer that a complete stream tells. `usage`: only one that tells its usage, where whole answers of
-        this route do."""
-        ...
+        """The whole answer that a complete stream has. `usage`: only one with its usage, where whole answers of this
+        route have one."""
+        return None
 
     def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
-        """A stream that tells a whole answer, in pieces."""
-        ...
+        """A stream with a whole answer, in chunks."""
+        return None
 
     def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
-        """A stream in its own pieces, with or without the usage that was asked for."""
-        ...
+        """A stream in its own chunks, with or without the usage, where that is on request."""
+        return None
 
     def ending(self, whole: Mapping[str, Any]) -> Ending | None:
         """How it ended; None for an answer that is not complete, or not one."""
-        ...
+        return None
 
     def text(self, whole: Mapping[str, Any]) -> str | None:
         """Of an answer to a chat that is one text and nothing else."""
-        ...
+        return None

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import orjson
 
 from gateway.api.sse import event, read_events
+from gateway.types import Ending, Replay
 
 Json = dict[str, Any]
 
-_TEXTS: Final = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
-_ENDINGS: Final[Mapping[str, Literal["stop", "tool_calls", "length"]]] = {
+_TEXTS: Final[Mapping[str, Sequence[str]]] = {
+    "text": ("text",),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": (),
+    "tool_use": (),
+    "server_tool_use": (),
+}
+"""Blocks that can be streamed -> their texts, each of which has a delta of its own."""
+
+_ENDINGS: Final[Mapping[str, Ending]] = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "tool_use": "tool_calls",
@@ -21,51 +30,46 @@ _ENDINGS: Final[Mapping[str, Literal["stop", "tool_calls", "length"]]] = {
 }
 
 
-class MessageReplay:
+class MessageReplay(Replay):
     """`message` and its events."""
 
-    usage_on_request: Final = False
-
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
-        """The message; None for a stream that did not end, or failed. All tell their usage."""
+        """The message; None for a stream that did not end, or failed."""
         message: Json | None = None
-        partial: dict[int, str] = {}
+        inputs: dict[int, str] = {}
         ended = False
         for written, _ in read_events(stream):
-            told = orjson.loads(written)
-            kind = told["type"]
+            read = orjson.loads(written)
+            kind = read["type"]
             if kind == "error":
                 return None
             ended = ended or kind == "message_stop"
             if kind == "message_start":
-                message = {**told["message"], "content": []}
-            elif message is not None and not self._add(message, told, partial):
+                message = {**read["message"], "content": []}
+            elif message is not None and not _add(message, read, inputs):
                 return None
         if message is None or not ended:
             return None
-        for index, written_input in partial.items():
+        for index, written_input in inputs.items():
             message["content"][index]["input"] = orjson.loads(written_input or "{}")
         return message
 
     def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
-        """A delta for each block."""
-        usage_told = whole.get("usage") or {}
+        """A delta for each text of each block."""
+        used, content = whole.get("usage") or {}, whole.get("content", ())
+        if any(block.get("type") not in _TEXTS for block in content):
+            return None
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-        start["usage"] = {**usage_told, "output_tokens": 0}
-        events = [event("message_start", {"type": "message_start", "message": start})]
-        for index, block in enumerate(whole.get("content", ())):
-            if (told := _block(index, block)) is None:
-                return None
-            events += told
+        start["usage"] = {**used, "output_tokens": 0}
         end = {name: whole.get(name) for name in ("stop_reason", "stop_sequence")}
-        events.append(event("message_delta", {"type": "message_delta", "delta": end, "usage": usage_told}))
-        return [*events, event("message_stop", {"type": "message_stop"})]
+        return [
+            _event("message_start", message=start),
+            *(written for index, block in enumerate(content) for written in _block(index, block)),
+            _event("message_delta", delta=end, usage=used),
+            _event("message_stop"),
+        ]
 
-    def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
-        """Its own events: every stream tells its usage."""
-        return [written for _, written in read_events(stream)]
-
-    def ending(self, whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] | None:
+    def ending(self, whole: Mapping[str, Any]) -> Ending | None:
         """None for a message that is not complete, or was refused."""
         return _ENDINGS.get(whole.get("stop_reason") or "")
 
@@ -75,64 +79,51 @@ class MessageReplay:
         plain = all(block["type"] == "text" and not block.get("citations") for block in blocks)
         return "".join(block["text"] for block in blocks) if plain else None
 
-    def _add(self, message: Json, told: Json, partial: dict[int, str]) -> bool:
-        """Whether it is known what the event adds."""
-        match told["type"]:
-            case "content_block_start":
-                if told["index"] != len(message["content"]):
-                    return False
-                message["content"].append(dict(told["content_block"]))
-                if "input" in told["content_block"]:
-                    partial[told["index"]] = ""
-            case "content_block_delta":
-                return _add_delta(message["content"][told["index"]], told["delta"], partial, told["index"])
-            case "message_delta":
-                message.update(told["delta"])
-                usage = told.get("usage") or {}
-                message["usage"] = {**message["usage"], **{name: n for name, n in usage.items() if n is not None}}
-        return True
 
-
-def _add_delta(block: Json, delta: Json, partial: dict[int, str], index: int) -> bool:
-    kind = delta["type"]
-    if (name := _TEXTS.get(kind)) is not None:
-        block[name] = block.get(name, "") + delta[name]
-    elif kind == "input_json_delta":
-        partial[index] = partial.get(index, "") + delta["partial_json"]
-    elif kind == "citations_delta":
-        block["citations"] = [*(block.get("citations") or ()), delta["citation"]]
-    else:
-        return False
+def _add(message: Json, read: Json, inputs: dict[int, str]) -> bool:
+    """Adds an event; False where it is not known what it adds. `inputs` of tools are read at the end."""
+    match read["type"]:
+        case "content_block_start":
+            if read["index"] != len(message["content"]):
+                return False
+            message["content"].append(dict(read["content_block"]))
+            if "input" in read["content_block"]:
+                inputs[read["index"]] = ""
+        case "content_block_delta":
+            block, delta, index = message["content"][read["index"]], read["delta"], read["index"]
+            name = delta["type"].removesuffix("_delta")
+            if name in ("text", "thinking", "signature"):
+                block[name] = block.get(name, "") + delta[name]
+            elif name == "input_json":
+                inputs[index] = inputs.get(index, "") + delta["partial_json"]
+            elif name == "citations":
+                block["citations"] = [*(block.get("citations") or ()), delta["citation"]]
+            else:
+                return False
+        case "message_delta":
+            message.update(read["delta"])
+            used = read.get("usage") or {}
+            message["usage"] = {**message["usage"], **{name: n for name, n in used.items() if n is not None}}
     return True
 
 
-def _block(index: int, block: Mapping[str, Any]) -> list[bytes] | None:
-    """None for a kind that nobody knows how to stream."""
+def _block(index: int, block: Mapping[str, Any]) -> Sequence[bytes]:
+    empty, kind = dict(block), block["type"]
     deltas: list[Json] = []
-    empty = dict(block)
-    match block.get("type"):
-        case "text":
-            empty["text"] = ""
-            deltas = [{"type": "citations_delta", "citation": one} for one in empty.pop("citations", None) or ()]
-            deltas.append({"type": "text_delta", "text": block["text"]})
-        case "thinking":
-            empty |= {"thinking": "", "signature": ""}
-            deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
-            deltas.append({"type": "signature_delta", "signature": block.get("signature", "")})
-        case "tool_use" | "server_tool_use":
-            empty["input"] = {}
-            deltas = [{"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}]
-        case "redacted_thinking":
-            pass
-        case _:
-            return None
-    started = {"type": "content_block_start", "index": index, "content_block": empty}
-    told = [
-        event("content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta})
-        for delta in deltas
-    ]
+    if kind == "text":
+        deltas = [{"type": "citations_delta", "citation": one} for one in empty.pop("citations", None) or ()]
+    for name in _TEXTS[kind]:
+        empty[name] = ""
+        deltas.append({"type": f"{name}_delta", name: block.get(name, "")})
+    if kind.endswith("tool_use"):
+        empty["input"] = {}
+        deltas.append({"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()})
     return [
-        event("content_block_start", started),
-        *told,
-        event("content_block_stop", {"type": "content_block_stop", "index": index}),
+        _event("content_block_start", index=index, content_block=empty),
+        *(_event("content_block_delta", index=index, delta=delta) for delta in deltas),
+        _event("content_block_stop", index=index),
     ]
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event(kind, {"type": kind, **fields})

@@ -6,23 +6,21 @@ A chunk has the form of an answer, so that a whole one is a stream of one chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any
 
 import orjson
 
 from gateway.api.sse import data, read_events
+from gateway.types import Ending, Replay
 
 Json = dict[str, Any]
 
 
-class GenerateReplay:
+class GenerateReplay(Replay):
     """GenerateContentResponse."""
 
-    usage_on_request: Final = False
-
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
-        """One answer; None for a stream that failed. Whether it ended is said by its candidates. All tell
-        their usage."""
+        """One answer; None for a stream that failed. Whether it ended is seen in its candidates."""
         whole: Json = {}
         candidates: dict[int, Json] = {}
         for written, _ in read_events(stream):
@@ -39,12 +37,8 @@ class GenerateReplay:
         """One chunk."""
         return [data(whole)]
 
-    def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
-        """Its own chunks: every stream tells its usage."""
-        return [written for _, written in read_events(stream)]
-
-    def ending(self, whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] | None:
-        """The one that says least, of all candidates."""
+    def ending(self, whole: Mapping[str, Any]) -> Ending | None:
+        """The one of all candidates that is least complete."""
         candidates = whole.get("candidates") or ()
         reasons = {candidate.get("finishReason") for candidate in candidates}
         if not reasons or not reasons <= {"STOP", "MAX_TOKENS"}:
@@ -64,15 +58,15 @@ class GenerateReplay:
         return "".join(part["text"] for part in parts) if plain else None
 
 
-def _add(candidate: Json, piece: Json) -> None:
+def _add(candidate: Json, chunk: Json) -> None:
     """Texts of one kind that follow each other are one; of everything else the last counts."""
     parts = (candidate.get("content") or {}).get("parts") or []
-    for part in (piece.get("content") or {}).get("parts") or ():
+    for part in (chunk.get("content") or {}).get("parts") or ():
         last = parts[-1] if parts else {}
         if set(last) == set(part) and set(part) <= {"text", "thought"} and last.get("thought") == part.get("thought"):
             parts[-1] = {**last, "text": last["text"] + part["text"]}
         else:
             parts.append(dict(part))
-    content = {**(candidate.get("content") or {}), **(piece.get("content") or {}), "parts": parts}
-    candidate |= piece
+    content = {**(candidate.get("content") or {}), **(chunk.get("content") or {}), "parts": parts}
+    candidate |= chunk
     candidate["content"] = content

@@ -7,58 +7,52 @@ everything at once, in the order that the SDK's accumulator insists on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import orjson
 
 from gateway.api.sse import event, read_events
+from gateway.types import Ending, Replay
 
 Json = dict[str, Any]
 
 _ENDS: Final = frozenset(("response.completed", "response.incomplete"))
-_ENDINGS: Final[Mapping[str, Literal["length"]]] = {"max_output_tokens": "length"}
 
 
-class ResponseReplay:
+class ResponseReplay(Replay):
     """`response` and its events."""
 
-    usage_on_request: Final = False
-
     def fold(self, stream: bytes, *, usage: bool = True) -> Json | None:
-        """The response that the last event has; None for a stream that did not end, or failed. All tell their usage."""
+        """The response that the last event has; None for a stream that did not end, or failed."""
         whole: Json | None = None
         for written, _ in read_events(stream):
-            told = orjson.loads(written)
-            if told["type"] in _ENDS:
-                whole = told["response"]
+            read = orjson.loads(written)
+            if read["type"] in _ENDS:
+                whole = read["response"]
         return whole
 
     def unfold(self, whole: Mapping[str, Any], *, usage: bool) -> Sequence[bytes] | None:
         """A delta for each text, and for the arguments of each call."""
         begun = {**whole, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
-        told: list[tuple[str, Json]] = [
+        items = [_item(index, item) for index, item in enumerate(whole["output"])]
+        events = [
             ("response.created", {"response": begun}),
             ("response.in_progress", {"response": begun}),
+            *(one for item in items for one in item or ()),
+            (f"response.{whole['status']}", {"response": whole}),
         ]
-        for index, item in enumerate(whole["output"]):
-            events = _item(index, item)
-            if events is None:
-                return None
-            told += events
-        told.append((f"response.{whole['status']}", {"response": whole}))
+        if None in items:
+            return None
         return [
             event(kind, {"type": kind, "sequence_number": number, **fields})
-            for number, (kind, fields) in enumerate(told)
+            for number, (kind, fields) in enumerate(events)
         ]
 
-    def restream(self, stream: bytes, *, usage: bool) -> Sequence[bytes] | None:
-        """Its own events: every stream tells its usage."""
-        return [written for _, written in read_events(stream)]
-
-    def ending(self, whole: Mapping[str, Any]) -> Literal["stop", "tool_calls", "length"] | None:
+    def ending(self, whole: Mapping[str, Any]) -> Ending | None:
         """None for a response that failed, was filtered, or is still being made."""
         if whole["status"] == "incomplete":
-            return _ENDINGS.get((whole.get("incomplete_details") or {}).get("reason", ""))
+            reason = (whole.get("incomplete_details") or {}).get("reason")
+            return "length" if reason == "max_output_tokens" else None
         if whole["status"] != "completed":
             return None
         return "stop" if all(item["type"] in ("message", "reasoning") for item in whole["output"]) else "tool_calls"
@@ -71,17 +65,21 @@ class ResponseReplay:
 
 
 def _item(index: int, item: Mapping[str, Any]) -> list[tuple[str, Json]] | None:
-    """The events of an item; None for one that nobody knows how to stream."""
+    """The events of an item; None for one that cannot be streamed."""
     match item["type"]:
         case "message":
             empty, inside = {**item, "content": []}, [*_parts(index, item)]
         case "function_call":
             empty, inside = {**item, "arguments": ""}, _arguments(index, item)
         case "reasoning" if not (item.get("summary") or item.get("content")):
-            return [*_opened(index, {**item, "status": "in_progress"}), *_done(index, item)]
+            empty, inside = {**item}, []
         case _:
             return None
-    return [*_opened(index, {**empty, "status": "in_progress"}), *inside, *_done(index, item)]
+    return [
+        ("response.output_item.added", {"output_index": index, "item": {**empty, "status": "in_progress"}}),
+        *inside,
+        ("response.output_item.done", {"output_index": index, "item": item}),
+    ]
 
 
 def _parts(index: int, item: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
@@ -105,11 +103,3 @@ def _arguments(index: int, item: Mapping[str, Any]) -> list[tuple[str, Json]]:
         (f"{kind}.delta", {**where, "delta": item["arguments"]}),
         (f"{kind}.done", {**where, "name": item["name"], "arguments": item["arguments"]}),
     ]
-
-
-def _opened(index: int, item: Json) -> list[tuple[str, Json]]:
-    return [("response.output_item.added", {"output_index": index, "item": item})]
-
-
-def _done(index: int, item: Mapping[str, Any]) -> list[tuple[str, Json]]:
-    return [("response.output_item.done", {"output_index": index, "item": item})]
