@@ -20,6 +20,8 @@ from gateway.errors import BadRequestError, UnsupportedError
 _T = TypeVar("_T", covariant=True)
 JsonSchema = dict[str, Any]
 INT64 = 2**63
+_UNLIMITED = 2**31 - 1
+"""A maximum that nobody reaches."""
 SHOWN_CHARS = 64  # of a client's own string in an error message
 MAX_ITEMS = 10_000
 """Elements of an array of objects: messages, parts, blocks, items. Agents send some hundreds; each costs about ten
@@ -61,12 +63,12 @@ def takes(schema: JsonSchema) -> Callable[[Callable[[Any, str], _T]], Check[_T]]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One top-level parameter of a route: what it may be, and what the gateway does about it.
+    """One field of a request: what it may be, and what the gateway does about it.
 
-    effect   "used"; "none": valid values change nothing; "left_out": not carried out, and the answer says so;
-             "refused": any value but `harmless` ones is a clear 400
     accepts  type and range, for the docs
     does     its meaning, or what happens instead, for the docs
+    effect   "used"; "none": valid values change nothing; "left_out": not carried out, and the answer says so;
+             "refused": any value but `harmless` ones is a clear 400
     """
 
     name: str
@@ -74,10 +76,52 @@ class Parameter:
     accepts: str
     does: str
     effect: Literal["used", "none", "left_out", "refused"] = "used"
-    harmless: tuple[Any, ...] = ()  # values of a refused parameter that ask for nothing
+    harmless: tuple[Any, ...] = ()
 
 
-def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tuple[str, ...]) -> dict[str, Any]:
+Table = Mapping[str, Parameter]
+
+
+def table(*parameters: Parameter) -> dict[str, Parameter]:
+    return {parameter.name: parameter for parameter in parameters}
+
+
+def used(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
+    """`accepts` that is empty, or begins with a comma, follows what the check's schema says."""
+    return Parameter(name, check, _accepts(check.schema, accepts), does)
+
+
+def no_effect(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
+    return Parameter(name, check, _accepts(check.schema, accepts), does, "none")
+
+
+def left_out(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
+    return Parameter(name, check, accepts, does, "left_out")
+
+
+def refused(name: str, does: str, check: Check[Any] | None = None, accepts: str = "-", *harmless: Any) -> Parameter:
+    return Parameter(name, check or anything, accepts, does, "refused", harmless)
+
+
+def _accepts(schema: JsonSchema, more: str) -> str:
+    """A type and its range in words, with what no schema says behind them."""
+    if more and not more.startswith(","):
+        return more
+    *others, last = [f"`{one}`" for one in schema.get("enum", ("",))]
+    if others:
+        return f"{', '.join(others)} or {last}{more}"
+    said, low, high = str(schema.get("type", "")), schema.get("minimum", 0), schema.get("maximum")
+    if "maxLength" in schema:
+        least = schema.get("minLength")
+        said += f" of {f'{least} to' if least else 'up to'} {schema['maxLength']} characters"
+    elif high is not None and high >= _UNLIMITED:
+        said += f" from {low}" if low >= 0 else ""
+    elif high is not None:
+        said += f" {low:g} to {high:g}"
+    return said + more
+
+
+def read(body: Mapping[str, Any], table: Table, required: tuple[str, ...]) -> dict[str, Any]:
     """The checked values of the parameters that were given. null is "not given", as everywhere in this API. Raises
     BadRequestError, also for an unknown one that may not be ignored."""
     for name in required:
@@ -101,7 +145,7 @@ def read(body: Mapping[str, Any], table: Mapping[str, Parameter], required: tupl
     return values
 
 
-def read_query(given: Mapping[str, str], table: Mapping[str, Parameter]) -> dict[str, Any]:
+def read_query(given: Mapping[str, str], table: Table) -> dict[str, Any]:
     """The checked parameters of a URL; those that are no strings have `in_url` checks. Others are not looked at: SDKs
     and proxies add their own."""
     return read({name: given[name] for name in table if name in given}, table, ())
@@ -192,10 +236,8 @@ def empty_text(path: str) -> BadRequestError:
 
 
 def array_too_long(path: str, limit: int, length: int) -> BadRequestError:
-    why = (
-        f"array too long. Expected an array with maximum length {limit}, but got an array with length {length} instead"
-    )
-    return invalid(path, why, code="array_above_max_length")
+    why = f"Expected an array with maximum length {limit}, but got an array with length {length} instead"
+    return invalid(path, f"array too long. {why}", code="array_above_max_length")
 
 
 def too_many_properties(path: str, limit: int, number: int) -> BadRequestError:
@@ -228,7 +270,11 @@ def only(item: Mapping[str, Any], known: Collection[str], path: str) -> None:
     null is "not given"."""
     for key, value in item.items():
         if value is not None and key not in known:
-            raise unknown_parameter(f"{path}.{key}", typo_of(key, known, item))
+            _refuse(f"{path}.{key}", key, known, item)
+
+
+def _refuse(path: str, name: str, known: Collection[str], given: Collection[str]) -> None:
+    raise unknown_parameter(path, typo_of(name, known, given))
 
 
 def required_text(item: Mapping[str, Any], key: str, path: str) -> str:
@@ -298,18 +344,19 @@ def number(low: float, high: float) -> Check[float]:
     return check
 
 
-def text(max_chars: int | None = None) -> Check[str]:
-    @takes({"type": "string"} if max_chars is None else {"type": "string", "maxLength": max_chars})
+def text(max_chars: int | None = None, min_chars: int = 0) -> Check[str]:
+    """`min_chars` is 0 or 1."""
+    schema: JsonSchema = {"type": "string"} | ({"minLength": min_chars} if min_chars else {})
+
+    @takes(schema if max_chars is None else {**schema, "maxLength": max_chars})
     def check(value: Any, path: str) -> str:
         if type(value) is not str:
             raise wrong_type(path, "a string", value)
+        if len(value) < min_chars:
+            raise empty_text(path)
         if max_chars is not None and len(value) > max_chars:
-            raise invalid(
-                path,
-                f"string too long. Expected a string with maximum length {max_chars}, but got a string with length "
-                f"{len(value)} instead",
-                code="string_above_max_length",
-            )
+            why = f"Expected a string with maximum length {max_chars}, but got a string with length {len(value)}"
+            raise invalid(path, f"string too long. {why} instead", code="string_above_max_length")
         return value
 
     return check
@@ -337,28 +384,102 @@ def in_url(check: Check[_T]) -> Check[_T]:
     return parsed
 
 
-def record(**fields: Check[Any]) -> Check[dict[str, Any]]:
-    """An object of these keys, all optional. Others are ignored, or refused."""
-    schema = object_schema({name: field.schema for name, field in fields.items()})
-    return takes(schema)(_record(fields, check_names))
+def record(*required: str, **fields: Check[Any]) -> Check[dict[str, Any]]:
+    """An object of these fields. Others are ignored, or refused."""
+    return _record(required, fields, object_schema, unknown)
 
 
-def closed_record(**fields: Check[Any]) -> Check[dict[str, Any]]:
-    """An object that has these keys and no others, all optional: for what changes its meaning with each of them."""
-    schema = closed_schema({name: field.schema for name, field in fields.items()})
-    return takes(schema)(_record(fields, only))
+def closed_record(*required: str, **fields: Check[Any]) -> Check[dict[str, Any]]:
+    """An object that has these fields and no others: for what changes its meaning with each of them."""
+    return _record(required, fields, closed_schema, _refuse)
 
 
 def _record(
-    fields: Mapping[str, Check[Any]], check: Callable[[Mapping[str, Any], Collection[str], str], None]
-) -> Callable[[Any, str], dict[str, Any]]:
-    def read_fields(value: Any, path: str) -> dict[str, Any]:
-        check(an_object(value, path), fields, path)
-        return {
-            key: fields[key](item, f"{path}.{key}") for key, item in value.items() if item is not None and key in fields
-        }
+    required: tuple[str, ...],
+    fields: Mapping[str, Check[Any]],
+    schema: Callable[..., JsonSchema],
+    unknown_field: Callable[[str, str, Collection[str], Collection[str]], None],
+) -> Check[dict[str, Any]]:
+    functions = {name: field.function for name, field in fields.items()}
 
-    return read_fields
+    @takes(schema({name: field.schema for name, field in fields.items()}, *required))
+    def check(value: Any, path: str) -> dict[str, Any]:
+        given = value if type(value) is dict else an_object(value, path)
+        for name in required:
+            if given.get(name) is None:
+                raise missing(f"{path}.{name}")
+        read: dict[str, Any] = {}
+        for name, item in given.items():
+            if item is None:
+                continue
+            if (function := functions.get(name)) is None:
+                unknown_field(f"{path}.{name}", name, functions, given)
+            else:
+                read[name] = function(item, f"{path}.{name}")
+        return read
+
+    return check
+
+
+def tagged(
+    tag: str,
+    kinds: Mapping[str, Check[_T]],
+    other: Callable[[str, str], BadRequestError | None] = lambda kind, path: None,
+) -> Check[_T]:
+    """An object whose field `tag` says which of these it is. `other` makes the error of a kind that is none of them,
+    from the kind and the object's path."""
+
+    @takes({"anyOf": [_with_tag(tag, kind, check.schema) for kind, check in kinds.items()]})
+    def check(value: Any, path: str) -> _T:
+        kind = required_text(value if type(value) is dict else an_object(value, path), tag, path)
+        if (found := kinds.get(kind)) is None:
+            raise other(kind, path) or wrong_value(f"{path}.{tag}", kind, tuple(kinds))
+        return found.function(value, path)
+
+    return check
+
+
+def _with_tag(tag: str, kind: str, schema: JsonSchema) -> JsonSchema:
+    return {
+        **schema,
+        "properties": {**schema["properties"], tag: {"const": kind}},
+        "required": list(dict.fromkeys([tag, *schema["required"]])),
+    }
+
+
+def array_of(check_one: Check[_T], least: int = 0, most: int = MAX_ITEMS, what: str = "an array") -> Check[list[_T]]:
+    """An array of at least 0 or 1, and at most so many. `what` is expected, in the error of any other value."""
+    function = check_one.function
+
+    @takes({"type": "array", "items": check_one.schema, "maxItems": most} | ({"minItems": least} if least else {}))
+    def check(value: Any, path: str) -> list[_T]:
+        if type(value) is not list:
+            raise wrong_type(path, what, value)
+        if len(value) < least:
+            raise empty_array(path)
+        return [function(item, f"{path}[{index}]") for index, item in enumerate(at_most(most, value, path))]
+
+    return check
+
+
+def text_or(check_other: Check[_T]) -> Check[str | _T]:
+    """A string, or what the check takes."""
+
+    @takes({"anyOf": [{"type": "string"}, check_other.schema]})
+    def check(value: Any, path: str) -> str | _T:
+        return value if type(value) is str else check_other.function(value, path)
+
+    return check
+
+
+def made(inner: Check[Any], make: Callable[[Any, str], _T]) -> Check[_T]:
+    """What `make` makes of what passes a check, and its path."""
+
+    @takes(inner.schema)
+    def check(value: Any, path: str) -> _T:
+        return make(inner.function(value, path), path)
+
+    return check
 
 
 def string_map(max_pairs: int, max_key_chars: int, max_value_chars: int) -> Check[dict[str, str]]:

@@ -14,10 +14,10 @@ import orjson
 
 from engine.protocol import Sampling
 from gateway.api.call import Call
-from gateway.api.fields import anything, takes, text
+from gateway.api.fields import anything, no_effect, refused, table, takes, text, used
 from gateway.api.gemini.contents import Message, to_messages
 from gateway.api.gemini.parameters import GENERATE
-from gateway.api.gemini.proto import given, no_effect, read, refused, table, used
+from gateway.api.gemini.proto import given, read
 from gateway.api.gemini.times import duration, duration_s, timestamp, timestamp_s
 from gateway.api.gemini.tools import strict, tool_use
 from gateway.config import GeminiSettings
@@ -40,13 +40,13 @@ CREATE: Final = table(
     used("expireTime", timestamp_s, *_EXPIRES),
     used("displayName", text(128), "string of up to 128 characters", "For people."),
     *(no_effect(name, anything, "-", _OURS) for name in ("name", "createTime", "updateTime", "usageMetadata")),
-    refused("kmsKeyName", anything, "-", "Nothing is encrypted with keys of others."),
+    refused("kmsKeyName", "Nothing is encrypted with keys of others."),
 )
 CHANGE: Final = table(
     used("ttl", duration_s, *_TTL),
     used("expireTime", timestamp_s, *_EXPIRES),
     *(no_effect(name, anything, "-", _OURS) for name in ("name", "createTime", "updateTime", "usageMetadata")),
-    *(refused(name, anything, "-", _FIXED) for name in ("model", "displayName", *_KEPT)),
+    *(refused(name, _FIXED) for name in ("model", "displayName", *_KEPT)),
 )
 
 

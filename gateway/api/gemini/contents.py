@@ -18,17 +18,21 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.api.fields import MAX_ITEMS, an_object, anything, at_most, boolean, takes, text, wrong_value
-from gateway.api.gemini.proto import (
-    message,
-    message_schema,
+from gateway.api.fields import (
+    MAX_ITEMS,
+    an_object,
+    anything,
+    at_most,
+    boolean,
     no_effect,
-    read,
     refused,
-    repeated,
     table,
+    takes,
+    text,
     used,
+    wrong_value,
 )
+from gateway.api.gemini.proto import message, message_schema, read, repeated
 from gateway.errors import BadRequestError
 
 Message = dict[str, Any]
@@ -76,7 +80,7 @@ RESPONSE: Final = table(
     used("id", _string, "string", "Of the call."),
     no_effect("willContinue", boolean, "boolean", "Every response is complete."),
     no_effect("scheduling", _string, "string", "Nothing is asked while a function runs."),
-    refused("parts", repeated(anything), "-", _NO_MEDIA, []),
+    refused("parts", _NO_MEDIA, repeated(anything), "-", []),
 )
 PART: Final = table(
     used("text", _string, "string", "Text."),
@@ -91,19 +95,19 @@ PART: Final = table(
     no_effect("thoughtSignature", _string, "string", "Answers carry none."),
     no_effect("partMetadata", an_object, "object", "Not kept."),
     no_effect("mediaResolution", anything, "object", "There are no media."),
-    refused("inlineData", anything, "-", _NO_MEDIA),
+    refused("inlineData", _NO_MEDIA),
     refused(
         "fileData",
+        "Its text takes the place of such a part, which has nothing else in it; other files are refused.",
         anything,
         "object: `fileUri` of a file that was uploaded here and is text",
-        "Its text takes the place of such a part, which has nothing else in it; other files are refused.",
     ),
-    refused("videoMetadata", anything, "-", _NO_MEDIA),
-    refused("audioTranscription", anything, "-", _NO_MEDIA),
-    refused("executableCode", anything, "-", _NO_CODE),
-    refused("codeExecutionResult", anything, "-", _NO_CODE),
-    refused("toolCall", anything, "-", "There are no tools of the server."),
-    refused("toolResponse", anything, "-", "There are no tools of the server."),
+    refused("videoMetadata", _NO_MEDIA),
+    refused("audioTranscription", _NO_MEDIA),
+    refused("executableCode", _NO_CODE),
+    refused("codeExecutionResult", _NO_CODE),
+    refused("toolCall", "There are no tools of the server."),
+    refused("toolResponse", "There are no tools of the server."),
 )
 _DATA: Final = ("text", "functionCall", "functionResponse")
 

@@ -10,10 +10,10 @@ from aiohttp import web
 
 from gateway.api.answering import parsed
 from gateway.api.dialect import Route
-from gateway.api.fields import MAX_ITEMS, boolean, empty_text, missing, text
+from gateway.api.fields import MAX_ITEMS, boolean, empty_text, missing, no_effect, refused, table, text, used
 from gateway.api.gemini.contents import instruction
 from gateway.api.gemini.files import VERSIONS
-from gateway.api.gemini.proto import message, no_effect, read, refused, repeated, table, used, whole
+from gateway.api.gemini.proto import message, read, repeated, whole
 from gateway.api.gemini.request import model_name
 from gateway.api.openai.embeddings import Embeddings
 from gateway.api.record import BODY, RECORD, TENANT
@@ -34,7 +34,7 @@ EMBED: Final = table(
     no_effect("taskType", _string, "string", "The model embeds all texts alike."),
     no_effect("title", _string, "string", "The model embeds all texts alike."),
     no_effect("model", _string, "string", "The URL names the model."),
-    refused("autoTruncate", boolean, "boolean; only `false`", "A longer text is refused, never cut.", False),
+    refused("autoTruncate", "A longer text is refused, never cut.", boolean, "boolean; only `false`", False),
 )
 BATCH: Final = table(
     used(

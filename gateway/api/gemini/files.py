@@ -23,9 +23,9 @@ from aiohttp import web
 from gateway import tasks
 from gateway.api.body import BodyLimit, body_pieces
 from gateway.api.dialect import BYTES, Route
-from gateway.api.fields import anything, shown, text
+from gateway.api.fields import anything, no_effect, refused, shown, table, text, used
 from gateway.api.gemini.pages import PAGE, page
-from gateway.api.gemini.proto import message, no_effect, read, refused, table, used
+from gateway.api.gemini.proto import message, read
 from gateway.api.gemini.times import timestamp
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
@@ -51,7 +51,7 @@ FILE: Final = table(
     used("displayName", text(1024), "string of up to 1024 characters", "Its name."),
     used("mimeType", _string, "string", "Its type."),
     no_effect("sizeBytes", anything, "integer", "Bytes are counted as they come."),
-    refused("name", _string, "-", "Names are made here."),
+    refused("name", "Names are made here.", _string),
 )
 CREATE: Final = table(used("file", message(FILE), "object: `displayName`, `mimeType`", "What is known of it."))
 

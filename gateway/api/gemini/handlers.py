@@ -11,12 +11,11 @@ from aiohttp import web
 
 from gateway.api.answering import Answering, Asked, parsed
 from gateway.api.dialect import JSON, SSE, Route
-from gateway.api.fields import text
+from gateway.api.fields import table, text, used
 from gateway.api.gemini.cached_contents import CachedContents
 from gateway.api.gemini.files import VERSIONS, GeminiFiles
 from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.parameters import COUNT, GENERATE, MAX_CANDIDATES
-from gateway.api.gemini.proto import table, used
 from gateway.api.gemini.request import model_name, parse_count, parse_generate, to_call
 from gateway.api.gemini.response import GeminiShape, model_json
 from gateway.api.record import BODY, RECORD, TENANT

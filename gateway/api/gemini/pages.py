@@ -7,8 +7,7 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from gateway.api.fields import in_url, integer, read_query, text
-from gateway.api.gemini.proto import table, used
+from gateway.api.fields import in_url, integer, read_query, table, text, used
 from gateway.errors import BadRequestError
 
 _T = TypeVar("_T")

@@ -7,20 +7,21 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gateway.api.fields import MAX_STOP_CHARS, anything, boolean, choice, string_map, text
-from gateway.api.gemini.contents import contents, instruction
-from gateway.api.gemini.proto import (
-    enum,
+from gateway.api.fields import (
+    MAX_STOP_CHARS,
+    anything,
+    boolean,
+    choice,
     made,
-    message,
     no_effect,
-    real,
     refused,
-    repeated,
+    string_map,
     table,
+    text,
     used,
-    whole,
 )
+from gateway.api.gemini.contents import contents, instruction
+from gateway.api.gemini.proto import enum, message, real, repeated, whole
 from gateway.api.gemini.schemas import schema
 from gateway.api.gemini.tools import tool_config, tools
 from gateway.errors import BadRequestError
@@ -107,21 +108,21 @@ GENERATION: Final = table(
     no_effect("enableEnhancedCivicAnswers", boolean, "boolean", "There is only one kind of answers."),
     refused(
         "responseModalities",
+        "Only text is generated.",
         repeated(enum("MODALITY_UNSPECIFIED", "TEXT", "IMAGE", "AUDIO", "VIDEO")),
         'array; only `["TEXT"]`',
-        "Only text is generated.",
         ["TEXT"],
         [],
     ),
-    refused("responseFormat", anything, "-", "Ask with `responseMimeType` and `responseJsonSchema`."),
-    refused("speechConfig", anything, "-", "Only text is generated."),
-    refused("imageConfig", anything, "-", "Only text is generated."),
-    refused("audioTimestamp", boolean, "boolean; only `false`", "There is no audio.", False),
-    refused("audioTranscriptionConfig", anything, "-", "There is no audio."),
-    refused("translationConfig", anything, "-", "There is no audio."),
-    refused("enableAffectiveDialog", boolean, "boolean; only `false`", "There is no audio.", False),
-    refused("routingConfig", anything, "-", "The URL names the model."),
-    refused("modelSelectionConfig", anything, "-", "The URL names the model."),
+    refused("responseFormat", "Ask with `responseMimeType` and `responseJsonSchema`."),
+    refused("speechConfig", "Only text is generated."),
+    refused("imageConfig", "Only text is generated."),
+    refused("audioTimestamp", "There is no audio.", boolean, "boolean; only `false`", False),
+    refused("audioTranscriptionConfig", "There is no audio."),
+    refused("translationConfig", "There is no audio."),
+    refused("enableAffectiveDialog", "There is no audio.", boolean, "boolean; only `false`", False),
+    refused("routingConfig", "The URL names the model."),
+    refused("modelSelectionConfig", "The URL names the model."),
 )
 
 GENERATE: Final = table(
@@ -136,7 +137,7 @@ GENERATE: Final = table(
     no_effect("store", boolean, "boolean", "Nothing is stored."),
     no_effect("serviceTier", _string, "string", "There is one."),
     used("cachedContent", cached_content, "`cachedContents/ID`", "What the prompt begins with."),
-    refused("continuationToken", anything, "-", "Every answer is complete."),
+    refused("continuationToken", "Every answer is complete."),
 )
 
 COUNT: Final = table(

@@ -7,14 +7,13 @@ Tables of parameters (gateway/api/fields.py) say which fields a message has, by 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from gateway.api.fields import (
     MAX_ITEMS,
     Check,
     JsonSchema,
-    Parameter,
+    Table,
     an_object,
     at_most,
     choice,
@@ -32,31 +31,6 @@ _T = TypeVar("_T")
 _UNDERSCORE: Final = re.compile(r"_([a-z0-9])")
 _WHOLE: Final = re.compile(r"-?[0-9]{1,19}(\.0+)?")
 _DECIMAL: Final = re.compile(r"-?[0-9]{1,19}(\.[0-9]{1,19})?([eE][-+]?[0-9]{1,2})?")
-
-Table = Mapping[str, Parameter]
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def table(*parameters: Parameter) -> dict[str, Parameter]:
-    return {parameter.name: parameter for parameter in parameters}
-
-
-def used(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
-    return Parameter(name, check, accepts, does)
-
-
-def no_effect(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
-    return Parameter(name, check, accepts, does, "none")
-
-
-def left_out(name: str, check: Check[Any], accepts: str, does: str) -> Parameter:
-    return Parameter(name, check, accepts, does, "left_out")
-
-
-def refused(name: str, check: Check[Any], accepts: str, does: str, *harmless: Any) -> Parameter:
-    return Parameter(name, check, accepts, does, "refused", harmless)
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -182,15 +156,5 @@ def repeated(check_one: Check[_T], most: int = MAX_ITEMS) -> Check[list[_T]]:
         if type(value) is not list:
             raise wrong_type(path, "an array", value)
         return [check_one(item, f"{path}[{index}]") for index, item in enumerate(at_most(most, value, path))]
-
-    return check
-
-
-def made(inner: Check[Any], make: Callable[[Any, str], _T]) -> Check[_T]:
-    """What `make` makes of what passes a check, and its path."""
-
-    @takes(inner.schema)
-    def check(value: Any, path: str) -> _T:
-        return make(inner(value, path), path)
 
     return check

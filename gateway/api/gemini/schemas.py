@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from gateway.api.fields import INT64, Check, anything, boolean, takes, text
-from gateway.api.gemini.proto import Table, enum, given, message_schema, real, repeated, table, under, used, whole
+from gateway.api.fields import INT64, Check, Table, anything, boolean, table, takes, text, used
+from gateway.api.gemini.proto import enum, given, message_schema, real, repeated, under, whole
 from gateway.errors import BadRequestError
 
 MAX_DEPTH: Final = 64

@@ -6,8 +6,7 @@ import re
 from datetime import UTC, datetime
 from typing import Final
 
-from gateway.api.fields import Check, text
-from gateway.api.gemini.proto import made
+from gateway.api.fields import Check, made, text
 from gateway.errors import BadRequestError
 
 _DURATION: Final = re.compile(r"(-?[0-9]{1,12})(?:\.([0-9]{1,9}))?s")

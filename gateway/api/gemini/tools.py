@@ -5,20 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from gateway.api.fields import an_object, anything, boolean, takes, text
-from gateway.api.gemini.proto import (
-    Table,
-    enum,
-    left_out,
-    message,
-    message_schema,
-    no_effect,
-    read,
-    repeated,
-    table,
-    under,
-    used,
-)
+from gateway.api.fields import Table, an_object, anything, boolean, left_out, no_effect, table, takes, text, used
+from gateway.api.gemini.proto import enum, message, message_schema, read, repeated, under
 from gateway.api.gemini.schemas import schema
 from gateway.errors import BadRequestError
 from gateway.types import Tool, ToolUse

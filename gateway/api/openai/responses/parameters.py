@@ -5,32 +5,30 @@ What the Responses API calls as chats do is taken from their table, the extensio
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from gateway.api.fields import (
-    MAX_ITEMS,
     Parameter,
-    an_object,
     anything,
-    at_most,
+    array_of,
     boolean,
     choice,
     closed_record,
     in_url,
     integer,
-    object_schema,
+    made,
+    no_effect,
     record,
+    refused,
     string_map,
-    takes,
+    table,
     text,
-    unknown,
-    wrong_type,
+    used,
 )
 from gateway.api.openai.formats import text_format
-from gateway.api.openai.parameters import CHAT, MAX_TOKENS
+from gateway.api.openai.parameters import CHAT, EFFORTS, MAX_TOKENS, TIERS
 from gateway.api.openai.responses.items import parse_input
 from gateway.api.openai.responses.tools import tool_choice, tools
-from gateway.types import Constraint
 
 MIN_OUTPUT_TOKENS: Final = 16
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -46,45 +44,21 @@ INCLUDABLE: Final = (
 )
 
 _string = text()
-_includable = choice(*INCLUDABLE)
-_tiers = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+_summary = choice("auto", "concise", "detailed")
 
 
-@takes({"type": "array", "items": _includable.schema, "maxItems": MAX_ITEMS})
-def include(value: Any, path: str) -> frozenset[str]:
-    """May be empty."""
-    if type(value) is not list:
-        raise wrong_type(path, "an array of strings", value)
-    several = enumerate(at_most(MAX_ITEMS, value, path))
-    return frozenset(_includable(item, f"{path}[{index}]") for index, item in several)
-
-
-_verbosity = choice("low", "medium", "high")
-
-
-@takes(object_schema({"format": text_format.schema, "verbosity": _verbosity.schema}))
-def text_options(value: Any, path: str) -> Constraint | None:
-    """What `text.format` asks for. The verbosity is checked, and has no effect."""
-    constraint = None
-    for key, item in an_object(value, path).items():
-        if item is None:
-            continue
-        if key == "format":
-            constraint = text_format(item, f"{path}.format")
-        elif key == "verbosity":
-            _verbosity(item, f"{path}.verbosity")
-        else:
-            unknown(f"{path}.{key}", key, ("format", "verbosity"), value)
-    return constraint
-
+include = made(array_of(choice(*INCLUDABLE), what="an array of strings"), lambda names, _: frozenset(names))
+_text = record(format=text_format, verbosity=choice("low", "medium", "high"))
+check_text = made(_text, lambda given, _: given.get("format"))
+"""What `text.format` asks for. The verbosity is checked, and has no effect."""
 
 check_options = closed_record(
     mode=choice("implicit", "explicit"), ttl=_string, prewarm=boolean, comparison_response_id=_string
 )
 check_reasoning = record(
-    effort=choice("none", "minimal", "low", "medium", "high", "xhigh", "max"),
-    summary=choice("auto", "concise", "detailed"),
-    generate_summary=choice("auto", "concise", "detailed"),
+    effort=choice(*EFFORTS),
+    summary=_summary,
+    generate_summary=_summary,
     context=choice("auto", "current_turn", "all_turns"),
     mode=_string,
 )
@@ -94,45 +68,33 @@ def _as_chat(*names: str) -> tuple[Parameter, ...]:
     return tuple(CHAT[name] for name in names)
 
 
-def _used(name: str, check: Any, accepts: str, does: str) -> Parameter:
-    return Parameter(name, check, accepts, does)
-
-
-def _no_effect(name: str, check: Any, accepts: str, does: str) -> Parameter:
-    return Parameter(name, check, accepts, does, "none")
-
-
-def _refused(name: str, check: Any, accepts: str, does: str, *harmless: Any) -> Parameter:
-    return Parameter(name, check, accepts, does, "refused", harmless)
-
-
 _INPUT = (
     *_as_chat("model"),
-    _used("input", parse_input, "string, or array of items", "What is answered."),
-    _used("instructions", _string, "string", "A system message before all; not kept for the next response."),
-    _used(
+    used("input", parse_input, "string, or array of items", "What is answered."),
+    used("instructions", _string, "string", "A system message before all; not kept for the next response."),
+    used(
         "previous_response_id",
         _string,
         "id of a kept response",
         "What it answered and what it said come before `input`; its instructions do not.",
     ),
-    _used(
+    used(
         "truncation",
         choice("auto", "disabled"),
         "`auto` or `disabled`, the default",
         "`auto`: an input that does not fit loses its oldest turns, instructions aside, until it does.",
     ),
-    _used("tools", tools, "array of up to 128 tools that the client runs", "What the model may call."),
-    _used(
+    used("tools", tools, "array of up to 128 tools that the client runs", "What the model may call."),
+    used(
         "tool_choice",
         tool_choice,
         "`none`, `auto` or `required`; object: one tool, or `allowed_tools`",
         "Default `auto`; `required` makes the model call, and one tool makes it call that one, once.",
     ),
-    _used("parallel_tool_calls", boolean, "boolean, default true", "Whether there may be more than one call."),
-    _used("text", text_options, "object: `format`, `verbosity`", "What the answer has to be."),
-    _refused("conversation", anything, "-", "Conversations are not supported; use `previous_response_id`."),
-    _no_effect(
+    used("parallel_tool_calls", boolean, "boolean, default true", "Whether there may be more than one call."),
+    used("text", check_text, "object: `format`, `verbosity`", "What the answer has to be."),
+    refused("conversation", "Conversations are not supported; use `previous_response_id`."),
+    no_effect(
         "reasoning",
         check_reasoning,
         "object: `effort`, `summary`, `generate_summary`, `context`, `mode`",
@@ -140,41 +102,41 @@ _INPUT = (
     ),
 )
 
-_TABLE = (
+RESPONSE: Final = table(
     *_INPUT,
     *_as_chat("stream"),
-    _used(
+    used(
         "stream_options",
         record(include_obfuscation=boolean),
         "object, only with `stream`",
         "`include_obfuscation` has no effect: nothing is padded.",
     ),
-    _used(
+    used(
         "max_output_tokens",
         integer(MIN_OUTPUT_TOKENS, MAX_TOKENS),
         "integer from 16, default: up to the context's end",
         "Tokens to generate at most; with fewer than the answer needs it is `incomplete`.",
     ),
     *_as_chat("temperature", "top_p"),
-    _used(
+    used(
         "top_logprobs",
         integer(0, 20),
         "integer 0 to 20, default 0",
         "Log probabilities of the answer's tokens, and of so many likeliest ones for each; 0: only if `include` asks.",
     ),
-    _used(
+    used(
         "include",
         include,
         "array of names",
         "`message.output_text.logprobs`: log probabilities of the answer's tokens. Other names have no effect.",
     ),
-    _used(
+    used(
         "metadata",
         string_map(16, 64, 512),
         "up to 16 pairs, key up to 64, value up to 512 characters",
         "Told again with the response.",
     ),
-    _used(
+    used(
         "prompt_cache_options",
         check_options,
         "object: `mode` `implicit` or `explicit`, `ttl` one of `leases.ttls`, `prewarm` boolean, "
@@ -199,54 +161,45 @@ _TABLE = (
         "min_tokens",
     ),
     *_as_chat("user", "safety_identifier", "prompt_cache_retention"),
-    _used(
+    used(
         "service_tier",
-        choice(*_tiers),
-        "`auto`, `default`, `flex`, `scale`, `priority`, `fast` or `ultrafast`",
+        choice(*TIERS, "ultrafast"),
+        "",
         "Who goes first where requests wait, as in chats; the answer says which it was.",
     ),
-    _no_effect("max_tool_calls", integer(1, MAX_TOKENS), "integer from 1", "It limits built-in tools; there are none."),
-    _used(
+    no_effect("max_tool_calls", integer(1, MAX_TOKENS), "integer from 1", "It limits built-in tools; there are none."),
+    used(
         "store",
         boolean,
         "boolean, default true",
         "Keeps the response. It says `store: false` where that was not possible.",
     ),
-    _used(
+    used(
         "background",
         boolean,
         "boolean, default false; not with `stream` or `store: false`",
         "Answers at once that the response is `in_progress`.",
     ),
-    _refused("background_options", anything, "-", "There is one speed in the background, and no priority."),
-    _refused("context_management", anything, "-; only `[]`", "Conversations are not compacted.", []),
-    _refused("prompt", anything, "-", "Prompt templates are not kept here; send `instructions` and `input`."),
-    _refused("moderation", anything, "-", "Moderation is not supported."),
-    _refused("image", anything, "-", "Images are not supported."),
-    _refused("access_programs", anything, "-", "There are no access programs."),
+    refused("background_options", "There is one speed in the background, and no priority."),
+    refused("context_management", "Conversations are not compacted.", anything, "-; only `[]`", []),
+    refused("prompt", "Prompt templates are not kept here; send `instructions` and `input`."),
+    refused("moderation", "Moderation is not supported."),
+    refused("image", "Images are not supported."),
+    refused("access_programs", "There are no access programs."),
 )
 
-_TOKENS_TABLE = (
+TOKENS: Final = table(
     *_INPUT,
-    _refused("personality", _string, "-", "There are no personalities."),
+    refused("personality", "There are no personalities.", _string),
 )
 
-RESPONSE: Final = {parameter.name: parameter for parameter in _TABLE}
-TOKENS: Final = {parameter.name: parameter for parameter in _TOKENS_TABLE}
-
-IN_RESPONSE_URL: Final = {
-    parameter.name: parameter
-    for parameter in (
-        _refused("stream", in_url(boolean), "boolean; only `false`", "A kept response is not streamed.", False),
-        _refused("starting_after", in_url(integer(0, MAX_TOKENS)), "-", "A kept response is not streamed."),
-        _no_effect("include_obfuscation", in_url(boolean), "boolean", "Nothing is padded."),
-    )
-}
-IN_ITEMS_URL: Final = {
-    parameter.name: parameter
-    for parameter in (
-        _used("limit", in_url(integer(1, 100)), "integer 1 to 100, default 20", "Items at most."),
-        _used("order", choice("asc", "desc"), "`asc` or `desc`, the default", "Latest first is `desc`."),
-        _used("after", _string, "id of an item", "Only those that come after this one, in the order."),
-    )
-}
+IN_RESPONSE_URL: Final = table(
+    refused("stream", "A kept response is not streamed.", in_url(boolean), "boolean; only `false`", False),
+    refused("starting_after", "A kept response is not streamed.", in_url(integer(0, MAX_TOKENS))),
+    no_effect("include_obfuscation", in_url(boolean), "", "Nothing is padded."),
+)
+IN_ITEMS_URL: Final = table(
+    used("limit", in_url(integer(1, 100)), ", default 20", "Items at most."),
+    used("order", choice("asc", "desc"), "`asc` or `desc`, the default", "Latest first is `desc`."),
+    used("after", _string, "id of an item", "Only those that come after this one, in the order."),
+)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.fields import boolean, text
-from gateway.api.gemini.proto import enum, given, message, read, real, refused, repeated, table, used, whole
+from gateway.api.fields import boolean, refused, table, text, used
+from gateway.api.gemini.proto import enum, given, message, read, real, repeated, whole
 from gateway.errors import BadRequestError, UnsupportedError
 
 INNER = table(used("topK", whole(0, 10), "", ""), used("isOn", boolean, "", ""))
@@ -13,7 +13,7 @@ OUTER = table(
     used("someInner", message(INNER), "", ""),
     used("names", repeated(text(), 2), "", ""),
     used("inners", repeated(message(INNER)), "", ""),
-    refused("only", enum("TEXT", "AUDIO"), "", "Only text.", "TEXT"),
+    refused("only", "Only text.", enum("TEXT", "AUDIO"), "", "TEXT"),
 )
 
 
