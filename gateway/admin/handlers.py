@@ -6,15 +6,15 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from engine.protocol import LANES
+from gateway.admin.ledger import grouped, totals_json
 from gateway.admin.metrics import CONTENT_TYPE, Metrics
-from gateway.admin.report import grouped, told
 from gateway.admin.sources import EngineStatus, Sources
-from gateway.api.dialect import JSON, UNLISTED, Route
+from gateway.api.dialect import UNLISTED, Route
 from gateway.api.docs import base_url
+from gateway.api.replies import reply_json
 
 _SHARING = ("prefilled_tokens", "shared_tokens", "shared_waits", "forks")
 """Of an engine's counters: how often a prompt was computed, and how often that was not necessary."""
@@ -71,12 +71,16 @@ class Admin:
 
     async def liveness(self, http: web.Request) -> web.Response:
         """GET /health/liveness: the process turns its loop."""
-        return _json({"status": "alive"})
+        return reply_json({"status": "alive"})
 
     async def readiness(self, http: web.Request) -> web.Response:
         """GET /health/readiness: 200 when requests can be answered, else 503 and why."""
         reason = self._not_ready()
-        return _json({"status": "ready"}) if reason is None else _json({"status": "not ready", "reason": reason}, 503)
+        return (
+            reply_json({"status": "ready"})
+            if reason is None
+            else reply_json({"status": "not ready", "reason": reason}, status=503)
+        )
 
     async def health(self, http: web.Request) -> web.Response:
         """GET /health: readiness with a few details."""
@@ -92,10 +96,10 @@ class Admin:
                 name: "up" if one["breaker"] == "closed" else "down" for name, one in upstreams.items()
             }
         if reason is not None:
-            return _json({**body, "status": "not ready", "reason": reason}, 503)
+            return reply_json({**body, "status": "not ready", "reason": reason}, status=503)
         if degraded := self._degraded():
             body |= {"status": "degraded", "reason": ", ".join(degraded)}
-        return _json(body)
+        return reply_json(body)
 
     def _degraded(self) -> list[str]:
         """What does not work, though requests can be answered."""
@@ -150,12 +154,12 @@ class Admin:
                 for tenant, totals in self._metrics.totals.items()
             },
         }
-        return _json(body)
+        return reply_json(body)
 
     def _ledger(self) -> dict[str, Any]:
         ledger = self._sources.ledger
         everything = grouped(ledger.totals, ()).get((), {})
-        return {**told(everything), "pending_rows": ledger.pending, "dropped": ledger.dropped}
+        return {**totals_json(everything), "pending_rows": ledger.pending, "dropped": ledger.dropped}
 
     def _not_ready(self) -> str | None:
         if self._sources.draining():
@@ -209,7 +213,3 @@ def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
 
 def _ratio(part: int, whole: int) -> float:
     return round(part / whole, 4) if whole else 0.0
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps(body, default=dict), content_type=JSON)

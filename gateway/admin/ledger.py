@@ -1,38 +1,34 @@
-"""GET /admin/ledger: what was used and saved, by day, tenant, model and lane. Reads the ledger; changes nothing."""
+"""GET /admin/ledger: what was used and saved, by day, tenant, model and lane, as JSON and as CSV. Reads the ledger;
+changes nothing. Sums are of whole numbers, and money is a decimal number in text, so that no digit is lost on the way.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
-from typing import Any, Final, Protocol
+from decimal import Decimal
+from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
-from gateway.admin.report import GROUPS, as_csv, report
+from gateway.admin.sources import Ledger
 from gateway.api.dialect import JSON, Route
 from gateway.api.fields import Parameter, choice, invalid, read_query, takes, text, wrong_value
-from gateway.ledger.base import Entry, Figures, Row
+from gateway.api.replies import reply_json
+from gateway.ledger.base import NANO, SAVERS, Figures, Row, add_up
 
 CSV: Final = "text/csv"
 DAYS: Final = 30
-"""That are told of when nothing else is asked for, today among them."""
+"""Of a report for which nothing else is requested, today among them."""
+GROUPS: Final = ("day", "tenant", "model", "lane")
+_TOKENS: Final = ("prompt_tokens", "cached_tokens", "cache_write_tokens", "completion_tokens", "embedded_tokens")
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 _WRITTEN = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", re.ASCII)
-
-
-class Ledger(Protocol):
-    """See ledger/ledger.py."""
-
-    def add(self, entry: Entry) -> None:
-        """Counts it, today. Never raises."""
-        ...
-
-    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
-        """The rows of these days. Raises RedisDownError."""
-        ...
 
 
 @takes({"type": "string", "format": "date"})
@@ -90,8 +86,7 @@ class LedgerPage:
         by = asked.get("group_by", ("day",))
         if _wants_csv(http, asked):
             return web.Response(text=as_csv(rows, by), content_type=CSV)
-        body = {"from": first.isoformat(), "to": last.isoformat(), **report(rows, by)}
-        return web.Response(body=orjson.dumps(body), content_type=JSON)
+        return reply_json({"from": first.isoformat(), "to": last.isoformat(), **report(rows, by)})
 
     def _days(self, asked: Mapping[str, Any]) -> tuple[date, date]:
         last = asked.get("to") or datetime.fromtimestamp(self._now(), UTC).date()
@@ -109,3 +104,86 @@ def _wants_csv(http: web.Request, asked: Mapping[str, Any]) -> bool:
     if "format" in asked:
         return bool(asked["format"] == "csv")
     return CSV in http.headers.get("Accept", "") and JSON not in http.headers.get("Accept", "")
+
+
+def grouped(rows: Mapping[Row, Figures], by: Sequence[str]) -> dict[tuple[str, ...], dict[str, Figures]]:
+    """Group -> currency -> figures, in the order of the groups. `by` are fields of a row."""
+    groups: dict[tuple[str, ...], dict[str, Figures]] = {}
+    for row, figures in rows.items():
+        group = tuple(getattr(row, name) for name in by)
+        add_up(groups.setdefault(group, {}).setdefault(row.currency, {}), figures)
+    return dict(sorted(groups.items()))
+
+
+def totals_json(by_currency: Mapping[str, Figures]) -> dict[str, Any]:
+    """One group as JSON."""
+    total: Figures = {}
+    for figures in by_currency.values():
+        add_up(total, figures)
+    return {
+        "requests": total.get("requests", 0),
+        "unpriced_requests": total.get("unpriced_requests", 0),
+        "used": {
+            **{name: total.get(name, 0) for name in _TOKENS},
+            "ms": total.get("micros", 0) / 1e3,
+            "cost": _money(by_currency, "cost_nano"),
+        },
+        "saved": {
+            saver: {
+                "requests": total.get(f"{saver}_requests", 0),
+                "tokens": total.get(f"{saver}_tokens", 0),
+                "ms": total.get(f"{saver}_micros", 0) / 1e3,
+                "money": _money(by_currency, f"{saver}_nano"),
+            }
+            for saver in SAVERS
+        },
+    }
+
+
+def report(rows: Mapping[Row, Figures], by: Sequence[str]) -> dict[str, Any]:
+    """Every group, and all of them together."""
+    groups = grouped(rows, by)
+    everything = grouped(rows, ()).get((), {})
+    return {
+        "group_by": list(by),
+        "rows": [{**dict(zip(by, group, strict=True)), **totals_json(figures)} for group, figures in groups.items()],
+        "total": totals_json(everything),
+    }
+
+
+def as_csv(rows: Mapping[Row, Figures], by: Sequence[str]) -> str:
+    """A line for each group and currency, so that no line adds up two of them. Money is empty where it is not known."""
+    written = io.StringIO()
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerow([*by, "currency", *_flat({}, "")])
+    for (*group, currency), by_currency in grouped(rows, (*by, "currency")).items():
+        writer.writerow([*map(_cell, group), currency, *_flat(by_currency, currency).values()])
+    return written.getvalue()
+
+
+def _flat(by_currency: Mapping[str, Figures], currency: str) -> dict[str, Any]:
+    """`totals_json`, as columns."""
+    one = totals_json(by_currency)
+    columns = {"requests": one["requests"], "unpriced_requests": one["unpriced_requests"], **one["used"]}
+    for saver, saved in one["saved"].items():
+        columns |= {f"saved_{saver}_{what}": value for what, value in saved.items()}
+    return {name: (value or {}).get(currency, "") if _is_money(name) else value for name, value in columns.items()}
+
+
+def _is_money(column: str) -> bool:
+    return column == "cost" or column.endswith("_money")
+
+
+def _money(by_currency: Mapping[str, Figures], column: str) -> dict[str, str] | None:
+    """None where no price is known."""
+    priced = sorted(currency for currency in by_currency if currency)
+    return {one: _decimal(by_currency[one].get(column, 0)) for one in priced} or None
+
+
+def _decimal(nano: int) -> str:
+    return f"{Decimal(nano) / NANO:f}"
+
+
+def _cell(text: str) -> str:
+    """Names of models may be a client's own: none is a formula when a spreadsheet opens the file."""
+    return f"'{text}" if text.startswith(_FORMULA) else text

@@ -6,24 +6,16 @@ Requests are counted as they finish; figures of engines, queue, memos and Redis 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from engine.protocol import LANES
-from gateway.admin.engine_metrics import engine_metrics
-from gateway.admin.ignored_fields import IgnoredFieldCounts
-from gateway.admin.ledger_metrics import ledger_metrics
-from gateway.admin.response_cache_metrics import response_cache_metrics
+from gateway.admin.scraped import Scraped
 from gateway.admin.sources import Sources
-from gateway.admin.tallies import Count, Counts, Durations, Seconds
-from gateway.admin.upstream_metrics import upstream_metrics
+from gateway.admin.tallies import Count, Counts, Durations, IgnoredFieldCounts, Seconds
 from gateway.api.record import CLIENT_LEFT, Record, is_final
-from gateway.storage.redis_calls import unreadable
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
@@ -104,7 +96,7 @@ class Metrics:
         self.registry.register(self._ignored)
         in_flight = Gauge("kvasir_requests_in_flight", "Requests being answered.", registry=self.registry)
         in_flight.set_function(lambda: self.in_flight)
-        self.registry.register(_Scraped(sources))
+        self.registry.register(Scraped(sources))
 
     def started(self, record: Record) -> None:
         self.in_flight += 1
@@ -227,133 +219,3 @@ class _Children:
     queue: Seconds
     overhead: Seconds
     duration: Seconds
-
-
-class _Scraped(Collector):
-    """What the stages know of themselves."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-
-    def collect(self) -> Iterator[Metric]:
-        yield from engine_metrics(self._sources.engines())
-        yield from self._queue()
-        yield from self._prompts()
-        yield self._embeddings()
-        yield from ledger_metrics(self._sources.ledger)
-        yield from upstream_metrics(self._sources.upstreams())
-        yield from response_cache_metrics(self._sources.response_cache())
-        responses = CounterMetricFamily(
-            "kvasir_stored_responses", "Responses to be stored, by outcome.", labels=("outcome",)
-        )
-        for outcome, count in self._sources.responses().items():
-            responses.add_metric([outcome], count)
-        yield responses
-        malformed = CounterMetricFamily(
-            "kvasir_malformed_requests", "Requests that are not valid HTTP.", labels=("reason",)
-        )
-        for reason, count in self._sources.malformed().items():
-            malformed.add_metric([reason], count)
-        yield malformed
-        yield from self._limits()
-        yield from self._batches()
-        yield GaugeMetricFamily(
-            "kvasir_redis_up",
-            "1 while Redis is reachable; 0 while this gateway goes on with its own memory.",
-            value=float(bool(self._sources.redis().get("up"))),
-        )
-        yield CounterMetricFamily(
-            "kvasir_redis_outages",
-            "Times that Redis became unreachable.",
-            value=self._sources.redis().get("outages", 0),
-        )
-        strange = CounterMetricFamily(
-            "kvasir_redis_unreadable", "Skipped entries in Redis that no gateway wrote.", labels=("store",)
-        )
-        for store, count in unreadable.items():
-            strange.add_metric([store], count)
-        yield strange
-        yield CounterMetricFamily(
-            "kvasir_log_lost_lines",
-            "Log lines dropped because the log is read too slowly or cannot be written.",
-            value=self._sources.lost_lines(),
-        )
-
-    def _queue(self) -> Iterator[Metric]:
-        waiting = GaugeMetricFamily("kvasir_queue_waiting", "Requests that wait for a slot.", labels=("lane",))
-        in_flight = GaugeMetricFamily("kvasir_queue_in_flight", "Slots taken.", labels=("engine", "lane"))
-        outcomes = CounterMetricFamily("kvasir_queue_requests", "Requests by outcome.", labels=("lane", "outcome"))
-        for lane in LANES:
-            queue = self._sources.queue(lane)
-            waiting.add_metric([lane], queue.waiting)
-            for engine, taken in queue.in_flight.items():
-                in_flight.add_metric([engine, lane], taken)
-            for outcome in ("admitted", "refused", "expired", "abandoned"):
-                outcomes.add_metric([lane, outcome], getattr(queue, outcome))
-        holds = GaugeMetricFamily(
-            "kvasir_queue_overloaded", "1 while sessions evict one another's blocks.", labels=("model",)
-        )
-        share = GaugeMetricFamily(
-            "kvasir_queue_computed_again_ratio",
-            "Share of engine time spent on recomputing evicted prefixes.",
-            labels=("model",),
-        )
-        held_back = GaugeMetricFamily(
-            "kvasir_queue_held_back",
-            "Requests that wait for cache space although an engine is free.",
-            labels=("model",),
-        )
-        for model, overload in self._sources.queue("online").overload.items():
-            held_back.add_metric([model], overload.held_back)
-            holds.add_metric([model], float(overload.holds))
-            share.add_metric([model], overload.share)
-        yield from (waiting, in_flight, outcomes, holds, share, held_back)
-
-    def _batches(self) -> Iterator[Metric]:
-        figures = dict(self._sources.batches())
-        gauges = (
-            ("in_flight", "kvasir_batch_lines_in_flight", "Lines of batches that this gateway works on."),
-            (
-                "paused_models",
-                "kvasir_batch_models_paused",
-                "Models whose lines are paused at this gateway.",
-            ),
-            ("open_jobs", "kvasir_batch_jobs_open", "Unfinished batches of all gateways."),
-        )
-        for name, metric, text in gauges:
-            yield GaugeMetricFamily(metric, text, value=float(figures.pop(name, 0)))
-        lines = CounterMetricFamily("kvasir_batch_lines", "Lines of batches by outcome.", labels=("outcome",))
-        for outcome, count in figures.items():
-            lines.add_metric([outcome], count)
-        yield lines
-
-    def _limits(self) -> Iterator[Metric]:
-        limits = self._sources.limits()
-        refused = CounterMetricFamily(
-            "kvasir_limited_requests", "Requests refused by a limit of the tenant.", labels=("tenant", "limit")
-        )
-        for tenant, told in limits["tenants"].items():
-            for limit, count in told["refused"].items():
-                refused.add_metric([tenant, limit], count)
-        yield refused
-        yield CounterMetricFamily(
-            "kvasir_limit_outages",
-            "Outages of Redis, during which each gateway counts limits for itself.",
-            value=self._sources.redis().get("outages", 0),
-        )
-
-    def _embeddings(self) -> Metric:
-        embeddings = GaugeMetricFamily("kvasir_embeddings", "Figures of the embedder.", labels=("figure",))
-        for figure, value in self._sources.embeddings().items():
-            embeddings.add_metric([figure], float(value))
-        return embeddings
-
-    def _prompts(self) -> Iterator[Metric]:
-        prompts = GaugeMetricFamily(
-            "kvasir_prompt", "Figures of the prompt stage: memos and tokeniser.", labels=("model", "figure")
-        )
-        for model, figures in self._sources.prompts().items():
-            for figure, value in figures.items():
-                if isinstance(value, (int, float)):
-                    prompts.add_metric([model, figure], float(value))
-        yield prompts

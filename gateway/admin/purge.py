@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import orjson
 from aiohttp import web
 
-from gateway.api.dialect import JSON, Route
+from gateway.api.dialect import Route
 from gateway.api.fields import Parameter, invalid, missing, read, takes, text
 from gateway.api.record import BODY, RECORD, failed
+from gateway.api.replies import reply_json
 from gateway.config import NamespaceSettings
 from gateway.errors import EngineLostError
 from gateway.types import Scope
@@ -87,11 +87,10 @@ class PurgePage:
         told = _summed(await asyncio.gather(*(_ask(engine, scope.salt) for engine in engines)))
         log.info("purge of blocks of %s complete=%s", scope.salt, told["complete"])
         if told["complete"]:
-            return web.Response(body=orjson.dumps(told), content_type=JSON)
+            return reply_json(told)
         record, error = http[RECORD], EngineLostError(told["message"])
         failed(record, error)
-        body = record.dialect.error_json(error, record.request_id) | told
-        return web.Response(status=record.status, body=orjson.dumps(body), content_type=JSON)
+        return reply_json(record.dialect.error_json(error, record.request_id) | told, status=record.status)
 
     def _scope(self, asked: Mapping[str, str]) -> Scope:
         """Raises BadRequestError."""

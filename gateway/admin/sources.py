@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from engine.protocol import Lane, Load
-from gateway.ledger.base import Figures, Row
+from gateway.ledger.base import Entry, Figures, Row
 
 EngineState = Literal["connecting", "ready", "draining", "lost"]
 
@@ -28,48 +28,7 @@ class EngineStatus:
     stats: Mapping[str, Any] = field(default_factory=dict)  # its own counters; empty when it does not answer
 
 
-class Overload(Protocol):
-    """See queues/line.py."""
-
-    @property
-    def holds(self) -> bool: ...
-
-    @property
-    def share(self) -> float: ...
-
-    @property
-    def held_back(self) -> int: ...
-
-
-class QueueStatus(Protocol):
-    """See queues/slots.py."""
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def in_flight(self) -> Mapping[str, int]: ...
-
-    @property
-    def waiting_by_tenant(self) -> Mapping[str, int]: ...
-
-    @property
-    def admitted(self) -> int: ...
-
-    @property
-    def refused(self) -> int: ...
-
-    @property
-    def expired(self) -> int: ...
-
-    @property
-    def abandoned(self) -> int: ...
-
-    @property
-    def overload(self) -> Mapping[str, Overload]: ...
-
-
-class LedgerStatus(Protocol):
+class Ledger(Protocol):
     """See ledger/ledger.py."""
 
     @property
@@ -86,6 +45,14 @@ class LedgerStatus(Protocol):
     @property
     def capped(self) -> int: ...
 
+    def add(self, entry: Entry) -> None:
+        """Counts it, today. Never raises."""
+        ...
+
+    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
+        """The rows of these days. Raises RedisDownError."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:
@@ -93,7 +60,7 @@ class Sources:
 
     refresh     awaited first: fetches what is in other processes, for a bounded time
     engines     every engine, whatever its state
-    queue       one of the two lanes
+    queue       one of the two lanes (QueueStatus of queues/line.py)
     prompts     model -> figures of its memos and tokeniser; numbers become gauges, the rest is for /admin/stats
     embeddings  figures of the embedder, numbers; empty without the extra
     upstreams   figures of each upstream: requests, in_flight, unmetered, errors by kind, breaker, dialect
@@ -109,12 +76,12 @@ class Sources:
 
     refresh: Callable[[], Awaitable[None]]
     engines: Callable[[], Sequence[EngineStatus]]
-    queue: Callable[[Lane], QueueStatus]
+    queue: Callable[[Lane], Any]
     prompts: Callable[[], Mapping[str, Mapping[str, Any]]]
     embeddings: Callable[[], Mapping[str, Any]]
     upstreams: Callable[[], Mapping[str, Mapping[str, Any]]]
     responses: Callable[[], Mapping[str, int]]
-    ledger: LedgerStatus
+    ledger: Ledger
     limits: Callable[[], Mapping[str, Any]]
     redis: Callable[[], Mapping[str, Any]]
     response_cache: Callable[[], Mapping[str, Any]]

@@ -6,13 +6,32 @@ them are as much as the rest of what is noted about a request.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Final
 
+from aiohttp import web
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from gateway.api.unknown_fields import ODD
+
+log = logging.getLogger(__name__)
+
+MAX_NAMES: Final = 100
+OTHER: Final = "other"
+_DAY_S: Final = 86_400
+
+EVERY_S: Final = 0.02
+"""From one look to the next. A stop is found but for so much of it."""
+
+BOUNDS_S: Final = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class Count:
@@ -82,3 +101,78 @@ class Durations(Collector):
 
 def _name(bound: float) -> str:
     return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+
+
+class IgnoredFieldCounts(Counts):
+    """Unknown fields that requests had and the gateway ignored: a counter, and one line of the log for each name and
+    day. `now` is in seconds since 1970.
+
+    Names are the clients' own, so their number is bounded: further ones are counted and logged together, and so are
+    those of other characters than names have, which may be anything.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        super().__init__(
+            "kvasir_ignored_fields", "Requests with a field that the gateway does not know and ignored.", ("field",)
+        )
+        self._now = now
+        self._names: set[str] = set()
+        self._day = 0
+        self._logged: set[str] = set()  # today
+
+    def add(self, names: Iterable[str], endpoint: str, tenant: str) -> None:
+        """Those of one request."""
+        if (day := int(self._now() // _DAY_S)) != self._day:
+            self._day = day
+            self._logged.clear()
+        for name in names:
+            if name not in self._names:
+                if len(self._names) >= MAX_NAMES or ODD in name:
+                    name = OTHER
+                else:
+                    self._names.add(name)
+            self.of(name).value += 1
+            if name not in self._logged:
+                self._logged.add(name)
+                log.info(
+                    "field '%s' of a request is unknown and was ignored (endpoint %s, tenant %s; api.unknown_fields); "
+                    "said once a day",
+                    name,
+                    endpoint,
+                    tenant,
+                )
+
+
+class LoopLag:
+    """How long the event loop of an application stands still, measured by itself: what every request of this gateway
+    waits besides its own work. Two histograms of how late a timer was:
+
+        lag      as clients notice it
+        own lag  the part of it in which this process ran: work on the loop, or a thread that kept the interpreter. The
+                 rest is a machine that had no processor for it
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "kvasir_event_loop_{}_seconds".format
+        lag = Durations(name("lag"), "Seconds. How late the event loop came to a timer.", (), BOUNDS_S)
+        own = Durations(name("own_lag"), "Seconds. The part of the lag in which the gateway itself ran.", (), BOUNDS_S)
+        registry.register(lag)
+        registry.register(own)
+        self._lag, self._own_lag = lag.of(), own.of()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def running(self, _: web.Application) -> AsyncIterator[None]:
+        """While the application runs."""
+        self._look_again(asyncio.get_running_loop())
+        yield
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(EVERY_S, self._look, loop, time.monotonic() + EVERY_S, time.process_time())
+
+    def _look(self, loop: asyncio.AbstractEventLoop, due_s: float, ran_before_s: float) -> None:
+        late_s = max(0.0, time.monotonic() - due_s)
+        self._lag.add(late_s)
+        self._own_lag.add(min(late_s, time.process_time() - ran_before_s))
+        self._look_again(loop)

@@ -179,7 +179,7 @@ class Answering:
         if not call.stream:
             body = await self.whole(http[RECORD], http[TENANT], asked)
             self._remember(http, asked, {"Content-Type": JSON}, [body])
-            return reply(body, **kvasir_headers(http[RECORD]))
+            return reply(body, kvasir_headers(http[RECORD]))
         noted: list[bytes] = []
         response = await self.stream(http, call, model, shape, media_type=media_type, account=account, noted=noted)
         self._remember(http, asked, stream_headers(media_type), noted)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from aiohttp import web
 
 from gateway.admin.accounting import Accounting
-from gateway.admin.cache.handlers import CachePages
+from gateway.admin.cache import CachePages
 from gateway.admin.handlers import Admin
-from gateway.admin.ledger import Ledger, LedgerPage
-from gateway.admin.loop_lag import LoopLag
+from gateway.admin.ledger import LedgerPage
 from gateway.admin.metrics import Metrics
 from gateway.admin.purge import Engine, PurgePage
-from gateway.admin.sources import Sources
+from gateway.admin.sources import Ledger, Sources
+from gateway.admin.tallies import LoopLag
 from gateway.api.answering import Answering, Decoders, Models, Pipeline
 from gateway.api.anthropic.batches.handlers import MessageBatches
 from gateway.api.anthropic.batches.rows import ROWS

@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from gateway.admin.loop_lag import BOUNDS_S
+from gateway.admin.tallies import BOUNDS_S
 from tests.chaos.attack_bodies import MOST
 from tests.chaos.attacks import KINDS, NAMED, QUIET, fuzzed, run
 

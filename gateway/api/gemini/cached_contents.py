@@ -201,4 +201,4 @@ def _not_found(name: str) -> NotFoundError:
 
 def _reply(http: web.Request, value: dict[str, Any]) -> web.Response:
     record = http[RECORD]
-    return reply_json(value, **(kvasir_headers(record) if record.traces else {}))
+    return reply_json(value, kvasir_headers(record) if record.traces else {})

@@ -126,7 +126,7 @@ class GeminiFiles:
             raise
         url = f"{_origin(http)}{http.path}?upload_id={upload_id}&upload_protocol=resumable"
         headers = {"X-Goog-Upload-Status": "active", "X-Goog-Upload-URL": url}
-        return reply_json({}, **headers)
+        return reply_json({}, headers)
 
     async def _go_on(self, http: web.Request, upload_id: str) -> web.Response:
         going = self._open.get(upload_id)
@@ -141,10 +141,10 @@ class GeminiFiles:
             raise BadRequestError("X-Goog-Upload-Command has to be `upload`, `upload, finalize`, `query` or `cancel`.")
         if "cancel" in commands:
             await self._drop(upload_id)
-            return reply_json({}, **{"X-Goog-Upload-Status": "cancelled"})
+            return reply_json({}, {"X-Goog-Upload-Status": "cancelled"})
         received = {"X-Goog-Upload-Status": "active", "X-Goog-Upload-Size-Received": str(going.num_bytes)}
         if "query" in commands:
-            return reply_json({}, **received)
+            return reply_json({}, received)
         if http.headers.get("X-Goog-Upload-Offset", "0").strip() != str(going.num_bytes):
             raise BadRequestError(f"X-Goog-Upload-Offset is not {going.num_bytes}, the number of bytes that have come.")
         going.busy = True
@@ -152,7 +152,7 @@ class GeminiFiles:
             await self._take(http, going)
             if "finalize" not in commands:
                 self._wait(upload_id)
-                return reply_json({}, **{"X-Goog-Upload-Status": "active"})
+                return reply_json({}, {"X-Goog-Upload-Status": "active"})
             stored = await going.upload.finish(going.filename, going.mime_type, TTL_S)
         except BaseException:
             await self._drop(upload_id)
@@ -160,7 +160,7 @@ class GeminiFiles:
         finally:
             going.busy = False
         await self._drop(upload_id)
-        return reply_json({"file": file_json(stored, _origin(http))}, **{"X-Goog-Upload-Status": "final"})
+        return reply_json({"file": file_json(stored, _origin(http))}, {"X-Goog-Upload-Status": "final"})
 
     async def _take(self, http: web.Request, going: _Resumable) -> None:
         if going.timer is not None:

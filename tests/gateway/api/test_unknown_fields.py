@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from gateway.admin.ignored_fields import MAX_NAMES, OTHER, IgnoredFieldCounts
+from gateway.admin.tallies import MAX_NAMES, OTHER, IgnoredFieldCounts
 from gateway.api.anthropic.parameters import MESSAGES
 from gateway.api.gemini.parameters import GENERATE, GENERATION
 from gateway.api.lines import Line

@@ -113,7 +113,7 @@ class Responses:
         if asked.values.get("background"):
             return await self._begin(http, tenant, wanted)
         if not wanted.call.stream:
-            return reply(await self._whole(record, tenant, asked, wanted), **kvasir_headers(record))
+            return reply(await self._whole(record, tenant, asked, wanted), kvasir_headers(record))
         call, model, shape, _ = wanted
         keeper = self._keeper(tenant, asked, wanted)
         try:

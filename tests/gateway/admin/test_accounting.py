@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.admin.prefill import LEAST, MODELS, PrefillTimes
+from gateway.admin.accounting import LEAST, MODELS, PrefillTimes
 
 
 def test_the_fixed_part_of_a_request_is_not_put_on_its_tokens() -> None:

@@ -6,21 +6,34 @@ the second one sends the token back with the same choice. What was remembered be
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import hmac
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
-from gateway.admin.cache.chosen import IN_BODY, IN_URL, chosen_by
-from gateway.admin.cache.confirming import LIFE_S, asked_at, token_for
-from gateway.api.dialect import JSON, Route
-from gateway.api.fields import Parameter, boolean, in_url, integer, invalid, read, read_query, shown, takes, text
+from gateway.api.dialect import Route
+from gateway.api.fields import (
+    Check,
+    Parameter,
+    boolean,
+    in_url,
+    integer,
+    invalid,
+    number,
+    read,
+    read_query,
+    shown,
+    takes,
+    text,
+)
 from gateway.api.record import ADMIN_KEY, BODY
+from gateway.api.replies import reply_json
 from gateway.errors import ForbiddenError, NotFoundError
 from gateway.responses.entries import About
 from gateway.responses.listing import Answers, Chosen, Told
@@ -29,10 +42,42 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 SHOWN: Final = 20
 """Answers that a dry run names; it counts all."""
 
+LIFE_S: Final = 120.0
+"""Seconds in which what was shown can be confirmed."""
+
+_TOKEN: Final = re.compile(r"([0-9]{1,13})-([0-9a-f]{64})", re.ASCII)
+
+LONGEST_S: Final = 1e9
+_ID: Final = re.compile(r"[0-9a-f]{1,32}", re.ASCII)
 _PLACE: Final = re.compile(r"([0-9]{1,18})-([0-9a-f]{32})", re.ASCII)
 
 Place = tuple[int, str]
 """Microsecond at which an answer was made, and its id: the order of pages, backwards."""
+
+
+@takes({"type": "string", "pattern": "^[0-9a-f]{1,32}$"})
+def _prefix(value: Any, path: str) -> str:
+    if not _ID.fullmatch(text()(value, path)):
+        raise invalid(path, "an id has 32 characters, 0-9 and a-f; its beginning will do")
+    return str(value)
+
+
+_age = number(0, LONGEST_S)
+
+
+def _choices(age: Check[float]) -> tuple[Parameter, ...]:
+    return (
+        Parameter("tenant", text(), "string", "Only this tenant's own."),
+        Parameter("namespace", text(), "string", "Only those that this namespace shares."),
+        Parameter("model", text(), "string", "Only of this model."),
+        Parameter("id", _prefix, "1 to 32 characters, `0-9a-f`", "Only this one, or those whose ids begin so."),
+        Parameter("older_than_s", age, "number", "Only those that were made so long ago, or longer."),
+        Parameter("younger_than_s", age, "number", "Only those that were made so long ago, or later."),
+    )
+
+
+IN_URL: Final = {one.name: one for one in _choices(in_url(_age))}
+IN_BODY: Final = {one.name: one for one in _choices(_age)}
 
 
 @takes({"type": "string", "pattern": f"^{_PLACE.pattern}$"})
@@ -118,15 +163,15 @@ class CachePages:
         latest.sort(reverse=True)
         page = [kept for _, _, kept in latest[:limit]]
         following = "{}-{}".format(*_place_of(page[-1])) if len(latest) > limit else None
-        return _json({"data": [_told(kept, now_s) for kept in page], "next": following})
+        return reply_json({"data": [_about_json(kept, now_s) for kept in page], "next": following})
 
     async def stats(self, http: web.Request) -> web.Response:
         """GET /admin/cache/stats"""
         chosen, now_s = chosen_by(read_query(http.query, IN_URL)), self._now()
         sums = _sums([kept async for kept in self._answers.scan(chosen, now_s)], now_s)
         total = sums.pop(("", ""))
-        rows = [{**_whose(owner), "model": model, **asdict(one)} for (owner, model), one in sorted(sums.items())]
-        return _json({"rows": rows, "total": asdict(total)})
+        rows = [{**_owner_json(owner), "model": model, **asdict(one)} for (owner, model), one in sorted(sums.items())]
+        return reply_json({"rows": rows, "total": asdict(total)})
 
     async def one(self, http: web.Request) -> web.Response:
         """GET /admin/cache/{id}"""
@@ -138,7 +183,7 @@ class CachePages:
         told = await self._answers.find(found[0]) if found else None
         if told is None:
             raise NotFoundError(f"No answer is remembered under the id '{shown(name)}'.", param="id")
-        return _json({**_told(found[0], now_s), **_said(told, content=content)})
+        return reply_json({**_about_json(found[0], now_s), **_content_json(told, content=content)})
 
     async def invalidate(self, http: web.Request) -> web.Response:
         """POST /admin/cache/invalidate"""
@@ -151,12 +196,12 @@ class CachePages:
             raise invalid("everything", why)
         if (token := asked.get("confirm")) is None:
             return await self._dry_run(chosen, key, now_s)
-        at_s = asked_at(token, key, repr(chosen), now_s)
+        at_s = token_time(token, key, repr(chosen), now_s)
         if at_s is None:
             why = "it is over, or was given to somebody else or for another choice; ask without it first"
             raise invalid("confirm", why)
         removed = await self._answers.remove(chosen, at_s)
-        return _json({"dry_run": False, "removed": removed})
+        return reply_json({"dry_run": False, "removed": removed})
 
     async def _dry_run(self, chosen: Chosen, key: bytes, now_s: float) -> web.Response:
         found = [kept async for kept in self._answers.scan(chosen, now_s)]
@@ -165,11 +210,11 @@ class CachePages:
             "dry_run": True,
             "would_remove": len(found),
             "bytes": sum(kept.num_bytes for kept in found),
-            "latest": [_told(kept, now_s) for kept in latest],
+            "latest": [_about_json(kept, now_s) for kept in latest],
             "confirm": token_for(key, repr(chosen), now_s),
             "confirm_within_s": LIFE_S,
         }
-        return _json(body)
+        return reply_json(body)
 
 
 def _sums(found: list[About], now_s: float) -> dict[tuple[str, str], _Sum]:
@@ -185,15 +230,15 @@ def _place_of(kept: About) -> Place:
     return round(kept.created_s * 1e6), kept.id
 
 
-def _whose(owner: str) -> dict[str, str | None]:
+def _owner_json(owner: str) -> dict[str, str | None]:
     kind, _, name = owner.partition(":")
     return {"tenant": name if kind == "tenant" else None, "namespace": name if kind == "namespace" else None}
 
 
-def _told(kept: About, now_s: float) -> dict[str, Any]:
+def _about_json(kept: About, now_s: float) -> dict[str, Any]:
     return {
         "id": kept.id,
-        **_whose(kept.owner),
+        **_owner_json(kept.owner),
         "model": kept.model,
         "created_s": kept.created_s,
         "age_s": round(now_s - kept.created_s, 3),
@@ -202,7 +247,7 @@ def _told(kept: About, now_s: float) -> dict[str, Any]:
     }
 
 
-def _said(told: Told, *, content: bool) -> dict[str, Any]:
+def _content_json(told: Told, *, content: bool) -> dict[str, Any]:
     more = {"text": told.text, "calls": [{"name": name, "arguments": said} for name, said in told.calls]}
     return {
         "prompt_tokens": told.prompt_tokens,
@@ -213,5 +258,35 @@ def _said(told: Told, *, content: bool) -> dict[str, Any]:
     }
 
 
-def _json(body: Any) -> web.Response:
-    return web.Response(body=orjson.dumps(body), content_type=JSON)
+def chosen_by(values: Mapping[str, Any]) -> Chosen:
+    """Of checked parameters. Raises BadRequestError for a tenant and a namespace together."""
+    tenant, namespace = values.get("tenant"), values.get("namespace")
+    if tenant is not None and namespace is not None:
+        raise invalid("namespace", "an answer is a tenant's own or a namespace's, and not both")
+    owner = f"tenant:{tenant}" if tenant is not None else None
+    return Chosen(
+        owner=owner if namespace is None else f"namespace:{namespace}",
+        model=values.get("model"),
+        id=values.get("id", ""),
+        older_than_s=values.get("older_than_s", 0.0),
+        younger_than_s=values.get("younger_than_s"),
+    )
+
+
+def token_for(key: bytes, what: str, at_s: float) -> str:
+    """`key` is the asker's, `what` all that is asked for; `at_s` in seconds since 1970, to the millisecond."""
+    at_ms = round(at_s * 1e3)
+    return f"{at_ms}-{_signed(key, what, at_ms)}"
+
+
+def token_time(token: str, key: bytes, what: str, now_s: float) -> float | None:
+    """The second at which the same asker was shown the same. None if it is not theirs, for something else, or over."""
+    found = _TOKEN.fullmatch(token)
+    if found is None or not hmac.compare_digest(found[2], _signed(key, what, int(found[1]))):
+        return None
+    at_s = int(found[1]) / 1e3
+    return at_s if at_s <= now_s + LIFE_S and now_s - at_s <= LIFE_S else None
+
+
+def _signed(key: bytes, what: str, at_ms: int) -> str:
+    return hmac.new(key, f"{at_ms}\n{what}".encode(), hashlib.sha256).hexdigest()

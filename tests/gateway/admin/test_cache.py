@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from gateway.admin.cache.confirming import LIFE_S
+from gateway.admin.cache import LIFE_S, chosen_by, token_for, token_time
 from gateway.config import AuthSettings, TenantSettings
+from gateway.errors import BadRequestError
 from gateway.responses.entries import About
-from gateway.responses.listing import Told
+from gateway.responses.listing import Chosen, Told
 from tests.fakes.answers import FakeAnswers
 from tests.fakes.gateway import Gateway, running
 
@@ -209,3 +210,74 @@ async def test_while_redis_is_away_nothing_is_told_that_may_be_wrong() -> None:
         for path in ("", "/stats", f"/{1:032x}"):
             await admin.get(path, 503)
         await admin.invalidate(503, everything=True)
+
+
+KEPT = About("tenant:north", "ab" * 16, "demo", created_s=1000.0, expires_s=2000.0, num_bytes=5)
+
+
+@pytest.mark.parametrize(
+    ("values", "taken"),
+    [
+        ({}, True),
+        ({"tenant": "north"}, True),
+        ({"tenant": "nort"}, False),
+        ({"namespace": "north"}, False),
+        ({"model": "demo"}, True),
+        ({"model": "dem"}, False),
+        ({"id": "ab" * 16}, True),
+        ({"id": "aba"}, True),
+        ({"id": "b"}, False),
+        ({"older_than_s": 100.0}, True),
+        ({"older_than_s": 100.1}, False),
+        ({"younger_than_s": 100.0}, True),
+        ({"younger_than_s": 99.9}, False),
+        ({"tenant": "north", "model": "demo", "id": "a", "older_than_s": 1.0, "younger_than_s": 101.0}, True),
+    ],
+)
+def test_all_that_is_asked_for_has_to_be_so(values: dict[str, Any], taken: bool) -> None:
+    assert chosen_by(values).takes(KEPT, 1100.0) is taken
+
+
+def test_what_was_made_later_or_is_over_its_time_is_not_chosen() -> None:
+    assert not Chosen().takes(KEPT, 999.0)
+    assert not Chosen().takes(KEPT, 2000.0)
+
+
+def test_an_answer_is_a_tenants_or_a_namespaces() -> None:
+    shared = About("namespace:north", "ab" * 16, "demo", 1000.0, 2000.0, 5)
+    assert chosen_by({"namespace": "north"}).takes(shared, 1100.0)
+    assert not chosen_by({"tenant": "north"}).takes(shared, 1100.0)
+    with pytest.raises(BadRequestError, match="not both"):
+        chosen_by({"namespace": "north", "tenant": "north"})
+
+
+def test_only_what_nothing_restricts_is_everything() -> None:
+    assert chosen_by({}).everything
+    for values in ({"tenant": ""}, {"model": ""}, {"id": "a"}, {"older_than_s": 1.0}, {"younger_than_s": 1e9}):
+        assert not chosen_by(values).everything
+
+
+TOKEN = token_for(b"key", "what", 1000.25)
+
+
+def test_a_token_says_when_the_same_asker_was_shown_the_same() -> None:
+    for now_s in (1000.25, 1000.25 + LIFE_S, 999.0):  # clocks of gateways differ
+        assert token_time(TOKEN, b"key", "what", now_s) == 1000.25
+
+
+@pytest.mark.parametrize(
+    ("token", "key", "what", "now_s"),
+    [
+        (TOKEN, b"other", "what", 1001),
+        (TOKEN, b"key", "more", 1001),
+        (TOKEN, b"key", "what", 1001 + LIFE_S),
+        (TOKEN, b"key", "what", 1000 - LIFE_S),
+        ("2" + TOKEN[1:], b"key", "what", 2001),
+        (TOKEN[:-1], b"key", "what", 1001),
+        (TOKEN + "\n", b"key", "what", 1001),
+        ("", b"key", "what", 1001),
+        ("9" * 400 + TOKEN, b"key", "what", 1001),
+    ],
+)
+def test_any_other_token_says_nothing(token: str, key: bytes, what: str, now_s: float) -> None:
+    assert token_time(token, key, what, now_s) is None

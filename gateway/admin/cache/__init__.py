@@ -1,1 +1,0 @@
-"""/admin/cache: remembered answers are listed, looked at and removed."""
