@@ -26,7 +26,7 @@ from gateway.limits.redis_counters import RedisCounters
 from gateway.limits.shared_counters import SharedCounters
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.removals import RemovalEpoch
-from gateway.responses.semantic.redis_questions import RedisQuestions
+from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.memory_bytes import MemoryBytes

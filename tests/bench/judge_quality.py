@@ -28,7 +28,7 @@ import numpy as np
 
 from gateway.responses.embedding.text_model import TextModel, find_folder, load
 from gateway.responses.semantic import judge
-from gateway.responses.semantic.entry import KEPT_ANSWER_CHARS
+from gateway.responses.semantic.questions import KEPT_ANSWER_CHARS
 from gateway.types import EmbeddingInput
 
 THRESHOLDS = (0.80, 0.85, 0.90, 0.925, 0.95, 0.97)

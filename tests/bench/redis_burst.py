@@ -33,7 +33,7 @@ from gateway.limits.redis_counters import RedisCounters
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.responses.redis_entries import RedisEntries
-from gateway.responses.semantic.redis_questions import RedisQuestions
+from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.byte_store import Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes

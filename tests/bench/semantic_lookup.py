@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from gateway.config import SemanticCacheSettings
 from gateway.responses.embedding.text_model import TextModel, find_folder, load
-from gateway.responses.semantic.entry import Entry, digest_of
+from gateway.responses.semantic.questions import AnsweredQuestion, digest_of
 from gateway.responses.semantic.space import NEIGHBOURS, Space
 from gateway.types import EmbeddingInput
 
@@ -77,7 +77,9 @@ def fill(space: Space, vectors: Floats, rng: random.Random) -> list[float]:
     for vector in vectors:
         text = question(rng)
         key = digest_of(f"{len(space)} {text}")
-        entry = Entry(key, SCOPE, key, text, vector.astype("<f4").tobytes(), "yes", digest_of("yes"), 0.0, 1e12)
+        entry = AnsweredQuestion(
+            key, SCOPE, key, text, vector.astype("<f4").tobytes(), "yes", digest_of("yes"), 0.0, 1e12
+        )
         used = time.thread_time()
         space.remember(entry)
         times.append((time.thread_time() - used) * 1e3)

@@ -30,11 +30,10 @@ import numpy as np
 
 from gateway.config import SemanticCacheSettings
 from gateway.responses.embedding.text_model import find_folder, load
-from gateway.responses.semantic.budget import Budget, Verdict
-from gateway.responses.semantic.entry import Entry, digest_of
-from gateway.responses.semantic.model import Evidence, fit, logistic
-from gateway.responses.semantic.scope import find_unfit
+from gateway.responses.semantic.budget import Budget, Evidence, Verdict, fit, logistic
+from gateway.responses.semantic.questions import AnsweredQuestion, digest_of
 from gateway.responses.semantic.space import Sight, Space
+from gateway.responses.semantic.vectors import find_unfit
 from gateway.types import EmbeddingInput
 
 THRESHOLDS = (0.80, 0.90, 0.95)
@@ -145,7 +144,7 @@ class Player:
         question = sight.question
         key = _key(row)
         digest, vector = digest_of(row.group), question.vector.tobytes()
-        entry = Entry(key, question.scope, key, row.text, vector, row.group, digest, 0.0, FOREVER_S)
+        entry = AnsweredQuestion(key, question.scope, key, row.text, vector, row.group, digest, 0.0, FOREVER_S)
         self._exact[row.scope, row.text] = self._groups[key] = row.group
         self.space.remember(entry, question.features)
         self.space.judge_miss(sight, key, agrees)

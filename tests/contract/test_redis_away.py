@@ -30,7 +30,7 @@ from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.redis_entries import RedisEntries
-from gateway.responses.semantic.redis_questions import RedisQuestions
+from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import Quota
 from gateway.storage.memory_bytes import MemoryBytes

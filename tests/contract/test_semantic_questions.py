@@ -21,11 +21,8 @@ from gateway.responses.listing import Chosen
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.removals import Removal
-from gateway.responses.semantic.background import Background
-from gateway.responses.semantic.entry import Entry, digest_of
-from gateway.responses.semantic.redis_questions import RedisQuestions
-from gateway.responses.semantic.space import Space
-from gateway.responses.semantic.sync import APPLIED_AT_A_TIME, Sync
+from gateway.responses.semantic.questions import AnsweredQuestion, RedisQuestions, digest_of
+from gateway.responses.semantic.spaces import APPLIED_AT_A_TIME, Background, Spaces
 from gateway.storage.redis_calls import connect
 from gateway.types import Reuse
 from tests.fakes.meanings import Kitchen, Meanings
@@ -140,11 +137,11 @@ async def test_a_gateway_that_starts_again_reads_everything_and_lets_others_have
     vector = Meanings()._vector("")
     for number in range(count):
         key = digest_of(str(number))
-        entry = Entry(key, b"s" * 32, key, f"What is {number}?", vector, "x", digest_of("x"), 1000.0, 2000.0)
+        entry = AnsweredQuestion(key, b"s" * 32, key, f"What is {number}?", vector, "x", digest_of("x"), 1000.0, 2000.0)
         await store.put("tenant:a/demo/fake", key, entry.to_bytes())
-    space = Space(SemanticCacheSettings(), random=lambda: 1.0, now=lambda: 1000.0)
-    background = Background()
-    Sync(store, background, sync_s=1.0, clock=lambda: 0.0).catch_up("tenant:a/demo/fake", space)
+    background, now = Background(), 1000.0
+    spaces = Spaces(SemanticCacheSettings(), store, background, random=lambda: 1.0, now=lambda: now, clock=lambda: 0.0)
+    space = spaces.open("tenant:a", "demo", "fake").space
     async with asyncio.timeout(LIMIT_S):
         while len(space) < count:
             before = len(space)
@@ -207,7 +204,7 @@ async def test_a_gateway_that_starts_again_has_learned_already(redis: Redis, gat
         await known(here)
         return await redis.exists("kvasir:{questions:tenant:a/demo/fake}.budget") == 1
 
-    here.semantic._sync._known.clear()  # as if the time to save had come
+    next(iter(here.semantic._spaces._spaces.values())).next_save_s = 0.0  # as if the time to save had come
     await until(saved)
     again = gateway()
 
@@ -232,7 +229,7 @@ async def test_what_is_no_question_is_passed_over(redis: Redis, gateway: Callabl
     one, store = gateway(), questions(redis, max_entries=100)
     name = "tenant:a/demo/fake"
     await store.put(name, b"a" * 32, b"garbage")
-    other = Entry(b"b" * 32, b"s" * 32, b"b" * 32, "t", b"\x00" * 4, "x", digest_of("x"), 1000.0, 2000.0)
+    other = AnsweredQuestion(b"b" * 32, b"s" * 32, b"b" * 32, "t", b"\x00" * 4, "x", digest_of("x"), 1000.0, 2000.0)
     await store.put(name, b"c" * 32, replace(other, vector=b"\x00" * 3).to_bytes())
     await redis.set("kvasir:{questions:tenant:a/demo/fake}.budget", b"{")
     await one.ask(FIRST)

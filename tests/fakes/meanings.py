@@ -17,7 +17,7 @@ from gateway.errors import EmbedderError, KvasirError
 from gateway.responses.exact import ExactCache
 from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.semantic.cache import SemanticCache
-from gateway.responses.semantic.redis_questions import RedisQuestions
+from gateway.responses.semantic.questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
 from gateway.types import ChatPrompt, EmbeddingInput, Event, Finished, Request, Reuse, Started, Tenant, TextDelta, Usage
 from tests.fakes.pipeline import hello

@@ -1,4 +1,4 @@
-"""The semantic cache as the response cache sees it (Semantic in responses/base.py): requests in, keys of answers out.
+"""The semantic cache as the response cache sees it: requests in, keys of answers out.
 
 Embeds the question off the event loop, asks the space of its owner and model, and keeps gateways together over Redis.
 What takes longer is done off the path of requests, each kind of it bounded: comparing answers, audits, Redis. No method
@@ -12,52 +12,50 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError, NativeError
 from gateway.native import no_panic
-from gateway.responses.base import GetText, Match, Query, Regenerate
+from gateway.responses.base import GetText, Match, Mode, Query, Regenerate
 from gateway.responses.removals import Removal
-from gateway.responses.semantic.background import Background
-from gateway.responses.semantic.entry import KEPT_ANSWER_CHARS, Entry, digest_of
-from gateway.responses.semantic.redis_questions import RedisQuestions
-from gateway.responses.semantic.scope import find_unfit
-from gateway.responses.semantic.spaces import Spaces
-from gateway.responses.semantic.sync import Sync
-from gateway.responses.semantic.vectors import Embeds, Vectors
+from gateway.responses.semantic.questions import KEPT_ANSWER_CHARS, AnsweredQuestion, RedisQuestions, digest_of
+from gateway.responses.semantic.spaces import Background, SharedSpace, Spaces
+from gateway.responses.semantic.vectors import Vectors, find_unfit
 from gateway.tasks import off_loop
 
 if TYPE_CHECKING:
+    from gateway.responses.embedding.embedder import Embedder
     from gateway.responses.semantic.space import Sight, Space
-
-Mode = Literal["on", "ask", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
     """What was found for a request, until it has its answer.
 
-    name  of the space, for Redis
-    key   under which the answer will be kept
+    key  under which the answer will be stored
     """
 
-    name: str
+    shared: SharedSpace
     tenant: str
     key: bytes
-    space: Space
     sight: Sight
+
+    @property
+    def space(self) -> Space:
+        return self.shared.space
 
 
 class SemanticCache:
-    """See SemanticCache."""
+    """Answers to requests that mean the same. No method raises, and none is called for requests that the exact cache is
+    not for."""
 
     def __init__(
         self,
         settings: SemanticCacheSettings,
         modes: Mapping[str, Mode],
-        embedder: Embeds,
+        embedder: Embedder,
         redis: RedisQuestions | None,
         *,
         random: Callable[[], float],
@@ -74,8 +72,7 @@ class SemanticCache:
         self._namespaces = frozenset(f"namespace:{name}" for name in namespaces)
         self._now = now
         self._background = Background()
-        self._sync = Sync(redis, self._background, sync_s=settings.sync_s, clock=time.monotonic)
-        self._spaces = Spaces(settings, self._sync, random=random, now=now)
+        self._spaces = Spaces(settings, redis, self._background, random=random, now=now, clock=time.monotonic)
         self._looked: WeakKeyDictionary[Query[Any], _Looked] = WeakKeyDictionary()
         self._judging = self._auditing = 0
         self.outcomes: Counter[str] = Counter()
@@ -91,7 +88,7 @@ class SemanticCache:
         await self._background.close()
 
     async def find(self, query: Query[Any]) -> Match | None:
-        """See SemanticCache."""
+        """The answer to give, which the cache then looks up by its key."""
         try:
             with no_panic():
                 outcome, match = await self._find(query)
@@ -111,17 +108,17 @@ class SemanticCache:
         if unfit is not None:
             return unfit, None
         if self._vectors.encoder:  # it reads what others put while the text is embedded
-            self._spaces.asked(query.owner, query.model, self._vectors.encoder)
+            self._spaces.open(query.owner, query.model, self._vectors.encoder)
         vector = await self._vectors.of_question(text, query.tenant)
         if vector is None:
             return "not-embedded", None
-        name, space = self._spaces.asked(query.owner, query.model, self._vectors.encoder)
+        shared = self._spaces.open(query.owner, query.model, self._vectors.encoder)
         # For who wants nothing to be generated there is nothing to learn from, neither an answer nor an audit.
         counts = not query.reuse.only_kept
-        question = space.question(situation.digest, text, vector)
-        sight = space.look(question, least=query.reuse.similarity or 0.0, counts=counts)
+        question = shared.space.question(situation.digest, text, vector)
+        sight = shared.space.look(question, least=query.reuse.similarity or 0.0, counts=counts)
         if counts:
-            self._looked[query] = _Looked(name, query.tenant, query.key, space, sight)
+            self._looked[query] = _Looked(shared, query.tenant, query.key, sight)
         hit = sight.hit
         if hit is None:
             return "veto" if sight.vetoes and not sight.neighbours else "miss", None
@@ -130,12 +127,13 @@ class SemanticCache:
         return "hit", Match(hit.entry.key, hit.similarity)
 
     def repeats(self, query: Query[Any]) -> Callable[[], None]:
-        """See SemanticCache."""
+        """To be called each time that the exact cache has the answer: one request more is to be counted. Holds nothing
+        of the request's text."""
         fits = self._unfit(query) is None
         return partial(self._repeated, query.owner, query.model, query.key) if fits else _nothing
 
     def hit(self, query: Query[Any], match: Match, given: GetText, anew: Regenerate) -> None:
-        """See SemanticCache."""
+        """The answer was there, and is given. `anew` generates one of its own, to compare it."""
         looked = self._looked.pop(query, None)
         if looked is None:
             return
@@ -145,14 +143,14 @@ class SemanticCache:
             self._background.start(self._audit(looked, match, given() or "", anew), "audit a semantic hit")
 
     def gone(self, query: Query[Any], match: Match) -> None:
-        """See SemanticCache."""
+        """The answer was not there any more."""
         self.events["gone"] += 1
         looked = self._looked.get(query)
         if looked is not None:
             looked.space.remove(match.key)
 
     def remember(self, query: Query[Any], answer: str | None) -> None:
-        """See SemanticCache."""
+        """The text of what was generated, and is stored under the key; None for what no other request may get."""
         looked = self._looked.pop(query, None)
         if looked is None or not answer:
             return
@@ -160,17 +158,17 @@ class SemanticCache:
         ttl_s = min(query.reuse.ttl_s or self._settings.ttl_s, self._settings.ttl_s)
         vector = question.vector.tobytes()
         kept = answer[:KEPT_ANSWER_CHARS]
-        entry = Entry(
+        entry = AnsweredQuestion(
             query.key, question.scope, query.key, question.text, vector, kept, digest_of(answer), now, now + ttl_s
         )
         if not looked.space.remember(entry, question.features):
             return
         self.events["kept"] += 1
         if not looked.sight.neighbours or not self._settings.judged:
-            self._sync.put(looked.name, entry)
+            self._spaces.put(looked.shared, entry)
         elif self._judging >= self._settings.max_judging:
             self.events["not_judged"] += 1
-            self._sync.put(looked.name, entry)
+            self._spaces.put(looked.shared, entry)
         else:
             self._judging += 1
             self._background.start(self._judge(looked, answer), "judge an answer")
@@ -186,9 +184,9 @@ class SemanticCache:
             "outcomes": dict(self.outcomes),
             "events": dict(self.events)
             | {
-                "redis_failures": self._sync.failures,
-                "unread": self._sync.unread,
-                "removed": self._sync.removed,
+                "redis_failures": self._spaces.failures,
+                "unread": self._spaces.unread,
+                "removed": self._spaces.removed,
             },
             "spaces": self._spaces.figures(),
         }
@@ -219,7 +217,7 @@ class SemanticCache:
             looked.space.judge_miss(sight, looked.key, agrees)
             entry = looked.space.find(looked.key)
             if entry is not None:
-                self._sync.put(looked.name, entry)
+                self._spaces.put(looked.shared, entry)
         except (KvasirError, TimeoutError):
             self.events["not_judged"] += 1
         finally:
@@ -237,13 +235,13 @@ class SemanticCache:
             looked.space.judge_hit(looked.sight, same)
             self.events["audited"] += 1
             if not same:
-                self._sync.drop(looked.name, match.key)
+                self._spaces.drop(looked.shared, match.key)
         except (KvasirError, TimeoutError):
             self.events["audits_lost"] += 1
         finally:
             self._auditing -= 1
 
-    async def _same(self, answer: str, entry: Entry, tenant: str) -> bool:
+    async def _same(self, answer: str, entry: AnsweredQuestion, tenant: str) -> bool:
         """Raises what the embedder raises."""
         from gateway.responses.semantic import judge
 

@@ -1,6 +1,6 @@
 """The questions of one owner to one model, and which of them mean what a new one means.
 
-Pure: chance and clock are injected, vectors come from outside. semantic.py embeds, asks this, and carries what is
+Pure: chance and clock are injected, vectors come from outside. cache.py embeds, asks this, and carries what is
 found to clients and to Redis; the benchmark drives this alone.
 
     look       the nearest of one scope; the guard; the evidence for the best; what the budget makes of it
@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.config import SemanticCacheSettings
-from gateway.responses.semantic.budget import Budget, Verdict
-from gateway.responses.semantic.entry import Entry
+from gateway.responses.semantic.budget import NO_NEIGHBOUR, Budget, Evidence, Verdict
 from gateway.responses.semantic.features import Features, features
 from gateway.responses.semantic.guard import find_veto
-from gateway.responses.semantic.model import NO_NEIGHBOUR, Evidence
 from gateway.responses.semantic.nearest import Nearest
+from gateway.responses.semantic.questions import AnsweredQuestion
 
 NEIGHBOURS: Final = 4
 LABELLED_FROM: Final = 0.6
@@ -33,7 +32,7 @@ LABELLED_FROM: Final = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    entry: Entry
+    entry: AnsweredQuestion
     similarity: float
 
 
@@ -72,7 +71,7 @@ class Sight:
 @dataclass(slots=True)
 class _Held:
     number: int
-    entry: Entry
+    entry: AnsweredQuestion
     features: Features
 
 
@@ -140,7 +139,7 @@ class Space:
             self._held.move_to_end(entry.key)
             self._scopes[entry.scope].held.move_to_end(entry.key)
 
-    def remember(self, entry: Entry, read: Features | None = None) -> bool:
+    def remember(self, entry: AnsweredQuestion, read: Features | None = None) -> bool:
         """In place of what has its key. False for what is over its time, too large, or of another encoder.
 
         read  the features of its text, where they are known
@@ -170,11 +169,11 @@ class Space:
         """What was used longest ago goes. There is something."""
         self._evict(next(iter(self._held.values())))
 
-    def find(self, key: bytes) -> Entry | None:
+    def find(self, key: bytes) -> AnsweredQuestion | None:
         held = self._held.get(key)
         return None if held is None else held.entry
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[AnsweredQuestion]:
         """What is held, those used last at the end; what is over its time may be among it."""
         return iter([held.entry for held in self._held.values()])
 

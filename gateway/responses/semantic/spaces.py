@@ -1,125 +1,269 @@
-"""The spaces of all owners and models: made when the first question comes, kept together with those of other gateways
-(sync.py), given up where an owner has too many models. `space` is imported then, too: it needs the extra `semantic`.
+"""The spaces of all owners and models: made when the first question comes, dropped where an owner has too many models,
+and kept together with those of other gateways over Redis, off the path of requests. While Redis is unreachable each
+gateway knows its own questions. `space` is imported with the first question: it needs the extra `semantic`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
 
 from gateway.config import SemanticCacheSettings
+from gateway.errors import RedisDownError
 from gateway.responses.entries import About
 from gateway.responses.key import entry_id
 from gateway.responses.removals import Removal
-from gateway.responses.semantic.entry import Entry
-from gateway.responses.semantic.sync import Sync
+from gateway.responses.semantic.questions import READ_AT_A_TIME, AnsweredQuestion, RedisQuestions
+from gateway.tasks import cancel, spawn
 
 if TYPE_CHECKING:
     from gateway.responses.semantic.space import Space
 
+SAVE_S: Final = 30.0
+"""Seconds from one time that what was learned is saved to the next."""
 
-class _Named(NamedTuple):
-    """name  in Redis"""
+APPLIED_AT_A_TIME: Final = 8
+"""Changes from Redis, of a tenth to half a millisecond each, between which other tasks have their turn."""
+
+LOOKED_AT: Final = 64
+"""Questions between which other tasks have their turn when some are removed, of some microseconds each, and as many as
+above when they are."""
+
+MAX_WRITES: Final = 256
+"""Writes that wait for Redis; beyond, other gateways miss a question."""
+
+
+class Background:
+    """Tasks of one owner, which no request waits for. What starts them bounds how many there are."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+        """As tasks.spawn does."""
+        task = spawn(work, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancels what runs, and waits for its end."""
+        while self._tasks:
+            await cancel(next(iter(self._tasks)))
+
+
+@dataclass(slots=True, eq=False)
+class SharedSpace:
+    """A space, and what is known of it in Redis.
+
+    name    in Redis
+    since   number of the last change that was read
+    next_s  when to look again, next_save_s when to save again
+    saved   requests that the budget had counted when it was saved
+    """
 
     name: str
     space: Space
+    since: int = 0
+    next_s: float = 0.0
+    next_save_s: float = 0.0
+    saved: int = 0
+    loaded: bool = False
+    reading: bool = False
 
 
 class Spaces:
-    """One gateway's."""
+    """One gateway's. No method waits or raises."""
 
     def __init__(
         self,
         settings: SemanticCacheSettings,
-        sync: Sync,
+        redis: RedisQuestions | None,
+        background: Background,
         *,
         random: Callable[[], float],
         now: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
-        """`random` and `now` as in SemanticCache."""
+        """`random` and `now` as in SemanticCache, `clock` is monotonic. `background` is the caller's, who closes it."""
         self._settings = settings
-        self._sync = sync
+        self._redis = redis
+        self._background = background
         self._random = random
         self._now = now
+        self._clock = clock
+        self._spaces: OrderedDict[tuple[str, str], SharedSpace] = OrderedDict()  # used last at the end
+        self._writing = 0
         self.bytes = 0
-        self._spaces: OrderedDict[tuple[str, str], _Named] = OrderedDict()  # asked last at the end
+        self.failures = self.unread = self.removed = 0
 
     def __iter__(self) -> Iterator[Space]:
-        return iter([named.space for named in self._spaces.values()])
+        return iter([shared.space for shared in self._spaces.values()])
 
     def find(self, owner: str, model: str) -> Space | None:
-        named = self._spaces.get((owner, model))
-        return None if named is None else named.space
+        shared = self._spaces.get((owner, model))
+        return None if shared is None else shared.space
 
-    def asked(self, owner: str, model: str, encoder: str) -> tuple[str, Space]:
-        """The one that a question is for, and its name in Redis. It begins to read what other gateways have put that
-        have the same encoder: others' vectors, and what was learned of them, mean nothing here."""
+    def open(self, owner: str, model: str, encoder: str) -> SharedSpace:
+        """The one that a question is for. Soon it knows what other gateways put that have the same encoder: others'
+        vectors, and what was learned of them, mean nothing here."""
         from gateway.responses.semantic.space import Space
 
         key = owner, model
-        named = self._spaces.get(key)
-        if named is None:
+        shared = self._spaces.get(key)
+        if shared is None:
             self._make_room(owner)
             space = Space(self._settings, random=self._random, now=self._now, grew=self._grew)
-            named = self._spaces[key] = _Named(f"{owner}/{model}/{encoder}", space)
+            shared = self._spaces[key] = SharedSpace(f"{owner}/{model}/{encoder}", space)
         self._spaces.move_to_end(key)
-        self._sync.catch_up(*named)
-        return named
+        if self._redis is not None and not shared.reading and self._clock() >= shared.next_s:
+            shared.reading = True
+            self._background.start(self._read(self._redis, shared), "read questions")
+        return shared
+
+    def put(self, shared: SharedSpace, entry: AnsweredQuestion) -> None:
+        """Other gateways will know this one."""
+        if self._writing < MAX_WRITES:
+            self._write(shared.name, entry.key, entry.to_bytes())
+
+    def drop(self, shared: SharedSpace, key: bytes) -> None:
+        """Other gateways will give it no more."""
+        self._write(shared.name, key, b"")
 
     def forget(self, removal: Removal) -> None:
-        """See removals.Questions."""
-        for (owner, model), (name, space) in self._spaces.items():
+        """See removals.Questions. Redis may be away for other gateways."""
+        for (owner, model), shared in self._spaces.items():
             if removal.chosen.owner in (None, owner) and removal.chosen.model in (None, model):
-                self._sync.remove(name, space, partial(_is_removed, removal, owner, model))
+                takes = partial(_is_removed, removal, owner, model)
+                self._background.start(self._remove(shared, takes), "remove questions")
 
     def figures(self) -> list[dict[str, Any]]:
-        """What is kept and learned, by owner and model."""
+        """What is stored and learned, by owner and model."""
         return [
             {
                 "owner": owner,
                 "model": model,
-                "entries": len(space),
-                "bytes": space.bytes,
-                "evicted": space.evicted,
-                "quarantined": space.quarantined,
+                "entries": len(shared.space),
+                "bytes": shared.space.bytes,
+                "evicted": shared.space.evicted,
+                "quarantined": shared.space.quarantined,
                 "bound": self._settings.bound,
-                **asdict(space.budget.figures()),
+                **asdict(shared.space.budget.figures()),
             }
-            for (owner, model), (_, space) in self._spaces.items()
+            for (owner, model), shared in self._spaces.items()
         ]
+
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     def _make_room(self, owner: str) -> None:
         """For one more model of an owner, who may make up names where an upstream answers to any."""
-        own = [model for whose, model in self._spaces if whose == owner]
+        own = [key for key in self._spaces if key[0] == owner]
         if len(own) >= self._settings.max_models:
-            gone = self._spaces.pop((owner, own[0]))
-            self.bytes -= gone.space.bytes
-            gone.space.grew = _nowhere  # a request may still hold it
-            self._sync.forget(gone.name)
+            space = self._spaces.pop(own[0]).space
+            self.bytes -= space.bytes
+            space.grew = lambda num_bytes: None  # a request may still hold it
 
     def _grew(self, num_bytes: int) -> None:
         """Keeps all of them together within their bytes: what does not fit goes from the owner that has most, from the
-        model that was asked longest ago."""
+        model that was used longest ago."""
         self.bytes += num_bytes
         while num_bytes > 0 and self.bytes > self._settings.max_memory_bytes:
             owned: Counter[str] = Counter()
-            for (owner, _), named in self._spaces.items():
-                owned[owner] += named.space.bytes
+            for (owner, _), shared in self._spaces.items():
+                owned[owner] += shared.space.bytes
             ((most, most_bytes),) = owned.most_common(1)
             if not most_bytes:
                 return
-            next(
-                named.space for (owner, _), named in self._spaces.items() if owner == most and len(named.space)
-            ).evict_oldest()
+            spaces = (shared.space for (owner, _), shared in self._spaces.items() if owner == most)
+            next(space for space in spaces if len(space)).evict_oldest()
+
+    # -- Redis --------------------------------------------------------------------------------------------------------
+
+    def _write(self, name: str, key: bytes, body: bytes) -> None:
+        if self._redis is not None:
+            self._writing += 1
+            self._background.start(self._put(self._redis, name, key, body), "write a question")
+
+    async def _put(self, redis: RedisQuestions, name: str, key: bytes, body: bytes) -> None:
+        try:
+            await redis.put(name, key, body)
+        except RedisDownError as error:
+            self.failures += error.asked
+        finally:
+            self._writing -= 1
+
+    async def _remove(self, shared: SharedSpace, takes: Callable[[AnsweredQuestion], bool]) -> None:
+        space, redis = shared.space, self._redis
+        removed: list[bytes] = []
+        for number, entry in enumerate(space, 1):
+            if takes(entry) and space.find(entry.key) == entry:
+                space.remove(entry.key)
+                removed.append(entry.key)
+            if number % LOOKED_AT == 0:
+                await asyncio.sleep(0)
+        self.removed += len(removed)
+        if redis is None:
+            return
+        try:
+            for key in removed:
+                await redis.put(shared.name, key, b"")
+        except RedisDownError as error:
+            self.failures += error.asked
+
+    async def _read(self, redis: RedisQuestions, shared: SharedSpace) -> None:
+        try:
+            if not shared.loaded:
+                self._restore(shared.space, await redis.load_budget(shared.name))
+                shared.loaded = True
+            while True:
+                shared.since, changes = await redis.changes(shared.name, shared.since)
+                for number, (key, body) in enumerate(changes, 1):
+                    self._apply(shared.space, key, body)
+                    if number % APPLIED_AT_A_TIME == 0:
+                        await asyncio.sleep(0)
+                if len(changes) < READ_AT_A_TIME:
+                    break
+            await self._save(redis, shared)
+        except RedisDownError as error:
+            self.failures += error.asked
+        finally:
+            shared.reading = False
+            shared.next_s = self._clock() + self._settings.sync_s
+
+    async def _save(self, redis: RedisQuestions, shared: SharedSpace) -> None:
+        figures = shared.space.budget.figures()
+        # Without a label there is nothing to go on with, and models that clients made up would fill Redis.
+        if not figures.labels or self._clock() < shared.next_save_s or figures.requests == shared.saved:
+            return
+        shared.next_save_s, shared.saved = self._clock() + SAVE_S, figures.requests
+        await redis.save_budget(shared.name, orjson.dumps(shared.space.budget.to_state()))
+
+    def _apply(self, space: Space, key: bytes, body: bytes) -> None:
+        if not body:
+            space.remove(key)
+            return
+        try:
+            entry = AnsweredQuestion.from_bytes(body)
+        except ValueError:
+            self.unread += 1
+            return
+        if space.find(key) != entry and not space.remember(entry):
+            self.unread += 1
+
+    def _restore(self, space: Space, state: bytes | None) -> None:
+        if state is None or space.budget.figures().labels:
+            return
+        try:
+            space.budget.restore(orjson.loads(state))
+        except ValueError:
+            self.unread += 1
 
 
-def _nowhere(num_bytes: int) -> None:
-    """Counts nothing."""
-
-
-def _is_removed(removal: Removal, owner: str, model: str, entry: Entry) -> bool:
+def _is_removed(removal: Removal, owner: str, model: str, entry: AnsweredQuestion) -> bool:
     answer = About(owner, entry_id(entry.key), model, entry.created_s, entry.expires_s, entry.num_bytes)
     return removal.chosen.takes(answer, removal.at_s)

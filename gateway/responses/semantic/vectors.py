@@ -1,5 +1,6 @@
 """Texts as vectors, for the semantic cache: of a question within the time that a look-up has, of two answers that are
-compared when there is time. An embedder that fails is in the log once until it works.
+compared when there is time. An embedder that fails is in the log once until it works. And which texts have none: only a
+chat's last text may differ, and has to be a question whose answer depends on its text alone.
 """
 
 from __future__ import annotations
@@ -8,40 +9,41 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError
+from gateway.responses.semantic.lexicon import MOMENTS
 from gateway.types import EmbeddingInput
+
+if TYPE_CHECKING:
+    from gateway.responses.embedding.embedder import Embedder
 
 log = logging.getLogger(__name__)
 
 JUDGE_TIMEOUT_S: Final = 30.0
-"""Seconds that two answers wait to be embedded; nobody waits for them."""
+"""Seconds that two answers wait to be embedded; no request waits for them."""
 
 
-class TextVectors(Protocol):
-    """See responses/embedding/text_model.py."""
+def find_unfit(text: str, *, max_chars: int) -> str | None:
+    """Why a text is not compared with others, as one word for metrics; None where it is.
 
-    @property
-    def digest(self) -> str: ...
+    length  there is none, or too much
+    text    it is not Unicode
+    moment  its answer is a matter of when it is asked
+    """
+    if not text or len(text) > max_chars:
+        return "length"
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return "text"
+    return None if MOMENTS.isdisjoint(_words(text)) else "moment"
 
-    @property
-    def dimensions(self) -> int: ...
 
-    @property
-    def max_tokens(self) -> int: ...
-
-
-class Embeds(Protocol):
-    """See responses/embedding/embedder.py."""
-
-    async def model(self) -> TextVectors: ...
-
-    async def tokens(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float, *, tenant: str) -> list[bytes]: ...
+def _words(text: str) -> set[str]:
+    return {word.strip(".,;:!?\"'()[]") for word in text.lower().split()}
 
 
 class Vectors:
@@ -52,7 +54,7 @@ class Vectors:
 
     encoder = ""
 
-    def __init__(self, embedder: Embeds, settings: SemanticCacheSettings, events: Counter[str]) -> None:
+    def __init__(self, embedder: Embedder, settings: SemanticCacheSettings, events: Counter[str]) -> None:
         """`events` counts questions that have none (`embedder_failures`)."""
         self._embedder = embedder
         self._settings = settings

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.responses.semantic.budget import Budget
-from gateway.responses.semantic.model import Evidence
+from gateway.responses.semantic.budget import Budget, Evidence
 
 BOUND = 0.02
 Stream = Callable[[random.Random, int], tuple[Evidence, bool]]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gateway.config import SemanticCacheSettings
-from gateway.responses.semantic.entry import Entry, digest_of
-from gateway.responses.semantic.scope import find_unfit
+from gateway.responses.semantic.questions import AnsweredQuestion, digest_of
 from gateway.responses.semantic.space import Sight, Space
+from gateway.responses.semantic.vectors import find_unfit
 from tests.fakes.clock import Clock
 
 HERE, ELSEWHERE = b"h" * 32, b"e" * 32
@@ -26,9 +26,11 @@ def make(clock: Clock | None = None, chance: float = 1.0, **changes: Any) -> Spa
     return Space(SemanticCacheSettings(**changes), random=lambda: chance, now=clock)
 
 
-def entry(text: str, *, scope: bytes = HERE, vector: bytes = UP, answer: str = "yes", ttl_s: float = 100.0) -> Entry:
+def entry(
+    text: str, *, scope: bytes = HERE, vector: bytes = UP, answer: str = "yes", ttl_s: float = 100.0
+) -> AnsweredQuestion:
     key = digest_of(f"{scope!r}{text}")
-    return Entry(key, scope, key, text, vector, answer, digest_of(answer), 0.0, ttl_s)
+    return AnsweredQuestion(key, scope, key, text, vector, answer, digest_of(answer), 0.0, ttl_s)
 
 
 def look(space: Space, text: str, *, scope: bytes = HERE, cosine: float = 0.99, least: float = 0.0) -> Sight:
@@ -165,10 +167,10 @@ def test_a_question_that_plants_an_answer_does_not_answer_the_plain_one(planted:
 def test_entries_survive_their_bytes_and_nothing_else_is_taken_for_one() -> None:
     known = entry("Wie geht's, é漢字?", answer="gut " * 100)
     data = known.to_bytes()
-    assert Entry.from_bytes(data) == known
+    assert AnsweredQuestion.from_bytes(data) == known
     for broken in (b"", data[:-1], data + b"x", b"\x09" + data[1:], data[:50]):
         with pytest.raises(ValueError, match="entry is"):
-            Entry.from_bytes(broken)
+            AnsweredQuestion.from_bytes(broken)
 
 
 @pytest.mark.parametrize(

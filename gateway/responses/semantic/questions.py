@@ -1,7 +1,8 @@
-"""Questions in Redis, in the order of their changes: what gateways learn of each other, and start again with.
+"""Questions that were answered, so that others can be compared with them: their bytes, and those in Redis, by the name
+of a space.
 
     kvasir:{questions:NAME}.changes    sorted set: id, number of its last change
-    kvasir:{questions:NAME}.questions  hash: id, bytes (Entry.to_bytes); empty when it is gone
+    kvasir:{questions:NAME}.questions  hash: id, bytes (AnsweredQuestion.to_bytes); empty when it is gone
     kvasir:{questions:NAME}.sequence   number of the last change
     kvasir:{questions:NAME}.bytes      of all questions
     kvasir:{questions:NAME}.budget     what was learned (Budget.to_state), as the last writer knew it
@@ -12,7 +13,10 @@ it looked last. What did not fit any more is gone here and still known to gatewa
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -23,6 +27,16 @@ from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
 from gateway.storage.scripts import script
 
+KEPT_ANSWER_CHARS: Final = 2000
+"""Of an answer, for comparing it with another. The whole answer is in the exact cache, under the key."""
+
+ENTRY_OVERHEAD_BYTES: Final = 8192
+"""What an entry takes in memory besides its bytes, about: what the guard knows of its text, and its vector once
+more, in full and in an index."""
+
+_HEAD: Final = struct.Struct("<B32s32s32s32sddHII")
+_VERSION: Final = 1
+
 READ_AT_A_TIME: Final = 256
 
 LARGEST_NUMBER: Final = 1 << 53
@@ -32,6 +46,60 @@ _STORE: Final = "questions"
 
 BUDGET_S: Final = 30 * 86400
 """Seconds that what was learned is kept when nobody asks any more; at most some 500 KB for an owner and model."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredQuestion:
+    """A question and what was answered.
+
+    key        of its answer in the exact cache
+    scope      digest of everything else that was asked with it; only questions of one scope are compared
+    group      key of the first question that had the same answer, as far as it is known
+    text       the question
+    vector     of the text, little-endian float32 of length 1
+    answer     its first KEPT_ANSWER_CHARS; `digest` is of all of it
+    created_s  seconds since 1970, as expires_s
+    """
+
+    key: bytes
+    scope: bytes
+    group: bytes
+    text: str
+    vector: bytes
+    answer: str
+    digest: bytes
+    created_s: float
+    expires_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory, about."""
+        return ENTRY_OVERHEAD_BYTES + len(self.vector) + 4 * (len(self.text) + len(self.answer))
+
+    def to_bytes(self) -> bytes:
+        text, answer = self.text.encode(), self.answer.encode()
+        sizes = len(self.vector), len(text), len(answer)
+        keys = self.key, self.scope, self.group, self.digest
+        return _HEAD.pack(_VERSION, *keys, self.created_s, self.expires_s, *sizes) + self.vector + text + answer
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> AnsweredQuestion:
+        """Raises ValueError for what `to_bytes` of this version did not write."""
+        try:
+            version, key, scope, group, digest, created_s, expires_s, *sizes = _HEAD.unpack_from(data)
+        except struct.error as error:
+            raise ValueError(f"an entry is cut short: {error}") from error
+        if version != _VERSION or len(data) != _HEAD.size + sum(sizes) or sizes[0] % 4:
+            raise ValueError("an entry is of another version, or cut short")
+        vector_end = _HEAD.size + sizes[0]
+        text_end = vector_end + sizes[1]
+        vector, text, answer = data[_HEAD.size : vector_end], data[vector_end:text_end], data[text_end:]
+        return cls(key, scope, group, text.decode(), vector, answer.decode(), digest, created_s, expires_s)
+
+
+def digest_of(answer: str) -> bytes:
+    """Equal for answers that are equal but for white space at the ends."""
+    return hashlib.sha256(answer.strip().encode(errors="surrogatepass")).digest()
 
 
 class RedisQuestions:
