@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar
 
 import orjson
@@ -344,6 +345,7 @@ def number(low: float, high: float) -> Check[float]:
     return check
 
 
+@lru_cache
 def text(max_chars: int | None = None, min_chars: int = 0) -> Check[str]:
     """`min_chars` is 0 or 1."""
     schema: JsonSchema = {"type": "string"} | ({"minLength": min_chars} if min_chars else {})
@@ -401,6 +403,7 @@ def _record(
     unknown_field: Callable[[str, str, Collection[str], Collection[str]], None],
 ) -> Check[dict[str, Any]]:
     functions = {name: field.function for name, field in fields.items()}
+    any_text = text().function  # most fields of most objects
 
     @takes(schema({name: field.schema for name, field in fields.items()}, *required))
     def check(value: Any, path: str) -> dict[str, Any]:
@@ -412,7 +415,10 @@ def _record(
         for name, item in given.items():
             if item is None:
                 continue
-            if (function := functions.get(name)) is None:
+            function = functions.get(name)
+            if function is any_text and type(item) is str:
+                read[name] = item
+            elif function is None:
                 unknown_field(f"{path}.{name}", name, functions, given)
             else:
                 read[name] = function(item, f"{path}.{name}")

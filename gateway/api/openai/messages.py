@@ -6,34 +6,33 @@ deprecated `function` forms become their `tool` forms, because chat templates kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any
 
 import orjson
 
 from gateway.api.body import deeper_than
 from gateway.api.fields import (
     MAX_ITEMS,
-    JsonSchema,
-    a_list,
-    an_object,
+    Check,
+    anything,
+    array_of,
     at_most,
-    check_names,
     empty_array,
+    made,
     missing,
-    object_schema,
-    required_text,
+    record,
+    tagged,
     takes,
     text,
+    text_or,
     wrong_type,
-    wrong_value,
 )
 from gateway.api.openai.caching import check_breakpoint, check_control
 from gateway.api.openai.custom_tools import arguments_of
 from gateway.api.structure import count_structure
-from gateway.errors import UnsupportedError
+from gateway.errors import BadRequestError, UnsupportedError
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_ARGUMENT_DEPTH = 64  # deeper tool arguments in the history reach the template as text
 MAX_ARGUMENT_VALUES = 200_000
 """In the arguments of all calls of a conversation, names and objects among them; those behind stay text, too."""
@@ -47,68 +46,96 @@ _string = text()
 _media = {"image_url": "Images", "input_audio": "Audio", "file": "Files"}
 
 
-def _text_content(*kinds: str) -> JsonSchema:
-    """A string, or parts of these kinds."""
-    parts = [
-        object_schema(
-            {
-                "type": {"const": kind},
-                kind: {"type": "string"},
-                "prompt_cache_breakpoint": check_breakpoint.schema,
-                "cache_control": check_control.schema,
-            },
-            "type",
-            kind,
-        )
-        for kind in kinds
-    ]
-    several = {"type": "array", "items": {"anyOf": parts}, "minItems": 1, "maxItems": MAX_ITEMS}
-    return {"anyOf": [{"type": "string"}, several]}
+def _no_media(kind: str, path: str) -> BadRequestError | None:
+    if kind not in _media:
+        return None
+    return UnsupportedError(f"{_media[kind]} are not supported by this model.", param=f"{path}.type")
 
 
-_text: JsonSchema = {"type": "string"}
-_called_schema = object_schema({"name": _text, "arguments": _text}, "name", "arguments")
-_custom_schema = object_schema({"name": _text, "input": _text}, "name", "input")
-_call_schema: JsonSchema = {
-    "anyOf": [
-        object_schema(
-            {"id": _text, "type": {"const": "function"}, "function": _called_schema}, "id", "type", "function"
-        ),
-        object_schema({"id": _text, "type": {"const": "custom"}, "custom": _custom_schema}, "id", "type", "custom"),
-    ]
-}
-MESSAGE: Final[JsonSchema] = {
-    "anyOf": [
-        object_schema(
-            {"role": {"enum": ["system", "developer", "user"]}, "content": _text_content("text"), "name": _text},
-            "role",
-            "content",
-        ),
-        object_schema(
-            {
-                "role": {"const": "assistant"},
-                "content": _text_content("text", "refusal"),
-                "name": _text,
-                "refusal": _text,
-                "tool_calls": {"type": "array", "items": _call_schema, "maxItems": MAX_ITEMS},
-                "function_call": _called_schema,
-                "reasoning_content": _text,
-                "annotations": {"type": "array"},
-            },
-            "role",
-        ),
-        object_schema(
-            {"role": {"const": "tool"}, "content": _text_content("text"), "tool_call_id": _text, "name": _text},
-            "role",
-            "content",
-            "tool_call_id",
-        ),
-        object_schema({"role": {"const": "function"}, "content": _text_content("text"), "name": _text}, "role", "name"),
-    ]
-}
+def _content(*kinds: str, user: bool = False) -> Check[str]:
+    """A string, or parts of these kinds, joined."""
+    marks = {"type": _string, "prompt_cache_breakpoint": check_breakpoint, "cache_control": check_control}
+    parts = {kind: record(kind, **{kind: _string}, **marks) for kind in kinds}
+    part = tagged("type", parts, _no_media) if user else tagged("type", parts)
+    several = array_of(part, 1, what="a string or an array of objects")
+    return text_or(made(several, lambda found, _: "".join([one[one["type"]] for one in found])))
 
 
-@takes({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": MAX_ITEMS})
+@takes({})
+def _no_audio(value: Any, path: str) -> None:
+    raise UnsupportedError("Earlier audio answers cannot be part of the messages.", param=path)
+
+
+def _plain(message: Message, path: str) -> Message:
+    message.pop("cache_control", None)  # caching.py makes a breakpoint of it
+    if message["role"] == "developer":
+        message["role"] = "system"
+    return message
+
+
+def _assistant(given: Message, path: str) -> Message:
+    calls = given.get("tool_calls", [])
+    if "function_call" in given:
+        calls.append({"type": "function", "function": given["function_call"]})
+    if not calls and "content" not in given and "refusal" not in given:
+        raise missing(f"{path}.content")
+    message: Message = {"role": "assistant", "content": given.get("content", given.get("refusal", ""))}
+    if calls:
+        message["tool_calls"] = calls
+    return message | {name: given[name] for name in ("reasoning_content", "name") if name in given}
+
+
+def _function(given: Message, path: str) -> Message:
+    return {"role": "tool", "content": given.get("content", ""), "name": given["name"]}
+
+
+def _call(given: Message, path: str) -> Message:
+    """A call of a tool, also of a custom tool: the model is offered it as a function."""
+    return {"id": given["id"], "type": "function", "function": given[given["type"]]}
+
+
+_called = record("name", "arguments", name=_string, arguments=_string)
+_called_custom = made(
+    record("name", "input", name=_string, input=_string),
+    lambda given, _: {"name": given["name"], "arguments": arguments_of(given["input"])},
+)
+_identified = {"id": _string, "type": _string, "index": anything}
+_tool_call = tagged(
+    "type",
+    {
+        "function": made(record("id", "function", function=_called, **_identified), _call),
+        "custom": made(record("id", "custom", custom=_called_custom, **_identified), _call),
+    },
+)
+_every = {"role": _string, "name": _string, "cache_control": check_control}
+_texts = _content("text")
+_instructions = made(record("content", content=_texts, **_every), _plain)
+_message = tagged(
+    "role",
+    {
+        "system": _instructions,
+        "developer": _instructions,
+        "user": made(record("content", content=_content("text", user=True), **_every), _plain),
+        "assistant": made(
+            record(
+                content=_content("text", "refusal"),
+                refusal=_string,
+                tool_calls=array_of(_tool_call),
+                function_call=_called,
+                reasoning_content=_string,
+                annotations=anything,
+                audio=_no_audio,
+                **_every,
+            ),
+            _assistant,
+        ),
+        "tool": made(record("content", "tool_call_id", content=_texts, tool_call_id=_string, **_every), _plain),
+        "function": made(record("name", content=_texts, **_every), _function),
+    },
+)
+
+
+@takes(array_of(_message, 1).schema)
 def parse_messages(value: Any, path: str) -> list[Message]:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for images, audio and files."""
     if type(value) is not list:
@@ -124,155 +151,9 @@ def parse_messages(value: Any, path: str) -> list[Message]:
             and item.get("role") in _AS_THEY_ARE
             and type(item.get("content")) is str
         )
-        messages.append(item if plain else _message(item, f"{path}[{index}]"))
+        messages.append(item if plain else _message.function(item, f"{path}[{index}]"))
     read_arguments(messages)
     return messages
-
-
-def _message(item: Any, path: str) -> Message:
-    if type(item) is not dict:
-        raise wrong_type(path, "an object", item)
-    role = item.get("role")
-    if role is None:
-        raise missing(f"{path}.role")
-    if type(role) is not str:
-        raise wrong_type(f"{path}.role", "a string", role)
-    if (parse := _BY_ROLE.get(role)) is None:
-        raise wrong_value(f"{path}.role", role, ROLES)
-    _check_control(item, path)
-    return parse(item, path)
-
-
-def _check_control(item: Message, path: str) -> None:
-    """Of a message or a part; caching.py makes a breakpoint of it."""
-    if item.get("cache_control") is not None:
-        check_control(item["cache_control"], f"{path}.cache_control")
-
-
-def _plain(item: Message, path: str) -> Message:
-    role = "system" if item["role"] == "developer" else item["role"]
-    if len(item) > 2:
-        check_names(item, ("role", "content", "name", "cache_control"), path)
-    message = {"role": role, "content": _content(item, path, role)}
-    return _named(message, item, path)
-
-
-def _assistant(item: Message, path: str) -> Message:
-    if len(item) > 2:
-        known = ("role", "content", "name", "tool_calls", "function_call", "refusal", "audio", "annotations")
-        check_names(item, (*known, "reasoning_content", "cache_control"), path)
-    calls = _tool_calls(item, path)
-    refusal = item.get("refusal")
-    if refusal is not None:
-        _string(refusal, f"{path}.refusal")
-    if item.get("audio") is not None:
-        raise UnsupportedError("Earlier audio answers cannot be part of the messages.", param=f"{path}.audio")
-    if item.get("content") is not None:
-        content = _content(item, path, "assistant")
-    elif refusal is not None or calls:
-        content = refusal or ""
-    else:
-        raise missing(f"{path}.content")
-    message: Message = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = calls
-    if (reasoning := item.get("reasoning_content")) is not None:
-        message["reasoning_content"] = _string(reasoning, f"{path}.reasoning_content")
-    return _named(message, item, path)
-
-
-def _tool(item: Message, path: str) -> Message:
-    check_names(item, ("role", "content", "name", "tool_call_id", "cache_control"), path)
-    if item.get("tool_call_id") is None:
-        raise missing(f"{path}.tool_call_id")
-    message = {
-        "role": "tool",
-        "content": _content(item, path, "tool"),
-        "tool_call_id": _string(item["tool_call_id"], f"{path}.tool_call_id"),
-    }
-    return _named(message, item, path)
-
-
-def _function(item: Message, path: str) -> Message:
-    check_names(item, ("role", "content", "name", "cache_control"), path)
-    if item.get("name") is None:
-        raise missing(f"{path}.name")
-    content = "" if item.get("content") is None else _content(item, path, "function")
-    return _named({"role": "tool", "content": content}, item, path)
-
-
-_BY_ROLE: dict[str, Callable[[Message, str], Message]] = {
-    "system": _plain,
-    "developer": _plain,
-    "user": _plain,
-    "assistant": _assistant,
-    "tool": _tool,
-    "function": _function,
-}
-
-
-def _content(item: Message, path: str, role: str) -> str:
-    value = item.get("content")
-    if type(value) is str:
-        return value
-    if value is None:
-        raise missing(f"{path}.content")
-    if type(value) is not list:
-        raise wrong_type(f"{path}.content", "a string or an array of objects", value)
-    if not value:
-        raise empty_array(f"{path}.content")
-    parts = enumerate(at_most(MAX_ITEMS, value, f"{path}.content"))
-    return "".join([_part(part, f"{path}.content[{index}]", role) for index, part in parts])
-
-
-def _part(part: Any, path: str, role: str) -> str:
-    kind = required_text(an_object(part, path), "type", path)
-    if role == "user" and kind in _media:
-        raise UnsupportedError(f"{_media[kind]} are not supported by this model.", param=f"{path}.type")
-    allowed = ("text", "refusal") if role == "assistant" else ("text",)
-    if kind not in allowed:
-        raise wrong_value(f"{path}.type", kind, allowed)
-    check_names(part, ("type", kind, "prompt_cache_breakpoint", "cache_control"), path)
-    if part.get("prompt_cache_breakpoint") is not None:
-        check_breakpoint(part["prompt_cache_breakpoint"], f"{path}.prompt_cache_breakpoint")
-    _check_control(part, path)
-    if part.get(kind) is None:
-        raise missing(f"{path}.{kind}")
-    said: str = _string(part[kind], f"{path}.{kind}")
-    return said
-
-
-def _tool_calls(item: Message, path: str) -> list[Message]:
-    calls = []
-    if item.get("tool_calls") is not None:
-        for index, call in enumerate(a_list(item["tool_calls"], f"{path}.tool_calls")):
-            calls.append(_tool_call(call, f"{path}.tool_calls[{index}]"))
-    if item.get("function_call") is not None:
-        calls.append({"type": "function", "function": _called(item["function_call"], f"{path}.function_call")})
-    return calls
-
-
-def _tool_call(call: Any, path: str) -> Message:
-    check_names(an_object(call, path), ("id", "type", "function", "custom", "index"), path)
-    for key in ("id", "type"):
-        required_text(call, key, path)
-    kind = call["type"]
-    if kind not in ("function", "custom"):
-        raise wrong_value(f"{path}.type", kind, ("function", "custom"))
-    if call.get(kind) is None:
-        raise missing(f"{path}.{kind}")
-    called = _called(call[kind], f"{path}.{kind}", "arguments" if kind == "function" else "input")
-    return {"id": call["id"], "type": "function", "function": called}
-
-
-def _called(called: Any, path: str, written: str = "arguments") -> Message:
-    """A call, of a custom tool as well, whose `written` is its input: the model is offered it as a function. Templates
-    write the arguments as JSON themselves, so they get the object where it is one."""
-    check_names(an_object(called, path), ("name", written), path)
-    for key in ("name", written):
-        required_text(called, key, path)
-    arguments = called[written] if written == "arguments" else arguments_of(called[written])
-    return {"name": called["name"], "arguments": arguments}
 
 
 def read_arguments(messages: Iterable[Message]) -> None:
@@ -300,9 +181,3 @@ def _call_arguments(written: str) -> Any:
     except orjson.JSONDecodeError:
         return written
     return parsed if type(parsed) is dict and not deeper_than(parsed, MAX_ARGUMENT_DEPTH) else written
-
-
-def _named(message: Message, item: Message, path: str) -> Message:
-    if (name := item.get("name")) is not None:
-        message["name"] = _string(name, f"{path}.name")
-    return message
