@@ -14,71 +14,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from gateway.api.anthropic.blocks import (
-    DOCUMENT,
-    REDACTED_THINKING,
-    TEXT,
-    THINKING,
-    TOOL_RESULT,
-    TOOL_USE,
-    Kind,
-    Part,
-    document,
-    only,
-    plain_text,
-    read_block,
-    redacted_thinking,
-    thinking,
-    tool_result,
-    tool_use,
-)
+from gateway.api.anthropic.blocks import Kind, Part, blocks
 from gateway.api.fields import (
     MAX_ITEMS,
-    JsonSchema,
-    an_object,
+    Check,
+    array_of,
     at_most,
     empty_array,
     invalid,
-    missing,
-    object_schema,
+    record,
+    tagged,
     takes,
+    text,
     wrong_type,
-    wrong_value,
 )
 
 BETWEEN_TURNS: Final = "\n\n"
 MAX_WORD_CHARS: Final = 64
 
-_READERS: Final = {
-    "system": {"text": plain_text},
-    "user": {"text": plain_text, "document": document, "tool_result": tool_result},
-    "assistant": {
-        "text": plain_text,
-        "tool_use": tool_use,
-        "thinking": thinking,
-        "redacted_thinking": redacted_thinking,
-    },
+
+def _content(role: str, *kinds: str) -> Check[list[Part]]:
+    """A string, or blocks of these kinds."""
+    several = blocks(0, *kinds)
+
+    @takes({"anyOf": [{"type": "string", "minLength": 1}, several.schema]})
+    def check(value: Any, path: str) -> list[Part]:
+        if value in ("", []):
+            raise invalid(path, f"{role} messages must have non-empty content")
+        if type(value) is not str:
+            return several.function(value, path)
+        if value.isspace():
+            raise invalid(path, "text content blocks must contain non-whitespace text")
+        return [Part("text", path, value)]
+
+    return check
+
+
+_CONTENTS: Final = {
+    "user": _content("user", "text", "document", "tool_result"),
+    "assistant": _content("assistant", "text", "tool_use", "thinking", "redacted_thinking"),
+    "system": _content("system", "text"),
 }
-ROLES: Final = ("user", "assistant", "system")
-
-
-def _content_of(*blocks: JsonSchema) -> JsonSchema:
-    """A string, or these blocks."""
-    items = {"type": "array", "items": {"anyOf": list(blocks)}, "minItems": 1, "maxItems": MAX_ITEMS}
-    return {"anyOf": [{"type": "string", "minLength": 1}, items]}
-
-
-def _message(role: str, *blocks: JsonSchema) -> JsonSchema:
-    return object_schema({"role": {"const": role}, "content": _content_of(*blocks)}, "role", "content")
-
-
-MESSAGE: Final[JsonSchema] = {
-    "anyOf": [
-        _message("user", TEXT, DOCUMENT, TOOL_RESULT),
-        _message("assistant", TEXT, TOOL_USE, THINKING, REDACTED_THINKING),
-        _message("system", TEXT),
-    ]
-}
+_message: Final = tagged(
+    "role", {role: record("content", role=text(), content=content) for role, content in _CONTENTS.items()}
+)
 
 
 class Block(NamedTuple):
@@ -116,13 +95,13 @@ class _Turn(NamedTuple):
     starts: set[int]
 
 
-@takes({"anyOf": [{"const": ""}, _content_of(TEXT)]})
+@takes({"anyOf": [{"const": ""}, _CONTENTS["system"].schema]})
 def read_system(value: Any, path: str) -> list[Part]:
     """A string, or blocks of text. An empty string is no system prompt."""
-    return [] if value == "" else _content(value, path, "system")
+    return [] if value == "" else _CONTENTS["system"].function(value, path)
 
 
-@takes({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": MAX_ITEMS})
+@takes(array_of(_message, 1).schema)
 def read_turns(value: Any, path: str) -> list[_Turn]:
     """Checks every message by itself. Raises BadRequestError with the path of what is wrong."""
     if type(value) is not list:
@@ -132,29 +111,23 @@ def read_turns(value: Any, path: str) -> list[_Turn]:
     turns: list[_Turn] = []
     for index, item in enumerate(at_most(MAX_ITEMS, value, path)):
         where = f"{path}[{index}]"
-        role, content = _role_and_content(item, where)
-        # Nearly all messages of a long conversation are this plain.
-        plain = type(content) is str and content and not content.isspace()
-        parts = [Part("text", f"{where}.content", content)] if plain else _content(content, f"{where}.content", role)
-        if turns and turns[-1].role == role:
+        if (parts := _plain(item, where)) is None:
+            parts = _message.function(item, where)["content"]
+        if turns and turns[-1].role == item["role"]:
             turns[-1].starts.add(len(turns[-1].parts))
             turns[-1].parts.extend(parts)
         else:
-            turns.append(_Turn(role, where, parts, set()))
+            turns.append(_Turn(item["role"], where, parts, set()))
     return turns
 
 
-def _role_and_content(item: Any, path: str) -> tuple[str, Any]:
-    if type(item) is not dict or len(item) != 2:
-        only(an_object(item, path), path, "role", "content")
-    role = item.get("role")
-    if role is None:
-        raise missing(f"{path}.role")
-    if role not in ROLES:
-        raise wrong_value(f"{path}.role", role, ROLES)
-    if "content" not in item:
-        only(item, path, "role", "content")
-    return role, item.get("content")
+def _plain(item: Any, path: str) -> list[Part] | None:
+    """The text of a message that is nothing else, as nearly all of a long conversation are."""
+    if type(item) is dict and len(item) == 2 and item.get("role") in ("user", "assistant"):
+        content = item.get("content")
+        if type(content) is str and content and not content.isspace():
+            return [Part("text", f"{path}.content", content)]
+    return None
 
 
 def converse(system: Sequence[Part], turns: Sequence[_Turn]) -> Conversation:
@@ -176,25 +149,6 @@ def converse(system: Sequence[Part], turns: Sequence[_Turn]) -> Conversation:
         _check_open(turns[-1])
         conversation.continues = True
     return conversation
-
-
-def _content(value: Any, path: str, role: str) -> list[Part]:
-    if value is None:
-        raise missing(path)
-    if type(value) is str:
-        if not value:
-            raise invalid(path, f"{role} messages must have non-empty content")
-        if value.isspace():
-            raise invalid(path, "text content blocks must contain non-whitespace text")
-        return [Part("text", path, value)]
-    if type(value) is not list:
-        raise wrong_type(path, "a string or an array of blocks", value)
-    if not value:
-        raise invalid(path, f"{role} messages must have non-empty content")
-    readers = _READERS[role]
-    return [
-        read_block(block, f"{path}[{index}]", readers) for index, block in enumerate(at_most(MAX_ITEMS, value, path))
-    ]
 
 
 def _check_place(turns: Sequence[_Turn], number: int) -> None:

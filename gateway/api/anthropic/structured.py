@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from engine.protocol import follow_reference
 from gateway.api.constraints import check_size, json_schema
-from gateway.api.fields import an_object, choice, closed_schema, invalid, missing, record, takes, unknown_parameter
+from gateway.api.fields import an_object, choice, closed_record, invalid, made, record
 from gateway.types import Constraint
 
 MAX_OPTIONAL: Final = 24
@@ -44,24 +44,15 @@ _FORBIDDEN: Final = (
 )
 
 
-@takes(closed_schema({"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "type", "schema"))
-def check_format(value: Any, path: str) -> Constraint:
-    kind = an_object(value, path).get("type")
-    if kind is None:
-        raise missing(f"{path}.type")
-    choice("json_schema")(kind, f"{path}.type")
-    for key in value:
-        if key not in ("type", "schema"):
-            raise unknown_parameter(f"{path}.{key}")
-    if value.get("schema") is None:
-        raise missing(f"{path}.schema")
+def _format(given: dict[str, Any], path: str) -> Constraint:
     where = f"{path}.schema"
-    schema, optional = read_schema(an_object(value["schema"], where), where)
+    schema, optional = read_schema(given["schema"], where)
     if optional > MAX_OPTIONAL:
         raise invalid(where, f"it has {optional} optional properties, and may have {MAX_OPTIONAL}")
     return json_schema(schema, where)
 
 
+check_format: Final = made(closed_record("type", "schema", type=choice("json_schema"), schema=an_object), _format)
 check_output_config = record(effort=choice("low", "medium", "high", "xhigh", "max"), format=check_format)
 
 

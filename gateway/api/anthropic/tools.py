@@ -11,20 +11,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.api.anthropic import client_tools
-from gateway.api.anthropic.blocks import check_control, only, read_control, required
+from gateway.api.anthropic.blocks import check_control
 from gateway.api.anthropic.structured import MAX_OPTIONAL, read_schema
 from gateway.api.fields import (
+    Check,
     JsonSchema,
-    an_array,
     an_object,
+    anything,
+    array_of,
     array_too_long,
     boolean,
-    choice,
     closed_record,
-    closed_schema,
     invalid,
-    missing,
+    made,
     object_schema,
+    record,
+    tagged,
     takes,
     text,
     wrong_type,
@@ -39,31 +41,54 @@ MAX_STRICT: Final = 20
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _string = text()
-_name_schema: Final[JsonSchema] = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
-_CLIENT_TOOL: Final[JsonSchema] = object_schema(
-    {"type": {"type": "string", "pattern": "^(bash|text_editor|memory)_[0-9]{8}$"}, "name": _name_schema},
-    "type",
-    "name",
-)
-_SERVER_TOOL: Final[JsonSchema] = object_schema(
-    {"type": {"type": "string", "pattern": f"^({'|'.join(client_tools.SERVER_TOOLS)})"}}, "type"
-)
-_TOOL: Final[JsonSchema] = object_schema(
-    {
-        "type": {"const": "custom"},
-        "name": _name_schema,
-        "description": {"type": "string"},
-        "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}, "required": ["type"]},
-        "strict": {"type": "boolean"},
-        "cache_control": check_control.schema,
-        "eager_input_streaming": {"type": "boolean"},
-        "defer_loading": {"type": "boolean"},
-        "input_examples": {"type": "array"},
-        "allowed_callers": {"type": "array", "items": {"const": "direct"}},
-    },
-    "name",
-    "input_schema",
-)
+
+
+def _check_name(name: str, path: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise invalid(path, "1 to 128 letters, digits, '_' and '-' are expected")
+    return name
+
+
+@takes({"type": "object", "properties": {"type": {"const": "object"}}, "required": ["type"]})
+def _input_schema(value: Any, path: str) -> dict[str, Any]:
+    if an_object(value, path).get("type") != "object":
+        raise invalid(f"{path}.type", "the root has to be of type object")
+    return dict(value)
+
+
+def _ignored(why: str, check: Check[Any]) -> Check[Any]:
+    """What is left out, where it is there."""
+
+    def leave_out_field(value: Any, path: str) -> Any:
+        if value and not leave_out(path):
+            raise UnsupportedError(why, param=path, reason=why)
+        return value
+
+    return made(check, leave_out_field)
+
+
+@takes({"const": "direct"})
+def _caller(value: Any, path: str) -> None:
+    if value != "direct":
+        why = "Only the model itself calls tools."
+        raise UnsupportedError(why, param=path, reason=why)
+
+
+_every: Final[dict[str, Check[Any]]] = {
+    "type": _string,
+    "name": made(_string, _check_name),
+    "strict": boolean,
+    "cache_control": check_control,
+    "eager_input_streaming": boolean,
+    "defer_loading": _ignored("Tools cannot be loaded later: all are offered at once.", boolean),
+    "input_examples": _ignored("Chat templates take no examples; put them into the description.", array_of(anything)),
+    "allowed_callers": array_of(_caller),
+    "description": _string,
+}
+_TOOL: Final = record("name", "input_schema", input_schema=_input_schema, **_every)
+_CLIENT_TOOL: Final = record("name", input_schema=anything, max_characters=anything, **_every)
+_SERVER_TYPES: Final[JsonSchema] = {"type": "string", "pattern": f"^({'|'.join(client_tools.SERVER_TOOLS)})"}
+_SERVER_TOOL: Final[JsonSchema] = object_schema({"type": _SERVER_TYPES}, "type")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +100,13 @@ class DefinedTool:
     control: Mapping[str, str] | None
 
 
-@takes({"type": "array", "items": {"anyOf": [_TOOL, _CLIENT_TOOL, _SERVER_TOOL]}, "maxItems": MAX_TOOLS})
+@takes(
+    {
+        "type": "array",
+        "items": {"anyOf": [_TOOL.schema, _CLIENT_TOOL.schema, _SERVER_TOOL]},
+        "maxItems": MAX_TOOLS,
+    }
+)
 def read_tools(value: Any, path: str) -> list[DefinedTool]:
     """Tools that the client runs; those that Anthropic runs are left out. Raises BadRequestError with the path of what
     is wrong, UnsupportedError for types that are not known."""
@@ -92,7 +123,7 @@ def read_tools(value: Any, path: str) -> list[DefinedTool]:
         if type(kind) is str and kind.startswith(client_tools.SERVER_TOOLS):
             leave_out_tool(kind, f"{where}.type")
             continue
-        defined, more = _read_tool(an_object(item, where), where)
+        defined, more = _read_tool(item, where)
         if defined.tool.name in names:
             raise invalid(f"{where}.name", "tool names must be unique")
         names.add(defined.tool.name)
@@ -113,93 +144,27 @@ def _read_tool(item: dict[str, Any], path: str) -> tuple[DefinedTool, int]:
         if known is None:
             why = "Of tools with a type, only those that the client runs are known: bash, text_editor and memory."
             raise UnsupportedError(why, param=f"{path}.type", reason=why)
-    only(item, path, *_TOOL["properties"], *(() if known is None else ("max_characters",)))
-    name = required(item, "name", path)
-    if not _NAME.fullmatch(name):
-        raise invalid(f"{path}.name", "1 to 128 letters, digits, '_' and '-' are expected")
-    where = f"{path}.input_schema"
-    if known is None:
-        schema, description = _input_schema(item, path), item.get("description")
-    else:
-        schema, description = known.schema, known.description
-    if description is not None:
-        _string(description, f"{path}.description")
-    strict = item.get("strict") is not None and boolean(item["strict"], f"{path}.strict")
-    optional = 0
+    given = (_TOOL if known is None else _CLIENT_TOOL)(item, path)
+    where, strict, optional = f"{path}.input_schema", given.get("strict", False), 0
+    schema = given["input_schema"] if known is None else known.schema
     if strict and known is None:
         schema, optional = read_schema(schema, where)
-    _check_rest(item, path)
-    tool = Tool(name, description, schema, strict=strict, path=where)
-    return DefinedTool(tool, path, read_control(item, path)), optional
+    description = given.get("description") if known is None else known.description
+    tool = Tool(given["name"], description, schema, strict=strict, path=where)
+    return DefinedTool(tool, path, given.get("cache_control")), optional
 
 
-def _input_schema(item: dict[str, Any], path: str) -> dict[str, Any]:
-    if item.get("input_schema") is None:
-        raise missing(f"{path}.input_schema")
-    schema = an_object(item["input_schema"], f"{path}.input_schema")
-    if schema.get("type") != "object":
-        raise invalid(f"{path}.input_schema.type", "the root has to be of type object")
-    return schema
-
-
-def _check_rest(item: dict[str, Any], path: str) -> None:
-    if item.get("eager_input_streaming") is not None:
-        boolean(item["eager_input_streaming"], f"{path}.eager_input_streaming")
-    if item.get("defer_loading") is not None and boolean(item["defer_loading"], f"{path}.defer_loading"):
-        _ignore(f"{path}.defer_loading", "Tools cannot be loaded later: all are offered at once.")
-    if item.get("input_examples") not in (None, []):
-        _ignore(f"{path}.input_examples", "Chat templates take no examples; put them into the description.")
-    for index, caller in enumerate((item.get("allowed_callers") and an_array(item["allowed_callers"], path)) or ()):
-        if caller != "direct":
-            raise _unsupported(f"{path}.allowed_callers[{index}]", "Only the model itself calls tools.")
-
-
-def _ignore(path: str, why: str) -> None:
-    if not leave_out(path):
-        raise _unsupported(path, why)
-
-
-def _unsupported(path: str, why: str) -> UnsupportedError:
-    return UnsupportedError(why, param=path, reason=why)
-
-
-_parallel = {"type": _string, "disable_parallel_tool_use": boolean}
-_CHOICES: Final = {
-    "auto": closed_record(**_parallel),
-    "any": closed_record(**_parallel),
-    "tool": closed_record(**_parallel, name=_string),
-    "none": closed_record(type=_string),
-}
-
-
-@takes(
+_parallel: Final = {"type": _string, "disable_parallel_tool_use": boolean}
+read_choice: Final = tagged(
+    "type",
     {
-        "anyOf": [
-            closed_schema(
-                {"type": {"enum": ["auto", "any"]}, "disable_parallel_tool_use": {"type": "boolean"}}, "type"
-            ),
-            closed_schema(
-                {
-                    "type": {"const": "tool"},
-                    "name": {"type": "string"},
-                    "disable_parallel_tool_use": {"type": "boolean"},
-                },
-                "type",
-                "name",
-            ),
-            closed_schema({"type": {"const": "none"}}, "type"),
-        ]
-    }
+        "auto": closed_record(**_parallel),
+        "any": closed_record(**_parallel),
+        "tool": closed_record("name", name=_string, **_parallel),
+        "none": closed_record(type=_string),
+    },
 )
-def read_choice(value: Any, path: str) -> dict[str, Any]:
-    """`type`, and what belongs to it."""
-    kind = an_object(value, path).get("type")
-    if kind is None:
-        raise missing(f"{path}.type")
-    chosen: dict[str, Any] = _CHOICES[choice(*_CHOICES)(kind, f"{path}.type")](value, path)
-    if kind == "tool" and "name" not in chosen:
-        raise missing(f"{path}.name")
-    return chosen
+"""`type`, and what belongs to it."""
 
 
 def use_of(tools: Sequence[DefinedTool], chosen: Mapping[str, Any] | None) -> ToolUse | None:

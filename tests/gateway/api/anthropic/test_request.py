@@ -87,7 +87,7 @@ def test_sampling_parameters_are_of_the_older_version_alone() -> None:
             "messages.1.content: text content blocks must contain",
         ),
         ({"system": " "}, "system: text content blocks must contain non-whitespace text"),
-        ({"messages": [{"role": "user", "other": 1}]}, "messages.0.other: Extra inputs are not permitted"),
+        ({"messages": [{"role": "user", "other": 1}]}, "messages.0.content: Field required"),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content: user messages must have non-empty"),
         ({"messages": [{**USER, "name": "x"}]}, "messages.0.name: Extra inputs are not permitted"),
         ({"stop_sequences": ["a", " "]}, "stop_sequences.1: each stop sequence must contain non-whitespace"),
