@@ -10,7 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -75,37 +75,31 @@ class EngineSettings(Section):
         description="Seconds after which unused blocks on disk are deleted, of all models; a lease keeps its prefix "
         "longer.",
     )
-    copy_queue_bytes: Annotated[int, Field(ge=0)] = Field(
-        16 << 20,
-        description="Bytes of token ids and hashes that wait for their blocks to be copied to host memory or disk.",
-    )
+    copy_queue_bytes: ClassVar = 16 << 20
+    """Of token ids and hashes that wait for their blocks to be copied to host memory or disk."""
     max_context_tokens: Annotated[int, Field(ge=16)] | None = Field(
         None, description="Tokens of prompt and completion together; what the model was made for when not set."
     )
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = Field(64, description="Sequences that run at the same time.")
-    max_waiting: Annotated[int, Field(ge=1)] = Field(4096, description="Sequences that wait in the engine at most.")
+    max_waiting: ClassVar = 4096
+    """Sequences that wait in the engine; gateways send no more than they have slots."""
     step_tokens: Annotated[int, Field(ge=16)] = Field(
         1024, description="Tokens computed in one step: all running decodes plus chunks of prefills."
     )
-    batch_step_tokens: Annotated[int, Field(ge=16)] = Field(
-        256,
-        description="Prefilled tokens of the batch queue in one step; at least `prefill_grid_tokens` + 8.",
-    )
-    prefill_grid_tokens: Annotated[int, Field(ge=16)] = Field(
-        256, description="Tokens; a prefill is cut only at multiples of this, so that a warm answer equals a cold one."
-    )
-    grammar_cache: Annotated[int, Field(ge=1)] = Field(
-        64,
-        description="Compiled grammars, in use or kept, each in a process of its own; one tenant has at most half.",
-    )
+    batch_step_tokens: ClassVar = 256
+    """Prefilled tokens of the batch queue in one step; at least `prefill_grid_tokens` + 8."""
+    prefill_grid_tokens: ClassVar = 256
+    """A prefill is cut only at multiples of this, so that a warm answer equals a cold one."""
+    grammar_cache: ClassVar = 64
+    """Compiled grammars, in use or kept, each in a process of its own; one tenant has at most half."""
     threads: Annotated[int, Field(ge=0)] = Field(
         0, description="CPU threads of one engine; 0 leaves one core to the gateway and shares the rest."
     )
     hash_name: HashName = Field("xxh3_128", description="Hash of the block chain; a hit is verified in any case.")
-    heartbeat_s: Annotated[float, Field(gt=0)] = Field(2.0, description="Seconds between renewals of the index lease.")
-    lease_s: Annotated[float, Field(gt=0)] = Field(
-        10.0, description="Seconds without a heartbeat after which an engine's index is deleted."
-    )
+    heartbeat_s: ClassVar = 2.0
+    """Between renewals of the index entries of this engine."""
+    lease_s: ClassVar = 10.0
+    """Without a heartbeat after which an engine's index is deleted: five heartbeats."""
     eviction: Literal["lru", "hit-density"] = Field(
         "lru",
         description="Which cached block goes first: the least recently used, or the one that promises the fewest hits.",
@@ -119,15 +113,13 @@ class EngineSettings(Section):
     lease_max_s: Annotated[float, Field(gt=0)] = Field(
         43200.0, description="Seconds that a breakpoint may ask for; a request that asks for more is refused."
     )
-    max_leases: Annotated[int, Field(ge=1, le=65536)] = Field(
-        4096, description="Leases that are remembered; of one tenant its share of them, as of the blocks."
-    )
+    max_leases: ClassVar = 4096
+    """That are remembered; of one tenant its share of them, as of the blocks."""
     drain_s: Annotated[float, Field(ge=0)] = Field(
         30.0, description="Seconds that running sequences get to end after SIGTERM."
     )
-    send_buffer_bytes: Annotated[int, Field(ge=1 << 16)] = Field(
-        16 << 20, description="Bytes that wait for a gateway which does not read, before it is hung up on."
-    )
+    send_buffer_bytes: ClassVar = 16 << 20
+    """That wait for a gateway which does not read, before its connection is closed."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
 
 
@@ -237,7 +229,10 @@ def _explain(item: Any, origin: Mapping[str, str], file: Path | None) -> str:
     setting = ".".join(str(part) for part in item["loc"][:2])
     where = origin.get(setting) or (str(file) if file else "default")
     if item["type"] == "extra_forbidden":
-        instead = REMOVED.get(str(item["loc"][0]), {}).get(str(item["loc"][-1]))
+        gone = REMOVED.get(str(item["loc"][0]), {})
+        if len(item["loc"]) == 1 and gone:
+            return f"{path} ({where}): these settings were removed: {gone}"
+        instead = gone.get(str(item["loc"][-1]))
         return f"{path} ({where}): " + (_NO_SETTING if instead is None else f"this setting was removed: {instead}")
     if len(item["loc"]) == 1 and item["type"] in _BRACKETS and isinstance(item["input"], dict | list):
         return f"{path} ({where}): write {_BRACKETS[item['type']].format(path)}"

@@ -78,7 +78,7 @@ class Gateway:
     def __post_init__(self) -> None:
         settings = self.settings
         self.prompts = PromptStage(settings.prompt)
-        self.queue: SlotQueue[BundledEngine] = SlotQueue(settings.queue, Router(settings.routing))
+        self.queue: SlotQueue[BundledEngine] = SlotQueue(settings.queue, Router())
         self.embedder = Embedder(settings.embeddings)
         self.stores = stores = RedisOrMemory(settings, self.redis)
         self.index = stores.index(self.memory)

@@ -143,7 +143,7 @@ class Contents:
         limits = self._limits
         if put == "entries":
             most = limits.max_contents
-            raise QuotaError(f"You keep {most} cached contents, which is the limit (gemini.max_contents).")
+            raise QuotaError(f"You keep {most} cached contents, which is the limit.")
         if put == "bytes":
             raise QuotaError(
                 f"Your cached contents would be larger than {limits.max_bytes} bytes, which is the limit "

@@ -91,7 +91,7 @@ class UpstreamLines:
         async for piece in answer.pieces:
             whole += piece
             if len(whole) > self._max_answer_bytes:
-                raise _unreadable(answer, f"more than {self._max_answer_bytes} bytes (batches.max_answer_bytes)")
+                raise _unreadable(answer, f"more than {self._max_answer_bytes} bytes")
         body = bytes(whole)
         if _encoding(answer) in ("gzip", "x-gzip", "deflate"):
             body = _inflated(body, self._max_answer_bytes)

@@ -13,7 +13,7 @@ from gateway.config.responses import ResponseCacheSettings
 from gateway.config.semantic import SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
 from gateway.config.settings import Settings
-from gateway.config.stages import CacheKeyMode, PromptSettings, QueueSettings, RoutingSettings
+from gateway.config.stages import CacheKeyMode, PromptSettings, QueueSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
 from gateway.config.units import Duration, duration_s
 from gateway.config.upstreams import ServedModel, UpstreamSettings
@@ -41,7 +41,6 @@ __all__ = [
     "QueueSettings",
     "RedisSettings",
     "ResponseCacheSettings",
-    "RoutingSettings",
     "SemanticCacheSettings",
     "ServedModel",
     "ServerSettings",

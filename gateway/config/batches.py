@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -25,9 +25,8 @@ class BatchSettings(Section):
         86400.0, description="Seconds that a job may take; lines that have not begun by then expire."
     )
     max_lines: Annotated[int, Field(ge=1)] = Field(50_000, description="Lines of one job of the OpenAI API.")
-    max_embedding_inputs: Annotated[int, Field(ge=1)] = Field(
-        50_000, description="Texts to embed of all lines of one job of the OpenAI API."
-    )
+    max_embedding_inputs: ClassVar = 50_000
+    """Texts to embed of all lines of one job of the OpenAI API, as upstream."""
     max_requests: Annotated[int, Field(ge=1)] = Field(
         100_000, description="Requests of one message batch of the Anthropic API."
     )
@@ -50,9 +49,8 @@ class BatchSettings(Section):
     line_timeout_s: Annotated[float, Field(gt=0)] = Field(
         3600.0, description="Seconds that one line may take altogether, from when it is begun."
     )
-    max_answer_bytes: Annotated[int, Field(ge=1024)] = Field(
-        32 << 20, description="Bytes of the answer of an upstream to one line, which is read whole; 32 MiB."
-    )
+    max_answer_bytes: ClassVar = 32 << 20
+    """Of the answer of an upstream to one line, which is read whole."""
     max_attempts: Annotated[int, Field(ge=1)] = Field(
         5,
         description="Times that a failed or abandoned line is tried; twice at most if its engine died.",
@@ -60,21 +58,15 @@ class BatchSettings(Section):
     lease_s: Annotated[float, Field(gt=0)] = Field(
         60.0, description="Seconds after which other gateways take over the lines of one that stopped."
     )
-    poll_s: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Seconds from one look for something to do to the next."
-    )
-    redis_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        5.0,
-        description="Seconds that Redis may take for one call about jobs and lines, before it counts as unreachable.",
-    )
+    poll_s: ClassVar = 1.0
+    """From one look for something to do to the next."""
+    redis_timeout_s: ClassVar = 5.0
+    """For one call about jobs and lines, whose scripts do more than other calls."""
     keep_s: Annotated[float, Field(gt=0)] = Field(
         2592000.0,
         description="Seconds that a job and its results can be read once it has ended; 30 days.",
     )
-    max_kept: Annotated[int, Field(ge=1)] = Field(
-        10_000,
-        description="Jobs of one tenant that are kept at most, the latest; any that has not ended is.",
-    )
-    min_free_bytes: Annotated[int, Field(ge=0)] = Field(
-        256 << 20, description="Bytes that jobs leave free on their disk; lines wait while there are fewer."
-    )
+    max_kept: ClassVar = 10_000
+    """Jobs of one tenant, the latest; any that has not ended is kept."""
+    min_free_bytes: ClassVar = 256 << 20
+    """That jobs leave free on their disk; lines wait while there are fewer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,15 +26,13 @@ class GeminiSettings(Section):
     """[gemini]: the cached contents of the Gemini API. How much of their prefixes is kept is the engine's to say."""
 
     default_ttl: Duration = Field("1h", description="Time to live of a cached content that asks for none.")
-    min_ttl: Duration = Field("1s", description="Shortest time to live that a cached content may ask for.")
+    min_ttl: ClassVar = "1s"
     max_ttl: Duration = Field("12h", description="Longest time to live that a cached content may ask for.")
     min_tokens: Annotated[int, Field(ge=0)] = Field(0, description="Tokens that a cached content has at least.")
-    max_contents: Annotated[int, Field(ge=1)] = Field(
-        1000, description="Cached contents that one tenant keeps at most; the next one gets 429."
-    )
-    max_content_bytes: Annotated[int, Field(ge=1024)] = Field(
-        8 << 20, description="Bytes of JSON that one cached content has at most; a larger one is refused."
-    )
+    max_contents: ClassVar = 1000
+    """Of one tenant; `max_bytes` is what counts, this bounds the list."""
+    max_content_bytes: ClassVar = 8 << 20
+    """Of JSON; a larger content is refused."""
     max_bytes: Annotated[int, Field(ge=1024)] = Field(
         64 << 20, description="Bytes of JSON that the cached contents of one tenant have at most."
     )
@@ -53,47 +51,21 @@ class GeminiSettings(Section):
 class AnthropicSettings(Section):
     """[anthropic]: what the Anthropic API leaves to the model or to the server."""
 
-    lookback_blocks: Annotated[int, Field(ge=1, le=64)] = Field(
-        20, description="Blocks, from a marked one backwards, at whose end a cached prefix counts as read."
-    )
+    lookback_blocks: ClassVar = 20
+    """From a marked block backwards, at whose end a cached prefix counts as read; as upstream."""
     min_cache_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="Tokens that a prefix needs to be cached; a marker after fewer is ignored, as upstream."
     )
-    min_cache_tokens_of: tuple[Annotated[str, Field(pattern=r"^.+=[0-9]{1,9}$")], ...] = Field(
-        (), description="The same for single models, as `MODEL=TOKENS`; several separated by commas."
-    )
 
-    diagnostics_ttl_s: Annotated[float, Field(gt=0)] = Field(
-        3600.0, description="Seconds that the hashes of a prompt are remembered whose request asks for diagnostics."
-    )
-    diagnostics_max_prompts: Annotated[int, Field(ge=0)] = Field(
-        1000, description="Prompts of one tenant whose hashes are remembered at most, the latest; 0 remembers none."
-    )
-    diagnostics_max_bytes: Annotated[int, Field(ge=0)] = Field(
-        8 << 20, description="Bytes of hashes of one tenant's prompts that are remembered at most."
-    )
+    diagnostics_ttl_s: ClassVar = 3600.0
+    """That the hashes of a prompt are remembered: a session asks about its last turns."""
+    diagnostics_max_bytes: ClassVar = 8 << 20
+    """Of hashes of one tenant's prompts."""
 
     @property
     def fingerprints(self) -> StoredResponseSettings:
         """The limits of what is remembered."""
-        return StoredResponseSettings(
-            ttl_s=self.diagnostics_ttl_s,
-            max_responses=self.diagnostics_max_prompts,
-            max_bytes=self.diagnostics_max_bytes,
-        )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _split_models(cls, data: object) -> object:
-        return split(data, "min_cache_tokens_of")
-
-    def min_tokens_of(self, model: str) -> int:
-        """Tokens that a prefix of this model needs to be cached."""
-        for item in self.min_cache_tokens_of:
-            name, _, tokens = item.rpartition("=")
-            if name == model:
-                return int(tokens)
-        return self.min_cache_tokens
+        return StoredResponseSettings(ttl_s=self.diagnostics_ttl_s, max_bytes=self.diagnostics_max_bytes)
 
 
 class EmbeddingSettings(Section):
@@ -110,32 +82,22 @@ class EmbeddingSettings(Section):
     threads: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="Threads that compute vectors, each on one core, a batch at a time."
     )
-    batch_tokens: Annotated[int, Field(ge=1)] = Field(
-        512, description="Tokens that are computed together, of any requests; a longer text is a batch of its own."
-    )
-    thread_chars: Annotated[int, Field(ge=0)] = Field(
-        2000, description="Characters of one request from which on tokenising leaves the event loop for a thread."
-    )
-    max_inputs: Annotated[int, Field(ge=1)] = Field(2048, description="Texts of one request.")
-    max_input_chars: Annotated[int, Field(ge=1)] = Field(
-        100_000, description="Characters of one text; a longer one is refused before it is tokenised."
-    )
-    max_request_tokens: Annotated[int, Field(ge=1)] = Field(300_000, description="Tokens of one request.")
-    max_waiting_tokens: Annotated[int, Field(ge=1)] = Field(
-        1_000_000, description="Tokens that wait to be embedded, over all tenants; a request with more gets 429."
-    )
-    max_waiting_tokens_per_tenant: Annotated[int, Field(ge=1)] = Field(
-        500_000, description="Tokens of one tenant that wait to be embedded; a request with more gets 429."
-    )
+    batch_tokens: ClassVar = 512
+    """That are computed together, of any requests: more are no faster, and others wait for them longer."""
+    thread_chars: ClassVar = 2000
+    """Of one request from which on tokenising leaves the event loop: about a millisecond."""
+    max_inputs: ClassVar = 2048
+    """Texts of one request, as upstream."""
+    max_input_chars: ClassVar = 100_000
+    """Of one text; a longer one is refused before it is tokenised."""
+    max_request_tokens: ClassVar = 300_000
+    """As upstream."""
+    max_waiting_tokens: ClassVar = 1_000_000
+    """Over all tenants; a request with more gets 429. Minutes of work for a CPU."""
+    max_waiting_tokens_per_tenant: ClassVar = 500_000
+    """The same of one tenant."""
 
     @model_validator(mode="before")
     @classmethod
     def _split_names(cls, data: object) -> object:
         return split(data, "names")
-
-    @model_validator(mode="after")
-    def _a_request_fits_the_queue(self) -> EmbeddingSettings:
-        for name in ("max_waiting_tokens", "max_waiting_tokens_per_tenant"):
-            if getattr(self, name) < self.max_request_tokens:
-                raise ValueError(f"{name} is less than max_request_tokens, {self.max_request_tokens}")
-        return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -31,19 +31,16 @@ class StoredResponseSettings(Section):
     ttl_s: Annotated[float, Field(gt=0)] = Field(
         2592000.0, description="Seconds that a response is kept, from its end; 30 days."
     )
-    max_responses: Annotated[int, Field(ge=0)] = Field(
-        10000, description="Responses of one tenant that are kept at most, the latest; 0 keeps none."
-    )
+    max_responses: ClassVar = 10_000
+    """Of one tenant, the latest; `max_bytes` is what counts."""
     max_bytes: Annotated[int, Field(ge=0)] = Field(
         33554432,
         description="Bytes of one tenant's responses, with the items that they answered, that are kept at most.",
     )
-    max_response_bytes: Annotated[int, Field(ge=0)] = Field(
-        8388608, description="Bytes of one response, with the items that it answered; a larger one is not kept."
-    )
-    max_background: Annotated[int, Field(ge=0)] = Field(
-        256, description="Responses that one gateway works on in the background at a time; the next one gets 429."
-    )
+    max_response_bytes: ClassVar = 8 << 20
+    """Of one response, with the items that it answered; a larger one is not kept."""
+    max_background: ClassVar = 256
+    """Responses that one gateway works on in the background at a time; the next one gets 429."""
 
 
 class FileSettings(Section):
@@ -65,18 +62,14 @@ class FileSettings(Section):
     batch_ttl_s: Annotated[float, Field(gt=0)] = Field(
         2592000.0, description="Seconds that a file with the purpose `batch` is kept that does not say; 30 days."
     )
-    min_free_bytes: Annotated[int, Field(ge=0)] = Field(
-        256 << 20, description="Bytes that files leave free on their disk; an upload that would take them gets 507."
-    )
-    max_uploads: Annotated[int, Field(ge=1)] = Field(
-        64, description="Uploads at the same time, over all tenants; the next one gets 429. Each takes 1 MiB of memory."
-    )
-    max_uploads_per_tenant: Annotated[int, Field(ge=1)] = Field(
-        16, description="Uploads of one tenant at the same time; the next one gets 429."
-    )
+    min_free_bytes: ClassVar = 256 << 20
+    """That files leave free on their disk; an upload that would take them gets 507."""
+    max_uploads: ClassVar = 64
+    """At the same time, over all tenants; the next one gets 429. Each takes 1 MiB of memory."""
+    max_uploads_per_tenant: ClassVar = 16
+    """The same of one tenant."""
     upload_timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Seconds that an upload may take to arrive."
     )
-    sweep_s: Annotated[float, Field(gt=0)] = Field(
-        60.0, description="Seconds from one look for files that are over their time to the next."
-    )
+    sweep_s: ClassVar = 60.0
+    """From one look for files that are over their time to the next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -21,10 +21,8 @@ class LedgerSettings(Section):
         5.0,
         description="Seconds from one write to Redis to the next; a gateway that is killed loses no more than that.",
     )
-    max_rows: Annotated[int, Field(ge=1)] = Field(
-        10_000,
-        description="Rows (tenant, model, lane, currency) of one day; further models are summed as `other`.",
-    )
+    max_rows: ClassVar = 10_000
+    """Of one day (tenant, model, lane, currency); further models are summed as `other`."""
 
 
 Money = Annotated[Decimal, Field(ge=0, le=1_000_000, decimal_places=9)]

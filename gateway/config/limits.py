@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -38,9 +38,7 @@ class LimitSettings(Section):
     count_cached_tokens: bool = Field(
         False, description="Whether tokens of prompts that were reused count against the limits of tokens."
     )
-    assumed_completion_tokens: Annotated[int, Field(ge=0)] = Field(
-        256, description="Tokens that are set aside for an answer whose request names no maximum."
-    )
-    lease_s: Annotated[float, Field(ge=1)] = Field(
-        60.0, description="Seconds after which the requests of a gateway that was killed are no longer in flight."
-    )
+    assumed_completion_tokens: ClassVar = 256
+    """That are set aside for an answer whose request names no maximum; most answers are shorter."""
+    lease_s: ClassVar = 60.0
+    """After which the requests of a gateway that was killed are no longer in flight."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -32,22 +32,17 @@ class ResponseCacheSettings(Section):
     max_ttl_s: Annotated[float, Field(gt=0)] = Field(
         604800.0, description="Seconds that a request may ask for, at most; 7 days."
     )
-    max_entry_bytes: Annotated[int, Field(ge=0)] = Field(
-        1 << 20, description="Bytes of one answer; a larger one is not kept."
-    )
+    max_entry_bytes: ClassVar = 1 << 20
+    """Of one answer; a larger one is not kept."""
     max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
         128 << 20,
         description="Bytes of answers in a gateway's memory; 0 keeps none. The tenant with most loses its least "
         "recently used.",
     )
-    memory_s: Annotated[float, Field(ge=0)] = Field(
-        60.0,
-        description="Seconds that an answer is given from memory before Redis is asked whether it still exists.",
-    )
-    removals_s: Annotated[float, Field(gt=0)] = Field(
-        1.0,
-        description="Seconds between looks in Redis for answers that other gateways removed.",
-    )
+    memory_s: ClassVar = 60.0
+    """That an answer is given from memory before Redis is asked whether it still exists."""
+    removals_s: ClassVar = 1.0
+    """Between looks in Redis for answers that other gateways removed."""
     max_rendered_bytes: Annotated[int, Field(ge=0)] = Field(
         32 << 20,
         description="Bytes of requests and rendered answers in memory, to answer equal bytes without parsing; 0 "
@@ -59,10 +54,8 @@ class ResponseCacheSettings(Section):
     max_redis_bytes_per_tenant: Annotated[int, Field(ge=0)] = Field(
         32 << 20, description="Bytes of answers in Redis of one tenant or namespace."
     )
-    max_flight_bytes: Annotated[int, Field(ge=1024)] = Field(
-        8 << 20,
-        description="Bytes of a shared answer that wait for its slowest reader before that is given up.",
-    )
+    max_flight_bytes: ClassVar = 8 << 20
+    """Of a shared answer that wait for its slowest reader before that reader is dropped."""
 
     @model_validator(mode="after")
     def _in_order(self) -> ResponseCacheSettings:

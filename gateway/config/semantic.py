@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -35,36 +35,28 @@ class SemanticCacheSettings(Section):
     audit_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.03, description="Requests whose hit is compared with a fresh answer, as a share of all, about."
     )
-    max_audits: Annotated[int, Field(ge=0)] = Field(
-        4, description="Audits at the same time; beyond, a hit that is due for one is answered afresh."
-    )
-    max_judging: Annotated[int, Field(ge=0)] = Field(
-        64, description="Answers that wait to be compared; beyond, what they would have taught is not learned."
-    )
+    max_audits: ClassVar = 4
+    """Audits at the same time; beyond, a hit that is due for one is answered afresh."""
+    max_judging: ClassVar = 64
+    """Answers that wait to be compared: a burst; beyond, what they would have taught is not learned."""
     max_temperature: Annotated[float, Field(ge=0)] = Field(
         0.3, description="Requests with a higher temperature are not looked up."
     )
-    max_text_tokens: Annotated[int, Field(ge=1, le=512)] = Field(
-        256, description="Wordpieces of a question; a longer one is not looked up."
-    )
-    max_text_chars: Annotated[int, Field(ge=1)] = Field(
-        4000, description="Characters of a question; a longer one is not looked up."
-    )
+    max_text_tokens: ClassVar = 256
+    """Wordpieces of a question; longer texts say more than one vector holds, and are not looked up."""
+    max_text_chars: ClassVar = 4000
+    """The same in characters, before anything is tokenised."""
     ttl_s: Annotated[float, Field(gt=0)] = Field(
         3600.0, description="Seconds from its answer after which a question is forgotten; being used adds nothing."
     )
-    max_models: Annotated[int, Field(ge=1)] = Field(
-        64, description="Models of one tenant whose questions are kept; the one that was asked longest ago goes first."
-    )
-    max_entries: Annotated[int, Field(ge=0)] = Field(
-        100_000, description="Questions of one tenant to one model that are kept at most."
-    )
-    max_scope_entries: Annotated[int, Field(ge=1)] = Field(
-        20_000, description="Questions that differ in nothing but the last message, at most; the oldest use goes first."
-    )
-    max_bytes: Annotated[int, Field(ge=0)] = Field(
-        1 << 30, description="Bytes of memory for the questions of one tenant to one model, about."
-    )
+    max_models: ClassVar = 64
+    """Models of one tenant whose questions are kept: clients may make up names where a pattern serves them."""
+    max_entries: ClassVar = 100_000
+    """Questions of one tenant to one model; `max_memory_bytes` is reached long before."""
+    max_scope_entries: ClassVar = 20_000
+    """Questions that differ in the last message alone, so that one situation leaves room for others."""
+    max_bytes: ClassVar = 1 << 30
+    """Of the questions of one tenant to one model; `max_memory_bytes` bounds all of them."""
     max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
         1 << 30,
         description="Bytes of all questions in a gateway's memory, about. The tenant with most loses its least "
@@ -76,6 +68,5 @@ class SemanticCacheSettings(Section):
     lookup_timeout_s: Annotated[float, Field(gt=0)] = Field(
         0.25, description="Seconds that a look-up may take; then the request is answered afresh."
     )
-    sync_s: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Seconds from one look at what other gateways keep in Redis to the next."
-    )
+    sync_s: ClassVar = 1.0
+    """From one look at what other gateways keep in Redis to the next."""

@@ -15,7 +15,7 @@ from gateway.config.removed import REMOVED_SETTINGS
 from gateway.config.responses import ResponseCacheSettings
 from gateway.config.semantic import SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
-from gateway.config.stages import PromptSettings, QueueSettings, RoutingSettings
+from gateway.config.stages import PromptSettings, QueueSettings
 from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
 from gateway.config.units import duration_s
 from gateway.config.upstreams import UpstreamSettings
@@ -61,7 +61,6 @@ class Settings(BaseModel):
     files: FileSettings = FileSettings()
     batches: BatchSettings = BatchSettings()
     gemini: GeminiSettings = GeminiSettings()
-    routing: RoutingSettings = RoutingSettings()
     queue: QueueSettings = QueueSettings()
     limits: LimitSettings = LimitSettings()
     embeddings: EmbeddingSettings = EmbeddingSettings()

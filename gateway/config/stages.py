@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,38 +14,29 @@ CacheKeyMode = Literal["separate", "hint"]
 class PromptSettings(Section):
     """[prompt]: rendering and tokenising."""
 
-    segment_memo_bytes: Annotated[int, Field(ge=0)] = Field(
-        256 << 20, description="Bytes of text and tokens that the segment memo of one model holds; 0 switches it off."
+    memo_bytes: Annotated[int, Field(ge=0)] = Field(
+        576 << 20, description="Bytes that remember the segments, chains and prompts of one model; 0 remembers none."
     )
-    chain_memo_bytes: Annotated[int, Field(ge=0)] = Field(
-        256 << 20,
-        description="Bytes of text, tokens and block hashes that the chain memo of one model holds; 0 switches it off.",
-    )
-    prompt_memo_bytes: Annotated[int, Field(ge=0)] = Field(
-        64 << 20, description="Bytes that the memo of whole prompts of one model holds; 0 switches it off."
-    )
-    thread_chars: Annotated[int, Field(ge=0)] = Field(
-        20_000, description="Characters of new text from which on tokenising leaves the event loop for a thread."
-    )
+    thread_chars: ClassVar = 20_000
+    """Of new text from which on tokenising leaves the event loop for a thread: some milliseconds."""
     cache_key: CacheKeyMode = Field(
         "separate",
         description="`separate`: a `prompt_cache_key` separates prefixes; `hint`: it only steers equal keys to one "
         "engine.",
     )
 
+    @property
+    def prompt_memo_bytes(self) -> int:
+        """Of whole prompts; segments and chains, which most requests share, have four times as much each."""
+        return self.memo_bytes // 9
 
-class RoutingSettings(Section):
-    """[routing]: which engine gets a prompt."""
+    @property
+    def segment_memo_bytes(self) -> int:
+        return 4 * self.memo_bytes // 9
 
-    prefill_weight: Annotated[float, Field(ge=0)] = Field(
-        4.0, description="Factor on a request's own prefill time against the time it waits for others."
-    )
-    prefill_tokens_per_s: Annotated[float, Field(gt=0)] = Field(
-        1000.0, description="Tokens per second assumed of an engine that has not measured its own prefill yet."
-    )
-    max_backlog_s: Annotated[float, Field(gt=0)] = Field(
-        0.5, description="Seconds of prefill in front of an engine beyond which requests wait in the gateway instead."
-    )
+    @property
+    def chain_memo_bytes(self) -> int:
+        return 4 * self.memo_bytes // 9
 
 
 class QueueSettings(Section):
@@ -66,14 +57,11 @@ class QueueSettings(Section):
     batch_slots_per_engine: Annotated[int, Field(ge=0)] = Field(
         0, description="Requests of the batch lane that one engine works on; 0 takes what the engine runs at a time."
     )
-    tier_s: Annotated[float, Field(ge=0)] = Field(
-        1.0,
-        description="Seconds of engine time by which `flex` requests are put back and `priority` ones ahead.",
-    )
-    aging: Annotated[float, Field(gt=0, le=10)] = Field(
-        0.05, description="Seconds of prefill that one second of waiting makes up for."
-    )
-    overload_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.4, description="Share of engine time spent on recomputing evicted prefixes that counts as overload."
-    )
-    overload_aging: Annotated[float, Field(gt=0, le=10)] = Field(0.015, description="`aging` while overloaded.")
+    tier_s: ClassVar = 1.0
+    """Of engine time by which `flex` requests are put back and `priority` ones ahead."""
+    aging: ClassVar = 0.05
+    """Seconds of prefill that one second of waiting makes up for: short prompts go first, long ones go."""
+    overload_share: ClassVar = 0.4
+    """Of engine time spent on recomputing evicted prefixes that counts as overload."""
+    overload_aging: ClassVar = 0.015
+    """`aging` while overloaded."""

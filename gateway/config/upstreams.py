@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -73,9 +73,8 @@ class UpstreamSettings(Section):
     hints: tuple[str, ...] = Field(
         (), description="Tenants whose requests get caching hints where they have none, or `*` for every tenant."
     )
-    max_hints: Annotated[int, Field(ge=1)] = Field(
-        100_000, description="Prefixes (hashes of 16 bytes) that are remembered as seen."
-    )
+    max_hints: ClassVar = 100_000
+    """Prefixes (hashes of 16 bytes) that are remembered as sent."""
     hint_ttl_s: Annotated[float, Field(gt=0)] = Field(
         300.0, description="Seconds that a prefix counts as seen: about as long as the upstream caches one."
     )
@@ -135,16 +134,14 @@ class UpstreamSettings(Section):
     list_models: bool = Field(
         False, description="Whether it is asked for its list, so that `/v1/models` has what the patterns stand for."
     )
-    list_every_s: Annotated[float, Field(gt=0)] = Field(
-        300.0, description="Seconds from one such question to the next."
-    )
-    max_listed: Annotated[int, Field(ge=1)] = Field(1000, description="Models of its list that are looked at.")
-    max_error_bytes: Annotated[int, Field(ge=1024)] = Field(
-        1 << 20, description="Bytes of an error that are kept while others are tried; a larger one is cut."
-    )
-    max_metered_bytes: Annotated[int, Field(ge=1024)] = Field(
-        4 << 20, description="Bytes of a whole answer, or an event, that are kept to read its usage; 4 MiB."
-    )
+    list_every_s: ClassVar = 300.0
+    """From one question for its list of models to the next."""
+    max_listed: ClassVar = 1000
+    """Models of its list that are looked at."""
+    max_error_bytes: ClassVar = 1 << 20
+    """Of an error that are kept while others are tried; a larger one is cut."""
+    max_metered_bytes: ClassVar = 4 << 20
+    """Of a whole answer, or an event, that are kept to read its usage."""
 
     @field_validator("url")
     @classmethod

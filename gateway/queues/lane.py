@@ -2,8 +2,8 @@
 
     tenants    take turns by the seconds of an engine that their requests took (start-time fair queueing), over weight
     a tenant's requests go in the order of their `priority`, then shortest prefill first; every second of waiting
-               counts like `queue.aging` seconds less
-    tiers      `flex` counts as `queue.tier_s` seconds more in both, `priority` as so much less, and as no prefill
+               counts like `aging` seconds less
+    tiers      `flex` counts as `tier_s` seconds more in both, `priority` as so much less, and as no prefill
     a tenant's batch requests go in the order in which they came, which is that of their prefixes
     an engine  is chosen when a slot is free, for requests in that order: each goes where its first token comes
                soonest, given those before it. Who is better off waiting for a busy engine waits, and counts as in front

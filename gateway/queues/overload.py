@@ -5,7 +5,7 @@ sessions that take turns, hardly anything is computed twice. When they do not, w
 will be back, and the engines compute again and again what they had; all the more the more of them wait.
 
     share    what went into computing again, of the seconds that engines gave us and those in which nobody waited
-    holds    from `queue.overload_share` on, until the share is less than half of that
+    holds    from `overload_share` on, until the share is less than half of that
 
 New prompts, however many and however long, are nothing of this kind: nothing that is known of them was lost. Seconds in
 which nobody waits count as well, because a session that comes back rarely may be computed again by who has time for it.

@@ -64,5 +64,5 @@ class Answers(Protocol):
 
     async def remove(self, chosen: Chosen, at_s: float) -> int:
         """Those that were chosen at that second, from here and from what is shared. How many there were. Other gateways
-        hear of it soon (response_cache.removals_s)."""
+        hear of it soon."""
         ...

@@ -1,6 +1,6 @@
 """Where will the first token come soonest? Pure: no I/O, no clock, no memory.
 
-    score = expected wait + prefill_weight * own prefill         seconds, the least wins
+    score = expected wait + PREFILL_WEIGHT * own prefill         seconds, the least wins
 
 The weight above 1 makes an engine that holds the prefix attractive beyond this one request, because prefilling
 elsewhere takes time from everybody and evicts somebody's blocks; on real traces 4 was the best (docs/decisions.md). The
@@ -14,11 +14,19 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Lane, Load
-from gateway.config import RoutingSettings
 from gateway.types import Ask
 
 ASSUMED_COMPLETION_TOKENS: Final = 128
 """Tokens that a sequence is taken to generate."""
+
+PREFILL_WEIGHT: Final = 4.0
+"""Factor on a request's own prefill time against the time it waits: its prefill delays all that come after it."""
+
+ASSUMED_TOKENS_PER_S: Final = 1000.0
+"""Of prefills, of an engine that has not measured its own yet."""
+
+MAX_BACKLOG_S: Final = 0.5
+"""Of prefill in front of an engine beyond which requests wait in the gateway, where their order can still change."""
 
 ASSUMED_DECODE_TOKENS_PER_S: Final = 100.0
 """Of all sequences of an engine together, before it has measured its own."""
@@ -66,23 +74,19 @@ class EngineSlots(Protocol[E_co]):
 class Router(Generic[E]):
     """queues.lane.Router."""
 
-    def __init__(self, settings: RoutingSettings) -> None:
-        self._settings = settings
-
     def picture(self, engine_slots: Iterable[EngineSlots[E]], lane: Lane = "online") -> Picture[E]:
         """Of engines as they are now, for requests of a lane; those that drain are not in it. In front of an online
         request is nothing of the batch lane, which gives way."""
-        return Picture(list(engine_slots), self._settings, lane)
+        return Picture(list(engine_slots), lane)
 
 
 class Picture(Generic[E]):
     """Engines at one moment, and what is meant for them since."""
 
-    def __init__(self, engine_slots: list[EngineSlots[E]], settings: RoutingSettings, lane: Lane) -> None:
-        self._settings = settings
+    def __init__(self, engine_slots: list[EngineSlots[E]], lane: Lane) -> None:
         loads = [slots.engine.load for slots in engine_slots]
-        rates = _levelled([load.prefill_tokens_per_s for load in loads], settings.prefill_tokens_per_s)
-        self.tokens_per_s = max(rates) if rates else settings.prefill_tokens_per_s
+        rates = _levelled([load.prefill_tokens_per_s for load in loads], ASSUMED_TOKENS_PER_S)
+        self.tokens_per_s = max(rates) if rates else ASSUMED_TOKENS_PER_S
         self._outlooks: dict[str, _Outlook[E]] = {}
         for slots, load, rate in zip(engine_slots, loads, rates, strict=True):
             if not load.draining:
@@ -113,7 +117,7 @@ class Picture(Generic[E]):
         outlook = self._outlooks.get(incarnation)
         if outlook is None:
             return False
-        return not outlook.measured or outlook.backlog_s <= self._settings.max_backlog_s
+        return not outlook.measured or outlook.backlog_s <= MAX_BACKLOG_S
 
     def passes_backlog(self, incarnation: str, ask: Ask) -> bool:
         """Whether the engine should be given an online request though it has a backlog. Tenants take turns in its
@@ -123,7 +127,7 @@ class Picture(Generic[E]):
         if outlook is None:
             return False
         in_front = outlook.in_front_of(ask.tenant, _own_tokens(ask, incarnation))
-        return in_front / outlook.tokens_per_s <= self._settings.max_backlog_s
+        return in_front / outlook.tokens_per_s <= MAX_BACKLOG_S
 
     def add(self, incarnation: str, ask: Ask) -> None:
         """The engine will have this request before any that is asked about from now on."""
@@ -144,7 +148,7 @@ class Picture(Generic[E]):
 
     def _rank(self, outlook: _Outlook[E], ask: Ask) -> tuple[float, float, str, str]:
         own_s = _own_tokens(ask, outlook.incarnation) / outlook.tokens_per_s
-        score_s = outlook.wait_s() + self._settings.prefill_weight * own_s
+        score_s = outlook.wait_s() + PREFILL_WEIGHT * own_s
         even = _rendezvous(ask.affinity, outlook.incarnation) if ask.affinity else outlook.given
         return score_s, even, outlook.engine.name, outlook.incarnation
 

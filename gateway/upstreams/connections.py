@@ -132,7 +132,7 @@ class Connections:
                 while piece := await read_some(response):
                     body += piece
                     if len(body) > settings.max_metered_bytes:
-                        raise AttemptFailed("lost", "it is too long (upstreams.max_metered_bytes)", again=False)
+                        raise AttemptFailed("lost", "it is too long", again=False)
                 return body
         except (aiohttp.ClientError, OSError):
             raise AttemptFailed("connect", f"{settings.name} cannot be reached", again=False) from None

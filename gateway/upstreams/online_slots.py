@@ -4,7 +4,7 @@ line in front of them. Lines of batches count in the bound (slots.py), and get w
     a free place  goes to the tenant whose turn it is, by requests over weight (fair_queue.py); a tenant that holds its
                   share of all places comes behind those who do not, so that long answers leave room for short ones
     a tenant's    own requests go in the order of their `priority`, then as they came; `flex` counts as
-                  `queue.tier_s` seconds more, `priority` as so much less, and waiting makes up for it (`queue.aging`)
+                  `tier_s` seconds more, `priority` as so much less, and waiting makes up for it (`aging`)
 
 Single event loop, no locks. Knows no HTTP; its neighbours are upstream.py and stage.py.
 """

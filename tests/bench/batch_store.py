@@ -28,6 +28,7 @@ from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.storage.redis_calls import connect
 from tests.fakes.batches import FakeRunner, Lane
 from tests.fakes.redis_process import RedisProcess
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 DOCUMENTS, SHARED_BLOCKS, OWN_BLOCKS, ROW_BYTES = 20, 50, 10, 2000
@@ -55,7 +56,7 @@ async def used(redis: Redis) -> int:
 
 
 async def run(root: Path, lines: int, in_flight: int) -> None:
-    settings = BatchSettings(max_in_flight=in_flight, max_lines=lines, min_free_bytes=0, poll_s=0.02)
+    settings = tuned(BatchSettings, max_in_flight=in_flight, max_lines=lines, min_free_bytes=0, poll_s=0.02)
     source, fill = random.Random(2), "x" * ROW_BYTES
     rows = [{"id": str(number), "document": source.randrange(DOCUMENTS), "fill": fill} for number in range(lines)]
     with RedisProcess(root, "--appendonly", "yes") as process:

@@ -27,10 +27,11 @@ from gateway.prompt.masking import Masking
 from gateway.prompt.stage import PromptStage
 from gateway.prompt.template import ChatTemplate
 from gateway.types import ChatPrompt, EncodedPrompt, Marker, Request, Tenant
+from tests.fakes.tuned import tuned
 
 DEMO = Path(__file__).parents[2] / "engine" / "demo" / "model"
 SIZES = ((3_000, 5), (16_000, 11), (400_000, 101))  # characters, messages
-NEVER_A_THREAD = PromptSettings(thread_chars=1 << 40)  # so that the CPU time is this thread's
+NEVER_A_THREAD = tuned(PromptSettings, thread_chars=1 << 40)  # so that the CPU time is this thread's
 
 
 def files_of(folder: Path) -> TokenizerFiles:

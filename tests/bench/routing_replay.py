@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.protocol import DIGEST_BYTES, Hello, Load, Namespace
-from gateway.config import QueueSettings, RoutingSettings
+from gateway.config import QueueSettings
 from gateway.queues.lane import EngineSlots, Lane, Waiter
 from gateway.routing.router import Router
 from gateway.types import Ask
@@ -103,7 +103,7 @@ class Gateway:
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._engines = [Reported(server) for server in servers]
-        self._lane: Lane[Reported, Waiting] = Lane(QueueSettings(), Router(RoutingSettings()))
+        self._lane: Lane[Reported, Waiting] = Lane(QueueSettings(), Router())
         self._lane.engine_slots = {
             engine.hello.incarnation: EngineSlots(engine, engine.hello.incarnation, total=1) for engine in self._engines
         }

@@ -31,6 +31,7 @@ from gateway.responses.embedding.text_model import TextModel, find_folder, load
 from gateway.responses.semantic.questions import AnsweredQuestion, digest_of
 from gateway.responses.semantic.space import NEIGHBOURS, Space
 from gateway.types import EmbeddingInput
+from tests.fakes.tuned import tuned
 
 WORDS = re.findall(
     r"\w+",
@@ -103,7 +104,7 @@ def measure(sizes: Sequence[int], lookups: int, file: Path | None = None) -> Non
     folder = find_folder(None)
     assert folder is not None, "the extra `semantic` is missing"
     model, rng, most = load(folder), random.Random(7), max(sizes)
-    settings = SemanticCacheSettings(max_entries=most, max_scope_entries=most, max_bytes=1 << 40)
+    settings = tuned(SemanticCacheSettings, max_entries=most, max_scope_entries=most, max_bytes=1 << 40)
     space = Space(settings, random=rng.random, now=lambda: 0.0)
     vectors = made_up(most, model.dimensions) if file is None else kept(file, most)
     print("ms, p50 and p95; adding and processor are of the processor's time, adding is p50 and the most")

@@ -29,7 +29,7 @@ from tests.fakes.server import Server
 
 FLAGS = (
     *("--kv-cache-bytes", str(64 << 20), "--dtype", "float32"),
-    *("--batches-lease-s", "2", "--batches-poll-s", "0.1", "--batches-max-attempts", "50"),
+    *("--batches-lease-s", "2", "--batches-max-attempts", "50"),
 )
 LOOK_S = 0.1
 STUCK_S = 180.0

@@ -15,8 +15,9 @@ from gateway.queues.batch.jobs import Jobs, MemoryJobs
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
 from gateway.types import Usage
+from tests.fakes.tuned import tuned
 
-LIMITS = BatchSettings(max_jobs=3, max_waiting_lines=10, max_kept=3)
+LIMITS = tuned(BatchSettings, max_jobs=3, max_waiting_lines=10, max_kept=3)
 
 
 @pytest.fixture(params=["memory", "redis"])

@@ -19,9 +19,10 @@ from gateway.storage.redis_calls import connect
 from gateway.types import CachedContent
 from tests.fakes.clock import Clock
 from tests.fakes.redis_process import RedisProcess
+from tests.fakes.tuned import tuned
 
 LIMIT_S = 30.0
-LIMITS = GeminiSettings(max_contents=3, max_bytes=1024)
+LIMITS = tuned(GeminiSettings, max_contents=3, max_bytes=1024)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ async def test_what_is_deleted_is_gone_and_its_room_is_free(store: Contents, clo
 async def test_a_tenant_has_so_many_contents_and_so_many_bytes(store: Contents, clock: Clock) -> None:
     for name in ("one", "two", "three"):
         await store.put("north", content(clock, name, ttl_s=10))
-    with pytest.raises(QuotaError, match=r"gemini\.max_contents"):
+    with pytest.raises(QuotaError, match="3 cached contents"):
         await store.put("north", content(clock, "four"))
     await store.put("south", content(clock, "four", b"x" * 1000))
     with pytest.raises(QuotaError, match=r"gemini\.max_bytes"):

@@ -27,10 +27,11 @@ from gateway.storage.redis_calls import connect
 from gateway.types import Reuse
 from tests.fakes.meanings import Kitchen, Meanings
 from tests.fakes.redis_process import RedisProcess
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
-SETTINGS = SemanticCacheSettings(mode="on", sync_s=0.001, max_entries=3)
+SETTINGS = {"mode": "on", "sync_s": 0.001, "max_entries": 3}
 FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
 
 
@@ -49,7 +50,7 @@ async def gateway(redis: Redis) -> AsyncIterator[Callable[..., Kitchen]]:
 
 
 def questions(redis: Redis, **changes: object) -> RedisQuestions:
-    return RedisQuestions(redis, SETTINGS.model_copy(update=changes), timeout_s=LIMIT_S)
+    return RedisQuestions(redis, tuned(SemanticCacheSettings, **{**SETTINGS, **changes}), timeout_s=LIMIT_S)
 
 
 def on(redis: Redis, chance: float = 1.0, **encoder: Any) -> Kitchen:
@@ -57,7 +58,7 @@ def on(redis: Redis, chance: float = 1.0, **encoder: Any) -> Kitchen:
     memory = MemoryEntries(own.max_memory_bytes, lambda: 1000.0)
     entries = RedisEntries(redis, own, timeout_s=LIMIT_S, now=lambda: 1000.0)
     exact = ExactCache(memory, entries, memory_s=60.0)
-    settings = SETTINGS.model_copy(update={"max_entries": 100})
+    settings = tuned(SemanticCacheSettings, **{**SETTINGS, "max_entries": 100})
     answers = {FIRST: "Yes.", SECOND: "No."}
     return Kitchen(settings, Meanings({"reset": 0.0}, **encoder), questions(redis), exact, answers, chance=chance)
 

@@ -18,7 +18,7 @@ from tests.fakes.waiting import until
 
 PLACES = 4
 LIMIT_S = 60.0
-QUICK = ("--batches-lease-s", "1", "--batches-poll-s", "0.1", "--batches-min-free-bytes", "0")
+QUICK = ("--batches-lease-s", "1")
 
 
 def config(stub: StubUpstream) -> str:

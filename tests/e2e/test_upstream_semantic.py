@@ -23,7 +23,6 @@ upstreams = "on"
 mode = "on"
 judged = false
 lookup_timeout_s = 10.0
-sync_s = 0.05
 [[upstreams]]
 name = "up"
 url = "{stub.url}/v1"

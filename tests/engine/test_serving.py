@@ -27,6 +27,7 @@ from engine.sequence import Step
 from tests.fakes.fake_engine import TOKENIZER
 from tests.fakes.oracle_runner import choose_token
 from tests.fakes.small_engine import VOCAB, Stream, make_submit
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 MODEL = SimpleNamespace(
@@ -69,7 +70,7 @@ async def process(
     """engine.serving.serve as a task; it has to end by itself."""
     runner = CountingRunner()
     monkeypatch.setattr(serving, "load", lambda settings: (MODEL, runner))
-    settings = EngineSettings(**{"listen": f"unix:{folder / 'e.sock'}", "drain_s": 5.0, **changes})
+    settings = tuned(EngineSettings, **{"listen": f"unix:{folder / 'e.sock'}", "drain_s": 5.0, **changes})
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serving.serve(settings, redis_url, ready.set_result))
     await asyncio.wait({task, ready}, timeout=30, return_when=asyncio.FIRST_COMPLETED)

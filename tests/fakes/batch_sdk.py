@@ -12,6 +12,7 @@ from openai.types import Batch
 
 from gateway.config import BatchSettings, FileSettings
 from tests.fakes.gateway import Gateway
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -23,8 +24,8 @@ ENDS = ("completed", "failed", "expired", "cancelled")
 def settings(**more: Any) -> dict[str, Any]:
     """Of a gateway for tests, which has little to wait for."""
     return {
-        "files": FileSettings(min_free_bytes=0),
-        "batches": BatchSettings(**{"min_free_bytes": 0, "poll_s": 0.01, **more}),
+        "files": tuned(FileSettings, min_free_bytes=0),
+        "batches": tuned(BatchSettings, **{"min_free_bytes": 0, "poll_s": 0.01, **more}),
     }
 
 

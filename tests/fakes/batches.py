@@ -26,11 +26,12 @@ from gateway.queues.batch.store import BatchStore
 from gateway.queues.batch.worker import Worker
 from gateway.types import StoredFile, Usage
 from tests.fakes.panic import Panic
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 START_S = 1_790_000_000.0
 LIMIT_S = 30.0
-QUICK = BatchSettings(poll_s=0.01, max_in_flight=4, lease_s=60.0, min_free_bytes=0, max_attempts=3)
+QUICK = tuned(BatchSettings, poll_s=0.01, max_in_flight=4, lease_s=60.0, min_free_bytes=0, max_attempts=3)
 
 
 def rows(count: int, **more: Any) -> list[dict[str, Any]]:
@@ -159,7 +160,7 @@ class Lane:
         self.settings = settings
         self.now_s = START_S
         self.jobs, self.lines = stores(settings) if stores else (MemoryJobs(settings), MemoryLines())
-        file_settings = FileSettings(min_free_bytes=0)
+        file_settings = tuned(FileSettings, min_free_bytes=0)
         self.file_folder = Folder(root / "files", file_settings, self.now)
         self.files = FileStore(self.file_folder, file_settings)
         self.root = root / "batches"

@@ -10,6 +10,7 @@ from pathlib import Path
 from gateway.config import EmbeddingSettings
 from gateway.responses.embedding.embedder import Embedder
 from gateway.types import EmbeddingInput
+from tests.fakes.tuned import tuned
 
 LIMIT_S = 30.0
 
@@ -58,7 +59,7 @@ def no_embedder() -> Embedder:
 def fake_embedder(model: FakeTextModel, **settings: object) -> Embedder:
     """An embedder whose loaded model is `model`."""
     return Embedder(
-        EmbeddingSettings.model_validate(settings),
+        tuned(EmbeddingSettings, **settings),
         load=lambda folder: model,  # type: ignore[arg-type, return-value]
         find_folder=lambda configured: Path("fake"),
     )

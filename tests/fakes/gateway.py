@@ -39,7 +39,6 @@ from gateway.config import (
     PriceSettings,
     QueueSettings,
     ResponseCacheSettings,
-    RoutingSettings,
     ServerSettings,
     StoredResponseSettings,
     TenantSettings,
@@ -77,6 +76,7 @@ from tests.fakes.answers import FakeAnswers
 from tests.fakes.embedding import no_embedder
 from tests.fakes.pipeline import FakeDecoders, FakeModels, FakePipeline
 from tests.fakes.purged import FakePurged
+from tests.fakes.tuned import tuned
 
 LIMIT_S = 30.0
 
@@ -136,7 +136,7 @@ ENGINE = EngineStatus("engine-1", "http://127.0.0.1:1", "ready", "demo", "demo-1
 
 
 def idle_queue() -> SlotQueue[Any]:
-    return SlotQueue(QueueSettings(), Router(RoutingSettings()))
+    return SlotQueue(QueueSettings(), Router())
 
 
 def response_cache(
@@ -148,7 +148,7 @@ def response_cache(
     **settings: Any,
 ) -> ResponseCache:
     """Steps 1 and 7, to stand before the fake pipeline (FakePipeline.responses)."""
-    own = ResponseCacheSettings(**{"upstreams": "on", **settings})
+    own = tuned(ResponseCacheSettings, **{"upstreams": "on", **settings})
     memory = memory or MemoryEntries(own.max_memory_bytes, now)
     exact = ExactCache(memory, redis)
     return ResponseCache(own, {}, exact, semantic, now, audited)

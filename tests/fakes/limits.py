@@ -15,6 +15,7 @@ from gateway.limits.memory_counters import MemoryCounters
 from gateway.limits.redis_counters import RedisCounters
 from gateway.limits.shared_counters import SharedCounters
 from gateway.storage.breaker import RedisBreaker
+from tests.fakes.tuned import tuned
 
 START_US = 1_800_000_000_000_000
 """Of the size of Redis's own clock: nothing may be lost to rounding there."""
@@ -45,7 +46,7 @@ def tenant_limits(
     **limits: Any,
 ) -> TenantLimits:
     """`limits` are those of [limits]."""
-    settings = LimitSettings(**limits)
+    settings = tuned(LimitSettings, **limits)
     memory = MemoryCounters(lease_s=settings.lease_s, now_us=clock)
     if isinstance(redis, Redis):
         breaker = RedisBreaker(retry_s=1.0, clock=clock.seconds)

@@ -21,6 +21,7 @@ from gateway.responses.semantic.questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
 from gateway.types import ChatPrompt, EmbeddingInput, Event, Finished, Request, Reuse, Started, Tenant, TextDelta, Usage
 from tests.fakes.pipeline import hello
+from tests.fakes.tuned import tuned
 
 MODEL = hello()
 
@@ -67,7 +68,7 @@ class Meanings:
 def semantic_cache(meanings: Meanings, *, chance: float = 1.0, **settings: Any) -> SemanticCache:
     """One gateway's, of which a hit is audited where `chance` is below its share."""
     return SemanticCache(
-        SemanticCacheSettings.model_validate({"mode": "on", **settings}),
+        tuned(SemanticCacheSettings, **{"mode": "on", **settings}),
         {},
         meanings,
         None,

@@ -14,6 +14,7 @@ from engine.protocol import Breakpoint, Group, Namespace, Sampling, SequenceUpda
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, StepGivenUp
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
+from tests.fakes.tuned import tuned
 
 SIZE = 4
 VOCAB = 50
@@ -126,7 +127,7 @@ def make(
     **changes: Any,
 ) -> Bench:
     values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
-    config = EngineSettings(**(values | changes))
+    config = tuned(EngineSettings, **(values | changes))
     pool = BlockPool(num_blocks, SIZE, policy)
     scheduler = Scheduler(pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids)
     return Bench(pool, scheduler, OracleRunner(pool, VOCAB, config.step_tokens))

@@ -35,6 +35,7 @@ from engine.sequence import Step
 from engine.server import EngineServer, Loop, OnBlocks, OnFrames
 from tests.fakes.fake_engine import TOKENIZER, make_hello
 from tests.fakes.oracle_runner import OracleRunner
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 VOCAB = 500
@@ -128,7 +129,7 @@ async def small_engine(
     listen: str = "127.0.0.1:0", num_blocks: int = 200, wrap: Callable[[Loop], Loop] | None = None, **changes: Any
 ) -> AsyncIterator[SmallEngine]:
     """Runs one until the block is left. `changes` are those of EngineSettings."""
-    settings = EngineSettings(**{"block_size": BLOCK, "step_tokens": 256, **changes})
+    settings = tuned(EngineSettings, **{"block_size": BLOCK, "step_tokens": 256, **changes})
     hello = make_hello("small", num_blocks=num_blocks, vocab_size=VOCAB, context_tokens=2048)
     pool = BlockPool(num_blocks, BLOCK)
     runner = HeldRunner(pool, VOCAB, settings.step_tokens)

@@ -23,6 +23,7 @@ from engine.tiers.stores import BlockKey
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import OracleRunner, Prefixes
 from tests.fakes.scheduler_bench import NAMESPACE, SIZE, VOCAB, Bench
+from tests.fakes.tuned import tuned
 
 
 class ManualWorker:
@@ -277,7 +278,7 @@ def make(
     wall    Unix second at a second of this bench
     """
     values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
-    config = EngineSettings(**(values | changes))
+    config = tuned(EngineSettings, **(values | changes))
     pool = BlockPool(num_blocks, SIZE)
     runner = WatchedRunner(pool, VOCAB, config.step_tokens)
     runner.prefixes = prefixes or runner.prefixes

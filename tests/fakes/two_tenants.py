@@ -22,7 +22,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from engine.protocol import BlockEvents, Hello, Load, Sampling, SequenceUpdate, split_digests
-from gateway.config import PromptSettings, QueueSettings, ResponseCacheSettings, RoutingSettings, SemanticCacheSettings
+from gateway.config import PromptSettings, QueueSettings, ResponseCacheSettings, SemanticCacheSettings
 from gateway.index.fallback import FallbackIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.pipeline import Pipeline
@@ -143,7 +143,7 @@ class House:
             prompts=self.prompts,
             index=self.index,
             registry=Registry(self.engines),
-            queue=SlotQueue[Any](QueueSettings(), Router(RoutingSettings())),
+            queue=SlotQueue[Any](QueueSettings(), Router()),
             max_attempts=1,
             responses=self.responses,
         )

@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from gateway.config import UpstreamSettings
+from tests.fakes.tuned import tuned
 
 BLOCKED_S = 0.5
 """A write that takes longer has nobody who reads."""
@@ -227,8 +228,8 @@ class StubUpstream:
     def settings(self, *models: str, name: str = "up", **options: Any) -> UpstreamSettings:
         """This upstream, for a gateway."""
         url = self.url if options.get("dialect", "openai") != "openai" else f"{self.url}/v1"
-        return UpstreamSettings(
-            name=name, **{"url": url, "models": models or ("up-1",), "key": "sk-upstream", **options}
+        return tuned(
+            UpstreamSettings, name=name, **{"url": url, "models": models or ("up-1",), "key": "sk-upstream", **options}
         )
 
     async def handle(self, http: web.Request) -> web.StreamResponse:

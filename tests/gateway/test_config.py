@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from engine.config import REMOVED, ConfigError, flag_name, load, sections, varia
 from gateway.config import Settings, TenantSettings
 
 PATHS = [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
+
+
+HISTORY = ("changelog.md", "decisions.md", "lab-notebook.md")
 
 
 def read(
@@ -56,6 +60,14 @@ def test_what_was_removed_is_no_setting() -> None:
     assert not {f"{section}.{name}" for section, names in REMOVED.items() for name in names} & set(PATHS)
 
 
+def test_nothing_names_a_setting_that_was_removed() -> None:
+    gone = re.compile("|".join(rf"[(`]{section}\.{name}\b" for section, names in REMOVED.items() for name in names))
+    root = Path(__file__).parents[2]
+    texts = [*(root / "gateway").rglob("*.py"), *(root / "engine").rglob("*.py"), *(root / "docs").rglob("*.md")]
+    told = {path.name: gone.findall(path.read_text("utf-8")) for path in texts if path.name not in HISTORY}
+    assert not {name: found for name, found in told.items() if found}
+
+
 def test_settings_cannot_be_changed(tmp_path: Path) -> None:
     with pytest.raises(ValidationError):
         read(tmp_path).server.port = 1  # type: ignore[misc]
@@ -73,6 +85,9 @@ def test_settings_cannot_be_changed(tmp_path: Path) -> None:
         ("", {"KVASIR_ENGINE_DTYPE": "int3"}, {}, ["engine.dtype", "KVASIR_ENGINE_DTYPE", "'bfloat16'"]),
         ("[logs]\nmax_lines = 5", {}, {}, ["logs.max_lines", "kvasir.toml", "was removed: always 20000"]),
         ("", {"KVASIR_LOGS_MAX_LINES": "5"}, {}, ["logs.max_lines", "KVASIR_LOGS_MAX_LINES", "was removed"]),
+        ("[routing]\nprefill_weight = 5", {}, {}, ["routing (", "these settings were removed", "always 4"]),
+        ("", {"KVASIR_ROUTING_PREFILL_WEIGHT": "5"}, {}, ["routing (", "these settings were removed"]),
+        ("[[upstreams]]\nmax_hints = 5", {}, {}, ["upstreams.0.max_hints", "was removed: always 100000"]),
         ("", {"KVASIR_NOTHING": "1"}, {}, ["KVASIR_NOTHING", "no such setting"]),
         ("", {}, {"queue.max_wait_s": "nan"}, ["queue.max_wait_s", "--queue-max-wait-s"]),
         ("", {}, {"server.port": "-1"}, ["server.port", "--port", "greater than or equal to 0"]),

@@ -114,7 +114,7 @@ def _prompt(values: dict[str, Any], settings: AnthropicSettings, leases: LeaseSe
         conversation.messages,
         markers=caching.markers,
         tools=tuple(tool.tool for tool in defined),
-        min_breakpoint_tokens=settings.min_tokens_of(values["model"]),
+        min_breakpoint_tokens=settings.min_cache_tokens,
         continues=conversation.continues,
     )
     return prompt, caching

@@ -75,8 +75,7 @@ def kept_part(body: dict[str, Any], limits: GeminiSettings) -> bytes:
     kept = orjson.dumps({name: found[name] for name in _KEPT if name in found})
     if len(kept) > limits.max_content_bytes:
         raise BadRequestError(
-            f"Cached content is too large: {len(kept)} bytes of JSON, and {limits.max_content_bytes} are possible "
-            "(gemini.max_content_bytes).",
+            f"Cached content is too large: {len(kept)} bytes of JSON, and {limits.max_content_bytes} are possible.",
             param="contents",
         )
     return kept
@@ -104,7 +103,7 @@ def expires_s(values: dict[str, Any], now_s: float, limits: GeminiSettings, *, d
     if not least_s <= ttl_s <= limits.longest_s:
         raise BadRequestError(
             f"'{path}' is {duration(ttl_s)} from now; cached contents are kept for {duration(least_s)} to "
-            f"{duration(limits.longest_s)} (gemini.min_ttl, gemini.max_ttl).",
+            f"{duration(limits.longest_s)} (gemini.max_ttl).",
             param=path,
         )
     return in_ms(now_s + ttl_s)

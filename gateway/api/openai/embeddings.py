@@ -119,7 +119,7 @@ EMBEDDINGS = {
             "input",
             check_input,
             "string, array of strings, array of token ids, or array of arrays of token ids; required",
-            "The texts, up to `embeddings.max_inputs`, none of them empty. Token ids are the model's own.",
+            "The texts, up to 2048, none of them empty. Token ids are the model's own.",
         ),
         Parameter(
             "encoding_format",
@@ -193,8 +193,7 @@ class Embeddings:
         tokens = sum(map(len, texts))
         if tokens > self._settings.max_request_tokens:
             raise BadRequestError(
-                f"The request has {tokens} tokens, and may have {self._settings.max_request_tokens} "
-                "(embeddings.max_request_tokens).",
+                f"The request has {tokens} tokens, and may have {self._settings.max_request_tokens}.",
                 param="input",
                 code="max_tokens_per_request",
             )
@@ -300,8 +299,8 @@ def _check_ids(ids: Sequence[int], path: str, vocabulary: int) -> None:
 def _check_chars(value: str, path: str, limit: int) -> None:
     if len(value) > limit:
         raise BadRequestError(
-            f"Invalid '{path}': string too long. Expected a string with maximum length {limit} "
-            f"(embeddings.max_input_chars), but got a string with length {len(value)} instead.",
+            f"Invalid '{path}': string too long. Expected a string with maximum length {limit}, "
+            f"but got a string with length {len(value)} instead.",
             param=path,
             code="string_above_max_length",
         )

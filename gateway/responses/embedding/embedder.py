@@ -167,15 +167,15 @@ class Embedder:
         tokens = sum(len(one.tokens) for one in texts)
         settings, line = self.settings, self._lines.get(tenant, deque())
         own = sum(job.tokens for job in line)
-        for waiting, whose, limit, setting in (
-            (own, "of this tenant ", settings.max_waiting_tokens_per_tenant, "max_waiting_tokens_per_tenant"),
-            (self.stats.waiting_tokens, "", settings.max_waiting_tokens, "max_waiting_tokens"),
+        for waiting, whose, limit in (
+            (own, "of this tenant ", settings.max_waiting_tokens_per_tenant),
+            (self.stats.waiting_tokens, "", settings.max_waiting_tokens),
         ):
             if waiting + tokens > limit:
                 self.stats.refused += 1
                 raise QueueFullError(
                     f"{waiting} tokens {whose}wait to be embedded, and this request has {tokens} more; at most {limit} "
-                    f"may wait (embeddings.{setting}).",
+                    "may wait.",
                     retry_after_s=self._wait_s(),
                 )
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))

@@ -24,6 +24,7 @@ from engine.sampling.grammar_pool import GrammarPool
 from engine.sampling.grammar_worker import GrammarWorker, Matcher
 from engine.sequence import MASK_LATE, NO_TOKEN, Step
 from tests.fakes.schemas import HARD, REFUSED, closed, schemas, validate
+from tests.fakes.tuned import tuned
 
 LIMIT_S = 30.0
 PROMPT = "<|im_start|>user\nTell me.<|im_end|>\n<|im_start|>assistant\n"
@@ -39,7 +40,7 @@ class Desk:
     """An engine without a server, and everything that it said."""
 
     def __init__(self, model: LoadedModel, **changes: Any) -> None:
-        options = EngineSettings(**{"threads": 1, "kv_cache_bytes": 64 << 20, "disk_bytes": 0, **changes})
+        options = tuned(EngineSettings, **{"threads": 1, "kv_cache_bytes": 64 << 20, "disk_bytes": 0, **changes})
         self.runner = ModelRunner(model, options, threads=1)
         self.hello = make_hello(options, model, self.runner.num_blocks)
         self.tokenizer = Tokenizer.from_str(model.tokenizer.tokenizer_json)

@@ -23,6 +23,7 @@ from engine.tiers import storage
 from engine.tiers.copy_thread import CopyThread
 from engine.tiers.storage import build_tiers
 from tests.fakes.tiny_models import CONTEXT, VOCABULARY, make_loaded, make_module, random_ids
+from tests.fakes.tuned import tuned
 
 LIMIT_S = 30.0
 PROMPT = random_ids(300, 1)
@@ -66,7 +67,7 @@ class Engine:
 @contextmanager
 def engine(kind: str, dtype: torch.dtype, **changes: Any) -> Iterator[Engine]:
     """One run of an engine; what it leaves in `disk_dir` is there for the next."""
-    settings = EngineSettings(**{"kv_cache_bytes": 1 << 20, "threads": 1, "step_tokens": 256, **changes})
+    settings = tuned(EngineSettings, **{"kv_cache_bytes": 1 << 20, "threads": 1, "step_tokens": 256, **changes})
     model = make_loaded(make_module(kind, dtype))
     runner = ModelRunner(model, settings)
     pool = BlockPool(runner.num_blocks, settings.block_size)

@@ -19,6 +19,7 @@ from gateway.api.upstream_lines import one_row
 from gateway.config import BatchSettings, PriceSettings
 from gateway.types import Tenant, Usage
 from tests.fakes.gateway import Gateway, response_cache, running
+from tests.fakes.tuned import tuned
 from tests.fakes.upstream import CHAT as CHAT_TOLD
 from tests.fakes.upstream import EMBEDDINGS, MESSAGE, RESPONSE, Told, error, nowhere, said, upstream
 from tests.fakes.waiting import until
@@ -156,11 +157,11 @@ async def test_an_answer_of_several_lines_is_one_row_and_a_compressed_one_is_rea
 async def test_an_answer_beyond_the_limit_is_no_answer() -> None:
     big = said({"x": "y" * 2000})
     async with upstream(big) as stub:
-        options = {"upstreams": [stub.settings()], "batches": BatchSettings(max_answer_bytes=1024)}
+        options = {"upstreams": [stub.settings()], "batches": tuned(BatchSettings, max_answer_bytes=1024)}
         async with running(**options) as gateway:
             came = await answer(gateway)
     assert came.status == 502
-    assert "batches.max_answer_bytes" in json.loads(came.body)["error"]["message"]
+    assert "more than 1024 bytes" in json.loads(came.body)["error"]["message"]
 
 
 async def test_a_line_has_its_line_in_the_log_without_keys_or_texts(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,9 @@ from gateway.errors import QuotaError, StorageError, StorageFullError
 from gateway.files import folder as module
 from gateway.files.folder import Folder
 from gateway.types import StoredFile
+from tests.fakes.tuned import tuned
 
-LIMITS = FileSettings(max_files=3, max_bytes=1000, min_free_bytes=0)
+LIMITS = tuned(FileSettings, max_files=3, max_bytes=1000, min_free_bytes=0)
 
 
 class Bench:
@@ -178,7 +179,7 @@ def test_an_upload_that_was_discarded_is_gone_and_takes_no_more_bytes(bench: Ben
 
 
 def test_files_leave_room_for_others_on_their_disk(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, FileSettings(min_free_bytes=1 << 60))
+    bench = Bench(tmp_path, tuned(FileSettings, min_free_bytes=1 << 60))
     with pytest.raises(StorageFullError):
         bench.put(b"x")
     assert bench.names() == []

@@ -15,6 +15,7 @@ from gateway.disk import Part
 from gateway.errors import FileTooLargeError, QueueFullError, QuotaError
 from gateway.files.folder import Folder
 from gateway.files.store import BUFFER_BYTES, FileStore
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 NOW_S = 1_790_000_000.0
@@ -22,7 +23,7 @@ NOW_S = 1_790_000_000.0
 
 @asynccontextmanager
 async def made(root: Path, now_s: list[float] | None = None, **limits: float) -> AsyncIterator[FileStore]:
-    settings = FileSettings.model_validate({"min_free_bytes": 0, **limits})
+    settings = tuned(FileSettings, **{"min_free_bytes": 0, **limits})
     store = FileStore(Folder(root, settings, lambda: (now_s or [NOW_S])[0]), settings)
     try:
         yield store

@@ -14,6 +14,7 @@ from gateway.ledger.base import Entry, Figures, Row
 from gateway.ledger.ledger import COUNTED_AT_ONCE, ROWS_AT_ONCE, Ledger
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
+from tests.fakes.tuned import tuned
 
 DAY_S = 86_400.0
 NOON_S = 20_000 * DAY_S + DAY_S / 2
@@ -45,7 +46,7 @@ def entry(model: str = "paid", tokens: int = 1, tenant: str = "a") -> Entry:
 
 def made(book: MemoryBook, clock: list[float] | None = None, **settings: float) -> Ledger:
     clock = clock or [NOON_S]
-    return Ledger(LedgerSettings(**settings), PRICES, book, lambda: clock[0])  # type: ignore[arg-type]
+    return Ledger(tuned(LedgerSettings, **settings), PRICES, book, lambda: clock[0])
 
 
 async def prompt_tokens(ledger: Ledger) -> dict[tuple[str, str], int]:

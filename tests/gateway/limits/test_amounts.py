@@ -9,13 +9,14 @@ from gateway.errors import RateLimitError
 from gateway.limits.amounts import Limits, costs, limits_of, refusal, to_set_aside, used
 from gateway.limits.base import Taken
 from gateway.types import Need, Usage
+from tests.fakes.tuned import tuned
 
 KEYS = ("a-key-of-theirs",)
 TOKENS = Limits({"requests": 60, "tokens": 1000, "output_tokens": 300}, 0)
 
 
 def test_a_tenant_has_the_limits_of_all_but_where_it_has_its_own() -> None:
-    settings = LimitSettings(requests_per_minute=60, tokens_per_minute=1000, max_in_flight=4)
+    settings = tuned(LimitSettings, requests_per_minute=60, tokens_per_minute=1000, max_in_flight=4)
     tenants = (
         TenantSettings(name="as-all", keys=KEYS),
         TenantSettings(name="own", keys=KEYS, requests_per_minute=5, tokens_per_minute=0, input_tokens_per_minute=9),
@@ -29,7 +30,7 @@ def test_a_tenant_has_the_limits_of_all_but_where_it_has_its_own() -> None:
 
 def test_an_open_server_has_the_limits_of_all_for_everybody_together() -> None:
     assert dict(limits_of(LimitSettings(), ())) == {}
-    assert dict(limits_of(LimitSettings(max_in_flight=2), ())) == {"anonymous": Limits({}, 2)}
+    assert dict(limits_of(tuned(LimitSettings, max_in_flight=2), ())) == {"anonymous": Limits({}, 2)}
 
 
 def test_a_prompt_and_all_its_answers_are_set_aside() -> None:
@@ -39,14 +40,14 @@ def test_a_prompt_and_all_its_answers_are_set_aside() -> None:
 
 def test_an_answer_without_a_maximum_is_taken_to_have_so_many_tokens() -> None:
     need = Need(input_tokens=100, answer_tokens=None, answers=2)
-    settings = LimitSettings(assumed_completion_tokens=70)
+    settings = tuned(LimitSettings, assumed_completion_tokens=70)
     assert to_set_aside(need, TOKENS, settings) == {"requests": 1, "tokens": 240, "output_tokens": 140}
 
 
 def test_what_is_assumed_of_an_answer_is_no_more_than_there_is() -> None:
     need = Need(input_tokens=100, answer_tokens=None, answers=1)
-    assert to_set_aside(need, TOKENS, LimitSettings(assumed_completion_tokens=2000))["output_tokens"] == 300
-    settings = LimitSettings(assumed_completion_tokens=2000, count_cached_tokens=True)
+    assert to_set_aside(need, TOKENS, tuned(LimitSettings, assumed_completion_tokens=2000))["output_tokens"] == 300
+    settings = tuned(LimitSettings, assumed_completion_tokens=2000, count_cached_tokens=True)
     assert to_set_aside(need, TOKENS, settings)["tokens"] == 1000
 
 
@@ -69,13 +70,13 @@ def test_a_prompt_that_would_never_fit_is_refused_only_where_cached_tokens_count
     need = Need(input_tokens=5000, answer_tokens=10, answers=1)
     assert to_set_aside(need, TOKENS, LimitSettings())["tokens"] == 1000
     with pytest.raises(RateLimitError, match=r"tokens per min .*Limit 1000, Requested 5010"):
-        to_set_aside(need, TOKENS, LimitSettings(count_cached_tokens=True))
+        to_set_aside(need, TOKENS, tuned(LimitSettings, count_cached_tokens=True))
 
 
 def test_cached_tokens_were_used_only_where_they_count() -> None:
     usage = Usage(prompt_tokens=100, completion_tokens=7, cached_tokens=90)
     assert used(usage, LimitSettings())["tokens"] == 17
-    assert used(usage, LimitSettings(count_cached_tokens=True))["tokens"] == 107
+    assert used(usage, tuned(LimitSettings, count_cached_tokens=True))["tokens"] == 107
 
 
 def test_a_refusal_names_the_limit_that_takes_longest_and_says_when() -> None:

@@ -19,6 +19,7 @@ from gateway.prompt.stage import PromptStage
 from gateway.prompt.template import ChatTemplate
 from gateway.types import MAX_BREAKPOINTS, MAX_MARKERS, ChatPrompt, EncodedPrompt, Marker, Request, Tenant, Tool
 from tests.fakes import tokenisers
+from tests.fakes.tuned import tuned
 
 QUICK = settings(max_examples=60, deadline=None)  # each example runs an event loop
 CHATTING = ["llama3", "qwen", "shuffled_ids", "llama2", "llama2_legacy", "gemma", "wordpiece", "unigram"]
@@ -40,7 +41,7 @@ class Loaded:
     def __init__(self, name: str, **settings: int) -> None:
         self.files: TokenizerFiles = tokenisers.ALL[name]()
         self.hello = tokenisers.hello(self.files)
-        self.stage = PromptStage(PromptSettings(**settings))
+        self.stage = PromptStage(tuned(PromptSettings, **settings))
         asyncio.run(self.stage.load(self.hello, self.files))
         self.hf = HfTokenizer.from_str(self.files.tokenizer_json)
         self.template = ChatTemplate(self.files.chat_template or "", self.files.special_tokens, Masking([]))

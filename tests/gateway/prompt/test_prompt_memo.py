@@ -14,6 +14,7 @@ from gateway.prompt.segments import PromptMemo
 from gateway.prompt.stage import PromptStage
 from gateway.types import ChatPrompt, EncodedPrompt, Request, Tenant, Tool
 from tests.fakes import tokenisers, tool_templates
+from tests.fakes.tuned import tuned
 
 NAMESPACE = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=4)
 
@@ -106,7 +107,7 @@ def test_prompts_with_other_tools_or_another_ending_are_others() -> None:
 
 async def test_tools_count_in_the_size_of_a_remembered_prompt() -> None:
     files = tool_templates.qwen()
-    stage = PromptStage(PromptSettings(thread_chars=10, prompt_memo_bytes=100_000))
+    stage = PromptStage(tuned(PromptSettings, thread_chars=10, prompt_memo_bytes=100_000))
     hello = tokenisers.hello(files)
     await stage.load(hello, files)
     tools = (Tool("f", "x" * 60_000),)

@@ -32,6 +32,7 @@ from gateway.types import (
     ToolUse,
 )
 from tests.fakes import tokenisers, tool_templates
+from tests.fakes.tuned import tuned
 
 ONE, TWO = Tenant("one"), Tenant("two")
 QUICK = settings(max_examples=40, deadline=None)  # each example runs an event loop, some with threads
@@ -53,7 +54,7 @@ def ids(prompt: EncodedPrompt) -> list[int]:
 
 
 async def stage_for(files: TokenizerFiles, **settings: int) -> PromptStage:
-    stage = PromptStage(PromptSettings(**settings))
+    stage = PromptStage(tuned(PromptSettings, **settings))
     await stage.load(tokenisers.hello(files), files)
     return stage
 

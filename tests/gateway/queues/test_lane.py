@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.protocol import DIGEST_BYTES, Load
-from gateway.config import QueueSettings, RoutingSettings
+from gateway.config import QueueSettings
 from gateway.queues.lane import PLAN_DEPTH, EngineSlots, Lane, Waiter
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.fakes.pipeline import FakeEngine, hello
+from tests.fakes.tuned import tuned
 
 RATE = 1000.0
 
@@ -30,8 +31,10 @@ class Rig:
     lane: Lane[FakeEngine, Waiter] = field(init=False)
 
     def __post_init__(self) -> None:
-        limits = QueueSettings(aging=self.aging, overload_share=self.overload_share, overload_aging=self.aging / 10)
-        self.lane = Lane(limits, Router(RoutingSettings()))
+        limits = tuned(
+            QueueSettings, aging=self.aging, overload_share=self.overload_share, overload_aging=self.aging / 10
+        )
+        self.lane = Lane(limits, Router())
         for number in range(self.engines):
             load = Load(prefill_tokens_per_s=RATE, decode_tokens_per_s=1000.0)
             engine = FakeEngine(hello(incarnation=f"e{number}"), f"e{number}", load)

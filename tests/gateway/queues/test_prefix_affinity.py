@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import DIGEST_BYTES, Load
-from gateway.config import QueueSettings, RoutingSettings
+from gateway.config import QueueSettings
 from gateway.queues.lane import EngineSlots, Lane, Waiter
 from gateway.queues.prefix_affinity import AFFINITY_S, MAX_POSITIONS, PrefixAffinity
 from gateway.routing.router import Router
@@ -47,7 +47,7 @@ def test_what_was_sent_long_ago_makes_room() -> None:
 
 
 def lane_of(*names: str) -> Lane[FakeEngine, Waiter]:
-    lane: Lane[FakeEngine, Waiter] = Lane(QueueSettings(), Router(RoutingSettings()), "batch")
+    lane: Lane[FakeEngine, Waiter] = Lane(QueueSettings(), Router(), "batch")
     for name in names:
         load = Load(prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
         lane.engine_slots[name] = EngineSlots(FakeEngine(hello(incarnation=name), name, load), name, 8)

@@ -46,6 +46,7 @@ from gateway.types import (
 )
 from tests.fakes.pipeline import hello
 from tests.fakes.shelf import Shelf
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
@@ -221,7 +222,7 @@ async def test_an_answer_whose_key_is_another_is_not_given_even_under_the_same_i
 
 
 async def test_a_time_to_live_counts_from_the_answer_and_using_it_does_not_make_it_longer() -> None:
-    bench = Bench(ResponseCacheSettings(ttl_s=60))
+    bench = Bench(tuned(ResponseCacheSettings, ttl_s=60))
     await bench.all(ask())
     for seconds in (30, 29):
         bench.now += seconds
@@ -231,7 +232,7 @@ async def test_a_time_to_live_counts_from_the_answer_and_using_it_does_not_make_
 
 
 async def test_a_request_may_ask_for_a_shorter_time_and_not_for_more_than_there_is() -> None:
-    bench = Bench(ResponseCacheSettings(ttl_s=60, max_ttl_s=100))
+    bench = Bench(tuned(ResponseCacheSettings, ttl_s=60, max_ttl_s=100))
     await bench.all(ask("short", reuse=Reuse(ttl_s=5)))
     await bench.all(ask("long", reuse=Reuse(ttl_s=1e6)))
     bench.now += 6
@@ -272,7 +273,7 @@ HOT = Sampling(max_tokens=8, temperature=1.0)
 async def test_who_takes_part(
     settings: dict[str, Any], mode: Mode | None, request_: Request, reason: str | None
 ) -> None:
-    bench = Bench(ResponseCacheSettings(**settings), {"a": mode} if mode else {})
+    bench = Bench(tuned(ResponseCacheSettings, **settings), {"a": mode} if mode else {})
     await bench.all(again(request_))
     request = again(request_)
     text = await bench.text(request)
@@ -338,7 +339,7 @@ async def test_who_wants_the_cache_or_nothing_gets_either() -> None:
     ],
 )
 async def test_which_answers_are_remembered(engine: Engine, settings: dict[str, Any], kept: bool) -> None:
-    bench = Bench(ResponseCacheSettings(**settings), engine=engine)
+    bench = Bench(tuned(ResponseCacheSettings, **settings), engine=engine)
     await bench.all(ask())
     assert await bench.outcome(ask()) == ("exact" if kept else "miss")
 
@@ -358,7 +359,7 @@ async def test_an_answer_that_failed_or_was_given_up_is_not_remembered() -> None
 
 async def test_calls_are_remembered_where_that_is_allowed() -> None:
     calls = [CallDelta(0, "look", '{"a":'), CallDelta(0, "", "1}")]
-    bench = Bench(ResponseCacheSettings(tool_calls=True), engine=Engine(pieces=calls, reason="tool_calls"))
+    bench = Bench(tuned(ResponseCacheSettings, tool_calls=True), engine=Engine(pieces=calls, reason="tool_calls"))
     await bench.all(ask(tool_use=USE))
     events = await bench.all(ask(tool_use=USE))
     assert [event for event in events if isinstance(event, CallDelta)] == calls
@@ -676,7 +677,7 @@ async def test_an_audit_that_is_given_up_is_told_of_with_what_it_took() -> None:
 
 async def test_a_match_whose_answer_is_gone_is_a_miss() -> None:
     meaning = Meaning()
-    bench = Bench(ResponseCacheSettings(ttl_s=10), semantic=meaning)
+    bench = Bench(tuned(ResponseCacheSettings, ttl_s=10), semantic=meaning)
     await bench.all(ask("How are you?"))
     bench.now += 11
     assert await bench.text(ask("How are you doing?")) == "Hello 2"

@@ -23,6 +23,7 @@ from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
 from gateway.responses.stage import Figures, ResponseCache
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.types import Hit, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 MESSAGE = {"role": "assistant", "content": "Hi", "refusal": None}
@@ -86,7 +87,7 @@ class Stub:
 
 
 def remembered(stub: Stub, **options: Any) -> tuple[RememberedUpstreams, Figures]:
-    settings = ResponseCacheSettings(**{"upstreams": "on", **options})
+    settings = tuned(ResponseCacheSettings, **{"upstreams": "on", **options})
     exact = ExactCache(MemoryEntries(1 << 20, time.time), None)
     cache = ResponseCache(settings, {}, exact, None, time.time)
     return RememberedUpstreams(stub, REPLAYS, cache), cache.figures

@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import LANES, Hello, Load
-from gateway.config import RoutingSettings
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.fakes.fake_engine import make_hello
 
-SETTINGS = RoutingSettings(prefill_weight=4.0, prefill_tokens_per_s=1000.0)
-ROUTER: Router[Candidate] = Router(SETTINGS)
+ROUTER: Router[Candidate] = Router()
 
 
 @dataclass

@@ -17,6 +17,7 @@ from gateway.types import Ask
 from gateway.upstreams.batch_slots import BatchSlots
 from gateway.upstreams.online_slots import OnlineSlots
 from tests.fakes.guests import FAR, NORTH, SOUTH, run, turn
+from tests.fakes.tuned import tuned
 
 
 def now() -> float:
@@ -196,7 +197,7 @@ def test_priority_orders_a_tenants_own_requests_and_nobody_elses() -> None:
 
 def test_flex_is_behind_those_of_its_time_and_priority_before_them_until_waiting_has_made_up_for_it() -> None:
     async def work() -> None:
-        guests = Guests(limits=QueueSettings(tier_s=1.0, aging=0.1))
+        guests = Guests(limits=tuned(QueueSettings, tier_s=1.0, aging=0.1))
         guests.come("first")
         guests.come("old-flex", tier="flex")
         await turn()

@@ -114,7 +114,7 @@ def _beyond(num_lines: int, num_inputs: int, limits: RowLimits) -> JobError | No
     if num_lines > limits.lines:
         return JobError("too_many_tasks", f"There are more than {limits.lines} requests (batches.max_lines).")
     if num_inputs > limits.inputs:
-        told = f"There are more than {limits.inputs} texts to embed in all requests (batches.max_embedding_inputs)."
+        told = f"There are more than {limits.inputs} texts to embed in all requests."
         return JobError("too_many_inputs", told)
     return None
 

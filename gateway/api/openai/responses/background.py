@@ -58,7 +58,7 @@ class Background:
             raise OverloadedError("The server is being stopped.", retry_after_s=RETRY_AFTER_S)
         if len(self._running) >= self._most:
             raise QueueFullError(
-                f"{self._most} responses run in the background already (stored_responses.max_background).",
+                f"{self._most} responses run in the background already.",
                 retry_after_s=RETRY_AFTER_S,
             )
 

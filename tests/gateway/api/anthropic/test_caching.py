@@ -15,6 +15,7 @@ from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Lease, Marker
 from tests.fakes.gateway import running
 from tests.fakes.pipeline import FakePipeline
+from tests.fakes.tuned import tuned
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -169,7 +170,10 @@ def places(*messages: Any, settings: AnthropicSettings | None = None, **fields: 
 def test_entries_count_up_to_twenty_blocks_back_the_marked_one_included() -> None:
     blocks = [text("a") for _ in range(29)]
     assert places(user(*blocks, text("a", **MARK))) == [(0, chars) for chars in range(11, 30)]
-    assert places(user(*blocks, text("a", **MARK)), settings=AnthropicSettings(lookback_blocks=3)) == [(0, 28), (0, 29)]
+    assert places(user(*blocks, text("a", **MARK)), settings=tuned(AnthropicSettings, lookback_blocks=3)) == [
+        (0, 28),
+        (0, 29),
+    ]
     assert places(user(text("a", **MARK), *blocks)) == []
 
 
@@ -177,7 +181,7 @@ def test_a_run_of_results_is_one_position() -> None:
     calls = [{"type": "tool_use", "id": str(number), "name": "f", "input": {}} for number in range(8)]
     results = [{"type": "tool_result", "tool_use_id": str(number), "content": "r"} for number in range(8)]
     turns = [user(text("q")), {"role": "assistant", "content": calls}, user(*results, text("end", **MARK))]
-    found = asked(*turns, settings=AnthropicSettings(lookback_blocks=3)).caching.places
+    found = asked(*turns, settings=tuned(AnthropicSettings, lookback_blocks=3)).caching.places
     assert len([marker for marker in found if marker.call is None]) == 8, "every result, at one position"
     assert len([marker for marker in found if marker.call is not None]) == 8
     assert not any(marker.message == 0 for marker in found), "the question is the fourth position"
@@ -194,9 +198,8 @@ def test_counting_looks_for_no_breakpoints() -> None:
         )
 
 
-def test_the_least_length_is_the_models() -> None:
-    settings = AnthropicSettings(min_cache_tokens=1024, min_cache_tokens_of=("demo=7", "a=b=9"))
-    assert [settings.min_tokens_of(model) for model in ("demo", "a=b", "other")] == [7, 9, 1024]
+def test_the_least_length_is_that_of_the_settings() -> None:
+    settings = AnthropicSettings(min_cache_tokens=7)
     (prompt,) = asked(user(text("a", **MARK)), settings=settings).call.prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.min_breakpoint_tokens == 7

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import Breakpoint
 from gateway.api.anthropic.fingerprint import MAX_MARKS, Change, Fingerprint, Piece, compare, same_scope, take
-from gateway.config import AnthropicSettings, TenantSettings
+from gateway.config import TenantSettings
 from gateway.types import Lease
 from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import running
@@ -187,18 +187,15 @@ async def test_an_entry_that_is_gone_is_unavailable_with_the_reason(traced: Any,
 
 async def test_a_message_that_is_not_remembered_is_not_found_and_another_tenants_neither() -> None:
     tenants = [TenantSettings(name=name, keys=(f"{name}-key",)) for name in ("north", "south")]
-    settings = AnthropicSettings(diagnostics_max_prompts=1)
     not_found = {"type": "previous_message_not_found"}
     async with (
-        running(pipeline(), tenants=tenants, anthropic=settings) as gateway,
+        running(pipeline(), tenants=tenants) as gateway,
         gateway.anthropic("north-key") as north,
         gateway.anthropic("south-key") as south,
     ):
         assert reason(await north.messages.create(**ask("msg_unknown"))) == not_found
         first = await north.messages.create(**ask())
         assert reason(await south.messages.create(**ask(first.id))) == not_found
-        await north.messages.create(**ask())
-        assert reason(await north.messages.create(**ask(first.id))) == not_found, "one is remembered, the latest"
 
 
 async def test_a_store_that_is_down_costs_no_answer() -> None:

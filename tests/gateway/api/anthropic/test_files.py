@@ -9,8 +9,9 @@ import pytest
 
 from gateway.config import FileSettings, TenantSettings
 from tests.fakes.gateway import running
+from tests.fakes.tuned import tuned
 
-SETTINGS = FileSettings(min_free_bytes=0)
+SETTINGS = tuned(FileSettings, min_free_bytes=0)
 
 
 async def test_a_file_goes_round(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ async def test_a_time_to_live_out_of_range_is_refused(seconds: int) -> None:
 
 
 async def test_a_file_that_is_too_large_is_too_large_for_the_sdk() -> None:
-    async with running(files=FileSettings(min_free_bytes=0, max_file_bytes=10)) as gateway:
+    async with running(files=tuned(FileSettings, min_free_bytes=0, max_file_bytes=10)) as gateway:
         with pytest.raises(anthropic.APIStatusError) as refused:
             await gateway.anthropic().files.upload(file=b"x" * 11)
         assert refused.value.status_code == 413

@@ -18,6 +18,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.gemini import gemini
 from tests.fakes.pipeline import FakeModels, FakePipeline, hello
+from tests.fakes.tuned import tuned
 
 NOW_S = 1_800_000_000.25
 DOCUMENT = {"role": "user", "parts": [{"text": "A long document."}]}
@@ -251,7 +252,7 @@ async def test_nothing_but_the_end_can_be_changed(query: str, body: Any, path: s
 
 
 async def test_a_default_and_bounds_are_the_operators() -> None:
-    settings = GeminiSettings(default_ttl="90s", min_ttl="30s", max_ttl="2m", min_tokens=41)
+    settings = tuned(GeminiSettings, default_ttl="90s", min_ttl="30s", max_ttl="2m", min_tokens=41)
     pipeline = FakePipeline(prompt_tokens=41)
     async with running(pipeline, now=Clock(NOW_S), gemini=settings) as gateway:
         assert (await made(gateway))["expireTime"] == timestamp(NOW_S + 90)
@@ -276,16 +277,16 @@ async def test_nothing_that_is_kept_or_asked_is_logged(caplog: pytest.LogCapture
 
 
 async def test_what_is_too_large_is_refused_before_it_is_computed() -> None:
-    async with running(now=Clock(NOW_S), gemini=GeminiSettings(max_content_bytes=1024)) as gateway:
+    async with running(now=Clock(NOW_S), gemini=tuned(GeminiSettings, max_content_bytes=1024)) as gateway:
         long = {"contents": [{"parts": [{"text": "x" * 1024}]}]}
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE | long)
         assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT")
-        assert "gemini.max_content_bytes" in answer["error"]["message"]
+        assert "1024 are possible" in answer["error"]["message"]
         assert not gateway.pipeline.requests
 
 
 async def test_past_the_limit_of_a_tenant_nothing_more_is_kept() -> None:
-    async with running(now=Clock(NOW_S), gemini=GeminiSettings(max_contents=2)) as gateway:
+    async with running(now=Clock(NOW_S), gemini=tuned(GeminiSettings, max_contents=2)) as gateway:
         name = (await made(gateway))["name"]
         await made(gateway)
         status, answer = await ask(gateway, "POST", "/v1/cachedContents", CREATE)

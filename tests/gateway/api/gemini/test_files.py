@@ -17,6 +17,7 @@ from gateway.config import FileSettings, TenantSettings
 from gateway.types import ChatPrompt
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.gemini import gemini
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 TENANTS = tuple(TenantSettings(name=name, keys=(f"{name}-key-1",)) for name in ("north", "south"))
@@ -26,7 +27,7 @@ NOTES = "Die Brücke öffnet um 9 Uhr.\n"
 
 
 def limits(**more: Any) -> FileSettings:
-    return FileSettings.model_validate({"min_free_bytes": 0, **more})
+    return tuned(FileSettings, **{"min_free_bytes": 0, **more})
 
 
 @asynccontextmanager

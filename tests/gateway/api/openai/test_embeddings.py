@@ -136,7 +136,7 @@ async def test_a_request_has_limits_that_are_in_the_settings(model: FakeTextMode
     async with running(embedder=embedder) as gateway:
         for value, param, code, said in (
             (["a", "b", "c"], "input", "array_above_max_length", "maximum length 2"),
-            (["a", "abcdef"], "input[1]", "string_above_max_length", "embeddings.max_input_chars"),
+            (["a", "abcdef"], "input[1]", "string_above_max_length", "maximum length 5"),
             (["abc", "abc"], "input", "max_tokens_per_request", "10 tokens"),
         ):
             status, body = await embed(gateway, value)

@@ -17,6 +17,7 @@ from gateway.api.openai.files import page
 from gateway.config import FileSettings, TenantSettings
 from gateway.types import StoredFile
 from tests.fakes.gateway import Gateway, running
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 TENANTS = (TenantSettings(name="a", keys=("key-of-aaaa",)), TenantSettings(name="b", keys=("key-of-bbbb",)))
@@ -24,7 +25,7 @@ DAY_S = 86_400
 
 
 def settings(**limits: Any) -> FileSettings:
-    return FileSettings.model_validate({"min_free_bytes": 0, **limits})
+    return tuned(FileSettings, **{"min_free_bytes": 0, **limits})
 
 
 def upload(gateway: Gateway, data: Any = b"x", purpose: Any = "batch", key: str = "none", **more: Any) -> Any:

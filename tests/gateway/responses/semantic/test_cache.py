@@ -13,6 +13,7 @@ from gateway.errors import EngineFailedError
 from gateway.responses.semantic.budget import Budget
 from gateway.types import ChatPrompt, Constraint, Request, Reuse, Scope, Tool, ToolUse
 from tests.fakes.meanings import BROKEN, Kitchen, Meanings
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
@@ -103,14 +104,14 @@ async def test_requests_that_are_not_safe_to_answer_by_meaning_stay_exact(
 
 
 async def test_words_of_time_and_long_texts_stay_exact() -> None:
-    one = kitchen(settings=SemanticCacheSettings(mode="on", max_text_tokens=50))
+    one = kitchen(settings=tuned(SemanticCacheSettings, mode="on", max_text_tokens=50))
     await one.ask("How do I reset it today?")
     await one.ask("How do I reset it, and why? " * 5)
     assert one.semantic.outcomes == {"moment": 1, "not-embedded": 1}
 
 
 async def test_tenants_and_requests_opt_in() -> None:
-    one = kitchen(settings=SemanticCacheSettings(mode="off"), modes={"a": "on", "b": "ask"})
+    one = kitchen(settings=tuned(SemanticCacheSettings, mode="off"), modes={"a": "on", "b": "ask"})
     for tenant, reuse, outcome in (
         ("a", Reuse(), "semantic"),
         ("b", Reuse(), "miss"),
@@ -139,13 +140,13 @@ async def test_a_request_may_only_raise_the_similarity() -> None:
     one = kitchen(meanings=Meanings({"password?": 0.0, "reset": 20.0}))
     await one.ask(FIRST)
     assert (await one.ask(SECOND, reuse=Reuse(similarity=0.95)))[1] == "miss"
-    strict = kitchen(settings=SemanticCacheSettings(mode="on", min_similarity=0.99), meanings=one.meanings)
+    strict = kitchen(settings=tuned(SemanticCacheSettings, mode="on", min_similarity=0.99), meanings=one.meanings)
     await strict.ask(FIRST)
     assert (await strict.ask(SECOND, reuse=Reuse(similarity=0.1)))[1] == "miss"
 
 
 async def test_every_miss_with_a_near_neighbour_teaches_something() -> None:
-    settings = SemanticCacheSettings(mode="on", min_similarity=1.0)
+    settings = tuned(SemanticCacheSettings, mode="on", min_similarity=1.0)
     one = kitchen(settings=settings, meanings=Meanings({"password?": 0.0, "should": 18.0, "reset": 9.0}))
     one.answers = {FIRST: "Click on it.", SECOND: "click on it"}
     await one.ask(FIRST)
@@ -178,7 +179,7 @@ async def test_an_answer_that_an_audit_finds_wrong_is_not_given_again() -> None:
 
 
 async def test_what_cannot_be_audited_is_answered_afresh() -> None:
-    one = kitchen(chance=0.0, settings=SemanticCacheSettings(mode="on", max_audits=0))
+    one = kitchen(chance=0.0, settings=tuned(SemanticCacheSettings, mode="on", max_audits=0))
     await one.ask(FIRST)
     assert (await one.ask(SECOND))[1] == "miss"
     assert one.semantic.outcomes["unaudited"] == 1

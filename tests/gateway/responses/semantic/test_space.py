@@ -12,6 +12,7 @@ from gateway.responses.semantic.questions import AnsweredQuestion, digest_of
 from gateway.responses.semantic.space import Sight, Space
 from gateway.responses.semantic.vectors import find_unfit
 from tests.fakes.clock import Clock
+from tests.fakes.tuned import tuned
 
 HERE, ELSEWHERE = b"h" * 32, b"e" * 32
 UP = np.array([1.0, 0.0], dtype="<f4").tobytes()
@@ -23,7 +24,7 @@ def turned(cosine: float) -> bytes:
 
 def make(clock: Clock | None = None, chance: float = 1.0, **changes: Any) -> Space:
     clock = clock or Clock(0.0)
-    return Space(SemanticCacheSettings(**changes), random=lambda: chance, now=clock)
+    return Space(tuned(SemanticCacheSettings, **changes), random=lambda: chance, now=clock)
 
 
 def entry(

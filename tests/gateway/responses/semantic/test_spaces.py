@@ -5,12 +5,13 @@ from __future__ import annotations
 from gateway.config import SemanticCacheSettings
 from gateway.responses.semantic.spaces import Spaces
 from tests.fakes.meanings import Kitchen, Meanings
+from tests.fakes.tuned import tuned
 
 FIRST, SECOND = "How do I reset my password?", "how can i reset my password"
 
 
 async def test_only_so_many_models_of_an_owner_have_questions() -> None:
-    one = Kitchen(meanings=Meanings({"reset": 0.0}), settings=SemanticCacheSettings(mode="on", max_models=2))
+    one = Kitchen(meanings=Meanings({"reset": 0.0}), settings=tuned(SemanticCacheSettings, mode="on", max_models=2))
     for model in ("one", "two"):
         await one.ask(FIRST, model=model)
     await one.ask(FIRST, tenant="b", model="one")
@@ -22,7 +23,7 @@ async def test_only_so_many_models_of_an_owner_have_questions() -> None:
 
 
 async def test_all_owners_and_models_together_keep_within_their_bytes_and_who_has_most_gives() -> None:
-    settings = SemanticCacheSettings(mode="on", max_memory_bytes=100_000, max_models=3)
+    settings = tuned(SemanticCacheSettings, mode="on", max_memory_bytes=100_000, max_models=3)
     one = Kitchen(meanings=Meanings({"reset": 0.0}), settings=settings)
     spaces: Spaces = one.semantic._spaces
     await one.ask(FIRST, tenant="small")

@@ -20,6 +20,7 @@ from gateway.storage.byte_store import Put
 from gateway.storage.memory_bytes import MemoryBytes
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.pipeline import FakePipeline
+from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
 
 TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
@@ -230,7 +231,7 @@ def test_what_is_past_its_time_is_told_as_failed() -> None:
 
 
 async def test_there_are_so_many_and_no_more() -> None:
-    async with held(stored_responses=StoredResponseSettings(max_background=1)) as (gateway, client, store):
+    async with held(stored_responses=tuned(StoredResponseSettings, max_background=1)) as (gateway, client, store):
         await client.responses.create(model="demo", input="hi", background=True)
         with pytest.raises(openai.RateLimitError) as refused:
             await client.responses.create(model="demo", input="hi", background=True)

@@ -1,0 +1,20 @@
+"""Settings with other constants than theirs: those that no operator turns, but a test does."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from engine.config import Section
+
+_Section = TypeVar("_Section", bound=Section)
+
+
+def tuned(section: type[_Section], **values: Any) -> _Section:
+    """Settings of `section` with these values, of which some are constants of it."""
+    fields = {name: value for name, value in values.items() if name in section.model_fields}
+    changed: Any = type(section.__name__, (section,), {"__module__": __name__})
+    for name in values.keys() - fields.keys():
+        assert hasattr(section, name), f"{section.__name__} has no constant {name}"
+        setattr(changed, name, values[name])
+    made: _Section = changed(**fields)
+    return made
