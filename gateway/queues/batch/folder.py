@@ -101,13 +101,23 @@ class JobFolder:
     def read_lines(self, job: Job, start: int, count: int, max_bytes: int | None = None) -> list[bytes]:
         """The rows of so many lines from one on; as many of them as have `max_bytes` together, but one at least. Raises
         StorageError."""
-        with translated(), (self._of(job) / "lines").open("rb") as index, self._input(job) as rows:
-            entries = os.pread(index.fileno(), count * _ENTRY.size, start * _ENTRY.size)
-            if len(entries) != count * _ENTRY.size:
-                raise OSError(errno.EIO, f"the lines of {job.id} are not all there")
-            found = list(_ENTRY.iter_unpack(entries))
+        with translated(), self._input(job) as rows:
+            found = self._find_lines(job, start, count)
             fitting = num_fitting([size for _, size in found], max_bytes)
             return [os.pread(rows.fileno(), size, offset) for offset, size in found[:fitting]]
+
+    def row_bytes(self, job: Job, line: int) -> int:
+        """Of one line's row. Raises StorageError."""
+        with translated():
+            return self._find_lines(job, line, 1)[0][1]
+
+    def _find_lines(self, job: Job, start: int, count: int) -> list[tuple[int, int]]:
+        """Offset and size of rows."""
+        with (self._of(job) / "lines").open("rb") as index:
+            entries = os.pread(index.fileno(), count * _ENTRY.size, start * _ENTRY.size)
+        if len(entries) != count * _ENTRY.size:
+            raise OSError(errno.EIO, f"the lines of {job.id} are not all there")
+        return list(_ENTRY.iter_unpack(entries))
 
     # -- results ------------------------------------------------------------------------------------------------------
 

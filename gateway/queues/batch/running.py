@@ -177,9 +177,10 @@ class RunningLines:
         return back
 
     async def _run(self, job: Job, claim: Claim) -> None:
-        (row,) = await asyncio.to_thread(self._folder.read_lines, job, claim.ref.line, 1)
-        model = _model_of(claim)
-        async with self._apart.turn(model, alone=claim.deaths > 0):
+        model, place = _model_of(claim), claim.ref.line
+        num_bytes = await asyncio.to_thread(self._folder.row_bytes, job, place)
+        async with self._apart.turn(model, num_bytes, alone=claim.deaths > 0):
+            (row,) = await asyncio.to_thread(self._folder.read_lines, job, place, 1)
             answer = await self._asked(job, row)
         died = answer.retry == "died"
         if died or answer.retry == "later" or (answer.retry == "again" and answer.retry_after_s is not None):

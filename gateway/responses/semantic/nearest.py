@@ -21,6 +21,8 @@ MOVED_AT_A_TIME: Final = 2
 
 SLAB_ROWS: Final = 1024
 """Vectors that memory is taken for at a time: nothing is copied when there are more."""
+FIRST_ROWS: Final = 4
+"""The same of the first, which is doubled until it has as many: there may be as many scopes as questions."""
 
 LOOKED_AT_WHEN_ADDED: Final = 64
 LOOKED_AT_WHEN_FOUND: Final = 384
@@ -33,7 +35,7 @@ class Nearest:
     def __init__(self, dimensions: int, *, exact_up_to: int = EXACT_UP_TO) -> None:
         self.dimensions = dimensions
         self._exact_up_to = exact_up_to
-        self._slabs: list[Floats] = []  # each (SLAB_ROWS, dimensions)
+        self._slabs: list[Floats] = []  # each (SLAB_ROWS, dimensions); the only one may have fewer rows
         self._names: list[int] = []  # number of each row
         self._places: dict[int, int] = {}  # number -> row
         self._index: Any = None
@@ -51,7 +53,11 @@ class Nearest:
         """`number` is new."""
         assert number not in self._places
         row = len(self._names)
-        if row == len(self._slabs) * SLAB_ROWS:
+        if not self._slabs:
+            self._slabs.append(np.zeros((FIRST_ROWS, self.dimensions), dtype=np.float32))
+        elif row == len(self._slabs[0]) < SLAB_ROWS:
+            self._slabs[0] = np.concatenate([self._slabs[0], np.zeros_like(self._slabs[0])])
+        elif row == len(self._slabs) * SLAB_ROWS:
             self._slabs.append(np.zeros((SLAB_ROWS, self.dimensions), dtype=np.float32))
         self._row(row)[:] = vector
         self._names.append(number)

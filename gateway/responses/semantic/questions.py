@@ -30,9 +30,10 @@ from gateway.storage.scripts import script
 KEPT_ANSWER_CHARS: Final = 2000
 """Of an answer, for comparing it with another. The whole answer is in the exact cache, under the key."""
 
-ENTRY_OVERHEAD_BYTES: Final = 8192
-"""What an entry takes in memory besides its bytes, about: what the guard knows of its text, and its vector once
-more, in full and in an index."""
+ENTRY_OVERHEAD_BYTES: Final = 12288
+"""What an entry takes in memory besides its bytes: objects, its vector in an index, and a scope of its own."""
+TEXT_CHAR_BYTES: Final = 40
+"""Of each character of a text, with what the guard knows of it: at most, where every word is new and short."""
 
 _HEAD: Final = struct.Struct("<B32s32s32s32sddHII")
 _VERSION: Final = 1
@@ -73,8 +74,9 @@ class AnsweredQuestion:
 
     @property
     def num_bytes(self) -> int:
-        """In memory, about."""
-        return ENTRY_OVERHEAD_BYTES + len(self.vector) + 4 * (len(self.text) + len(self.answer))
+        """In memory, at most, with its vector once more to be compared."""
+        texts = TEXT_CHAR_BYTES * len(self.text) + 4 * len(self.answer)
+        return ENTRY_OVERHEAD_BYTES + 3 * len(self.vector) + texts
 
     def to_bytes(self) -> bytes:
         text, answer = self.text.encode(), self.answer.encode()

@@ -51,6 +51,23 @@ async def test_no_more_lines_run_at_a_time_than_may(lane: Lane) -> None:
     assert Counter(runner.ran) == Counter(map(str, range(10)))
 
 
+async def test_rows_of_lines_that_run_are_bounded_in_bytes(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.queues.batch.apart.ROW_BYTES", 3_000)
+    runner = FakeRunner()
+    job = await lane.create([*rows(6, hold=True, text="a" * 1_000), {"id": "large", "text": "a" * 9_000}])
+    async with lane.gateway(runner) as worker:
+        for _ in range(3):
+            await until(lambda: len(runner.holding) == 2)
+            await until(lambda: worker.in_flight == min(4, 7 - sum(runner.tries.values()) + 2))
+            assert len(runner.holding) == 2
+            assert worker._running._apart.row_bytes < 3_000
+            first, runner.gate = runner.gate, asyncio.Event()
+            runner.holding.clear()
+            first.set()
+        assert (await lane.ended(job)).counts == Counts(7, succeeded=7)
+        assert worker._running._apart.row_bytes == 0
+
+
 async def test_what_an_engine_failed_is_tried_again_until_that_is_its_result(lane: Lane) -> None:
     runner = FakeRunner()
     job = await lane.create([{"id": "twice", "again": 2}, {"id": "always", "again": 99}, {"id": "later", "later": 5}])
