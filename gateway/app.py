@@ -89,13 +89,14 @@ class Gateway:
         # A connection of its own: what is asked about jobs may take longer than what a request waits for.
         timeout_s = settings.batches.redis_timeout_s
         self.batch_redis = connect(self.redis_url, timeout_s) if self.redis_url and self.redis is not None else None
-        self.batches = BatchLane(self.batch_redis, jobs_folder, self.files, settings.batches, time.time)
+        self.batches = BatchLane(self.batch_redis, jobs_folder, self.files, settings.batches, time.time, stores.breaker)
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
             start_timeout_s=settings.engines.start_timeout_s,
             on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
+            breaker=stores.breaker,
         )
         self.responses = ResponseStore(stores.stored_responses())
         prices = Prices(settings.prices, settings.batches.price)

@@ -15,9 +15,8 @@ from redis.asyncio import Redis
 from gateway import contents
 from gateway.config import Settings, StoredResponseSettings
 from gateway.contents import Contents
-from gateway.index.fallback import FallbackIndex
+from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex
 from gateway.ledger.base import Book
 from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.redis_book import RedisBook
@@ -38,7 +37,7 @@ REDIS_RETRY_S: Final = 1.0
 
 @dataclass
 class RedisOrMemory:
-    """The stores of one gateway. `breaker` is that of all of them but the batches, whose calls may take longer."""
+    """The stores of one gateway. `breaker` is that of all of them, and of the batches."""
 
     settings: Settings
     redis: Redis | None
@@ -56,10 +55,9 @@ class RedisOrMemory:
         """For /metrics and /admin/stats."""
         return {"up": self.redis is not None and self.breaker.up, "outages": self.breaker.outages}
 
-    def index(self, memory: MemoryIndex) -> FallbackIndex:
+    def index(self, memory: MemoryIndex) -> PrefixIndex:
         """Which engine holds which blocks. `memory` is fed by the engines themselves."""
-        shared = None if self.redis is None else RedisIndex(self.redis, **self._calls)
-        return FallbackIndex(shared, memory, retry_s=REDIS_RETRY_S)
+        return PrefixIndex(memory, self.redis, retry_s=REDIS_RETRY_S, **self._calls)
 
     def counters(self) -> SharedCounters:
         """What counts tenants' requests and tokens."""

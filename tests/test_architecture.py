@@ -33,7 +33,7 @@ WITH_NUMPY = {
 """What the extra `semantic` is for; imported when the first text is embedded or looked up."""
 FOUNDATION = {
     *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.breaker"),
-    *("gateway.storage.redis_calls", "gateway.storage.breaker", "gateway.storage.scripts"),
+    *("gateway.storage.redis_calls", "gateway.storage.breaker"),
     *("gateway.storage.byte_store", "gateway.storage.memory_bytes", "gateway.storage.redis_bytes"),
     *("gateway.config", "gateway.digests", "gateway.fair_queue", "gateway.logs", "gateway.native"),
 }

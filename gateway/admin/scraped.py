@@ -149,17 +149,13 @@ class Scraped(Collector):
             for limit, count in limits["refused"].items()
         ]
         yield _counter("limited_requests", "Requests refused by a limit of the tenant.", ("tenant", "limit"), refused)
-        outages = redis.get("outages", 0)
-        yield _one(
-            _counter, "limit_outages", "Outages of Redis, during which each gateway counts limits for itself.", outages
-        )
         batches = dict(sources.batches())
         for figure, name, text in _BATCHES:
             yield _one(_gauge, name, text, float(batches.pop(figure, 0)))
         yield _counter("batch_lines", "Lines of batches by outcome.", ("outcome",), _by_name(batches))
         up = "1 while Redis is reachable; 0 while this gateway goes on with its own memory."
         yield _one(_gauge, "redis_up", up, float(bool(redis.get("up"))))
-        yield _one(_counter, "redis_outages", "Times that Redis became unreachable.", outages)
+        yield _one(_counter, "redis_outages", "Times that Redis became unreachable.", redis.get("outages", 0))
         skipped = _by_name(unreadable)
         yield _counter("redis_unreadable", "Skipped entries in Redis that no gateway wrote.", ("store",), skipped)
         lost = "Log lines dropped because the log is read too slowly or cannot be written."

@@ -1,4 +1,4 @@
-"""The index in this gateway's own memory, fed by the engines' streams. The naive twin of redis_index.
+"""The index in this gateway's own memory, fed by the engines' streams. The naive twin of what Redis has.
 
 Answers when Redis does not, and is always complete for the engines that this gateway is connected to. One set of
 digests per incarnation, bounded by the number of blocks that the engine has. No I/O.
@@ -45,8 +45,6 @@ class MemoryIndex:
                 high = middle
         return low
 
-    async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
-        """See index/base.py. The model makes no difference: an incarnation serves one."""
-        if not digests:
-            return {}
+    def find(self, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
+        """See PrefixIndex. The model makes no difference: an incarnation serves one."""
         return {name: self.prefix(name, digests) for name in incarnations if name in self._held}

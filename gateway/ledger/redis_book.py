@@ -18,8 +18,7 @@ from redis.asyncio import Redis
 
 from gateway.ledger.base import COLUMNS, Figures, Row, capped
 from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls, read_or_skip
-from gateway.storage.scripts import script
+from gateway.storage.redis_calls import RedisCalls, read_or_skip, script
 
 REMEMBERED_S: Final = 86_400
 """Seconds for which a number is known to have been added: whoever tries again does so within them."""

@@ -17,8 +17,7 @@ from redis.commands.core import AsyncScript
 from gateway.errors import RedisDownError
 from gateway.limits.base import Take, Taken
 from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls, skipped
-from gateway.storage.scripts import script
+from gateway.storage.redis_calls import RedisCalls, script, skipped
 from gateway.types import LimitKind
 
 _STORE: Final = "counters of limits"

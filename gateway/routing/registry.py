@@ -13,17 +13,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from engine.protocol import ENGINES_KEY, Hello, Load, announcement_key
 from gateway import tasks
-from gateway.errors import ModelNotFoundError, NoEngineError
-from gateway.storage.redis_calls import read_or_skip
+from gateway.errors import ModelNotFoundError, NoEngineError, RedisDownError
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Registry(Generic[C]):
         *,
         retry_after_s: float,
         redis: Redis | None = None,
+        breaker: RedisBreaker | None = None,
         discover_s: float = 1.0,
         start_timeout_s: float = 0.0,
         on_unused: Callable[[str], None] = lambda _: None,
@@ -80,6 +82,7 @@ class Registry(Generic[C]):
         connect        makes a client from a name and a URL, without starting it
         retry_after_s  what a client is told whose model has no engine at the moment
         redis          where engines announce themselves; None switches discovery off
+        breaker        of all calls of this gateway
         discover_s     seconds between looks at the announcements, and how long one look may take
         start_timeout_s  how long an engine that was never reached may turn out to serve any model
         on_unused      told the fingerprint of a tokeniser that no known engine has any more; one that is away for a
@@ -88,6 +91,7 @@ class Registry(Generic[C]):
         self._connect = connect
         self._retry_after_s = retry_after_s
         self._redis = redis
+        self._calls = RedisCalls(max(discover_s, 1.0), breaker)
         self._discover_s = discover_s
         self._start_timeout_s = start_timeout_s
         self._on_unused = on_unused
@@ -163,13 +167,8 @@ class Registry(Generic[C]):
 
     async def _look(self, redis: Redis) -> None:
         while not tasks.was_cancelled():
-            try:
-                async with tasks.patience(max(self._discover_s, 1.0)):
-                    urls = await announced(redis)
-            except (RedisError, OSError, TimeoutError) as error:
-                log.debug("no announcements can be read: %s", error)  # the index warns of a Redis that is down
-            else:
-                await self._follow(urls)
+            with suppress(RedisDownError):
+                await self._follow(await self._calls.ask(announced(redis)))
             await asyncio.sleep(self._discover_s)
 
     async def _follow(self, urls: Mapping[str, str]) -> None:

@@ -36,14 +36,11 @@ class RedisBreaker:
     failures  calls that showed Redis to be unreachable
     """
 
-    def __init__(
-        self, *, retry_s: float = 0.0, clock: Callable[[], float] = time.monotonic, name: str = "Redis"
-    ) -> None:
-        """`name` is what the log calls it. With retry_s 0 the breaker is half-open as soon as it has opened."""
+    def __init__(self, *, retry_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """With retry_s 0 the breaker is half-open as soon as it has opened."""
         self.retry_s = retry_s
         self.outages = 0
         self.failures = 0
-        self._name = name
         self._clock = clock
         self._breaker = Breaker(1, retry_s, clock)
         self._answers = 0
@@ -60,11 +57,11 @@ class RedisBreaker:
         return self._breaker.wait_s()
 
     @contextmanager
-    def call(self, *, always: bool) -> Iterator[None]:
-        """Around one call. Raises ConnectionError where the call must not be made; never with `always`."""
+    def call(self) -> Iterator[None]:
+        """Around one call. Raises ConnectionError where the call must not be made."""
         probes = not self.up
-        if probes and not always and not self._breaker.admit():
-            raise ConnectionError(f"{self._name} was unreachable a moment ago")
+        if probes and not self._breaker.admit():
+            raise ConnectionError("Redis was unreachable a moment ago")
         answers = self._answers
         try:
             yield
@@ -85,16 +82,14 @@ class RedisBreaker:
         """Logs that Redis refuses commands, at most once in REFUSALS_S."""
         if (now_s := self._clock()) >= self._next_refusal_s:
             self._next_refusal_s = now_s + REFUSALS_S
-            log.warning(
-                "%s refuses commands, and this gateway goes on without what they are for: %s", self._name, error
-            )
+            log.warning("Redis refuses commands, and this gateway goes on without what they are for: %s", error)
 
     def _answered(self, probes: bool) -> None:
         """A call from before the failure says nothing of Redis after it: only a probe closes the breaker."""
         self._answers += 1
         if probes and not self.up:
             self._breaker.succeeded()
-            log.info("%s is reachable again after %.1f s", self._name, self._clock() - self._opened_s)
+            log.info("Redis is reachable again after %.1f s", self._clock() - self._opened_s)
 
     def _failed(self, error: BaseException, probes: bool) -> None:
         self.failures += 1
@@ -102,8 +97,7 @@ class RedisBreaker:
             self.outages += 1
             self._opened_s = self._clock()
             log.warning(
-                "%s is unreachable, and this gateway goes on with its own memory: %s. The next try is in %g s",
-                self._name,
+                "Redis is unreachable, and this gateway goes on with its own memory: %s. The next try is in %g s",
                 str(error) or type(error).__name__,
                 self.retry_s,
             )

@@ -24,8 +24,7 @@ from redis.asyncio import Redis
 
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import UNLIMITED, Put, Quota
-from gateway.storage.redis_calls import RedisCalls, read_or_skip
-from gateway.storage.scripts import script
+from gateway.storage.redis_calls import RedisCalls, read_or_skip, script
 
 
 class RedisBytes:

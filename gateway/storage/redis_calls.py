@@ -18,6 +18,7 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
@@ -81,6 +82,12 @@ async def warn_of_eviction(redis: Redis) -> None:
         )
 
 
+def script(package: str | None, *names: str) -> str:
+    """The Lua source of these files of a package (`__package__` of its user), one behind the other."""
+    assert package is not None
+    return "".join(files(package).joinpath(name).read_text(encoding="utf-8") for name in names)
+
+
 def read_or_skip(store: str, read: Callable[[], _T]) -> _T | None:
     """What `read` makes of something from Redis; None when that cannot be read."""
     try:
@@ -116,14 +123,12 @@ def _is_strange(error: BaseException | None) -> bool:
 class RedisCalls:
     """The calls of one part of the gateway. Every failure is a RedisDownError, whose cause says why."""
 
-    def __init__(self, timeout_s: float, breaker: RedisBreaker | None = None, *, all_ask: bool = False) -> None:
+    def __init__(self, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
         """timeout_s  bounds every call, from its turn on
-        breaker    of all calls of this client; None: a breaker for these calls alone
-        all_ask    also while Redis is unreachable: for callers that go on asking until it is back
+        breaker    of all calls of this gateway; None: a breaker for these calls alone
         """
         self._timeout_s = timeout_s
         self._breaker = breaker or RedisBreaker()
-        self._all_ask = all_ask
         self._turns = asyncio.Semaphore(MAX_CALLS)
 
     @property
@@ -172,7 +177,7 @@ class RedisCalls:
             async with self._turn():
                 if failures != self._breaker.failures:
                     raise TimeoutError("a call before this one was not answered")
-                with self._breaker.call(always=self._all_ask):
+                with self._breaker.call():
                     asked = True
                     async with tasks.patience(self._timeout_s):
                         return await call

@@ -21,8 +21,9 @@ import uvloop
 from redis.asyncio import Redis
 
 from engine.protocol import BlockEvents, blocks_key, split_digests
+from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex
+from gateway.storage.breaker import RedisBreaker
 from tests.fakes.redis_process import RedisProcess
 
 OTHER_BLOCKS = 20_000
@@ -50,7 +51,9 @@ async def time_us(call: Callable[[], Awaitable[object]], rounds: int) -> tuple[f
 async def run(url: str, rounds: int) -> None:
     source = random.Random(1)
     redis: Redis = Redis.from_url(url)
-    redis_index, memory = RedisIndex(redis, timeout_s=5.0), MemoryIndex()
+    redis_index = PrefixIndex(MemoryIndex(), redis, timeout_s=5.0, breaker=RedisBreaker(), retry_s=1.0)
+    memory = MemoryIndex()
+    memory_index = PrefixIndex(memory, None, timeout_s=5.0, breaker=RedisBreaker(), retry_s=1.0)
     naive = redis.register_script(_NAIVE)
     print(f"{'blocks':>7} {'engines':>8} {'redis us':>9} {'p95':>7} {'naive us':>9} {'memory us':>10} {'ping us':>8}")
     for blocks in (100, 1600, 6400):
@@ -66,10 +69,10 @@ async def run(url: str, rounds: int) -> None:
         for engines in (1, 8):
             some = names[:engines]
             found = dict(await redis_index.find("m", prompt, some))
-            assert found == dict(await memory.find("m", prompt, some))
+            assert found == memory.find(prompt, some)
             assert found[names[0]] == blocks
             median, p95 = await time_us(lambda some=some, prompt=prompt: redis_index.find("m", prompt, some), rounds)
-            plain, _ = await time_us(lambda some=some, prompt=prompt: memory.find("m", prompt, some), rounds)
+            plain, _ = await time_us(lambda some=some, prompt=prompt: memory_index.find("m", prompt, some), rounds)
             ping, _ = await time_us(redis.ping, rounds)
             key = blocks_key("m", names[0])
             one_each, _ = await time_us(lambda key=key, a=arguments: naive(keys=[key], args=a), max(50, rounds // 10))

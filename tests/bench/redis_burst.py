@@ -26,7 +26,8 @@ from gateway.config import (
 )
 from gateway.contents import STORE, Contents, quota_of
 from gateway.errors import RedisDownError
-from gateway.index.redis_index import RedisIndex
+from gateway.index.index import PrefixIndex
+from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.redis_book import RedisBook
 from gateway.limits.base import Take
 from gateway.limits.redis_counters import RedisCounters
@@ -34,6 +35,7 @@ from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions
+from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
@@ -53,7 +55,7 @@ def stores(redis: Redis) -> dict[str, Callable[[], Awaitable[object]]]:
     shared = RedisBytes(redis, STORE, quota_of(limits), time.time, timeout_s=TIMEOUT_S)
     contents = Contents(limits, time.time, MemoryBytes(quota_of(limits), time.time), shared)
     book = RedisBook(redis, timeout_s=TIMEOUT_S)
-    index = RedisIndex(redis, timeout_s=TIMEOUT_S)
+    index = PrefixIndex(MemoryIndex(), redis, timeout_s=TIMEOUT_S, breaker=RedisBreaker(), retry_s=1.0)
     scripts = RedisScripts(redis, timeout_s=BatchSettings().redis_timeout_s)
     return {
         "limits": lambda: counters.take("a", Take({"requests": 1})),

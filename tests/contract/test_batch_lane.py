@@ -71,10 +71,10 @@ async def test_while_redis_is_away_lines_wait_and_then_go_on(tmp_path: Path, cap
                 await until(lambda: len(runner.holding) == 4)
                 process.kill()
                 runner.gate.set()
-                await until(lambda: "Redis for batches is unreachable" in caplog.text)
+                await until(lambda: "Redis is unreachable" in caplog.text)
                 assert worker.in_flight == 4, "their results are not given up"
                 process.start()
                 job = await lane.ended(job)
             assert job.counts == Counts(20, succeeded=20)
             assert Counter(runner.ran) == Counter(map(str, range(20)))
-            assert caplog.text.count("Redis for batches is unreachable") == 1
+            assert caplog.text.count("Redis is unreachable") == 1

@@ -1,4 +1,4 @@
-"""The promises of gateway/index/base.py over every implementation, and both against an oracle.
+"""The promises of gateway/index/index.py over memory and a real Redis, and both against an oracle.
 
 Memory is fed with events as the stream brings them; Redis by the engine's own publisher. Histories are random, but
 prefix-closed as an engine's are: parents are stored first, children are removed first.
@@ -19,9 +19,9 @@ from redis.asyncio import Redis
 
 from engine.protocol import BlockEvents, split_digests
 from engine.publish import Publisher, ResidencyTable
-from gateway.index.base import Index
+from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex
+from gateway.storage.breaker import RedisBreaker
 from tests.fakes.fake_engine import make_hello
 
 LIMIT_S = 30.0
@@ -64,24 +64,29 @@ class Held:
         return count
 
 
+def index_of(memory: MemoryIndex, redis: Redis | None = None) -> PrefixIndex:
+    return PrefixIndex(memory, redis, timeout_s=LIMIT_S, breaker=RedisBreaker(), retry_s=1.0)
+
+
 class Memory:
     """The memory index and how events get into it."""
 
     def __init__(self) -> None:
-        self.index = MemoryIndex()
+        self.memory = MemoryIndex()
+        self.index = index_of(self.memory)
 
     async def apply(self, name: str, events: BlockEvents) -> None:
-        self.index.apply(name, events)
+        self.memory.apply(name, events)
 
     async def end(self, name: str) -> None:
-        self.index.drop(name)
+        self.memory.drop(name)
 
 
 class Published:
     """The Redis index and how events get into it: each engine's table and publisher."""
 
     def __init__(self, redis: Redis) -> None:
-        self.index = RedisIndex(redis, timeout_s=LIMIT_S)
+        self.index = index_of(MemoryIndex(), redis)
         self._redis = redis
         self.engines: dict[str, tuple[ResidencyTable, Publisher]] = {}
 
@@ -178,7 +183,7 @@ async def test_an_empty_question_has_an_empty_answer(
     fed: Memory | Published, digests: bytes, names: Sequence[str]
 ) -> None:
     await fed.apply("engine-a", BlockEvents(stored=CHAINS[0]))
-    index: Index = fed.index
+    index: PrefixIndex = fed.index
     assert dict(await index.find("m", digests, names)) == {}
 
 

@@ -21,7 +21,6 @@ from gateway.config import (
 from gateway.contents import STORE, Contents, quota_of
 from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex
 from gateway.ledger.redis_book import RedisBook
 from gateway.limits.base import Take
 from gateway.limits.memory_counters import MemoryCounters
@@ -42,7 +41,7 @@ BURST = 16 * MAX_CALLS
 MOST_S = 200 * TIMEOUT_S
 """On a machine that does other things, too; one after the other they would take more than twice as long."""
 
-STORES = ("limits", "bytes", "answers", "questions", "contents", "ledger", "index", "batches")
+STORES = ("limits", "bytes", "answers", "questions", "contents", "ledger", "batches")
 
 
 def ask(store: str, redis: Redis, timeout_s: float) -> Callable[[], Awaitable[object]]:
@@ -68,9 +67,6 @@ def ask(store: str, redis: Redis, timeout_s: float) -> Callable[[], Awaitable[ob
         case "ledger":
             book = RedisBook(redis, timeout_s=timeout_s)
             return lambda: book.read("0", "9")
-        case "index":
-            index = RedisIndex(redis, timeout_s=timeout_s)
-            return lambda: index.find("m", bytes(16), ["one"])
     return RedisJobs(RedisScripts(redis, timeout_s=timeout_s), BatchSettings()).open
 
 

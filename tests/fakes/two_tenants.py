@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from engine.protocol import BlockEvents, Hello, Load, Sampling, SequenceUpdate, split_digests
 from gateway.config import PromptSettings, QueueSettings, ResponseCacheSettings, SemanticCacheSettings
-from gateway.index.fallback import FallbackIndex
+from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
@@ -34,6 +34,7 @@ from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.space import Space
 from gateway.responses.stage import ResponseCache
 from gateway.routing.router import Router
+from gateway.storage.breaker import RedisBreaker
 from gateway.types import ChatPrompt, EmbeddingInput, EncodedPrompt, Request, Scope, Started, Tenant
 from tests.fakes import tokenisers
 from tests.fakes.shelf import Shelf
@@ -122,7 +123,7 @@ class House:
         self.engines = [
             WorkingEngine(replace(hello, incarnation=name), self.memory_index, log=self.log) for name in ("one", "two")
         ]
-        self.index = FallbackIndex(None, self.memory_index, retry_s=1.0)
+        self.index = PrefixIndex(self.memory_index, None, timeout_s=1.0, breaker=RedisBreaker(), retry_s=1.0)
         self.prompts = PromptStage(PromptSettings())
         self._files, self._hello = files, hello
         own = ResponseCacheSettings()

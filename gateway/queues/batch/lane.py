@@ -17,19 +17,26 @@ from gateway.queues.batch.redis_lines import RedisLines
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.queues.batch.store import BatchStore, Files
 from gateway.queues.batch.worker import Worker
+from gateway.storage.breaker import RedisBreaker
 
 
 class BatchLane:
     """Of one gateway. Without a Redis, which is the caller's to close, its jobs end with it."""
 
     def __init__(
-        self, redis: Redis | None, folder: Path, files: Files, settings: BatchSettings, now: Callable[[], float]
+        self,
+        redis: Redis | None,
+        folder: Path,
+        files: Files,
+        settings: BatchSettings,
+        now: Callable[[], float],
+        breaker: RedisBreaker | None = None,
     ) -> None:
-        """`now` is seconds since 1970."""
+        """`now` is seconds since 1970. `breaker` is that of all calls of this gateway."""
         self._jobs: Jobs = MemoryJobs(settings)
         self._lines: Lines = MemoryLines()
         if redis is not None:
-            scripts = RedisScripts(redis, timeout_s=settings.redis_timeout_s)
+            scripts = RedisScripts(redis, timeout_s=settings.redis_timeout_s, breaker=breaker)
             self._jobs, self._lines = RedisJobs(scripts, settings), RedisLines(scripts)
         self._folder = JobFolder(folder, min_free_bytes=settings.min_free_bytes)
         self._files = files

@@ -12,8 +12,7 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import Redis
 
 from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls
-from gateway.storage.scripts import script
+from gateway.storage.redis_calls import RedisCalls, script
 
 _T = TypeVar("_T")
 
@@ -21,7 +20,6 @@ PREFIX: Final = "kvasir:{batches}:"
 STORE: Final = "batches"
 """What they are called where Redis holds something that is none of them."""
 
-RETRY_AFTER_S: Final = 2.0
 SCRIPTS: Final = (
     *("stage", "queue", "claim", "take_over", "renew", "put_back", "complete", "drop_staged", "drop_waiting"),
     *("create", "update", "reserve", "close", "forget", "lease", "release"),
@@ -31,9 +29,9 @@ SCRIPTS: Final = (
 class RedisScripts:
     """One Redis. `redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
 
-    def __init__(self, redis: Redis, *, timeout_s: float) -> None:
+    def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
         self.redis = redis
-        self.calls = RedisCalls(timeout_s, RedisBreaker(retry_s=RETRY_AFTER_S, name="Redis for batches"), all_ask=True)
+        self.calls = RedisCalls(timeout_s, breaker)
         self._scripts = {name: redis.register_script(script(__package__, f"scripts/{name}.lua")) for name in SCRIPTS}
 
     async def run(self, script: str, *args: bytes | str | int) -> Any:

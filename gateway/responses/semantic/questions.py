@@ -24,8 +24,7 @@ from redis.asyncio import Redis
 
 from gateway.config import SemanticCacheSettings
 from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls, read_or_skip
-from gateway.storage.scripts import script
+from gateway.storage.redis_calls import RedisCalls, read_or_skip, script
 
 KEPT_ANSWER_CHARS: Final = 2000
 """Of an answer, for comparing it with another. The whole answer is in the exact cache, under the key."""

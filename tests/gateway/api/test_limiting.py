@@ -297,7 +297,7 @@ async def test_operators_see_limits_and_who_was_refused() -> None:
         _, metrics, _ = await gateway.get("/metrics")
         told = gateway.limits.figures()
     assert 'kvasir_limited_requests_total{limit="requests",tenant="north"} 1.0' in metrics
-    assert "kvasir_limit_outages_total 0.0" in metrics
+    assert "kvasir_redis_outages_total 0.0" in metrics
     assert told["tenants"]["north"]["requests"]["remaining"] == 0
     assert told["tenants"]["south"] == {"in_flight": {"limit": 9, "of_this_gateway": 0}, "refused": {}}
 

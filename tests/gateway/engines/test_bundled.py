@@ -243,7 +243,7 @@ async def test_a_restarted_engine_replaces_the_old_incarnation_and_its_blocks() 
         await until(lambda: client.engine.joined and client.engine.hello == fake.hello)
         assert client.lost == [old.incarnation]
         assert client.memory.prefix(old.incarnation, digests) == 0
-        assert dict(await client.memory.find("demo", digests, [fake.hello.incarnation])) == {fake.hello.incarnation: 0}
+        assert client.memory.find(digests, [fake.hello.incarnation]) == {fake.hello.incarnation: 0}
 
 
 async def test_a_peer_that_hangs_is_noticed_and_its_requests_fail(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.protocol import BlockEvents, blocks_key, split_digests
-from gateway.index.fallback import FallbackIndex
+from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.redis_index import RedisIndex
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess
@@ -29,7 +28,7 @@ RETRY_S = 0.05
 
 @dataclass
 class Both:
-    index: FallbackIndex
+    index: PrefixIndex
     memory: MemoryIndex
     redis: Redis
     breaker: RedisBreaker
@@ -50,7 +49,7 @@ async def both(url: str, timeout_s: float = 5.0) -> AsyncIterator[Both]:
     redis = connect(url, timeout_s)
     memory = MemoryIndex()
     breaker = RedisBreaker(retry_s=RETRY_S)
-    index = FallbackIndex(RedisIndex(redis, timeout_s=timeout_s, breaker=breaker), memory, retry_s=RETRY_S)
+    index = PrefixIndex(memory, redis, timeout_s=timeout_s, breaker=breaker, retry_s=RETRY_S)
     index.start()
     try:
         yield Both(index, memory, redis, breaker)
@@ -80,7 +79,7 @@ async def test_engines_that_redis_does_not_know_are_looked_up_in_memory(redis_ur
 
 async def test_without_a_redis_memory_answers() -> None:
     memory = MemoryIndex()
-    index = FallbackIndex(None, memory, retry_s=RETRY_S)
+    index = PrefixIndex(memory, None, timeout_s=5.0, breaker=RedisBreaker(), retry_s=RETRY_S)
     memory.apply("a", BlockEvents(stored=PROMPT[:32]))
     assert dict(await index.find("m", PROMPT, ["a"])) == {"a": 2}
     await index.close()
@@ -126,7 +125,7 @@ async def test_a_redis_that_hangs_costs_one_time_limit_and_then_nothing(
             found = await asyncio.gather(*(these.find("a") for _ in range(100)))
         assert found == [{"a": 3}] * 100
         with monkeypatch.context() as patched:
-            patched.setattr(RedisIndex, "find", None)  # nobody asks Redis any more
+            patched.setattr(these.index, "_script", None)  # nobody asks Redis any more
             for _ in range(100):
                 assert await these.find("a") == {"a": 3}
         own_redis._process.send_signal(signal.SIGCONT)
@@ -155,7 +154,7 @@ async def test_an_empty_question_asks_nobody(own_redis: RedisProcess) -> None:
     own_redis.kill()
     redis: Redis = Redis.from_url(own_redis.url)
     breaker = RedisBreaker(retry_s=RETRY_S)
-    index = FallbackIndex(RedisIndex(redis, timeout_s=5.0, breaker=breaker), MemoryIndex(), retry_s=RETRY_S)
+    index = PrefixIndex(MemoryIndex(), redis, timeout_s=5.0, breaker=breaker, retry_s=RETRY_S)
     assert dict(await index.find("m", b"", ["a"])) == {}
     assert dict(await index.find("m", PROMPT, [])) == {}
     assert breaker.up
@@ -166,14 +165,16 @@ async def test_closing_ends_a_look_whose_cancellation_redis_py_drops() -> None:
     asked = asyncio.Event()
 
     class Deaf:
-        wait_s = 0.0
+        def register_script(self, script: str) -> None:
+            """It is never run."""
 
-        async def ping(self) -> None:
+        async def execute_command(self, name: str) -> None:
             asked.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
 
-    index = FallbackIndex(cast("RedisIndex", Deaf()), MemoryIndex(), retry_s=0.01)
+    deaf = cast("Redis", Deaf())
+    index = PrefixIndex(MemoryIndex(), deaf, timeout_s=60.0, breaker=RedisBreaker(), retry_s=0.01)
     index.start()
     await asyncio.wait_for(asked.wait(), 30)
     await asyncio.wait_for(index.close(), 30)

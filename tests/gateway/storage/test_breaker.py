@@ -24,14 +24,14 @@ def breaker(clock: Clock) -> RedisBreaker:
     return RedisBreaker(retry_s=RETRY_S, clock=clock)
 
 
-def fail(breaker: RedisBreaker, error: BaseException | None = None, *, always: bool = False) -> None:
+def fail(breaker: RedisBreaker, error: BaseException | None = None) -> None:
     wanted = error or RedisConnectionError("refused")
-    with pytest.raises(type(wanted)), breaker.call(always=always):
+    with pytest.raises(type(wanted)), breaker.call():
         raise wanted
 
 
-def answer(breaker: RedisBreaker, *, always: bool = False) -> None:
-    with breaker.call(always=always):
+def answer(breaker: RedisBreaker) -> None:
+    with breaker.call():
         pass
 
 
@@ -64,7 +64,7 @@ def test_a_failure_opens_it_for_a_time_and_the_answer_to_a_probe_closes_it(
 def test_one_call_at_a_time_probes(breaker: RedisBreaker, clock: Clock) -> None:
     fail(breaker)
     clock.now_s += RETRY_S
-    with breaker.call(always=False):
+    with breaker.call():
         assert is_kept_back(breaker)
     assert not is_kept_back(breaker)
 
@@ -79,7 +79,7 @@ def test_a_probe_that_is_cancelled_leaves_it_to_the_next_call(breaker: RedisBrea
 
 
 def test_a_call_that_is_slow_while_others_are_answered_opens_nothing(breaker: RedisBreaker) -> None:
-    with pytest.raises(TimeoutError), breaker.call(always=False):
+    with pytest.raises(TimeoutError), breaker.call():
         answer(breaker)
         raise TimeoutError
     assert breaker.up
@@ -89,7 +89,7 @@ def test_a_call_that_is_slow_while_others_are_answered_opens_nothing(breaker: Re
 
 
 def test_what_was_asked_before_a_failure_does_not_say_that_redis_is_back(breaker: RedisBreaker) -> None:
-    with breaker.call(always=False):
+    with breaker.call():
         fail(breaker)
     assert not breaker.up
     assert breaker.outages == 1
@@ -107,14 +107,3 @@ def test_what_redis_refuses_is_an_answer_and_is_logged_once_a_minute(
     clock.now_s += REFUSALS_S
     breaker.refused(full)
     assert caplog.text.count("used memory") == 2
-
-
-def test_those_who_ask_always_are_never_kept_back_and_any_of_them_closes_it(
-    breaker: RedisBreaker, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(3):
-        fail(breaker, always=True)
-    assert (breaker.up, breaker.outages, breaker.failures) == (False, 1, 3)
-    answer(breaker, always=True)
-    assert breaker.up
-    assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -134,20 +134,6 @@ async def test_while_redis_is_silent_one_call_at_a_time_finds_out_whether_it_is_
     assert await asyncio.gather(*(calls.ask(wait()) for _ in range(BURST))) == ["here"] * BURST
 
 
-async def test_those_who_wait_for_redis_anyway_all_ask() -> None:
-    calls, asked = RedisCalls(TIMEOUT_S, all_ask=True), 0
-
-    async def refuse() -> str:
-        nonlocal asked
-        asked += 1
-        await asyncio.sleep(0)
-        raise RedisConnectionError("refused")
-
-    for number in range(1, 4):
-        await asyncio.gather(*(calls.ask(refuse()) for _ in range(MAX_CALLS)), return_exceptions=True)
-        assert asked == number * MAX_CALLS
-
-
 async def test_who_leaves_while_finding_out_leaves_it_to_the_next(calls: RedisCalls) -> None:
     async def refuse() -> str:
         raise RedisConnectionError("refused")

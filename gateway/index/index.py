@@ -1,0 +1,79 @@
+"""The index that the pipeline asks which engine holds how much of a prompt: Redis while it is reachable, the gateway's
+own memory while it is not.
+
+Presence is prefix-closed: an engine that holds block i of a chain holds every block before it, because engines publish
+parents before children and remove children before parents. So the end of a prefix is found by bisection. An answer is a
+hint: the engine compares the tokens before it reuses anything.
+
+Redis has what engine/publish.py writes; keys and values are described there and in engine/protocol/index_keys.py. All
+digests travel packed in one argument, because a Redis command pays for each argument and not for its bytes. An outage
+costs the requests that were waiting when it began one time limit each, and later ones nothing: a task probes Redis in
+the background, for all parts of the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from redis.asyncio import Redis
+
+from engine.protocol import blocks_key
+from gateway import tasks
+from gateway.errors import RedisDownError
+from gateway.index.memory_index import MemoryIndex
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, script
+
+
+class PrefixIndex:
+    """Never raises."""
+
+    def __init__(
+        self, memory: MemoryIndex, redis: Redis | None, *, timeout_s: float, breaker: RedisBreaker, retry_s: float
+    ) -> None:
+        """`memory` is fed by the engines themselves. `redis` is the caller's: it is not closed here. `timeout_s` bounds
+        every call. Redis is probed every `retry_s`."""
+        self._memory = memory
+        self._redis = redis
+        self._breaker = breaker
+        self._retry_s = retry_s
+        self._calls = RedisCalls(timeout_s, breaker)
+        self._script = None if redis is None else redis.register_script(script(__package__, "find.lua"))
+        self._watching: asyncio.Task[None] | None = None
+
+    async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
+        """Leading blocks of `digests` that each of `incarnations` holds.
+
+        digests  packed chain digests, DIGEST_BYTES each, first block first
+        An incarnation that is known is in the answer, with 0 when it holds none of them; another one is left out. The
+        answer is empty when there are no digests or no incarnations. Incarnations that Redis does not know, or not any
+        more, are looked up in memory.
+        """
+        if not digests or not incarnations:
+            return {}
+        held: dict[str, int] = {}
+        if self._script is not None and self._breaker.up:
+            keys = [blocks_key(model, name) for name in incarnations]
+            with suppress(RedisDownError):
+                counts = await self._calls.ask(self._script(keys=keys, args=[digests]))
+                held = {name: count for name, count in zip(incarnations, counts, strict=True) if count >= 0}
+        if len(held) == len(incarnations):
+            return held
+        return {**self._memory.find(digests, [name for name in incarnations if name not in held]), **held}
+
+    def start(self) -> None:
+        """Begins to probe Redis: it comes back, and goes away, without a request."""
+        if self._redis is not None:
+            self._watching = tasks.spawn(self._watch(self._redis), name="watch redis")
+
+    async def close(self) -> None:
+        """Stops probing."""
+        await tasks.cancel(self._watching)
+
+    async def _watch(self, redis: Redis) -> None:
+        while not tasks.was_cancelled():
+            await asyncio.sleep(self._breaker.wait_s() or self._retry_s)
+            with suppress(RedisDownError):
+                await self._calls.ask(redis.execute_command("PING"))  # type: ignore[no-untyped-call]
