@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import fields
 from typing import Final, Generic, TypeVar
 
@@ -142,8 +141,8 @@ class Flight(Generic[_T]):
             return leader.tenant.name == request.tenant.name
         return now < leader.deadline_s or now >= request.deadline_s
 
-    def start(self, work: Callable[[Flight[_T]], AsyncGenerator[_T, None]], name: str) -> None:
-        """Runs until `work` has no more to give."""
+    def start(self, work: Callable[[Flight[_T]], Awaitable[None]], name: str) -> None:
+        """Runs `work`, which adds the items, to its end."""
         self._task = tasks.spawn(self._run(work), name)
 
     def land(self) -> None:
@@ -186,14 +185,10 @@ class Flight(Generic[_T]):
                 self._end_joining()
                 self._abandoned = self._task.cancel()
 
-    async def _run(self, work: Callable[[Flight[_T]], AsyncGenerator[_T, None]]) -> None:
+    async def _run(self, work: Callable[[Flight[_T]], Awaitable[None]]) -> None:
         try:
             with no_panic():
-                async with aclosing(work(self)) as items:
-                    async for item in items:
-                        self._add(item)
-                        if self._bytes > self._max_bytes:
-                            await self._make_room()
+                await work(self)
         except asyncio.CancelledError:
             self._error = KvasirError("The answer was aborted.")
             raise
@@ -204,11 +199,14 @@ class Flight(Generic[_T]):
             self._ended = self.bill.ended = True
             self._changed.set()
 
-    def _add(self, item: _T) -> None:
+    async def add(self, item: _T) -> None:
+        """For all readers. Waits while too much is unread."""
         self._items.append(item)
         self._bytes += self._size(item)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        if self._bytes > self._max_bytes:
+            await self._make_room()
 
     async def _make_room(self) -> None:
         """No request can join any more, so that what all have read is dropped; then the slowest readers are. A single

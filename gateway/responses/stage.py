@@ -186,12 +186,12 @@ class ResponseCache:
         for item in converted:
             yield item
 
-    async def _work(self, query: Query[Item], flight: Flight[Item]) -> AsyncGenerator[Item, None]:
+    async def _work(self, query: Query[Item], flight: Flight[Item]) -> None:
         """An answer from the cache, or a new one, which is remembered before any request sees its end."""
         flight.found = await self._find(query, shared=flight.key is not None)
         if flight.found is not None:
             for item in flight.found[0].items:
-                yield item
+                await flight.add(item)
             return
         if query.reuse.only_kept:
             self._note(query.request.trace, Lookup("miss", entry=entry_id(query.key)))
@@ -202,7 +202,7 @@ class ResponseCache:
                 if type(item) is Finished or item is END:
                     entry = self._keep(query, flight.full, item, flight.bill.work) if query.reuse.write else None
                     flight.land()
-                yield item
+                await flight.add(item)
         if entry is not None:
             await self._exact.share(entry)
 

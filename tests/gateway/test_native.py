@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from gateway.prompt.tokenizer import Link, Tokenizer
 from gateway.queues.batch.base import Counts
 from gateway.queues.batch.folder import JobFolder
 from gateway.responses.embedding.text_model import TextModel
-from gateway.responses.flights import Flights
+from gateway.responses.flights import Flight, Flights
 from gateway.types import EmbeddingInput
 from tests.fakes import tokenisers
 from tests.fakes.batches import FakeRunner, Lane, rows
@@ -173,8 +173,8 @@ async def test_a_line_whose_result_panics_is_failed_and_frees_its_slot(
 
 
 async def test_a_flight_that_panics_fails_all_of_its_readers() -> None:
-    async def work(_: Any) -> AsyncGenerator[int, None]:
-        yield panics()
+    async def work(flight: Flight[int]) -> None:
+        await flight.add(panics())
 
     leader: Any = None
     flight = Flights[int](10, lambda item: 1).launch("key", leader)

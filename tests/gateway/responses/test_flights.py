@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,15 +28,15 @@ class Work:
     runs: int = 0
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, flight: Flight[int]) -> AsyncGenerator[int, None]:
+    async def run(self, flight: Flight[int]) -> None:
         self.runs += 1
         try:
             for number in range(self.items):
                 await self.may.acquire()
-                yield number
+                await flight.add(number)
             if self.fails is not None:
                 raise self.fails
-        except (GeneratorExit, asyncio.CancelledError):
+        except asyncio.CancelledError:
             self.aborted.set()
             raise
 
@@ -148,9 +148,9 @@ async def test_too_large_an_answer_cannot_be_joined_any_more() -> None:
 async def test_what_is_to_do_after_its_end_is_done_without_readers() -> None:
     own, may, done = flights(), asyncio.Event(), asyncio.Event()
 
-    async def work(flight: Flight[int]) -> AsyncGenerator[int, None]:
+    async def work(flight: Flight[int]) -> None:
         flight.land()
-        yield 1
+        await flight.add(1)
         await may.wait()
         done.set()
 
@@ -174,10 +174,10 @@ async def test_nobody_finds_a_flight_without_a_key() -> None:
 async def test_a_reader_that_leaves_behind_a_landed_flight_does_not_keep_it_in_the_air() -> None:
     ended = asyncio.Event()
 
-    async def work(flight: Flight[int]) -> AsyncGenerator[int, None]:
-        yield 0
+    async def work(flight: Flight[int]) -> None:
+        await flight.add(0)
         flight.land()
-        yield 1  # more than may wait for a reader
+        await flight.add(1)  # more than may wait for a reader
         ended.set()
 
     flight = flights(max_bytes=1, size=lambda item: 2).launch("k", LEADER)
