@@ -10,18 +10,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from aiohttp import web
 
 from engine.protocol import Breakpoint, Hello
-from gateway.api.answers import Answer
 from gateway.api.cache_control import stricter
 from gateway.api.call import Call, requests_of, settle
 from gateway.api.dialect import JSON, SSE, Handler
-from gateway.api.limiting import ONLY_COUNTED, Limits, need_of, set_aside
-from gateway.api.namespaces import Namespaces
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
-from gateway.api.replies import reply
+from gateway.api.replies import Answer, Stamp, reply
 from gateway.api.resend import Rendered, find_keeper
-from gateway.api.stamps import Stamp
 from gateway.api.stream import Account, Answers, Echo, Keeper, Shape, collect, stream, stream_headers
+from gateway.api.tenants import ONLY_COUNTED, Limits, Namespaces, need_of, set_aside
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.stages import Engine

@@ -9,21 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from typing import Any, Final, NamedTuple
+import sys
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple, Protocol
 
 import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from gateway.api.bodies import BODIES, Claim
-from gateway.api.encodings import BROKEN, DECODERS, NAMES
 from gateway.api.long_texts import LongTexts, find_long_texts, loads
 from gateway.api.record import RECORD
 from gateway.api.structure import VALUE_BYTES, check_structure
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, BodyTooLargeError
 from gateway.tasks import off_loop, work_of
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import DecompressionParameter, ZstdDecompressor, ZstdError
+else:
+    from backports.zstd import DecompressionParameter, ZstdDecompressor, ZstdError
+
+BROKEN: Final = (zlib.error, ZstdError)
+"""What `decode` raises for bytes that are not compressed as they say."""
+
+NAMES: Final = "gzip, deflate, zstd or identity"
+
+_GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
+_ZSTD_WINDOW_LOG: Final = 23  # 8 MiB of memory for one body, which RFC 8878 asks decoders to have (3.1.1.1.2)
 
 ENCODING_UNSUPPORTED: Final = "request_body_encoding_unsupported"
 ENCODING_INVALID: Final = "request_body_encoding_invalid"
@@ -45,6 +59,51 @@ TEXT_SHARE: Final = 2
 
 DECODED_BYTES: Final = 64 << 10
 """Of a compressed body that are decoded before others have their turn."""
+
+
+class Decoder(Protocol):
+    """Of one body."""
+
+    @property
+    def eof(self) -> bool:
+        """Whether the compressed body is complete; what comes behind it is left out."""
+        ...
+
+    def decode(self, data: bytes, most: int) -> bytes:
+        """At most `most` bytes of what was given so far. The rest comes when it is called again, with no data."""
+        ...
+
+
+class _Zlib:
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(_GZIP_OR_ZLIB)
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    def decode(self, data: bytes, most: int) -> bytes:
+        return self._zlib.decompress(self._zlib.unconsumed_tail + data, most)
+
+
+class _Zstd:
+    def __init__(self) -> None:
+        self._zstd = ZstdDecompressor(options={DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG})
+
+    @property
+    def eof(self) -> bool:
+        return self._zstd.eof
+
+    def decode(self, data: bytes, most: int) -> bytes:
+        return b"" if self._zstd.eof else self._zstd.decompress(data, most)
+
+
+DECODERS: Final[Mapping[str, Callable[[], Decoder]]] = {
+    "gzip": _Zlib,
+    "x-gzip": _Zlib,
+    "deflate": _Zlib,
+    "zstd": _Zstd,
+}
 
 
 class BodyLimit(NamedTuple):

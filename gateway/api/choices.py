@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.protocol import Sampling
-from gateway.api.answers import Answer
+from gateway.api.replies import Answer
 from gateway.types import Group
 
 

@@ -81,7 +81,7 @@ class _Gate(asyncio.Protocol):
 
 
 def _note(limit: int) -> None:
-    """One line of these in a while: the log counts those that come again and again (logs/floods.py)."""
+    """One line of these in a while: the log counts those that come again and again (logs/writer.py)."""
     MALFORMED.count("TooManyConnections")
     log.warning(
         "connections are refused with 503: the process may have %d file descriptors (ulimit -n), of which %d are kept "

@@ -20,8 +20,8 @@ from gateway.api.beginnings import Beginning, beginning_of_body, beginning_of_ca
 from gateway.api.call import Call
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
-from gateway.api.namespaces import Namespaces
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
+from gateway.api.tenants import Namespaces
 from gateway.api.unknown_fields import IgnoredFields, collected
 from gateway.api.upstream_lines import Came, Headers, Target
 from gateway.errors import (

@@ -1,6 +1,9 @@
-"""Around every handler: request id, errors in the dialect's shape, one access line, observers.
+"""Around every handler: request id, errors in the dialect's shape, one access line, observers, cross-origin requests.
 
 No answer leaves without its request id, no error in another shape than its dialect's, and no request without its line.
+Three APIs share one port, and some of their paths are the same: the dialect of a request is found here. A URL that is
+none of ours is told which one was meant. Pages of other origins (the Fetch standard) may read answers if the operator
+names them; keys come in headers and never in cookies, so nothing is said of credentials.
 """
 
 from __future__ import annotations
@@ -9,18 +12,21 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Final
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Middleware
+from yarl import URL
 
-from gateway.api.cors import Cors
+from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.descriptors import check_descriptors
-from gateway.api.dialect import JSON, Handler, retry_headers
-from gateway.api.dialects import dialect_of
+from gateway.api.dialect import JSON, Dialect, Handler, retry_headers
+from gateway.api.gemini.wire import GEMINI
+from gateway.api.openai.wire import OPENAI
 from gateway.api.record import (
     CLIENT_LEFT,
     RECORD,
@@ -32,18 +38,45 @@ from gateway.api.record import (
     failed,
     is_final,
 )
-from gateway.api.stamps import new_id
+from gateway.api.replies import new_id
 from gateway.api.unknown_fields import collected
-from gateway.api.unknown_urls import unknown_url
-from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError
+from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 from gateway.logs import Fields, later
 from gateway.native import no_panic
 from gateway.types import Trace
+
+DIALECTS: tuple[Dialect, ...] = (ANTHROPIC, GEMINI, OPENAI)
+"""The first that a request speaks; the last takes all that are left."""
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvasir.access")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
+
+MAX_AGE_S: Final = 600
+"""For which a browser remembers what a preflight said; Chrome takes no more than two hours."""
+
+_METHODS: Final = "GET, HEAD, POST, PATCH, DELETE"
+_NOTHING: Final[Mapping[str, str]] = {}
+
+MAX_PARTS: Final = 12
+"""Of a path that is looked at for the one that was meant; the longest of ours has seven."""
+
+_NOT_SERVED: Final = re.compile(
+    r"/v1(?:beta)?/(assistants|audio|batches|containers|conversations|corpora|evals|fileSearchStores|fine_tuning|images"
+    r"|moderations|organization|realtime|skills|threads|tunedModels|uploads|vector_stores|videos)(?:/.*)?"
+)
+_INSTEAD: Final = {
+    "conversations": " Go on from a response with `previous_response_id`, or send the whole conversation.",
+    "batches": " Batches of the Gemini API are not; `/v1/batches` is the OpenAI API's.",
+}
+
+
+def dialect_of(http: web.Request) -> Dialect:
+    for dialect in DIALECTS:
+        if dialect.speaks(http):
+            return dialect
+    raise AssertionError("the last one speaks everything")
 
 
 def observed(observer: Observer, cors: Cors) -> Middleware:
@@ -183,3 +216,63 @@ def _fields(record: Record) -> Fields:
         status=record.status,
         error=record.error,
     )
+
+
+class Cors:
+    """`origins` are those of server.cors_origins."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = frozenset(origins)
+
+    def headers(self, http: web.Request) -> Mapping[str, str]:
+        """Of every answer to this request, errors and streams too."""
+        origin = http.headers.get("Origin") if self._origins else None
+        if origin is None:
+            return _NOTHING
+        if "*" in self._origins:
+            return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": "*"}
+        if origin not in self._origins:
+            return _NOTHING
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": "*",
+            "Vary": "Origin",
+        }
+
+    def preflight(self, http: web.Request) -> web.Response | None:
+        """The answer to a preflight of an origin that is allowed, without `headers`. It asks for no key and no route:
+        the request itself will."""
+        asked = http.headers.get("Access-Control-Request-Method")
+        if http.method != "OPTIONS" or asked is None or not self.headers(http):
+            return None
+        headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": str(MAX_AGE_S)}
+        if wanted := http.headers.get("Access-Control-Request-Headers"):
+            headers["Access-Control-Allow-Headers"] = wanted  # `*` would leave out Authorization
+        return web.Response(status=204, headers=headers)
+
+
+async def unknown_url(http: web.Request) -> NotFoundError:
+    """Never reads the body."""
+    message = f"Unknown request URL: {http.method} {http.path[:200]}."
+    if known := _NOT_SERVED.fullmatch(http.path):
+        message += f" The {known[1]} API is not served here.{_INSTEAD.get(known[1], '')}"
+    elif (meant := await _meant(http)) is not None:
+        message += (
+            f" Did you mean {meant}? The base URL is {http.host}/v1 for OpenAI's SDKs and {http.host} for those of "
+            "Anthropic and Gemini."
+        )
+    return NotFoundError(message, code="unknown_url")
+
+
+async def _meant(http: web.Request) -> str | None:
+    """A path of ours that this one ends with, slashes and what an SDK or a proxy puts in front aside."""
+    parts = [part for part in http.rel_url.raw_path.split("/") if part]
+    if len(parts) > MAX_PARTS:
+        return None
+    for begin in range(len(parts)):
+        tail = "/".join(parts[begin:])
+        for path in (f"/{tail}", f"/v1/{tail}"):
+            asked = http.clone(rel_url=URL.build(path=path, encoded=True))
+            if (await http.app.router.resolve(asked)).http_exception is None:
+                return path
+    return None

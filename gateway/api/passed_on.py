@@ -11,7 +11,7 @@ from urllib.parse import unquote_plus
 from aiohttp import web
 
 from gateway.api.cache_control import check_cache, from_body
-from gateway.api.limiting import BYTES_PER_TOKEN, ONLY_COUNTED
+from gateway.api.tenants import BYTES_PER_TOKEN, ONLY_COUNTED
 from gateway.types import PLAIN_REUSE, Need, Reuse, UpstreamRequest
 
 PASSED_ON: Final = frozenset(

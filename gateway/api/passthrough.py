@@ -25,14 +25,13 @@ from gateway.api.cache_control import stricter
 from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.kept_there import KeptThere
-from gateway.api.limiting import ONLY_COUNTED, Limits, set_aside
-from gateway.api.namespaces import Namespaces
 from gateway.api.openai.wire import OPENAI
 from gateway.api.passed_on import headers_of, lower, need_of, priority_of, query_of, reuse_of
 from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
+from gateway.api.replies import data, event
 from gateway.api.resend import Rendered, find_keeper
-from gateway.api.sse import data, event
 from gateway.api.stream import LAST_WRITE_S
+from gateway.api.tenants import ONLY_COUNTED, Limits, Namespaces, set_aside
 from gateway.api.tiers import find_tier
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError

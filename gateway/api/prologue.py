@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 from aiohttp import web
 
-from gateway.api.auth import Auth
 from gateway.api.body import read_json, read_raw
 from gateway.api.cache_control import from_headers
 from gateway.api.dialect import Handler, Route
-from gateway.api.dialects import DIALECTS, dialect_of
 from gateway.api.gemini.request import model_name
-from gateway.api.limiting import Limits
-from gateway.api.namespaces import HEADER as NAMESPACE_HEADER
+from gateway.api.middleware import DIALECTS, dialect_of
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import ADMIN_KEY, BODY, RECORD, TENANT
 from gateway.api.resend import ResendCache
+from gateway.api.tenants import NAMESPACE_HEADER, Auth, Limits
 from gateway.config import ServerSettings
 from gateway.types import Allowance, Tenant
 

@@ -1,14 +1,24 @@
-"""Answers that are JSON and known as a whole."""
+"""What answers are made of, for all dialects: whole answers, JSON replies, server-sent events, new ids."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import random
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import orjson
 from aiohttp import web
 
 from gateway.api.dialect import JSON
+from gateway.types import CallDelta, FinishReason, ScoredToken, TextDelta, Usage
+
+_BITS: Final = random.Random(secrets.randbits(256)).getrandbits  # noqa: S311 - no secrets
+
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+_EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 
 
 def reply(body: bytes, headers: Mapping[str, str] | None = None, *, status: int = 200) -> web.Response:
@@ -21,3 +31,97 @@ def reply_json(
 ) -> web.Response:
     """The same, of what is no JSON yet; mappings in it become objects."""
     return reply(orjson.dumps(value, default=dict), headers, status=status)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments` is the text of a JSON object, unless the answer was cut in the middle of it. `offset` counts the
+    characters of the answer's text before it."""
+
+    name: str
+    arguments: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One choice, complete."""
+
+    text: str
+    reason: FinishReason
+    usage: Usage
+    scored: tuple[ScoredToken, ...] | None = None  # when log probabilities were asked for
+    echoed: int = 0  # characters of `text` that are the prompt
+    prompt: tuple[ScoredToken, ...] = ()  # scored as well, when it is echoed with log probabilities
+    calls: tuple[ToolCall, ...] = ()
+    stop: str | None = None  # the stop string that ended it
+
+
+def join_calls(pieces: Iterable[TextDelta | CallDelta]) -> tuple[ToolCall, ...]:
+    """The calls among the pieces of an answer, in order."""
+    calls: list[tuple[str, int, list[str]]] = []
+    chars = 0
+    for piece in pieces:
+        if isinstance(piece, TextDelta):
+            chars += len(piece.text)
+        else:
+            if piece.call == len(calls):
+                calls.append((piece.name, chars, []))
+            calls[piece.call][2].append(piece.arguments)
+    return tuple(ToolCall(name, "".join(arguments), offset) for name, offset, arguments in calls)
+
+
+class Stamp(NamedTuple):
+    """Of one answer, as its dialect writes it: the same bytes wherever they are in it, and nowhere else, because the
+    id was drawn at random after everything else was known.
+
+    make  others of the same form, for the next answer
+    """
+
+    written: bytes
+    make: Callable[[], bytes]
+
+
+def new_id() -> str:
+    """32 hexadecimal digits that were never there before. No secret: who has seen some may guess the next."""
+    return f"{_BITS(128):032x}"
+
+
+def json_text(text: str) -> bytes:
+    """A JSON string that stays on one line for every SSE client: some end lines where Unicode does (str.splitlines)."""
+    return orjson.dumps(text) if text.isascii() else json_line(text)
+
+
+def json_line(value: Any) -> bytes:
+    """As json_text, for any value."""
+    return (
+        orjson.dumps(value)
+        .replace(b"\xc2\x85", rb"\u0085")
+        .replace(b"\xe2\x80\xa8", rb"\u2028")
+        .replace(b"\xe2\x80\xa9", rb"\u2029")
+    )
+
+
+def read_events(stream: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The data of each event of a complete stream, its lines joined, and the bytes that the event came as. Events
+    without data are passed over."""
+    begin = 0
+    for end in _EVENT_END.finditer(stream):
+        written, begin = stream[begin : end.end()], end.end()
+        lines = [line[5:].removeprefix(b" ") for line in _LINE_END.split(written) if line.startswith(b"data:")]
+        if lines:
+            yield b"\n".join(lines), written
+
+
+COMMENT: Final = b": ping\n\n"
+"""An event of nothing, which clients of server-sent events skip; those of the Gemini API do not."""
+
+
+def data(value: Any) -> bytes:
+    """An event without a name."""
+    return b"data: " + json_line(value) + b"\n\n"
+
+
+def event(name: str, value: Any) -> bytes:
+    """An event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + json_line(value) + b"\n\n"

@@ -20,7 +20,6 @@ from multidict import CIMultiDict
 
 from engine.protocol import Hello
 from gateway.api.cache_control import RETRY_HEADER
-from gateway.api.limiting import Limits, set_aside
 from gateway.api.record import (
     OVERHEAD_MS,
     RECORD,
@@ -30,8 +29,9 @@ from gateway.api.record import (
     elapsed_ms,
     kvasir_headers,
 )
+from gateway.api.replies import Stamp
 from gateway.api.sent import header_lines, send
-from gateway.api.stamps import Stamp
+from gateway.api.tenants import Limits, set_aside
 from gateway.errors import KvasirError
 from gateway.tasks import off_loop, work_of
 from gateway.types import Lookup, Need, Tenant, Trace

@@ -24,13 +24,10 @@ from gateway.api.anthropic.batches.rows import ROWS
 from gateway.api.anthropic.files import AnthropicFiles
 from gateway.api.anthropic.handlers import Anthropic
 from gateway.api.anthropic.wire import ANTHROPIC
-from gateway.api.auth import Auth
 from gateway.api.batches import BatchRunner
 from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import MAX_DEPTH, expect_continue
-from gateway.api.cors import Cors
 from gateway.api.dialect import PIECES, UNLISTED, Route
-from gateway.api.dialects import DIALECTS
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
 from gateway.api.gemini.embeddings import GeminiEmbeddings
@@ -38,18 +35,16 @@ from gateway.api.gemini.files import GeminiFiles
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.kept_there import KeptThere
-from gateway.api.limiting import Limits
 from gateway.api.lines import Lines
 from gateway.api.malformed import MALFORMED
-from gateway.api.middleware import observed
-from gateway.api.namespaces import Namespaces
+from gateway.api.middleware import DIALECTS, Cors, observed
 from gateway.api.openai.batches.handlers import OpenAIBatches
 from gateway.api.openai.batches.rows import RowLimits, row_format
 from gateway.api.openai.embeddings import Embedder, Embeddings
 from gateway.api.openai.files import Files
 from gateway.api.openai.handlers import OpenAI
-from gateway.api.openai.responses.background import Background
 from gateway.api.openai.responses.handlers import Responses
+from gateway.api.openai.responses.keeping import Background
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
@@ -57,6 +52,7 @@ from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.prologue import Prologue
 from gateway.api.record import Observers
 from gateway.api.resend import ResendCache
+from gateway.api.tenants import Auth, Limits, Namespaces
 from gateway.api.unknown_fields import refusing
 from gateway.api.uploads import FileStore
 from gateway.api.upstream_lines import UpstreamLines

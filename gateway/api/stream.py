@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
-from gateway.api.answers import Answer, join_calls
 from gateway.api.dialect import SSE
 from gateway.api.pings import Pings
 from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, failed, kvasir_headers
+from gateway.api.replies import Answer, join_calls
 from gateway.errors import DeadlineError, KvasirError
 from gateway.native import no_panic
 from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage

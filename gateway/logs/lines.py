@@ -1,8 +1,9 @@
-"""How a line of the log is written, as text or as JSON; its traceback is tracebacks.py's.
+"""How a line of the log is written, as text or as JSON, and its traceback.
 
 A record is one line: a line feed, an escape sequence or a mark that reorders text in what it quotes is escaped, so that
 no request can forge a line, or hide one from an operator with a terminal. Lines say neither thread, process nor line of
-code; looking them up is a third of what a line costs.
+code; looking them up is a third of what a line costs. A traceback leaves out the texts of errors that may quote a
+request: a key that is missing, a number that is none, a template that refuses a message.
 """
 
 from __future__ import annotations
@@ -10,17 +11,63 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import orjson
 
-from gateway.logs.tracebacks import escaped, told
+from gateway.errors import KvasirError
+
+QUOTE_DATA: Final = (ValueError, LookupError, KvasirError)
+TEMPLATES: Final = "jinja2"  # whose errors say what a template made of a message; not imported for it
+LEFT_OUT: Final = "(its text is left out: it may quote a request)"
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 _PLAIN: Final = re.compile(r"[^\s\"=]+")
+
+
+def told(error: BaseException) -> str:
+    """All of it, the causes first. Without a line end."""
+    return "".join(_told(error, set())).rstrip("\n")
+
+
+def escaped(text: str) -> str:
+    """On one line: characters that are not printed (str.isprintable) are written as Python escapes them."""
+    if text.isprintable():
+        return text
+    return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
+
+
+def _told(error: BaseException, seen: set[int]) -> Iterator[str]:
+    seen.add(id(error))
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and id(before) not in seen:
+        yield from _told(before, seen)
+        yield "\nThen there was another one:\n\n"
+    yield "Traceback (most recent call last):\n"
+    yield from traceback.format_tb(error.__traceback__)
+    yield f"{_name(type(error))}: {_error_text(error)}\n"
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            if id(one) not in seen:
+                yield "\nIn this group:\n\n"
+                yield from _told(one, seen)
+
+
+def _error_text(error: BaseException) -> str:
+    if isinstance(error, QUOTE_DATA) or type(error).__module__.partition(".")[0] == TEMPLATES:
+        return LEFT_OUT
+    try:
+        return escaped(str(error))
+    except Exception:
+        return "(its text cannot be made)"
+
+
+def _name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Fields(dict[str, Any]):

@@ -20,7 +20,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from gateway.api.dialect import JSON, SSE, Dialect
-from gateway.api.dialects import DIALECTS, dialect_of
+from gateway.api.middleware import DIALECTS, dialect_of
 from tests.fakes.askings import Asking
 from tests.fakes.gateway import LIMIT_S
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from gateway.api.answering import Answering, Asked, parsed
-from gateway.api.anthropic.accounting import MessageAccount
-from gateway.api.anthropic.diagnosis import Diagnosis
+from gateway.api.anthropic.accounting import Diagnosis, MessageAccount
 from gateway.api.anthropic.pages import MODELS, read_page
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
 from gateway.api.anthropic.request import check_line, parse_count, parse_message

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.protocol import Sampling
+from gateway.api.anthropic.accounting import Question
 from gateway.api.anthropic.caching import Caching, read_caching
-from gateway.api.anthropic.diagnosis import Question
 from gateway.api.anthropic.fingerprint import Piece, json_text
 from gateway.api.anthropic.messages import Block, converse
 from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING

@@ -14,11 +14,9 @@ from typing import Any, Final, Literal
 import orjson
 from pydantic_core import from_json
 
-from gateway.api.answers import Answer
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.wire import error_json
-from gateway.api.sse import event, json_text
-from gateway.api.stamps import Stamp, new_id
+from gateway.api.replies import Answer, Stamp, event, json_text, new_id
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
 

@@ -18,8 +18,8 @@ from gateway.api.fields import anything, no_effect, refused, table, takes, text,
 from gateway.api.gemini.contents import Message, to_messages
 from gateway.api.gemini.parameters import GENERATE
 from gateway.api.gemini.proto import given, read
-from gateway.api.gemini.times import duration, duration_s, timestamp, timestamp_s
 from gateway.api.gemini.tools import strict, tool_use
+from gateway.api.gemini.wire import duration, duration_s, timestamp, timestamp_s
 from gateway.config import GeminiSettings
 from gateway.config import duration_s as setting_s
 from gateway.errors import BadRequestError

@@ -26,7 +26,7 @@ from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import anything, no_effect, refused, shown, table, text, used
 from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.proto import message, read
-from gateway.api.gemini.times import timestamp
+from gateway.api.gemini.wire import timestamp
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
 from gateway.api.uploads import UNNAMED, FileStore, Upload

@@ -13,10 +13,8 @@ from typing import Any
 import orjson
 
 from engine.protocol import Hello
-from gateway.api.answers import Answer, ToolCall
 from gateway.api.gemini.wire import error_json
-from gateway.api.sse import data, json_line
-from gateway.api.stamps import Stamp
+from gateway.api.replies import Answer, Stamp, ToolCall, data, json_line
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, Started, TextDelta, Usage
 

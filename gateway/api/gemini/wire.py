@@ -7,14 +7,19 @@ field was wrong and when to try again.
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from aiohttp import web
 
 from gateway.api.dialect import Dialect, printable
-from gateway.api.fields import closed_object
-from gateway.api.gemini.times import duration
+from gateway.api.fields import Check, closed_object, made, text
 from gateway.errors import BadRequestError, KvasirError, UnauthorizedError
+
+_DURATION: Final = re.compile(r"(-?[0-9]{1,12})(?:\.([0-9]{1,9}))?s")
+_TIMESTAMP: Final = re.compile(
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt][0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?([Zz]|[-+][0-9]{2}:[0-9]{2})"
+)
 
 _OWN_PATHS: Final = re.compile(
     r"(/upload)?/v1beta(/.*)?|/upload/v1(/.*)?"
@@ -39,6 +44,43 @@ _STATUS: Final = {
     504: "DEADLINE_EXCEEDED",
 }
 _TYPE: Final = "type.googleapis.com/google.rpc."
+
+
+def _duration_s(written: str, path: str) -> float:
+    if not _DURATION.fullmatch(written):
+        raise BadRequestError(
+            f"Illegal duration format in '{path}'; a duration is seconds that end with 's', as in '3.5s'.", param=path
+        )
+    return float(written[:-1])
+
+
+def _timestamp_s(written: str, path: str) -> float:
+    try:
+        if not _TIMESTAMP.fullmatch(written):
+            raise ValueError
+        return datetime.fromisoformat(written.upper()).timestamp()
+    except (ValueError, OverflowError):
+        raise BadRequestError(
+            f"Illegal timestamp in '{path}'; one is written as in '2026-11-21T10:00:00.5Z' (RFC 3339).", param=path
+        ) from None
+
+
+duration_s: Final[Check[float]] = made(text(), _duration_s)
+"""Seconds, possibly negative."""
+
+timestamp_s: Final[Check[float]] = made(text(), _timestamp_s)
+"""Seconds since 1970."""
+
+
+def duration(seconds: float) -> str:
+    """`2s`, `0.5s`."""
+    written = f"{seconds:.9f}".rstrip("0").rstrip(".")
+    return f"{written}s"
+
+
+def timestamp(seconds: float) -> str:
+    """In UTC, to the microsecond: `2026-11-21T10:00:00.500000Z`."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def speaks(http: web.Request) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.api.sse import data, read_events
+from gateway.api.replies import data, read_events
 from gateway.types import Ending, Replay
 
 DONE: Final = b"[DONE]"

@@ -15,12 +15,10 @@ import orjson
 import xxhash
 
 from engine.protocol import Hello, Namespace
-from gateway.api.answers import Answer
 from gateway.api.openai.custom_tools import input_of
 from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.api.openai.wire import error_json
-from gateway.api.sse import COMMENT, data, json_line, json_text
-from gateway.api.stamps import Stamp, new_id
+from gateway.api.replies import COMMENT, Answer, Stamp, data, json_line, json_text, new_id
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, Started, TextDelta, Tier, Usage
 

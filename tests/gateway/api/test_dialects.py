@@ -9,8 +9,8 @@ import pytest
 
 from gateway import errors
 from gateway.api.dialect import Dialect
-from gateway.api.dialects import DIALECTS
 from gateway.api.fields import Parameter, boolean, in_url, integer, number, read_query
+from gateway.api.middleware import DIALECTS
 from gateway.errors import BadRequestError, KvasirError
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KvasirError)]

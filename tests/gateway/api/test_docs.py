@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.api.dialects import DIALECTS
 from gateway.api.docs import curl
+from gateway.api.middleware import DIALECTS
 from gateway.api.openapi import document, template
 from gateway.api.routes import ROUTES
 from gateway.config import TenantSettings

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.encodings import DECODERS
+from gateway.api.body import DECODERS
 
 if sys.version_info >= (3, 14):
     from compression.zstd import compress

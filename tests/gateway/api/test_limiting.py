@@ -15,10 +15,10 @@ import pytest
 from google.genai import errors as gemini_errors
 from redis.asyncio import Redis
 
-from gateway.api.limiting import need_of
 from gateway.api.lines import Line
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.routes import RUNNER
+from gateway.api.tenants import need_of
 from gateway.config import LeaseSettings, LimitSettings, ServerSettings, TenantSettings
 from gateway.errors import QueueFullError
 from gateway.storage.redis_calls import connect

@@ -10,8 +10,8 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from gateway.api.dialect import SSE, Dialect, Route
-from gateway.api.dialects import DIALECTS
 from gateway.api.fields import Parameter, anything, boolean, choice, in_url, integer, text
+from gateway.api.middleware import DIALECTS
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN, document, template
 from gateway.api.routes import ROUTES

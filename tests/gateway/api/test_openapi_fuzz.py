@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.protocol import TokenizerFiles
-from gateway.api.dialects import DIALECTS
+from gateway.api.middleware import DIALECTS
 from gateway.api.openapi import document
 from gateway.api.routes import ROUTES
 from gateway.errors import EngineFailedError, EngineLostError, OverloadedError, QueueFullError

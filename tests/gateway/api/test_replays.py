@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.replays import REPLAYS
-from gateway.api.sse import data, event, read_events
+from gateway.api.replies import data, event, read_events
 from gateway.types import Replay
 
 CHAT, COMPLETION = REPLAYS["/v1/chat/completions"], REPLAYS["/v1/completions"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 
-from gateway.logs.floods import MAX_KINDS, Floods
+from gateway.logs.writer import MAX_KINDS, Floods
 
 
 def record(message: str, name: str = "a") -> logging.LogRecord:

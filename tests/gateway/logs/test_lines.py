@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.logs.lines import FORMAT, Fields, JsonLines, Later, Lines
-from gateway.logs.tracebacks import escaped
+from gateway.logs.lines import FORMAT, Fields, JsonLines, Later, Lines, escaped
 
 
 @pytest.mark.parametrize("exact", [1732247999.0, 1732247999.9994, 1732247999.9996, 1732248000.0, 1732204800.123])

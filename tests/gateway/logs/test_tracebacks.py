@@ -8,8 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from gateway.errors import BadRequestError
-from gateway.logs.lines import Lines
-from gateway.logs.tracebacks import LEFT_OUT, told
+from gateway.logs.lines import LEFT_OUT, Lines, told
 
 SECRET = "the prompt of a tenant"
 

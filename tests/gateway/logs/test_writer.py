@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.config import LogSettings
-from gateway.logs.floods import Floods
-from gateway.logs.writer import PIECE_BYTES, Writer
+from gateway.logs.writer import PIECE_BYTES, Floods, Writer
 
 LIMIT_S = 20.0
 DOTS = "." * 90

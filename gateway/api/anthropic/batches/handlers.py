@@ -16,9 +16,9 @@ from gateway.api.anthropic.wire import ANTHROPIC, read_version, time_text
 from gateway.api.body import MAX_DEPTH, BodyLimit, body_pieces
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read_query, shown, text
-from gateway.api.namespaces import Namespaces
 from gateway.api.record import RECORD, TENANT
 from gateway.api.replies import reply_json
+from gateway.api.tenants import Namespaces
 from gateway.api.uploads import send_pieces
 from gateway.config import BatchSettings, ServerSettings
 from gateway.errors import BadRequestError, NotFoundError

@@ -26,13 +26,13 @@ from gateway.api.fields import (
     takes,
     text,
 )
-from gateway.api.namespaces import Namespaces
 from gateway.api.openai.batches.rows import ENDPOINTS
 from gateway.api.openai.files import LONGEST_S, SHORTEST_S
 from gateway.api.openai.files import PREFIX as FILE_PREFIX
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
+from gateway.api.tenants import Namespaces
 from gateway.api.uploads import FileStore, find_file
 from gateway.errors import NotFoundError
 from gateway.queues.batch.base import Batches, Job, Order, State

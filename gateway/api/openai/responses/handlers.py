@@ -16,16 +16,13 @@ from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
 from gateway.api.kept_there import RESPONSES
 from gateway.api.lines import Endpoint, check_body
-from gateway.api.openai.responses.background import RETRY_AFTER_S, Background, settled
-from gateway.api.openai.responses.diagnostics import diagnose
 from gateway.api.openai.responses.items import Item, with_ids
-from gateway.api.openai.responses.keeping import ResponseKeeper
+from gateway.api.openai.responses.keeping import RETRY_AFTER_S, Background, ResponseKeeper, settled
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
-from gateway.api.openai.responses.references import resolved
 from gateway.api.openai.responses.request import Asked, parse, parse_count, shortened, to_call, turns
 from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
-from gateway.api.openai.responses.store import Kept, ResponseStore
+from gateway.api.openai.responses.store import Kept, ResponseStore, diagnose, resolved
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import reply, reply_json

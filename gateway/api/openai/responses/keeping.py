@@ -1,18 +1,44 @@
-"""Keeps a response as soon as it is known how it ended, before its client knows: what was told can be asked for.
+"""Stores responses: as soon as it is known how they ended, before the client knows; and those of the background.
 
-What is kept says how it ended: completed, incomplete, failed, or cancelled when a client left in the middle.
+Background responses run in the gateway that got the request, and are no more durable than it: one that is stopped gives
+them the time of its shutdown and stores the rest as failed. Of a gateway that was killed, a later look-up finds the
+response past its time and reports it as failed (`settled`). The end replaces what was stored at the beginning, and
+nothing else: a response that was cancelled or deleted meanwhile, here or through another gateway, stays so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 from gateway import tasks
+from gateway.api.middleware import noted
 from gateway.api.openai.responses.items import Item
+from gateway.api.openai.responses.response import failed_response
 from gateway.api.openai.responses.shape import ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
-from gateway.errors import KvasirError
+from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
+from gateway.api.replies import Answer
+from gateway.errors import KvasirError, OverloadedError, QueueFullError
+from gateway.native import no_panic
 from gateway.types import Usage
+
+log = logging.getLogger(__name__)
+
+ENDPOINT: Final = "/v1/responses (background)"
+"""Under which the work is metered; the request that began it is metered as any other, without tokens."""
+
+LATE_S: Final = 60.0
+"""After its deadline, before a response that is still in progress is taken for lost: clocks differ."""
+
+RETRY_AFTER_S: Final = 5.0
+CANCEL_LIMIT_S: Final = 5.0
+
+Work = Coroutine[Any, Any, tuple[list[Answer], Usage]]
 
 
 class ResponseKeeper:
@@ -45,3 +71,86 @@ class ResponseKeeper:
         self._done = True
         response = self._shape.response
         response["store"] = await self._store.put(self._tenant, Kept(response, self._items))
+
+
+class Background:
+    """The background responses of this gateway. `close` ends them."""
+
+    def __init__(self, store: ResponseStore, observer: Observer, *, most: int, shutdown_s: float) -> None:
+        self._store = store
+        self._observer = observer
+        self._most = most
+        self._shutdown_s = shutdown_s
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._closing = False
+
+    def admit(self) -> None:
+        """Raises QueueFullError when there are too many already, OverloadedError when the server is being stopped."""
+        if self._closing:
+            raise OverloadedError("The server is being stopped.", retry_after_s=RETRY_AFTER_S)
+        if len(self._running) >= self._most:
+            raise QueueFullError(
+                f"{self._most} responses run in the background already.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    async def start(self, record: Record, shape: ResponseShape, items: list[Item], work: Work) -> None:
+        """Begins `work`, once the response is kept as in progress. Raises OverloadedError when it cannot be kept."""
+        tenant, response = record.tenant or "", shape.response
+        begun = Kept(response, items).body
+        if not await self._store.put(tenant, Kept(response, items)):
+            work.close()
+            raise OverloadedError("A background response cannot be kept at the moment.", retry_after_s=RETRY_AFTER_S)
+        own = replace(record, endpoint=ENDPOINT, traces=record.traces, status=200)
+        record.traces, record.hold = [], None
+        task = tasks.spawn(self._run(own, tenant, shape, items, work, begun), name="background response")
+        self._running[response["id"]] = task
+        task.add_done_callback(lambda _: self._running.pop(response["id"], None))
+        await asyncio.sleep(0)  # it runs from here on, so that cancelling it meets its handlers
+
+    async def cancel(self, response_id: str) -> None:
+        """Returns when it has ended, if it runs here."""
+        if (task := self._running.get(response_id)) is not None:
+            task.cancel()
+            await asyncio.wait([task], timeout=CANCEL_LIMIT_S)
+
+    async def close(self) -> None:
+        """Gives what runs the time of a shutdown, and ends the rest, which is kept as failed."""
+        if self._running:
+            await asyncio.wait(list(self._running.values()), timeout=self._shutdown_s)
+        self._closing = True
+        for task in list(self._running.values()):  # those that began meanwhile, too
+            await tasks.cancel(task)
+
+    async def _run(
+        self, record: Record, tenant: str, shape: ResponseShape, items: list[Item], work: Work, begun: bytes
+    ) -> None:
+        with noted(self._observer, record):
+            try:
+                with no_panic():
+                    (answer,), usage = await work
+                shape.take(answer)
+                shape.finish(usage)
+            except asyncio.CancelledError:
+                record.status = CLIENT_LEFT
+                if self._closing:
+                    shape.fail(KvasirError("The server was stopped before the response was complete."))
+                else:
+                    shape.cancel()
+            except KvasirError as error:
+                failed(record, error)
+                shape.fail(error)
+            except Exception:
+                log.exception("background response of request %s failed", record.request_id)
+                told = KvasirError("The server had an error while it answered.")
+                failed(record, told)
+                shape.fail(told)
+            await self._store.replace(tenant, begun, Kept(shape.response, items))
+
+
+def settled(kept: Kept, timeout_s: float) -> Kept:
+    """As it is, but for one whose gateway must be gone: it is in progress and past the time that a request may take."""
+    response = kept.response
+    if response["status"] != "in_progress" or time.time() < response["created_at"] + timeout_s + LATE_S:
+        return kept
+    return Kept(failed_response(response, KvasirError("The gateway that worked on it ended.")), kept.items)

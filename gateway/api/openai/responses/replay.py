@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.api.sse import event, read_events
+from gateway.api.replies import event, read_events
 from gateway.types import Ending, Replay
 
 Json = dict[str, Any]

@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 
-from gateway.api.answers import Answer
 from gateway.api.dialect import printable
 from gateway.api.openai.response import new_call_id
 from gateway.api.openai.responses.client_tools import Declared
@@ -20,7 +19,7 @@ from gateway.api.openai.responses.items import Item, item_id
 from gateway.api.openai.responses.request import Asked
 from gateway.api.openai.responses.response import error_code, failed_response, logprobs_json, new_response, usage_json
 from gateway.api.openai.responses.tools import Tools
-from gateway.api.sse import COMMENT, event, json_line, json_text
+from gateway.api.replies import COMMENT, Answer, event, json_line, json_text
 from gateway.config import LeaseSettings
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Tool, Usage

@@ -2,25 +2,30 @@
 
 A store belongs to tenants: what one has kept does not exist for another. It is bounded by count, bytes and time, and
 what was kept first goes first. The bytes are in a ByteStore; one that is down keeps nothing, and costs no answer.
+
+Also what stored responses are read for: items that an input only names, and diagnostics, which compare what belongs to
+a prefix. Formats, effort, verbosity and service tier do not, and are never a reason.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import orjson
 
-from gateway.api.openai.responses.items import Item
-from gateway.errors import RedisDownError
+from gateway.api.fields import shown
+from gateway.api.openai.responses.items import Item, response_of
+from gateway.errors import BadRequestError, RedisDownError
 from gateway.storage.byte_store import ByteStore, Put
 from gateway.storage.redis_calls import read_or_skip
 from gateway.tasks import off_loop, work_of
+from gateway.types import Usage
 
 _ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 
@@ -30,6 +35,19 @@ _UPSTREAM: Final = "upstream:"
 _UPSTREAM_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 
 OUTCOMES: Final = ("kept", "too_large", "failed")
+
+MAX_REFERENCED: Final = 16
+"""Responses whose items one input may refer to."""
+
+_REASONS: Final = (
+    ("model_changed", "model"),
+    ("prompt_cache_key_changed", "prompt_cache_key"),
+    ("tools_changed", "tools"),
+    ("input_changed", "instructions"),
+)
+"""Looked at in this order, as they come in a namespace and a prompt; the items come last."""
+
+_UNSEEN: Final = ("id", "status")  # of an item, which are no part of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +148,64 @@ def _kept(body: bytes) -> Kept:
     if not all(isinstance(items, list) and all(isinstance(item, dict) for item in items) for items in lists):
         raise ValueError("no response")
     return kept
+
+
+async def resolved(store: ResponseStore, tenant: str, items: Sequence[Item]) -> list[Item]:
+    """`items`, with what is referred to in place of the references. Raises BadRequestError for what is not there, and
+    for what is referred to twice: a prompt would be longer than all that was ever sent."""
+    known: dict[str, dict[str, Item]] = {}
+    found = []
+    for index, item in enumerate(items):
+        if item["type"] == "item_reference":
+            response_id = response_of(item["id"]) or ""
+            if response_id not in known:
+                known[response_id] = await _by_id(store, tenant, response_id, len(known))
+            item = known[response_id].pop(item["id"], {}) or _missing(index, item["id"])
+        found.append(item)
+    return found
+
+
+async def _by_id(store: ResponseStore, tenant: str, response_id: str, number: int) -> dict[str, Item]:
+    if number == MAX_REFERENCED:
+        raise BadRequestError(
+            f"Invalid 'input': it refers to items of more than {MAX_REFERENCED} responses.",
+            param="input",
+            code="invalid_value",
+        )
+    kept = await store.find(tenant, response_id)
+    return {item["id"]: item for item in kept.conversation} if kept else {}
+
+
+def _missing(index: int, item_id: str) -> NoReturn:
+    path = f"input[{index}].id"
+    message = f"Invalid '{path}': there is no item with the id '{shown(item_id)}', or it was in the input before."
+    raise BadRequestError(message, param=path, code="invalid_value")
+
+
+def diagnose(
+    response: Mapping[str, Any], items: Sequence[Item], compared: Kept | None, usage: Usage, *, keyed: bool = True
+) -> dict[str, Any]:
+    """`prompt_cache_diagnostics` of a response to these items. `compared` is None when there is no such response;
+    `keyed` says whether `prompt_cache_key` separates prefixes.
+
+    A miss names the first change. Where nothing was changed and nothing reused, it is `unavailable`: what was there has
+    been evicted, or was never kept.
+    """
+    if compared is None:
+        return {"type": "comparison_response_not_found"}
+    if (reason := _changed(response, items, compared, keyed)) is not None:
+        missed = usage.prompt_tokens - usage.cached_tokens
+        return {"type": "cache_miss", "reason": reason, "cache_missed_tokens": missed}
+    return {"type": "cache_hit" if usage.cached_tokens else "unavailable"}
+
+
+def _changed(response: Mapping[str, Any], items: Sequence[Item], compared: Kept, keyed: bool) -> str | None:
+    for reason, name in _REASONS:
+        if response[name] != compared.response[name] and (keyed or name != "prompt_cache_key"):
+            return reason
+    before = [_seen(item) for item in compared.items]
+    return None if before == [_seen(item) for item in items[: len(before)]] else "input_changed"
+
+
+def _seen(item: Item) -> Item:
+    return {key: value for key, value in item.items() if key not in _UNSEEN}

@@ -10,7 +10,7 @@ import pytest
 from google.genai import errors, types
 
 from engine.protocol import Breakpoint
-from gateway.api.gemini.times import timestamp, timestamp_s
+from gateway.api.gemini.wire import timestamp, timestamp_s
 from gateway.config import GeminiSettings, TenantSettings
 from gateway.errors import NoEngineError
 from gateway.types import ChatPrompt, Lease, Marker

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gateway.api.gemini.times import duration, duration_s, timestamp, timestamp_s
+from gateway.api.gemini.wire import duration, duration_s, timestamp, timestamp_s
 from gateway.errors import BadRequestError
 
 

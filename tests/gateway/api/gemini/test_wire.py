@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.gemini.times import duration
+from gateway.api.gemini.wire import duration
 from gateway.config import ServerSettings, TenantSettings
 from gateway.errors import EngineLostError, KvasirError, NoEngineError, QueueFullError
 from tests.fakes.gateway import running

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.api.openai.responses.background import settled
+from gateway.api.openai.responses.keeping import settled
 from gateway.api.openai.responses.store import Kept
 from gateway.config import ServerSettings, StoredResponseSettings, TenantSettings
 from gateway.errors import EngineFailedError, RedisDownError

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai.responses.diagnostics import diagnose
 from gateway.api.openai.responses.items import parse_input, with_ids
-from gateway.api.openai.responses.store import Kept
+from gateway.api.openai.responses.store import Kept, diagnose
 from gateway.types import Usage
 from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import running

@@ -1,0 +1,222 @@
+"""Which tenant a request is of, whose blocks it may share, and what it may still send.
+
+Keys are kept and compared only as SHA-256 digests, so that the time of a look-up says nothing about a key, and no key
+can reach a log. What a request needs of its tenant's limits is set aside before anybody knows its tokens: a prompt is
+taken to have one for every four bytes of the request, or characters of the prompt where those are more, which a stored
+conversation makes them; prompts that come as tokens are counted. The middleware settles it when the request is over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64decode
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Final, Protocol
+
+from aiohttp import web
+
+from engine.protocol import TOKEN_BYTES
+from gateway.api.call import Call
+from gateway.api.fields import shown
+from gateway.api.record import Hold, Record
+from gateway.config import EVERYBODY, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
+from gateway.errors import ForbiddenError, UnauthorizedError
+from gateway.types import ANONYMOUS, ChatPrompt, LimitKind, Need, Prompt, Room, Scope, Tenant, TextPrompt, TokenPrompt
+
+NAMESPACE_HEADER = "x-kvasir-namespace"
+MAX_SCOPES = 1024  # that are remembered; a kilobyte each, with the longest key and salt
+
+BYTES_PER_TOKEN: Final = 4
+
+ONLY_COUNTED: Final = Need(generates=False)
+"""Of a request that has its tokens counted."""
+
+
+class Auth:
+    """The keys of [auth] and [[tenants]]."""
+
+    def __init__(self, auth: AuthSettings, tenants: Sequence[TenantSettings]) -> None:
+        self._tenants = {_digest(key): _tenant(tenant) for tenant in tenants for key in tenant.keys}
+        self._admins = {_digest(key) for key in auth.admin_keys}
+        self._anonymous = Tenant(ANONYMOUS)
+
+    @property
+    def open(self) -> bool:
+        """No tenant is configured: everybody is one tenant."""
+        return not self._tenants
+
+    def tenant(self, http: web.Request) -> Tenant:
+        """Whose request this is. Raises UnauthorizedError, and ForbiddenError for an admin key."""
+        if not self._tenants:
+            return self._anonymous
+        key = _key(http)
+        if not key:
+            raise _no_key("You didn't provide an API key. Send it as `Authorization: Bearer KEY`.")
+        digest = _digest(key)
+        if (tenant := self._tenants.get(digest)) is not None:
+            return tenant
+        if digest in self._admins:
+            raise ForbiddenError("This is an admin key, which opens /admin only. Send the key of a tenant.")
+        raise UnauthorizedError("Incorrect API key provided.")
+
+    def check_admin(self, http: web.Request) -> bytes:
+        """Whether /admin may be read. A digest of the key that opened it; of no key where it is open. Raises
+        UnauthorizedError and ForbiddenError."""
+        if not self._admins:
+            if self._tenants:
+                raise ForbiddenError(
+                    "/admin is closed: this server has tenants and no admin keys. Set [auth] admin_keys to open it."
+                )
+            return _digest("")
+        key = _bearer(http) or _password(http)
+        if not key:
+            raise _no_admin_key("/admin needs an admin key, as `Authorization: Bearer KEY` or as a browser's password.")
+        digest = _digest(key)
+        if digest in self._admins:
+            return digest
+        if digest in self._tenants:
+            raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
+        raise _no_admin_key("Incorrect admin key provided.", code="invalid_api_key")
+
+
+def _tenant(settings: TenantSettings) -> Tenant:
+    return Tenant(settings.name, weight=settings.weight, priority=settings.priority)
+
+
+def _key(http: web.Request) -> str:
+    """The first that is there: x-api-key (Anthropic, which prefers it to a bearer token), x-goog-api-key, a bearer
+    token, and `key` in the URL, as people write it who try Gemini with curl."""
+    headers = http.headers
+    key = headers.get("x-api-key", "").strip() or headers.get("x-goog-api-key", "").strip() or _bearer(http)
+    return key or http.query.get("key", "").strip()
+
+
+def _bearer(http: web.Request) -> str:
+    scheme, _, key = http.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _password(http: web.Request) -> str:
+    """Of HTTP Basic (RFC 7617), which a browser asks for; the user's name says nothing. To read alone: a browser sends
+    it with whatever a page of somebody else has it ask."""
+    scheme, _, value = http.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "basic" or http.method not in ("GET", "HEAD"):
+        return ""
+    try:
+        return b64decode(value.strip(), validate=True).decode().partition(":")[2].strip()
+    except ValueError:  # no base64, or no text
+        return ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _no_admin_key(message: str, code: str | None = None) -> UnauthorizedError:
+    error = _no_key(message)
+    error.code, error.challenge = code, 'Basic realm="Kvasir admin key", charset="UTF-8"'
+    return error
+
+
+def _no_key(message: str) -> UnauthorizedError:
+    error = UnauthorizedError(message)
+    error.code = None  # `invalid_api_key` is for keys that were sent
+    return error
+
+
+class Namespaces:
+    """The namespaces of [[namespaces]]."""
+
+    def __init__(
+        self, namespaces: Sequence[NamespaceSettings], tenants: Sequence[TenantSettings], cache_key: CacheKeyMode
+    ) -> None:
+        """`cache_key`: what keys of tenants do that have no setting of their own."""
+        self._cache_key = cache_key
+        self._cache_keys = {tenant.name: tenant.cache_key for tenant in tenants if tenant.cache_key is not None}
+        self._tenants = {namespace.name: frozenset(namespace.tenants) for namespace in namespaces}
+        self._defaults = [namespace for namespace in namespaces if namespace.default]
+
+    def scope(self, asked: str, tenant: Tenant, *, key: str = "", cache_salt: str = "") -> Scope:
+        """`asked` is what the request's header names, or nothing. `key` and `cache_salt` are the client's, and separate
+        requests inside of a namespace too; the key only where it is not a hint.
+
+        Raises ForbiddenError for a namespace that does not exist or is not for this tenant; which, is not told.
+        """
+        key = self.separating_key(tenant, key)
+        name = asked or self._default(tenant)
+        if name == PRIVATE:
+            return _scope(tenant.name, "", key, cache_salt)
+        if not _may_use(tenant, self._tenants.get(name, frozenset())):
+            raise ForbiddenError(f"There is no namespace `{shown(name)}` that you may use ({NAMESPACE_HEADER}).")
+        return _scope("", name, key, cache_salt)
+
+    def separating_key(self, tenant: Tenant, key: str) -> str:
+        """The key, or nothing where the tenant's keys are hints for routing."""
+        return key if self._cache_keys.get(tenant.name, self._cache_key) == "separate" else ""
+
+    def _default(self, tenant: Tenant) -> str:
+        for namespace in self._defaults:
+            if _may_use(tenant, namespace.tenants):
+                return namespace.name
+        return PRIVATE
+
+
+@lru_cache(maxsize=MAX_SCOPES)
+def _scope(tenant: str, namespace: str, key: str, cache_salt: str) -> Scope:
+    """The same object for the same scope: its salt is made once."""
+    return Scope(tenant, namespace, key, cache_salt)
+
+
+def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:
+    return tenant.name in tenants or EVERYBODY in tenants
+
+
+class Limits(Protocol):
+    """What tenants may ask for."""
+
+    def has(self, tenant: str) -> bool:
+        """Whether it has any limit."""
+        ...
+
+    def rooms(self, tenant: str) -> dict[LimitKind, Room]:
+        """What it may still send, as far as this gateway knows; nothing for what has no limit."""
+        ...
+
+    async def set_aside(self, tenant: str, need: Need) -> Hold | None:
+        """Raises RateLimitError, and nothing else."""
+        ...
+
+
+async def set_aside(limits: Limits, record: Record, need: Callable[[], Need]) -> None:
+    """For a request of the online lane, once. Raises RateLimitError. Asks nobody for a tenant without limits."""
+    tenant = record.tenant
+    if record.hold is not None or tenant is None or record.lane == "batch" or not limits.has(tenant):
+        return
+    try:
+        record.hold = await limits.set_aside(tenant, need())
+    finally:
+        if record.allowance is not None:
+            record.allowance = record.allowance._replace(**limits.rooms(tenant))
+
+
+def need_of(call: Call, body_bytes: int, context_tokens: int) -> Need:
+    """`body_bytes` are those of the request, decoded."""
+    tokens = min(call.sampling.max_tokens, context_tokens) or None
+    answers = 0 if call.prewarm else len(call.prompts) * call.choices.best_of
+    return Need(_prompt_tokens(call.prompts, body_bytes), tokens, answers)
+
+
+def _prompt_tokens(prompts: tuple[Prompt, ...], body_bytes: int) -> int:
+    chars = tokens = 0
+    for prompt in prompts:
+        match prompt:
+            case TokenPrompt():
+                tokens += len(prompt.tokens) // TOKEN_BYTES
+            case TextPrompt():
+                chars += len(prompt.text)
+            case ChatPrompt():
+                chars += sum(len(message["content"] or "") for message in prompt.messages)
+    if tokens and not chars:
+        return tokens
+    return tokens + -(-max(chars, body_bytes) // BYTES_PER_TOKEN)
