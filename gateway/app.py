@@ -53,7 +53,7 @@ from gateway.routing.registry import Registry
 from gateway.routing.router import Router
 from gateway.storage.redis_calls import connect
 from gateway.types import Trace
-from gateway.upstreams.proxies import find_proxy
+from gateway.upstreams.connections import find_proxy
 from gateway.upstreams.stage import Upstreams
 from gateway.version import installed_version
 

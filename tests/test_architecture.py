@@ -35,7 +35,7 @@ FOUNDATION = {
     *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.breaker"),
     *("gateway.storage.redis_calls", "gateway.storage.breaker"),
     *("gateway.storage.byte_store", "gateway.storage.memory_bytes", "gateway.storage.redis_bytes"),
-    *("gateway.config", "gateway.digests", "gateway.fair_queue", "gateway.logs", "gateway.native"),
+    *("gateway.config", "gateway.digests", "gateway.gate", "gateway.logs", "gateway.native"),
 }
 PROMISES = {
     "gateway.queues.batch.base",

@@ -1,6 +1,6 @@
 """Service tiers: what requests call them, and which of them a request is served in.
 
-A tier decides who goes first where requests of the online lane wait (queues/lane.py, upstreams/online_slots.py). What
+A tier decides who goes first where requests of the online lane wait (gateway/gate.py). What
 a dialect tells of it is what was served, not what was asked for.
 """
 

@@ -1,16 +1,16 @@
-"""Slots at the engines: a bounded number for each, and a fair line in front of all of them, for each of two lanes.
+"""Slots at the engines: a bounded number for each, and a fair queue in front of those that are alike, for each lane.
 
-Single event loop, no locks: every change happens between two awaits. lane.py says who goes where, line.py holds who
-waits; this gives them a clock, futures, limits and deadlines. The pipeline asks for a place; app.py has it told when an
-engine has joined, is gone, or has said how busy it is.
+Single event loop, no locks: every change happens between two awaits. engine_queue.py decides which request goes where,
+the gate (gateway/gate.py) holds those that wait; this gives them a clock, deadlines and limits. The pipeline asks for a
+slot; app.py reports when an engine has joined, is gone, or has said how busy it is.
 
     admit     a slot is free and nobody is before this request: taken at once, without an await
     wait      requests for one model wait together, whatever engine they will go to
     refuse    too many wait: QueueFullError with the time after which trying again makes sense
 
-The batch lane has slots of its own, so that nobody of the online lane ever waits for one that it holds: as many as the
-engine could run beside what the online lane has there, and none while anybody of the online lane waits, or is still to
-be prefilled. How many wait there is for the one to bound who sends them, and they wait until their own deadline.
+The batch lane has slots of its own, so that no online request ever waits for one that it holds: as many as the engine
+could run beside what the online lane has there, and none while an online request waits, or is still to be prefilled.
+Those who send batch requests bound how many wait; these wait until their own deadline.
 """
 
 from __future__ import annotations
@@ -19,21 +19,84 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from types import TracebackType
-from typing import Final, Generic
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Generic, Protocol, TypeVar
 
-from engine.protocol import Lane as LaneName
+from engine.protocol import Hello, Lane, Load
 from gateway.config import QueueSettings
-from gateway.errors import DeadlineError, EngineLostError, KvasirError, QueueFullError
-from gateway.queues.lane import EngineSlots, Lane, Router
-from gateway.queues.line import E, Figures, Line, OverloadStatus, QueueStatus, WaitingRequest, alike, left_over
+from gateway.errors import DeadlineError, EngineLostError, QueueFullError
+from gateway.gate import Gate, Pace
+from gateway.queues.engine_queue import EngineQueue, EngineSlots, Router, WaitingRequest
 from gateway.types import Ask
 
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""Seconds between looks at those who are held back, when nothing else happens."""
+"""Seconds between looks at requests that are held back, when nothing else happens."""
+
+
+class Engine(Protocol):
+    """What the queue has to know of an engine."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def hello(self) -> Hello: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def prefilling(self) -> Mapping[str, int]: ...
+
+
+E = TypeVar("E", bound=Engine)
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadStatus:
+    """Whether sessions push one another out of the caches of a model's engines. See overload.py."""
+
+    holds: bool
+    share: float  # of the engines' time that goes into computing again, from 0 to 1
+    held_back: int  # requests that wait for room in a cache though an engine is free
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """What /metrics and /admin/stats show of a lane."""
+
+    waiting: int
+    in_flight: dict[str, int]  # by engine name
+    waiting_by_tenant: dict[str, int]
+    admitted: int  # since the start, as are the next three
+    refused: int
+    expired: int
+    abandoned: int  # waiting requests whose client left
+    overload: dict[str, OverloadStatus]  # by model; empty for the batch lane
+
+
+@dataclass(slots=True, eq=False)
+class _Group(Generic[E]):
+    """The queues in front of engines that are alike, and how quickly the online one moves."""
+
+    queues: dict[Lane, EngineQueue[E, WaitingRequest]]
+    model: str
+    overloaded: bool = False  # as last logged
+    look: asyncio.TimerHandle | None = None  # at requests that are held back
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def online(self) -> EngineQueue[E, WaitingRequest]:
+        return self.queues["online"]
+
+    @property
+    def batch(self) -> EngineQueue[E, WaitingRequest]:
+        return self.queues["batch"]
 
 
 class SlotQueue(Generic[E]):
@@ -43,266 +106,227 @@ class SlotQueue(Generic[E]):
         self._settings = settings
         self._router = router
         self._clock = clock
-        self._lines: dict[Hashable, Line[E]] = {}  # those that have engines
-        self._line_of: dict[str, Line[E]] = {}  # by incarnation
-        self._figures: dict[LaneName, Figures] = {"online": Figures(), "batch": Figures()}
+        self._groups: dict[Hashable, _Group[E]] = {}  # those that have engines
+        self._group_of: dict[str, _Group[E]] = {}  # by incarnation
+        self._gates: dict[Lane, Gate[EngineSlots[E]]] = {
+            "online": Gate(settings.max_waiting, settings.max_waiting_per_tenant),
+            "batch": Gate(),
+        }
 
-    def slot(self, engines: Sequence[E], ask: Ask) -> _Slot[E]:
-        """An async context manager around the time in which an engine works on a request. Entering it returns the
-        engine: one of `engines`, or one like them that joined while the request waited.
+    @asynccontextmanager
+    async def slot(self, engines: Sequence[E], ask: Ask) -> AsyncIterator[E]:
+        """The time in which an engine works on a request. Entering it returns the engine: one of `engines`, or one like
+        them that joined while the request waited.
 
         engines  all that serve its model now, alike in what tokens and blocks mean; at least one
 
         Entering raises QueueFullError at once, DeadlineError after waiting, EngineLostError when there is no engine
         left that it could have. However the block is left, the slot is given back exactly once.
         """
-        return _Slot(self, engines, ask)
+        group = self._find_group(engines)
+        slots = await self._take(group, ask)
+        try:
+            yield slots.engine
+        finally:
+            self._release(group, ask.lane, slots)
 
     def forget(self, incarnation: str) -> None:
-        """The engine is gone. Who can go nowhere else gets EngineLostError now; slots taken are given back as ever."""
-        self._line_of.pop(incarnation, None)
-        for key, line in list(self._lines.items()):
-            if (slots := line.online.engine_slots.pop(incarnation, None)) is None:
+        """The engine is gone. Requests that can go nowhere else get EngineLostError now; slots taken are given back as
+        ever."""
+        self._group_of.pop(incarnation, None)
+        for key, group in list(self._groups.items()):
+            if (slots := group.online.engine_slots.pop(incarnation, None)) is None:
                 continue
-            del line.batch.engine_slots[incarnation]
-            for waiter in [waiter for lane in line.lanes for waiter in lane]:
-                if not line.online.engine_slots or waiter.ask.only == incarnation:
-                    self._fail(line, waiter, EngineLostError(f"Engine {slots.engine.name} went away."))
-            if line.online.engine_slots:
-                self._assign(line)
+            del group.batch.engine_slots[incarnation]
+            for lane, queue in group.queues.items():
+                for waiter in list(queue):
+                    if not queue.engine_slots or waiter.ask.only == incarnation:
+                        error = EngineLostError(f"Engine {slots.engine.name} went away.")
+                        self._gates[lane].fail(waiter, queue, error)
+            if group.online.engine_slots:
+                self._assign(group)
             else:
-                del self._lines[key]
+                del self._groups[key]
 
     def heard(self, engine: E) -> None:
-        """An engine has joined, or said how busy it is: who waited for that may be sent to it."""
-        waiting = any(figures.waiting for figures in self._figures.values())
-        if not waiting or (line := self._lines.get(alike(engine.hello))) is None:
+        """An engine has joined, or said how busy it is: requests that waited for that may be sent to it."""
+        waiting = any(gate.waiting for gate in self._gates.values())
+        if not waiting or (group := self._groups.get(_alike(engine.hello))) is None:
             return
-        known = line.online.engine_slots.get(engine.hello.incarnation)
-        if known is None:
-            self._add_slots(line, engine)
-        if known is None or known.held_back:
-            self._assign(line)
+        slots = group.online.engine_slots.get(engine.hello.incarnation)
+        if slots is None:
+            self._add_slots(group, engine)
+        if slots is None or slots.held_back:
+            self._assign(group)
         else:
-            self._assign_batch(line)
+            self._assign_batch(group)
 
-    def status(self, lane: LaneName = "online") -> QueueStatus:
-        figures, in_flight = self._figures[lane], Counter[str]()
+    def status(self, lane: Lane = "online") -> QueueStatus:
+        gate, in_flight = self._gates[lane], Counter[str]()
         overload: dict[str, OverloadStatus] = {}
-        for line in self._lines.values():
+        for group in self._groups.values():
             if lane == "online":
-                line.online.pass_time(self._clock())
-                self._tell(line)
-                overloaded = line.online.overload
-                seen = OverloadStatus(overloaded.holds, overloaded.share, line.online.held_back)
-                overload[line.model] = max(seen, overload.get(line.model, seen), key=lambda status: status.share)
-            for slots in line.lane(lane).engine_slots.values():
+                group.online.pass_time(self._clock())
+                self._log_overload(group)
+                found = group.online.overload
+                status = OverloadStatus(found.holds, found.share, group.online.held_back)
+                overload[group.model] = max(status, overload.get(group.model, status), key=lambda one: one.share)
+            for slots in group.queues[lane].engine_slots.values():
                 if slots.taken:
                     in_flight[slots.engine.name] += slots.taken
         return QueueStatus(
-            waiting=figures.waiting,
+            waiting=gate.waiting,
             in_flight=dict(in_flight),
-            waiting_by_tenant=dict(figures.waiting_by_tenant),
-            admitted=figures.admitted,
-            refused=figures.refused,
-            expired=figures.expired,
-            abandoned=figures.abandoned,
+            waiting_by_tenant=dict(gate.by_tenant),
+            admitted=gate.admitted,
+            refused=gate.refused,
+            expired=gate.expired,
+            abandoned=gate.abandoned,
             overload=overload,
         )
 
     @property
     def waiting(self) -> int:
         """Requests of the online lane that wait for a slot."""
-        return self._figures["online"].waiting
+        return self._gates["online"].waiting
 
-    # -- what _Slot does -----------------------------------------------------------------------------------------
+    # -- a request ----------------------------------------------------------------------------------------------------
 
-    async def _admit(self, engines: Sequence[E], ask: Ask) -> tuple[Line[E], EngineSlots[E]]:
-        line = self._line(engines)
-        lane = line.lane(ask.lane)
-        if ask.only is not None and ask.only not in lane.engine_slots:
+    async def _take(self, group: _Group[E], ask: Ask) -> EngineSlots[E]:
+        queue, gate = group.queues[ask.lane], self._gates[ask.lane]
+        if ask.only is not None and ask.only not in queue.engine_slots:
             raise EngineLostError("The engine that has the other answers to this prompt went away.")
         waiter = WaitingRequest(ask, self._clock())
-        mine: EngineSlots[E] | None = None
         if ask.lane == "batch":
-            self._leave_over(line)
-        sent = lane.enter(waiter)
-        self._look_at(line)
-        if sent:
-            mine = next((slots for other, slots in sent if other is waiter), None)
-            self._figures[ask.lane].admitted += mine is not None
-            if mine is None or len(sent) > 1:
-                self._grant(lane, [(other, slots) for other, slots in sent if other is not waiter])
-        return line, mine or await self._wait(line, waiter)
-
-    def _line(self, engines: Sequence[E]) -> Line[E]:
-        line = self._line_of.get(engines[0].hello.incarnation)
-        if line is None:
-            key = alike(engines[0].hello)
-            if (line := self._lines.get(key)) is None:
-                line = self._lines[key] = Line(
-                    Lane(self._settings, self._router),
-                    Lane(self._settings, self._router, "batch"),
-                    engines[0].hello.model,
-                )
-        for engine in engines:
-            if engine.hello.incarnation not in line.online.engine_slots:
-                self._add_slots(line, engine)
-            for lane in line.lanes:
-                lane.engine_slots[engine.hello.incarnation].engine = engine
-        return line
-
-    def _add_slots(self, line: Line[E], engine: E) -> None:
-        hello = engine.hello
-        total = self._settings.slots_per_engine or 2 * hello.max_sequences
-        self._line_of[hello.incarnation] = line
-        for lane in line.lanes:
-            # One that is new has prefilled nothing, and would get everything that is equal anywhere until it has.
-            given = min((slots.given_tokens for slots in lane.engine_slots.values()), default=0.0)
-            lane.engine_slots[hello.incarnation] = EngineSlots(engine, hello.incarnation, total, given_tokens=given)
-
-    def _refusal(self, line: Line[E], tenant: str) -> QueueFullError | None:
-        limits, waiting = self._settings, self.waiting
-        theirs = self._figures["online"].waiting_by_tenant[tenant]
-        if waiting < limits.max_waiting and theirs < limits.max_waiting_per_tenant:
-            return None
-        retry_after_s = line.pace.wait_s(len(line.online) - 1, self._clock())
-        mine = theirs >= limits.max_waiting_per_tenant
-        count, setting = (theirs, "queue.max_waiting_per_tenant") if mine else (waiting, "queue.max_waiting")
-        return QueueFullError.of(count, setting, retry_after_s)
-
-    async def _wait(self, line: Line[E], waiter: WaitingRequest) -> EngineSlots[E]:
-        tenant, name = waiter.ask.tenant, waiter.ask.lane
-        lane, figures, online = line.lane(name), self._figures[name], name == "online"
-        if online and (refusal := self._refusal(line, tenant)) is not None:
-            lane.remove(waiter)
-            figures.refused += 1
-            raise refusal
-        loop = asyncio.get_running_loop()
-        timeout_s = waiter.ask.deadline_s - waiter.arrived_s
-        if online:
+            self._leave_over(group)
+        assigned = queue.enter(waiter)
+        self._look_at(group)
+        if assigned:
+            own = next((slots for other, slots in assigned if other is waiter), None)
+            self._grant(group, ask.lane, [(other, slots) for other, slots in assigned if other is not waiter])
+            if own is not None:
+                gate.admitted += 1
+                return own
+        if full := gate.find_full(ask.tenant):
+            queue.remove(waiter)
+            waiting, own_limit = full
+            setting = "queue.max_waiting_per_tenant" if own_limit else "queue.max_waiting"
+            raise QueueFullError.of(waiting, setting, group.pace.wait_s(len(queue), self._clock()))
+        timeout_s = ask.deadline_s - waiter.arrived_s
+        if ask.lane == "online":
             timeout_s = min(timeout_s, self._settings.max_wait_s)
-        granted: asyncio.Future[EngineSlots[E]] = loop.create_future()
-        waiter.granted = granted
-        figures.waiting += 1
-        figures.waiting_by_tenant[tenant] += 1
-        timer = loop.call_later(max(timeout_s, 0.0), self._expire, line, waiter)
-        try:
-            return await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._release(line, name, granted.result())  # it came in the turn of the loop in which the client left
-            elif lane.remove(waiter):
-                figures.left(tenant)
-                figures.abandoned += 1
-                if online:
-                    self._assign_batch(line)
-            raise
-        finally:
-            timer.cancel()
+        gate.enter(waiter)
+        late, leave = partial(self._late, group, queue), partial(self._leave, group, ask.lane)
+        return await gate.wait(waiter, queue, timeout_s, late=late, leave=leave)
 
-    def _expire(self, line: Line[E], waiter: WaitingRequest) -> None:
-        error = DeadlineError.without_slot(line.pace.wait_s(len(line.lane(waiter.ask.lane)), self._clock()))
-        self._figures[waiter.ask.lane].expired += self._fail(line, waiter, error)
-        self._assign_batch(line)
+    def _late(self, group: _Group[E], queue: EngineQueue[E, WaitingRequest]) -> DeadlineError:
+        return DeadlineError.without_slot(group.pace.wait_s(len(queue), self._clock()))
 
-    def _fail(self, line: Line[E], waiter: WaitingRequest, error: KvasirError) -> bool:
-        """Ends somebody's waiting. False when it had ended; who was cancelled and has not run yet takes itself out."""
-        assert waiter.granted is not None
-        if waiter.granted.done() or not line.lane(waiter.ask.lane).remove(waiter):
-            return False
-        self._figures[waiter.ask.lane].left(waiter.ask.tenant)
-        waiter.granted.set_exception(error)
-        return True
+    def _leave(self, group: _Group[E], lane: Lane, slots: EngineSlots[E] | None) -> None:
+        """A request waits no more, and has no use for what it may have been granted."""
+        if slots is not None:
+            self._release(group, lane, slots)
+        else:
+            self._assign_batch(group)
 
-    def _release(self, line: Line[E], lane: LaneName, slots: EngineSlots[E]) -> None:
+    def _release(self, group: _Group[E], lane: Lane, slots: EngineSlots[E]) -> None:
         slots.taken -= 1
         if lane == "online":
-            line.pace.ends.append(self._clock())
-            self._assign(line)
+            group.pace.ends.append(self._clock())
+            self._assign(group)
         else:
-            self._assign_batch(line)
+            self._assign_batch(group)
 
-    def _assign(self, line: Line[E]) -> None:
-        self._grant(line.online, line.online.assign(self._clock()))
-        self._look_at(line)
-        self._assign_batch(line)
+    # -- the engines --------------------------------------------------------------------------------------------------
 
-    def _assign_batch(self, line: Line[E]) -> None:
-        if len(line.batch) and not len(line.online):
-            self._leave_over(line)
-            self._grant(line.batch, line.batch.assign(self._clock()))
+    def _find_group(self, engines: Sequence[E]) -> _Group[E]:
+        """Theirs; a new one where there is none."""
+        group = self._group_of.get(engines[0].hello.incarnation)
+        if group is None:
+            key = _alike(engines[0].hello)
+            if (group := self._groups.get(key)) is None:
+                lanes: tuple[Lane, ...] = ("online", "batch")
+                queues = {lane: EngineQueue[E, WaitingRequest](self._settings, self._router, lane) for lane in lanes}
+                group = self._groups[key] = _Group(queues, engines[0].hello.model)
+        for engine in engines:
+            if engine.hello.incarnation not in group.online.engine_slots:
+                self._add_slots(group, engine)
+            for queue in group.queues.values():
+                queue.engine_slots[engine.hello.incarnation].engine = engine
+        return group
 
-    def _look_at(self, line: Line[E]) -> None:
-        """Tells of an overload, in which there may be room for somebody because time has passed and nothing else."""
-        self._tell(line)
-        if line.online.held_back and line.look is None:
-            line.look = asyncio.get_running_loop().call_later(LOOK_S, self._look_again, line)
+    def _add_slots(self, group: _Group[E], engine: E) -> None:
+        hello = engine.hello
+        total = self._settings.slots_per_engine or 2 * hello.max_sequences
+        self._group_of[hello.incarnation] = group
+        for queue in group.queues.values():
+            # One that is new has prefilled nothing, and would get everything that is equal anywhere until it has.
+            given = min((slots.given_tokens for slots in queue.engine_slots.values()), default=0.0)
+            queue.engine_slots[hello.incarnation] = EngineSlots(engine, hello.incarnation, total, given_tokens=given)
 
-    def _look_again(self, line: Line[E]) -> None:
-        line.look = None
-        if line.online.engine_slots:
-            self._assign(line)
+    def _assign(self, group: _Group[E]) -> None:
+        self._grant(group, "online", group.online.assign(self._clock()))
+        self._look_at(group)
+        self._assign_batch(group)
 
-    def _tell(self, line: Line[E]) -> None:
-        """Says when an overload begins and when it ends."""
-        overload = line.online.overload
-        if overload.holds == line.overloaded:
+    def _assign_batch(self, group: _Group[E]) -> None:
+        if len(group.batch) and not len(group.online):
+            self._leave_over(group)
+            self._grant(group, "batch", group.batch.assign(self._clock()))
+
+    def _grant(self, group: _Group[E], lane: Lane, assigned: list[tuple[WaitingRequest, EngineSlots[E]]]) -> None:
+        """Slots of clients that have left meanwhile go to others."""
+        while assigned:
+            unused = [slots for waiter, slots in assigned if not self._gates[lane].grant(waiter, slots)]
+            for slots in unused:
+                slots.taken -= 1
+            assigned = group.queues[lane].assign(self._clock()) if unused else []
+
+    def _leave_over(self, group: _Group[E]) -> None:
+        """Sets how many slots the batch lane may have at each engine now: none while an online request waits."""
+        for incarnation, slots in group.batch.engine_slots.items():
+            most = self._settings.batch_slots_per_engine or slots.engine.hello.max_sequences
+            slots.total = 0 if len(group.online) else _left_over(group.online.engine_slots[incarnation], most)
+
+    # -- overload -----------------------------------------------------------------------------------------------------
+
+    def _look_at(self, group: _Group[E]) -> None:
+        """Looks again later, when requests are held back: time alone may make room for them."""
+        self._log_overload(group)
+        if group.online.held_back and group.look is None:
+            group.look = asyncio.get_running_loop().call_later(LOOK_S, self._look_again, group)
+
+    def _look_again(self, group: _Group[E]) -> None:
+        group.look = None
+        if group.online.engine_slots:
+            self._assign(group)
+
+    def _log_overload(self, group: _Group[E]) -> None:
+        overload = group.online.overload
+        if overload.holds == group.overloaded:
             return
-        line.overloaded = overload.holds
+        group.overloaded = overload.holds
         if overload.holds:
             log.warning(
-                "sessions push one another out of the caches: the engines of %s spend %.0f%% of their time computing "
-                "again what was evicted. Who has no prefix waits for room, or for one engine in eight, meanwhile",
-                line.model,
+                "KV cache thrashing on model %s: %.0f%% of the engines' time recomputes evicted prefixes; prompts "
+                "without a cached prefix now wait (queue.overload_share)",
+                group.model,
                 100 * overload.share,
             )
         else:
-            log.info("the overload of the engines of %s is over", line.model)
-
-    def _leave_over(self, line: Line[E]) -> None:
-        """Tells the batch lane how many slots it may have at each engine now."""
-        for incarnation, slots in line.batch.engine_slots.items():
-            most = self._settings.batch_slots_per_engine or slots.engine.hello.max_sequences
-            slots.total = 0 if len(line.online) else left_over(line.online.engine_slots[incarnation], most)
-
-    def _grant(self, lane: Lane[E, WaitingRequest], sent: list[tuple[WaitingRequest, EngineSlots[E]]]) -> None:
-        """Tells those who waited. Places of clients that have left meanwhile go to others."""
-        figures = self._figures[lane.name]
-        while sent:
-            unused = 0
-            for waiter, slots in sent:
-                assert waiter.granted is not None
-                figures.left(waiter.ask.tenant)
-                if waiter.granted.done():  # cancelled, and has not run yet to take itself out
-                    slots.taken -= 1
-                    unused += 1
-                else:
-                    waiter.granted.set_result(slots)
-            figures.admitted += len(sent) - unused
-            figures.abandoned += unused
-            sent = lane.assign(self._clock()) if unused else []
+            log.info("KV cache thrashing on model %s is over", group.model)
 
 
-class _Slot(Generic[E]):
-    """See SlotQueue.slot. Not reusable."""
+def _left_over(slots: EngineSlots[E], most: int) -> int:
+    """How many of the batch lane's `most` slots at an engine the online lane (`slots`) leaves: sequences that the
+    engine could run besides, and none before what is to be prefilled for the online lane is."""
+    load = slots.engine.load
+    if load.prefill_backlog > load.batch_backlog:
+        return 0
+    online = load.running + load.waiting - load.batch_running - load.batch_waiting
+    return min(most, max(0, slots.engine.hello.max_sequences - max(online, slots.taken)))
 
-    __slots__ = ("_ask", "_engines", "_queue", "_taken")
 
-    def __init__(self, queue: SlotQueue[E], engines: Sequence[E], ask: Ask) -> None:
-        self._queue = queue
-        self._engines = engines
-        self._ask = ask
-        self._taken: tuple[Line[E], LaneName, EngineSlots[E]] | None = None
-
-    async def __aenter__(self) -> E:
-        line, slots = await self._queue._admit(self._engines, self._ask)  # noqa: SLF001 - one object in two halves
-        self._taken = line, self._ask.lane, slots
-        return slots.engine
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        taken, self._taken = self._taken, None
-        if taken is not None:
-            self._queue._release(*taken)  # noqa: SLF001
+def _alike(hello: Hello) -> Hashable:
+    """Equal for engines that a prompt can be sent to as it is."""
+    return hello.model, hello.namespace, hello.tokenizer, hello.context_tokens

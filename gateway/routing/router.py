@@ -72,7 +72,7 @@ class EngineSlots(Protocol[E_co]):
 
 
 class Router(Generic[E]):
-    """queues.lane.Router."""
+    """queues.engine_queue.Router."""
 
     def picture(self, engine_slots: Iterable[EngineSlots[E]], lane: Lane = "online") -> Picture[E]:
         """Of engines as they are now, for requests of a lane; those that drain are not in it. In front of an online

@@ -1,16 +1,21 @@
-"""The connections to one upstream: where a request is sent, with which headers and which key, over whose connection.
+"""The connections to one upstream: where a request is sent, with which headers and which key, over which connection
+and proxy.
 
-Knows nothing of what an answer means; aiohttp's errors end in upstream.py and opened.py.
+Knows nothing of what an answer means; aiohttp's errors end in answer.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-from typing import Final
-from urllib.parse import quote
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final, Literal, cast
+from urllib.parse import quote, urlsplit
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.client_reqrep import ConnectionKey
 from aiohttp.connector import Connection
 from aiohttp.tracing import Trace
@@ -19,9 +24,21 @@ from yarl import URL
 from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.types import UpstreamRequest
-from gateway.upstreams.failures import AttemptFailed
-from gateway.upstreams.headers import joined
-from gateway.upstreams.hidden import Hidden
+from gateway.upstreams.redaction import Secrets, joined
+
+Kind = Literal["connect", "timeout", "lost", "open", "busy", "key", "redirect"]
+
+
+class AttemptFailed(Exception):  # noqa: N818 - an attempt that failed, and no error of the gateway
+    """An attempt at one upstream brought no answer. `again` is whether this upstream may be tried once more. stage.py
+    tries again, or another one, or makes an error for the client of it."""
+
+    def __init__(self, kind: Kind, why: str, *, again: bool) -> None:
+        super().__init__(why)
+        self.kind = kind
+        self.why = why
+        self.again = again
+
 
 _KEY_HEADERS: Final = {"openai": "authorization", "anthropic": "x-api-key", "gemini": "x-goog-api-key"}
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
@@ -33,18 +50,43 @@ _VERSIONS: Final = {"anthropic": {"anthropic-version": "2023-06-01"}}
 """What a request of the gateway's own needs besides."""
 
 AT_ONCE_BYTES: Final = 1 << 20
-"""A larger body is written in pieces, so that the event loop turns in between."""
+"""A larger body is written in parts, so that the event loop turns in between."""
 
 MAX_HEADER_BYTES: Final = 64 << 10
 """Of one header of an answer. Some hosts have a security policy of more than the 8 KiB that aiohttp reads by itself."""
 
 MAX_HEADERS: Final = 1024
+
+MAX_FRAMING_BYTES: Final = 64 << 10
+"""Between two bytes of a body. A chunk's size and extensions have a few; aiohttp reads them without a bound."""
+
 CLOSED: Final = "the connection was closed before the end of the answer"
+
+
+class _Protocol(ResponseHandler):
+    """Closes a connection whose chunk framing does not end."""
+
+    _framing_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        body = self._payload
+        before = -1 if body is None else body.total_bytes
+        super().data_received(data)
+        if body is None or body is not self._payload or body.total_bytes != before:
+            self._framing_bytes = 0
+            return
+        self._framing_bytes += len(data)
+        if self._framing_bytes > MAX_FRAMING_BYTES and self.transport is not None:
+            self.transport.close()
 
 
 class _Connector(aiohttp.TCPConnector):
     """Uses no connection again on which something came behind an answer: it would be read as the answer to the next
     request, which may be another tenant's. aiohttp looks when a connection becomes idle, and not when it is taken."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._factory = cast("partial[ResponseHandler]", partial(_Protocol, loop=self._loop))
 
     async def _get(self, key: ConnectionKey, traces: list[Trace]) -> Connection | None:
         while (connection := await super()._get(key, traces)) is not None:
@@ -94,7 +136,7 @@ class Connections:
         self._proxy = proxy
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}  # no online request waits for a line's connection
         self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
-        self.hidden = Hidden(key, self._headers)
+        self.secrets = Secrets(key, self._headers)
         if key:
             name = _KEY_HEADERS[settings.dialect]
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
@@ -129,8 +171,8 @@ class Connections:
                     raise AttemptFailed("lost", why, again=False)
                 _fail_when_closed(response)
                 body = b""
-                while piece := await read_some(response):
-                    body += piece
+                while chunk := await read_some(response):
+                    body += chunk
                     if len(body) > settings.max_metered_bytes:
                         raise AttemptFailed("lost", "it is too long", again=False)
                 return body
@@ -164,3 +206,26 @@ class Connections:
                 skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
             )
         return self._sessions[lane]
+
+
+def find_proxy(url: str, environ: Mapping[str, str]) -> str | None:
+    """The URL of the HTTP proxy in front of an upstream, as the environment names it for other programs; it may have a
+    password in it. None without one. Raises ValueError, without its text, for what is no URL of an HTTP proxy.
+
+    `HTTPS_PROXY` is for upstreams with https, `HTTP_PROXY` for those with http, `ALL_PROXY` for both; names in small
+    letters win. `NO_PROXY` lists hosts and domains that are reached without one. aiohttp's own `trust_env` would read
+    passwords from a .netrc as well, and send them to upstreams.
+    """
+    parts = urlsplit(url)
+    written = _variable(f"{parts.scheme}_proxy", environ) or _variable("all_proxy", environ)
+    if not written or proxy_bypass_environment(parts.netloc, {"no": _variable("no_proxy", environ)}):
+        return None
+    proxy = written if "://" in written else f"http://{written}"
+    parts = urlsplit(proxy)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("a proxy's URL begins with http:// or https:// and a host")
+    return proxy
+
+
+def _variable(name: str, environ: Mapping[str, str]) -> str:
+    return (environ.get(name) or environ.get(name.upper()) or "").strip()

@@ -1,83 +1,188 @@
-"""Reads the usage out of an answer's bytes while they pass. Never changes or keeps back any of them, and never raises:
-what cannot be read is not metered.
+"""Reads an answer's bytes while they pass: its usage, and the ids of what the upstream keeps of it. Never raises: what
+cannot be read is not metered. Pure.
+
+Of a stream of events that is not compressed whole events alone pass on, so that an answer that breaks off can end with
+an error event; one that tells a usage for which the gateway asked, and not the client, is left out. All other bytes
+pass as they came.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import zlib
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
-from gateway.upstreams.events import Events, data_of
-from gateway.upstreams.usage import MARKS, Said, Tokens, note, tokens
+from gateway.upstreams.stored import made_ids
+from gateway.upstreams.usage import MARKS, Counts, Tokens, note, tokens
 
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
+_EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
+_NAMING: Final = re.compile(rb'"(?:response\.(?:created|output_item\.added|output_item\.done)|container|audio)"')
+"""In events that may name what is kept. Inside of a JSON string a quote has a backslash in front."""
+
+
+class Events:
+    """Server-sent events out of bytes that are cut anywhere, with the bytes that they came as. An event ends with an
+    empty line; lines end with LF, CR LF or CR (WHATWG HTML, 9.2.6). Joined, what `feed` and `rest` return is what was
+    fed."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """A longer event is passed over in parts, as if it were several."""
+        self._unfinished = bytearray()
+        self._max_bytes = max_bytes
+        self._searched = 0  # bytes of `_unfinished` in which no end is
+        self.has_passed_part = False  # the beginning of an unfinished event was returned, because it is too long
+
+    @property
+    def between(self) -> bool:
+        """Whether nothing of an unfinished event was fed."""
+        return not self._unfinished and not self.has_passed_part
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The events that end in it, whole, with the empty line behind each."""
+        self._unfinished += chunk
+        events: list[bytes] = []
+        begin = 0
+        while (end := self._find_end(begin)) is not None:
+            events.append(bytes(self._unfinished[begin:end]))
+            begin = end
+        self.has_passed_part = self.has_passed_part and not events
+        del self._unfinished[:begin]
+        # An end has at most four bytes, and the last of them may be still to come.
+        self._searched = max(0, len(self._unfinished) - 4)
+        if len(self._unfinished) > self._max_bytes:
+            events.append(self.rest())
+            self.has_passed_part = True
+        return events
+
+    def rest(self) -> bytes:
+        """What is left without an end."""
+        rest = bytes(self._unfinished)
+        self._unfinished.clear()
+        self._searched = 0
+        return rest
+
+    def _find_end(self, begin: int) -> int | None:
+        found = _EVENT_END.search(self._unfinished, begin or self._searched)
+        if found is None:
+            return None
+        # A CR at the very end may be half of a CR LF: it is decided when the next byte is there.
+        undecided = found.end() == len(self._unfinished) and self._unfinished[-1:] == b"\r"
+        return None if undecided else found.end()
+
+
+def data_of(event: bytes) -> bytes:
+    """The data of an event, its lines joined."""
+    lines = _LINE_END.split(event)
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
 
 
 class Meter:
     """Of one answer."""
 
-    def __init__(self, dialect: str, *, media_type: str, encoding: str, max_bytes: int) -> None:
+    def __init__(
+        self,
+        dialect: str,
+        *,
+        media_type: str,
+        encoding: str,
+        max_bytes: int,
+        hides_usage: bool = False,
+        finds_ids: bool = False,
+    ) -> None:
         """
-        media_type  of the answer, without parameters: server-sent events, or else JSON
-        encoding    its Content-Encoding; nothing is read out of one that is not known
-        max_bytes   of a whole answer or of an event; a larger one is passed over
+        media_type   of the answer, without parameters: server-sent events, or else JSON
+        encoding     its Content-Encoding; nothing is read out of one that is not known
+        max_bytes    of a whole answer or of an event; a larger one is passed over
+        hides_usage  the event that tells the usage of a plain stream is not for the client
+        finds_ids    `ids` are wanted
         """
+        self.ids: list[str] = []  # of what the upstream keeps, each once; for the caller to take out
+        self._known_ids = set[str]()
         self._dialect = dialect
-        self._said: Said = {}
+        self._counts: Counts = {}
         self._decode = _decoder(encoding, max_bytes)
         self._events = Events(max_bytes) if media_type == "text/event-stream" else None
         self._whole = bytearray()
         self._max_bytes = max_bytes
-
-    @property
-    def is_stream(self) -> bool:
-        """Server-sent events."""
-        return self._events is not None
-
-    @property
-    def is_plain_stream(self) -> bool:
-        """Server-sent events that are not compressed."""
-        return self.is_stream and self._decode is _as_it_is
+        self._finds_ids = finds_ids
+        self._is_plain_stream = self._events is not None and self._decode is _as_it_is
+        self._hides_usage = hides_usage and self._is_plain_stream
 
     @property
     def between_events(self) -> bool:
-        """Whether an event may be added here without cutting one of the upstream's in two."""
-        return self._events is not None and self._events.between and self.is_plain_stream
+        """Whether what passed on ends where an event does, so that one may be added."""
+        return self._is_plain_stream and self._events is not None and not self._events.has_passed_part
 
-    def feed(self, piece: bytes) -> None:
-        """The next bytes, cut anywhere."""
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the ids are not known before the end."""
+        return self._finds_ids and self._events is None
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The next bytes, cut anywhere. Returns what passes on now."""
         try:
-            plain = self._decode(piece)
+            plain = self._decode(chunk)
         except zlib.error:
             self._decode = _nothing
-            return
-        if self._events is not None:
-            if plain.endswith(b"\n\n") and self._events.between and not _says_anything(plain):
-                return  # whole events, as nearly all pieces are, and none of them is about tokens
-            for event in self._events.feed(plain):
-                self._read(event)
-        elif len(self._whole) + len(plain) <= self._max_bytes:
+            return chunk
+        if self._events is None:
+            self._add(plain)
+            return chunk
+        if plain.endswith(b"\n\n") and self._events.between and not self._is_of_interest(plain):
+            return chunk  # whole events, as nearly all chunks are, and none of them is read
+        events = [event for event in self._events.feed(plain) if not (self._read(event) and self._hides_usage)]
+        return b"".join(events) if self._is_plain_stream else chunk
+
+    def end(self) -> bytes:
+        """The answer has come to its end. Returns what has not passed on."""
+        if self._events is None:
+            self._read(bytes(self._whole))
+            self._whole.clear()
+            return b""
+        rest = self._events.rest()
+        hidden = self._read(rest) and self._hides_usage
+        return rest if self._is_plain_stream and not hidden else b""
+
+    def tokens(self) -> Tokens | None:
+        """The usage, of an answer that broke off as well."""
+        self.end()
+        return tokens(self._counts, self._dialect)
+
+    def _add(self, plain: bytes) -> None:
+        if len(self._whole) + len(plain) <= self._max_bytes:
             self._whole += plain
         else:
             self._whole.clear()
             self._max_bytes = 0
 
-    def tokens(self) -> Tokens | None:
-        """What was told, asked for once, at the end."""
-        self._read(self._events.rest() if self._events is not None else bytes(self._whole))
-        self._whole.clear()
-        return tokens(self._said, self._dialect)
+    def _is_of_interest(self, text: bytes) -> bool:
+        return any(mark in text for mark in MARKS) or (self._finds_ids and _NAMING.search(text) is not None)
 
-    def _read(self, told: bytes) -> None:
-        """An event, or a whole answer."""
-        if _says_anything(told):
-            json = told if self._events is None else data_of(told)
-            with contextlib.suppress(orjson.JSONDecodeError):
-                note(self._said, orjson.loads(json), self._dialect)
+    def _read(self, text: bytes) -> bool:
+        """An event, or a whole answer. True for the event of the OpenAI API that tells nothing but the usage."""
+        is_event = self._events is not None
+        if not (self._is_of_interest(text) or (self._finds_ids and not is_event)):
+            return False
+        with contextlib.suppress(orjson.JSONDecodeError):
+            value: Any = orjson.loads(data_of(text) if is_event else text)
+            note(self._counts, value, self._dialect)
+            if self._finds_ids and (not is_event or _NAMING.search(text)):
+                self._note_ids(value)
+            return isinstance(value, dict) and value.get("choices") == [] and value.get("usage") is not None
+        return False
+
+    def _note_ids(self, value: Any) -> None:
+        for found in made_ids(value):
+            if found not in self._known_ids and _ID.fullmatch(found):
+                self._known_ids.add(found)
+                self.ids.append(found)
 
 
 def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes | None:
@@ -90,22 +195,18 @@ def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes | None:
         return None
 
 
-def _says_anything(told: bytes) -> bool:
-    return any(mark in told for mark in MARKS)
-
-
 def _decoder(encoding: str, max_bytes: int) -> Callable[[bytes], bytes]:
     if encoding in ("", "identity"):
         return _as_it_is
     if encoding in ("gzip", "x-gzip", "deflate"):
         inflate = zlib.decompressobj(_GZIP_OR_ZLIB)
-        return lambda piece: inflate.decompress(piece, max_bytes)
+        return lambda chunk: inflate.decompress(chunk, max_bytes)
     return _nothing
 
 
-def _as_it_is(piece: bytes) -> bytes:
-    return piece
+def _as_it_is(chunk: bytes) -> bytes:
+    return chunk
 
 
-def _nothing(piece: bytes) -> bytes:
+def _nothing(chunk: bytes) -> bytes:
     return b""

@@ -1,10 +1,10 @@
-"""An answer from one of the upstreams of a model: which are asked, how often, and whose error is passed on in the end.
+"""Sends a request to the upstreams of its model, with retries, fallbacks and circuit breakers.
 
     1. the upstreams of the model that speak the request's dialect, in order (routes.py)
     2. one that failed too often is left out for a while (breaker.py)
-    3. where places are bounded an online request waits for its turn (online_slots.py), and a line of a batch always
-       for what online requests leave (slots.py); who gets none goes on to the next upstream
-    4. each is tried `retries` times more, until the first byte of an answer is there
+    3. where slots are bounded an online request waits for its turn, and a line of a batch always for what online
+       requests leave (slots.py); without a slot it goes on to the next upstream
+    4. each is tried `retries` times more, until the first byte of an answer is there (answer.py)
     5. the last error that an upstream answered is the answer, where none did better
 
 Nothing is tried again once an answer has begun.
@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
-from functools import partial
 from typing import Any, Final
 
 from engine.protocol import Lane
@@ -35,17 +34,13 @@ from gateway.errors import (
     UpstreamsAwayError,
     UpstreamTimeoutError,
 )
-from gateway.tasks import off_loop
+from gateway.tasks import cancel, off_loop, spawn
 from gateway.types import UpstreamAnswer, UpstreamRequest
-from gateway.upstreams.accounts import Accounts
+from gateway.upstreams.answer import Answer, open_answer
 from gateway.upstreams.bodies import body_for
-from gateway.upstreams.failures import AttemptFailed
-from gateway.upstreams.listing import Listing
-from gateway.upstreams.opened import Opened
-from gateway.upstreams.placing import take_place
+from gateway.upstreams.connections import AttemptFailed
 from gateway.upstreams.routes import Route, Routes
-from gateway.upstreams.stored import telling_ids
-from gateway.upstreams.told_usage import without_usage
+from gateway.upstreams.stored import Accounts
 from gateway.upstreams.upstream import Upstream
 
 log = logging.getLogger(__name__)
@@ -54,17 +49,17 @@ MAX_LABEL_CHARS: Final = 256
 """Of a model's name that is a label of metrics, a row of the ledger and in the log; some servers answer to any."""
 
 MAX_LABELS_OF_ONE: Final = 250
-"""Of these names, that one tenant's requests may add: it leaves some for the others'."""
+"""Of these names, that the requests of one tenant may add."""
 
 MAX_LABELS: Final = 1000
 """Names of models that were found by a pattern and are labels of metrics; what is more is under the pattern."""
 
 BUSY_S: Final = 1.0
-"""What a client is told to wait whose upstreams have no connection left."""
+"""Retry-After for a client whose upstreams have no connection left."""
 
 
 class Upstreams:
-    """Of all [[upstreams]]. `keys` has those of upstreams that have one."""
+    """All [[upstreams]]. `keys`: upstream name -> API key, for those that have one."""
 
     def __init__(
         self,
@@ -78,22 +73,21 @@ class Upstreams:
         backoff_s: float = 0.25,
     ) -> None:
         """proxies    URLs of proxies in front of upstreams, by name
-        queue      the limits for those who wait for a slot
+        queue      the limits for requests that wait for a slot
         num_tenants  that are configured
         backoff_s  how long the first retry waits where the upstream does not say
         """
         queue = queue or QueueSettings()
-        self._max_wait_s = queue.max_wait_s
         self._by_name = {
             one.name: Upstream(one, keys.get(one.name), queue=queue, clock=clock, proxy=(proxies or {}).get(one.name))
             for one in settings
         }
         self._routes = Routes(settings)
         self._accounts = Accounts(settings, keys, num_tenants)
-        self._listing = Listing(list(self._by_name.values()))
+        self._listings: list[asyncio.Task[None]] = []
         self._backoff_s = backoff_s
         self._labels: set[str] = set()
-        self._labels_of: Counter[str] = Counter()  # by the tenant who asked for them first
+        self._labels_of: Counter[str] = Counter()  # by the tenant whose request was the first
         self._started = int(time.time())
 
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
@@ -102,38 +96,42 @@ class Upstreams:
 
     def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
         """Those that can be named -> Unix second since when they are served."""
-        return dict.fromkeys(self._routes.listed(dialect, tenant, self._listing.told), self._started)
+        listed = {name: upstream.models for name, upstream in self._by_name.items()}
+        return dict.fromkeys(self._routes.listed(dialect, tenant, listed), self._started)
 
     def whose(self, model: str, tenant: str) -> str:
         """Which upstreams and models answer for a model; another text when the settings change."""
         routes = self._routes.find(model, tenant)
-        asked = [f"{route.upstream} {self._by_name[route.upstream].settings.url} {route.model}" for route in routes]
-        return "\n".join(asked)
+        return "\n".join(
+            f"{route.upstream} {self._by_name[route.upstream].settings.url} {route.model}" for route in routes
+        )
 
     def figures(self) -> Mapping[str, Mapping[str, Any]]:
         """By upstream, for metrics and /admin/stats."""
         return {name: upstream.figures() for name, upstream in self._by_name.items()}
 
     def start(self) -> None:
-        """Begins to ask upstreams for their lists of models. Needs a running event loop."""
-        self._listing.start()
+        """Begins to read the upstreams' lists of models. Needs a running event loop."""
+        listing = [upstream for upstream in self._by_name.values() if upstream.settings.list_models]
+        self._listings = [spawn(one.list_models(), f"models of upstream {one.name}") for one in listing]
 
     async def close(self) -> None:
-        await self._listing.close()
+        for task in self._listings:
+            await cancel(task)
         for upstream in self._by_name.values():
-            await upstream.close()
+            await upstream.connections.close()
 
     @asynccontextmanager
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
         """The answer, once its first byte is there; leaving the context ends the request at the upstream.
 
-        Raises ModelNotFoundError, NotFoundError, BadRequestError and OverloadedError before anybody was asked,
-        QueueFullError and DeadlineError when there was no place to be asked in, UpstreamsAwayError, UpstreamLostError
-        and UpstreamTimeoutError when nobody answered.
+        Raises ModelNotFoundError, NotFoundError, BadRequestError and OverloadedError before any upstream was tried,
+        QueueFullError and DeadlineError when there was no slot, UpstreamsAwayError, UpstreamLostError and
+        UpstreamTimeoutError when none answered.
         """
         routes = await self._accounts.holding(request, self._routes_of(request))
         request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
-        with ExitStack() as closing:  # pieces that nobody began to read close nothing
+        with ExitStack() as closing:  # an answer that was never read closes nothing by itself
             answer = await self._first_good(request, routes, closing)
             if answer.status < 400:
                 request.trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
@@ -163,7 +161,7 @@ class Upstreams:
         refused: QueueFullError | DeadlineError | None = None
         for number, route in enumerate(routes, 1):
             try:
-                last = await self._ask(request, route, closing, others=number < len(routes))
+                last = await self._attempt(request, route, closing, others=number < len(routes))
             except AttemptFailed as error:
                 failed = error if failed is None or failed.kind in _AWAY else failed
                 if error.kind not in _AWAY:  # what is left alone has its line
@@ -184,83 +182,84 @@ class Upstreams:
         assert failed is not None, "there is at least one route"
         raise self._error(request.model or request.only, request.lane, routes, failed)
 
-    async def _ask(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
-        """One upstream, in a place where one is needed. Raises AttemptFailed when it never answered, QueueFullError and
-        DeadlineError when an online request got no place."""
+    async def _attempt(
+        self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool
+    ) -> UpstreamAnswer:
+        """One upstream, in a slot where one is needed. Raises AttemptFailed when it never answered, QueueFullError and
+        DeadlineError when an online request got no slot."""
         upstream = self._by_name[route.upstream]
-        if request.lane == "online" and upstream.online is None:
-            return await self._try(request, route, closing, others=others)
-        with ExitStack() as place:
-            placed = await take_place(request, upstream, place, self._max_wait_s, others=others)
-            answer = await self._try(placed, route, closing, others=others)
+        with ExitStack() as slot:
+            request = await upstream.take_slot(request, slot, others=others)
+            answer = await self._retry(request, route, upstream, closing, others=others)
             if answer.status < 400:  # its body is still to come
-                closing.enter_context(place.pop_all())
+                closing.enter_context(slot.pop_all())
             return answer
 
-    async def _try(self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool) -> UpstreamAnswer:
+    async def _retry(
+        self, request: UpstreamRequest, route: Route, upstream: Upstream, closing: ExitStack, *, others: bool
+    ) -> UpstreamAnswer:
         """One upstream, as often as it may be tried. Raises AttemptFailed when it never answered."""
-        upstream = self._by_name[route.upstream]
-        body, metered, hint = await off_loop(request.work, lambda: body_for(request, route, upstream))
+        settings = upstream.settings
+        body, hides_usage, hint = await off_loop(
+            request.work, lambda: body_for(request, route, settings, upstream.seen)
+        )
         upstream.hints += hint
         last: UpstreamAnswer | None = None
-        for attempt in range(upstream.settings.retries + 1):
-            again = attempt < upstream.settings.retries
+        for attempt in range(settings.retries + 1):
+            again = attempt < settings.retries
             try:
-                opened = await self._open(request, route, upstream, body)
-                closing.callback(opened.close)
-                if opened.status < 400:
-                    return self._good_answer(opened, request, route, take_usage_out=metered)
-                last = await self._error_answer(opened, request, route, upstream)
+                answer = await self._open(request, route, upstream, body)
+                closing.callback(answer.close)
+                if answer.status < 400:
+                    return self._good_answer(answer, request, route, hides_usage=hides_usage)
+                last = await self._error_answer(answer, request, route, upstream)
             except AttemptFailed as error:
                 if last is not None:
                     return last
                 if not (again and error.again and await self._pause(request, upstream, attempt, None, others=others)):
                     raise
                 continue
-            again = again and _retriable(last.status) and not opened.final
-            if not (again and await self._pause(request, upstream, attempt, opened.retry_after_s, others=others)):
+            again = again and _retriable(last.status) and not answer.final
+            if not (again and await self._pause(request, upstream, attempt, answer.retry_after_s, others=others)):
                 return last
         assert last is not None, "the last attempt returned or raised"
         return last
 
-    async def _open(self, request: UpstreamRequest, route: Route, upstream: Upstream, body: bytes) -> Opened:
+    async def _open(self, request: UpstreamRequest, route: Route, upstream: Upstream, body: bytes) -> Answer:
         if not upstream.breaker.admit():
-            raise AttemptFailed("open", f"{upstream.name} is left alone", again=False)
+            raise upstream.left_alone()
         trace = request.trace
         trace.retries += trace.engine is not None
         trace.engine, trace.by_upstream = upstream.name, True
-        return await upstream.open(request, route.model, body)
+        return await open_answer(upstream, request, route.model, body)
 
     def _good_answer(
-        self, opened: Opened, request: UpstreamRequest, route: Route, *, take_usage_out: bool
+        self, answer: Answer, request: UpstreamRequest, route: Route, *, hides_usage: bool
     ) -> UpstreamAnswer:
-        pieces, headers = opened.pieces(request), opened.headers
-        max_bytes = self._by_name[route.upstream].settings.max_metered_bytes
-        if request.made is not None and opened.status == 200:
-            told = partial(request.made, route.upstream)
-            pieces = telling_ids(pieces, told, stream=opened.is_stream, max_bytes=max_bytes)
-        if take_usage_out and opened.is_plain_stream:
-            pieces = without_usage(pieces, max_bytes)
-            headers = tuple(item for item in headers if item[0].lower() != "content-length")
-        return UpstreamAnswer(route.upstream, opened.status, headers, pieces, self._label(request, route))
+        headers = answer.headers
+        if hides_usage and answer.is_plain_stream:
+            headers = _without_length(headers)
+        chunks = answer.chunks(request, hides_usage=hides_usage)
+        return UpstreamAnswer(route.upstream, answer.status, headers, chunks, self._label(request, route))
 
     async def _error_answer(
-        self, opened: Opened, request: UpstreamRequest, route: Route, upstream: Upstream
+        self, answer: Answer, request: UpstreamRequest, route: Route, upstream: Upstream
     ) -> UpstreamAnswer:
-        """With its whole body, so that others can be asked first. Raises AttemptFailed where our key is in it."""
-        body = await opened.whole(request, upstream.settings.max_error_bytes)
-        headers = tuple(item for item in opened.headers if item[0].lower() != "content-length")
-        headers += (("Content-Length", str(len(body))),)
-        return UpstreamAnswer(upstream.name, opened.status, headers, _once(body), route.pattern, opened.retry_after_s)
+        """With its whole body, so that another upstream can be tried first. Raises AttemptFailed where our key is in
+        it."""
+        body = await answer.whole(request, upstream.settings.max_error_bytes)
+        headers = (*_without_length(answer.headers), ("Content-Length", str(len(body))))
+        return UpstreamAnswer(upstream.name, answer.status, headers, _once(body), route.pattern, answer.retry_after_s)
 
     async def _pause(
-        self, request: UpstreamRequest, upstream: Upstream, attempt: int, asked_s: float | None, *, others: bool
+        self, request: UpstreamRequest, upstream: Upstream, attempt: int, retry_after_s: float | None, *, others: bool
     ) -> bool:
         """Waits until the next try. False at once when that would be too long, or when the upstream asks for time and
-        somebody else can be asked instead, or wants no lines of batches now."""
-        if (asked_s is not None and others) or (request.lane == "batch" and upstream.batch_slots.wait_s()):
+        another one can be tried instead, or takes no lines of batches now."""
+        if (retry_after_s is not None and others) or (request.lane == "batch" and upstream.slots.held_off_s()):
             return False
-        wait_s = self._backoff_s * 2**attempt * random.uniform(0.5, 1.0) if asked_s is None else asked_s  # noqa: S311
+        backoff_s = self._backoff_s * 2**attempt * random.uniform(0.5, 1.0)  # noqa: S311
+        wait_s = backoff_s if retry_after_s is None else retry_after_s
         if wait_s > upstream.settings.retry_max_s or time.monotonic() + wait_s >= request.deadline_s:
             return False
         await asyncio.sleep(wait_s)
@@ -287,7 +286,7 @@ class Upstreams:
 
     def _wait_s(self, route: Route, lane: Lane) -> float:
         upstream = self._by_name[route.upstream]
-        held_off_s = upstream.batch_slots.wait_s() if lane == "batch" else 0.0
+        held_off_s = upstream.slots.held_off_s() if lane == "batch" else 0.0
         return max(upstream.breaker.wait_s(), held_off_s) or BUSY_S
 
 
@@ -295,19 +294,23 @@ _AWAY: Final = ("open", "busy")
 """Kinds of attempts that were not made."""
 
 _UNBEGUN: Final = ("connect", "key", "redirect")
-"""Kinds of failures after which nobody has begun to work on the request."""
+"""Kinds of failures after which no upstream has begun to work on the request."""
 
 
 def _log_failover(request: UpstreamRequest, routes: Sequence[Route], failure: str) -> None:
-    """That the first one failed and the next one is asked. The log writes so many of these in a minute."""
+    """Says that the first one failed and the next one is tried. The log bounds how many of these it writes."""
     if len(routes) > 1:
         failed, other = routes[0].upstream, routes[1].upstream
-        log.warning("upstream %s failed request %s (%s): %s is asked", failed, request.request_id, failure, other)
+        log.warning("upstream %s failed request %s (%s): %s is tried", failed, request.request_id, failure, other)
 
 
 def _retriable(status: int) -> bool:
-    """Whether the same request may be answered by another try, or by somebody else."""
+    """Whether the same request may be answered by another try, or by another upstream."""
     return status in (408, 429) or (status >= 500 and status not in (501, 505))
+
+
+def _without_length(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    return tuple(item for item in headers if item[0].lower() != "content-length")
 
 
 async def _once(body: bytes) -> AsyncGenerator[bytes, None]:

@@ -1,5 +1,5 @@
-"""One upstream: it is asked until its answer begins (opened.py has what follows), and its breaker and its counters are
-told. What goes wrong with its connections (connections.py) becomes an error of ours here.
+"""One upstream: its settings, connections, slots and breaker, its counters, and its list of models. answer.py sends it
+requests, and reports how they went.
 """
 
 from __future__ import annotations
@@ -8,33 +8,47 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final
 
-import aiohttp
+import orjson
 
 from engine.protocol import Lane
 from gateway.breaker import Breaker
 from gateway.config import QueueSettings, UpstreamSettings
-from gateway.types import UpstreamRequest
-from gateway.upstreams.batch_slots import BatchSlots
-from gateway.upstreams.connections import Connections, read_some
-from gateway.upstreams.failures import AttemptFailed
-from gateway.upstreams.hints import Seen
-from gateway.upstreams.online_slots import OnlineSlots
-from gateway.upstreams.opened import Opened, deadline_s, quoting, too_late
+from gateway.errors import DeadlineError, QueueFullError
+from gateway.tasks import was_cancelled
+from gateway.types import Ask, UpstreamRequest
+from gateway.upstreams.bodies import SeenPrefixes
+from gateway.upstreams.connections import AttemptFailed, Connections
+from gateway.upstreams.slots import UpstreamSlots
 from gateway.upstreams.usage import MAX_TOKENS
 
 log = logging.getLogger(__name__)
 
 _FAILED: Final = frozenset((500, 502, 503, 504, 529))
-"""Statuses that say something about the upstream and not about the request."""
+"""Statuses that tell something about the upstream and not about the request."""
 
 _NO_ROOM: Final = frozenset((429, 503, 529))
-"""Statuses with which an upstream says that it has too much to do."""
+"""Statuses with which an upstream reports that it has too much to do."""
 
 NO_ROOM_S: Final = 2.0
 """That it gets no lines of batches then, where it does not say for how long."""
+
+BATCH_WAIT_S: Final = 60.0
+"""That a line of a batch waits for a slot, until its job is looked at again, which may be cancelled by then."""
+
+JUST_NOW_S: Final = 0.01
+"""A request that came so lately is not worth a copy with another beginning."""
+
+LIST_PATHS: Final = {
+    "openai": "/v1/models",
+    "anthropic": "/v1/models?limit=1000",
+    "gemini": "/v1beta/models?pageSize=1000",
+}
+MAX_LISTED_CHARS: Final = 256
 
 
 class Upstream:
@@ -49,64 +63,100 @@ class Upstream:
         clock: Callable[[], float] = time.monotonic,
         proxy: str | None = None,
     ) -> None:
-        """`queue` has the limits for those who wait where `max_in_flight` is set. `proxy` is a URL."""
+        """`queue` has the limits for requests that wait where `max_in_flight` is set. `proxy` is a URL."""
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
-        self.online = OnlineSlots(settings.max_in_flight, queue, clock) if settings.max_in_flight else None
-        self.batch_slots = BatchSlots(settings.batch_slots, clock, self.online)
+        self.slots = UpstreamSlots(settings.max_in_flight or None, settings.batch_slots, queue, clock)
         self.connections = Connections(settings, key, proxy)
-        self.hidden = self.connections.hidden
-        self.seen = Seen(settings.max_hints, settings.hint_ttl_s, clock)
+        self.secrets = self.connections.secrets
+        self.seen = SeenPrefixes(settings.max_hints, settings.hint_ttl_s, clock)
+        self.models: list[str] = []  # that it lists; for GET /v1/models alone: routes.py decides who may use what
         self.hints = 0
         self.requests = 0
         self.unmetered = 0
         self.errors: Counter[str] = Counter()
-        self.in_flight: Counter[Lane] = Counter()
+        self._max_wait_s = queue.max_wait_s
         self._key_refused = False  # in its last answer
 
-    async def open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
-        """Sends it, and waits for the first bytes of the answer, of an error as well. Raises AttemptFailed, and
-        UpstreamTimeoutError when the request's own time is over. The breaker is told how it went."""
-        if self._is_busy(request.lane):
+    async def take_slot(self, request: UpstreamRequest, closing: ExitStack, *, others: bool) -> UpstreamRequest:
+        """Waits for a slot where one is needed, which `closing` gives back: an online request its turn where those are
+        bounded, within `queue.max_wait_s` at all upstreams together; a line of a batch what online requests leave.
+        Returns the request, whose time at the upstream begins now.
+
+        others  whether another upstream can be tried instead
+        Raises AttemptFailed, and for an online request QueueFullError and DeadlineError.
+        """
+        online, began_s = request.lane == "online", time.monotonic()
+        if online and not self.slots.is_bounded:
+            return request
+        if self.breaker.state == "open":
+            raise self.left_alone()
+        wait_s = self._max_wait_s - request.trace.queue_ms / 1e3 if online else BATCH_WAIT_S
+        if online and others and self.settings.overflow_s is not None:
+            wait_s = min(wait_s, self.settings.overflow_s)
+        ask = Ask(
+            request.tenant.name,
+            0,
+            min(request.deadline_s, began_s + wait_s),
+            lane=request.lane,
+            tier=request.tier,
+            priority=request.priority if online else 0,
+            weight=request.tenant.weight,
+        )
+        try:
+            await self.slots.take(ask)
+        except (QueueFullError, DeadlineError) as error:
+            if not online:
+                raise AttemptFailed("busy", f"{self.name} has no slot for the batch lane", again=False) from None
+            self.errors["full" if isinstance(error, QueueFullError) else "late"] += 1
+            raise
+        finally:
+            now_s = time.monotonic()
+            request.trace.queue_ms += (now_s - began_s) * 1e3
+        closing.callback(self.slots.release, ask)
+        return request if now_s - request.received_s < JUST_NOW_S else replace(request, received_s=now_s)
+
+    def left_alone(self) -> AttemptFailed:
+        return AttemptFailed("open", f"{self.name} is left alone", again=False)
+
+    # -- what answer.py reports ---------------------------------------------------------------------------------------
+
+    def begin(self, lane: Lane) -> None:
+        """A request is sent. Raises AttemptFailed where there is no connection for it; a line has a slot by now, and a
+        connection with it."""
+        most = self.settings.max_connections + self.settings.max_waiting
+        if lane == "online" and self.slots.in_flight[lane] >= most:
             self.breaker.abandoned()
             self.errors["busy"] += 1
             raise AttemptFailed("busy", f"{self.name} has no connection left", again=False)
         self.requests += 1
-        self._entered(request.lane)
-        try:
-            opened = await self._open(request, model, body)
-        except BaseException as error:
-            self.left(request.lane)
-            if isinstance(error, AttemptFailed):
-                self.failed(error.kind)
-            else:
-                self.breaker.abandoned()
-            raise
-        self._told(opened, request.lane)
-        return opened
+        self.slots.sent(lane)
 
-    def _is_busy(self, lane: Lane) -> bool:
-        """Lines have a place by now, and a connection with it."""
-        most = self.settings.max_connections + self.settings.max_waiting
-        return lane == "online" and self.in_flight[lane] >= most
+    def answered(self, status: int, retry_after_s: float | None, lane: Lane) -> None:
+        """An answer begins. A failure that a line of a batch is answered with opens nothing: it may fail each time, it
+        is tried again and again, and the online lane would be left without its upstream."""
+        if status in _NO_ROOM:
+            self.slots.hold_off(NO_ROOM_S if retry_after_s is None else retry_after_s)
+        if status in _FAILED and (lane == "online" or self.breaker.state != "closed"):
+            self.failed(str(status))
+            return
+        if status >= 400:
+            self.errors[str(status)] += 1
+            if status not in _FAILED:
+                self.breaker.succeeded()
+            return
+        self.breaker.began()
+        if lane == "batch":
+            self.slots.answered()
 
-    def left(self, lane: Lane) -> None:
-        """A request of it that `open` sent is over."""
-        self.in_flight[lane] -= 1
-        if lane == "online":
-            self.batch_slots.left()
+    def refuses_key(self, refuses: bool) -> None:
+        """Whether it refuses the gateway's key now; the log says it once, until it takes the key."""
+        if refuses and not self._key_refused:
+            log.warning("upstream %s refuses the key of the gateway (upstreams.key)", self.name)
+        self._key_refused = refuses
 
-    def _entered(self, lane: Lane) -> None:
-        self.in_flight[lane] += 1
-        if lane == "online":
-            self.batch_slots.entered()
-
-    def succeeded(self) -> None:
-        """An answer came to its end."""
-        self.breaker.succeeded()
-
-    def told_no_usage(self, *, absurd: bool) -> None:
+    def has_no_usage(self, *, absurd: bool) -> None:
         """An answer could not be metered; `absurd`: its figures cannot be those of one answer. The log says it once."""
         self.unmetered += 1
         if absurd:
@@ -129,82 +179,45 @@ class Upstream:
                 kind,
             )
 
+    # -- the operator -------------------------------------------------------------------------------------------------
+
     def figures(self) -> dict[str, Any]:
         """For metrics and /admin/stats."""
-        waiting = {} if self.online is None else self.online.waiting
+        online, batch = self.slots.gates["online"], self.slots.gates["batch"]
         return {
             "dialect": self.settings.dialect,
             "requests": self.requests,
-            "in_flight": self.in_flight.total(),
-            "waiting": sum(waiting.values()),
-            "waiting_by_tenant": waiting,
-            "batch_in_flight": self.batch_slots.taken,
-            "batch_waiting": self.batch_slots.waiting,
+            "in_flight": self.slots.in_flight.total(),
+            "waiting": online.waiting,
+            "waiting_by_tenant": dict(online.by_tenant),
+            "batch_in_flight": self.slots.taken["batch"],
+            "batch_waiting": batch.waiting,
             "errors": dict(self.errors),
             "unmetered": self.unmetered,
             "hints": self.hints,
             "breaker": self.breaker.state,
         }
 
-    async def close(self) -> None:
-        await self.connections.close()
+    async def list_models(self) -> None:
+        """Reads its list of models from time to time; the last one stays when there is no new one. Does not end."""
+        failed = False
+        while not was_cancelled():
+            try:
+                body = await self.connections.fetch(LIST_PATHS[self.settings.dialect])
+                self.models = model_names(body)[: self.settings.max_listed]
+                failed = False
+            except (AttemptFailed, ValueError) as error:
+                if not failed:
+                    log.warning("upstream %s does not list its models: %s", self.name, error)
+                failed = True
+            await asyncio.sleep(self.settings.list_every_s)
 
-    async def _open(self, request: UpstreamRequest, model: str, body: bytes) -> Opened:
-        latest_s = deadline_s(request, self.settings)
-        until_s = min(time.monotonic() + self.settings.first_byte_timeout_s, latest_s)
-        response: aiohttp.ClientResponse | None = None
-        try:
-            async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
-                response = await self.connections.send(request, model, body)
-                self._check(response)
-                first = await read_some(response)
-            if response.status < 400 and self.hidden.is_key_quoted(first):
-                raise quoting(self.name)
-        except BaseException as error:
-            if response is not None:
-                response.close()
-            if isinstance(error, aiohttp.ClientError | OSError):
-                raise self._failure(error, until_s, latest_s) from None
-            raise
-        return Opened(self, response, first, request.lane)
 
-    def _check(self, response: aiohttp.ClientResponse) -> None:
-        """An answer that is about the gateway and not for the client (its body might quote our key), or none at all."""
-        refused, self._key_refused = self._key_refused, response.status == 401
-        if self._key_refused:
-            if not refused:  # once, until it takes the key
-                log.warning("upstream %s refuses the key of the gateway (upstreams.key)", self.name)
-            raise AttemptFailed("key", f"{self.name} refuses the gateway's key", again=False)
-        if response.status < 200:  # another protocol, which nobody asked for
-            raise AttemptFailed("lost", f"{self.name} ended without an answer", again=False)
-        if 300 <= response.status < 400:
-            raise AttemptFailed("redirect", f"{self.name} sends the gateway elsewhere", again=False)
-
-    def _failure(self, error: Exception, until_s: float, latest_s: float) -> Exception:
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            return AttemptFailed("connect", f"{self.name} cannot be reached", again=True)
-        if isinstance(error, TimeoutError):
-            if until_s == latest_s:
-                return too_late(self.name)
-            return AttemptFailed("timeout", f"{self.name} did not begin its answer in time", again=False)
-        return AttemptFailed("lost", f"{self.name} ended without an answer", again=True)
-
-    def _told(self, opened: Opened, lane: Lane) -> None:
-        """A failure that a line of a batch is answered with opens nothing: it may fail each time, it is tried again and
-        again, and the online lane would be left without its upstream."""
-        status = opened.status
-        if status in _NO_ROOM:
-            self.batch_slots.hold_off(NO_ROOM_S if opened.retry_after_s is None else opened.retry_after_s)
-        if status in _FAILED and (lane == "online" or self.breaker.state != "closed"):
-            self.failed(str(status))
-            return
-        if status in _FAILED:
-            self.errors[str(status)] += 1
-            return
-        if status >= 400:
-            self.breaker.succeeded()
-            self.errors[str(status)] += 1
-            return
-        self.breaker.began()
-        if lane == "batch":
-            self.batch_slots.answered()
+def model_names(body: bytes) -> list[str]:
+    """Of the models in a list as one of the three APIs writes it. Raises ValueError for anything else."""
+    listed: Any = orjson.loads(body)
+    models = (listed.get("data") or listed.get("models")) if isinstance(listed, Mapping) else None
+    if not isinstance(models, list):
+        raise ValueError("its answer is no list of models")
+    found = [one.get("id") or one.get("name") for one in models if isinstance(one, Mapping)]
+    return [name.removeprefix("models/") for name in found if isinstance(name, str) and len(name) <= MAX_LISTED_CHARS]

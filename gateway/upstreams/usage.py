@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-Said = dict[str, int]
-"""Names of an API's own, dotted where they are nested, and the last number of each."""
+Counts = dict[str, int]
+"""By the API's own name, dotted where it is nested: the last number of each."""
 
 MARKS: Final = (b'"usage', b'"timings"')
 """JSON without one of these says nothing about tokens; `usageMetadata` begins alike."""
@@ -35,7 +35,7 @@ MAX_TOKENS: Final = 10**9
 class Tokens(NamedTuple):
     """Of one answer. `prompt` includes `cached` and `cache_write`, which do not overlap.
 
-    writes  of `cache_write`, those whose time to live is told: seconds, tokens
+    writes  of `cache_write`, those whose time to live is reported: seconds, tokens
     """
 
     prompt: int
@@ -50,59 +50,59 @@ class Tokens(NamedTuple):
         return max(self.prompt, self.completion) > MAX_TOKENS
 
 
-def note(said: Said, value: Any, dialect: str) -> None:
-    """Adds what a JSON value says: a whole answer, an event of a stream, or an array of them."""
+def note(counts: Counts, value: Any, dialect: str) -> None:
+    """Adds what a JSON value reports: a whole answer, an event of a stream, or an array of them."""
     for one in value if isinstance(value, list) else (value,):
         for path in _PLACES[dialect]:
             if isinstance(found := _at(one, path), Mapping):
-                _flatten(said, found)
+                _flatten(counts, found)
 
 
-def tokens(said: Said, dialect: str) -> Tokens | None:
-    """None when the upstream has not said it."""
-    return _READ[dialect](said)
+def tokens(counts: Counts, dialect: str) -> Tokens | None:
+    """None when the upstream has not reported them."""
+    return _READ[dialect](counts)
 
 
-def _openai(said: Said) -> Tokens | None:
-    if (prompt := _first(said, "prompt_tokens", "input_tokens")) is not None:
-        cached = _first(said, *_OPENAI_CACHED)
+def _openai(counts: Counts) -> Tokens | None:
+    if (prompt := _first(counts, "prompt_tokens", "input_tokens")) is not None:
+        cached = _first(counts, *_OPENAI_CACHED)
         if cached is None:
-            cached = _cached_of_timings(said, prompt)
-        written = _first(said, *_OPENAI_WRITTEN) or 0
-        answer = _first(said, "completion_tokens", "output_tokens") or 0
-        return _within(prompt, answer, cached, written)._replace(writes=_writes(said, written))
-    if "prompt_n" in said:
-        cached = said.get("cache_n", 0)
-        return Tokens(said["prompt_n"] + cached, said.get("predicted_n", 0), cached)
+            cached = _cached_of_timings(counts, prompt)
+        written = _first(counts, *_OPENAI_WRITTEN) or 0
+        answer = _first(counts, "completion_tokens", "output_tokens") or 0
+        return _within(prompt, answer, cached, written)._replace(writes=_writes(counts, written))
+    if "prompt_n" in counts:
+        cached = counts.get("cache_n", 0)
+        return Tokens(counts["prompt_n"] + cached, counts.get("predicted_n", 0), cached)
     return None
 
 
-def _cached_of_timings(said: Said, prompt: int) -> int:
+def _cached_of_timings(counts: Counts, prompt: int) -> int:
     """Where these are of the same prompt."""
-    cached = said.get("cache_n", 0)
-    return cached if said.get("prompt_n", -1) + cached == prompt else 0
+    cached = counts.get("cache_n", 0)
+    return cached if counts.get("prompt_n", -1) + cached == prompt else 0
 
 
-def _anthropic(said: Said) -> Tokens | None:
-    if "input_tokens" not in said:
+def _anthropic(counts: Counts) -> Tokens | None:
+    if "input_tokens" not in counts:
         return None
-    read, written = said.get("cache_read_input_tokens", 0), said.get("cache_creation_input_tokens", 0)
-    prompt = said["input_tokens"] + read + written
-    return Tokens(prompt, said.get("output_tokens", 0), read, written, _writes(said, written))
+    read, written = counts.get("cache_read_input_tokens", 0), counts.get("cache_creation_input_tokens", 0)
+    prompt = counts["input_tokens"] + read + written
+    return Tokens(prompt, counts.get("output_tokens", 0), read, written, _writes(counts, written))
 
 
-def _gemini(said: Said) -> Tokens | None:
-    if "promptTokenCount" not in said:
+def _gemini(counts: Counts) -> Tokens | None:
+    if "promptTokenCount" not in counts:
         return None
-    prompt = said["promptTokenCount"] + said.get("toolUsePromptTokenCount", 0)
-    completion = said.get("candidatesTokenCount", 0) + said.get("thoughtsTokenCount", 0)
-    return _within(prompt, completion, said.get("cachedContentTokenCount", 0), 0)
+    prompt = counts["promptTokenCount"] + counts.get("toolUsePromptTokenCount", 0)
+    completion = counts.get("candidatesTokenCount", 0) + counts.get("thoughtsTokenCount", 0)
+    return _within(prompt, completion, counts.get("cachedContentTokenCount", 0), 0)
 
 
-def _writes(said: Said, written: int) -> tuple[tuple[float, int], ...]:
+def _writes(counts: Counts, written: int) -> tuple[tuple[float, int], ...]:
     """By time to live, where these add up to no more than was written."""
-    told = tuple((ttl_s, said[name]) for name, ttl_s in _WRITTEN_FOR.items() if said.get(name))
-    return told if sum(tokens for _, tokens in told) <= written else ()
+    writes = tuple((ttl_s, counts[name]) for name, ttl_s in _WRITTEN_FOR.items() if counts.get(name))
+    return writes if sum(tokens for _, tokens in writes) <= written else ()
 
 
 def _within(prompt: int, completion: int, cached: int, written: int) -> Tokens:
@@ -133,7 +133,7 @@ _PLACES: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "anthropic": (("message", "usage"), ("usage",)),
     "gemini": (("usageMetadata",),),
 }
-_READ: Final[Mapping[str, Callable[[Said], Tokens | None]]] = {
+_READ: Final[Mapping[str, Callable[[Counts], Tokens | None]]] = {
     "openai": _openai,
     "anthropic": _anthropic,
     "gemini": _gemini,
@@ -146,18 +146,18 @@ def _at(value: Any, path: tuple[str, ...]) -> Any:
     return value
 
 
-def _flatten(said: Said, usage: Mapping[str, Any], at: str = "", levels: int = 3) -> None:
+def _flatten(counts: Counts, usage: Mapping[str, Any], at: str = "", levels: int = 3) -> None:
     """As deep as counts are."""
     for name, value in usage.items():
         if isinstance(value, Mapping) and levels > 1:
-            _flatten(said, value, f"{at}{name}.", levels - 1)
+            _flatten(counts, value, f"{at}{name}.", levels - 1)
         elif _is_count(value):
-            said[at + name] = value
+            counts[at + name] = value
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _first(said: Said, *names: str) -> int | None:
-    return next((said[name] for name in names if name in said), None)
+def _first(counts: Counts, *names: str) -> int | None:
+    return next((counts[name] for name in names if name in counts), None)

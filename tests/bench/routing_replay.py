@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.protocol import DIGEST_BYTES, Hello, Load, Namespace
 from gateway.config import QueueSettings
-from gateway.queues.lane import EngineSlots, Lane, Waiter
+from gateway.queues.engine_queue import EngineQueue, EngineSlots, WaitingRequest
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.bench.routing_rules import RULES, Lines, Pool
@@ -94,7 +94,7 @@ def _hello(server: Server) -> Hello:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting(Waiter):
+class Waiting(WaitingRequest):
     call: Call = field(kw_only=True)
 
 
@@ -103,7 +103,7 @@ class Gateway:
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._engines = [Reported(server) for server in servers]
-        self._lane: Lane[Reported, Waiting] = Lane(QueueSettings(), Router())
+        self._lane: EngineQueue[Reported, Waiting] = EngineQueue(QueueSettings(), Router())
         self._lane.engine_slots = {
             engine.hello.incarnation: EngineSlots(engine, engine.hello.incarnation, total=1) for engine in self._engines
         }

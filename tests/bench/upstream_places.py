@@ -30,7 +30,7 @@ from aiohttp import web
 
 from gateway.config import QueueSettings
 from gateway.types import Ask
-from gateway.upstreams.online_slots import OnlineSlots
+from gateway.upstreams.slots import UpstreamSlots
 from tests.bench.gateway_overhead import Middle, body, free_port, load, wait_for_answer, wait_for_port
 
 AT_ONCE = 8
@@ -123,28 +123,29 @@ async def cost(home: Path, arguments: argparse.Namespace) -> None:
 
 
 async def decide(count: int = 2000) -> None:
-    """What a place takes when one is free, and when so many tenants wait, with as many requests each."""
-    places = OnlineSlots(1, QueueSettings(max_waiting=1 << 20, max_waiting_per_tenant=1 << 20))
+    """What a slot takes when one is free, and when so many tenants wait, with as many requests each."""
+    limits = QueueSettings(max_waiting=1 << 20, max_waiting_per_tenant=1 << 20)
+    slots, ask = UpstreamSlots(1, 1, limits), Ask("t", 0, 1e12)
     began_s = time.perf_counter()
     for _ in range(count):
-        await places.take(Ask("t", 0, 1e12))
-        places.release("t")
-    print(f"\na free place taken and released: {(time.perf_counter() - began_s) / count * 1e6:.1f} us")
+        await slots.take(ask)
+        slots.release(ask)
+    print(f"\na free slot taken and released: {(time.perf_counter() - began_s) / count * 1e6:.1f} us")
     for tenants, each in ((1, 500), (10, 50), (100, 10), (1000, 1)):
-        places = OnlineSlots(1, QueueSettings(max_waiting=1 << 20, max_waiting_per_tenant=1 << 20))
-        await places.take(Ask("t0", 0, 1e12))
+        slots = UpstreamSlots(1, 1, limits)
+        await slots.take(ask)
 
-        async def stay(tenant: str, places: OnlineSlots = places) -> None:
-            await places.take(Ask(tenant, 0, 1e12))
-            places.release(tenant)
+        async def stay(ask: Ask, slots: UpstreamSlots = slots) -> None:
+            await slots.take(ask)
+            slots.release(ask)
 
-        names = [f"t{number % tenants}" for number in range(tenants * each)]
-        waiting = [asyncio.ensure_future(stay(name)) for name in names]
+        asks = [Ask(f"t{number % tenants}", 0, 1e12) for number in range(tenants * each)]
+        waiting = [asyncio.ensure_future(stay(one)) for one in asks]
         await asyncio.sleep(0)
         began_s = time.perf_counter()
-        places.release("t0")
+        slots.release(ask)
         await asyncio.gather(*waiting)
-        took_us = (time.perf_counter() - began_s) / len(names) * 1e6
+        took_us = (time.perf_counter() - began_s) / len(asks) * 1e6
         print(f"handed on while {tenants} tenants have {each} waiting each: {took_us:.1f} us")
 
 

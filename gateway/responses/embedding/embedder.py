@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 
 from gateway.config import EmbeddingSettings
 from gateway.errors import DeadlineError, EmbedderError, QueueFullError
+from gateway.gate import FairQueue, Gate, Waiting
 from gateway.native import no_panic
 from gateway.responses.embedding.text_model import TextModel, find_folder, load
 from gateway.tasks import spawn
-from gateway.types import EmbeddingInput
+from gateway.types import Ask, EmbeddingInput
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +34,17 @@ _T = TypeVar("_T")
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
-    """The texts of one request.
+class _Job(Waiting):
+    """The texts of one request; its `size` is the tokens of those that wait.
 
-    tokens   of those that wait
     waiting  indices of those that no batch has taken, shortest first
     missing  texts without a vector
     """
 
-    tenant: str
-    texts: Sequence[EmbeddingInput]
-    tokens: int
-    waiting: deque[int]
-    vectors: list[bytes]
-    missing: int
-    done: asyncio.Future[None]
+    texts: Sequence[EmbeddingInput] = ()
+    waiting: deque[int] = field(default_factory=deque)
+    vectors: list[bytes] = field(default_factory=list)
+    missing: int = 0
 
     @property
     def next_tokens(self) -> int:
@@ -58,7 +55,6 @@ class _Job:
 class EmbedderStats:
     """Since the start, and now; for the operator.
 
-    refused  requests that found the queue full
     failed   batches that ended with an error
     busy_s   seconds that the threads computed, together
     """
@@ -66,10 +62,8 @@ class EmbedderStats:
     batches: int = 0
     texts: int = 0
     tokens: int = 0
-    refused: int = 0
     failed: int = 0
     busy_s: float = 0.0
-    waiting_tokens: int = 0
     loaded: bool = False
 
 
@@ -86,7 +80,10 @@ class Embedder:
         self._folder = self.find_folder(self.settings.folder)
         self._created = int(time.time())
         self._loading: asyncio.Task[TextModel] | None = None
-        self._lines: dict[str, deque[_Job]] = {}  # tenant -> jobs with texts that wait; both in the order of turns
+        limits = self.settings
+        self._gate: Gate[list[bytes]] = Gate(limits.max_waiting_tokens, limits.max_waiting_tokens_per_tenant)
+        self._queue: FairQueue[_Job] = FairQueue()  # those with texts that wait
+        self._numbers = 0
         self._running = 0  # batches
         self._computing = ThreadPoolExecutor(self.settings.threads, thread_name_prefix="embed")
         self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="embed-tokens")
@@ -97,7 +94,12 @@ class Embedder:
 
     def figures(self) -> Mapping[str, Any]:
         """For the operator; empty while the extra is missing."""
-        return asdict(self.stats) if self._folder is not None else {}
+        now = {"waiting_tokens": self.waiting_tokens, "refused": self._gate.refused}
+        return asdict(self.stats) | now if self._folder is not None else {}
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._gate.waiting
 
     async def model(self) -> TextModel:
         """The model, loaded by the first who asks. Raises EmbedderError when it cannot be; the next one tries again."""
@@ -132,16 +134,11 @@ class Embedder:
         these failed.
         """
         model = await self.model()
-        job = self._admit(tenant, texts)
-        try:
-            async with asyncio.timeout(deadline_s - time.monotonic()):
-                self._start_batches(model)
-                await job.done
-        except TimeoutError:
-            raise DeadlineError("The embedding took longer than a request may (server.request_timeout_s).") from None
-        finally:
-            self._forget(job)
-        return job.vectors
+        job = self._admit(tenant, texts, deadline_s)
+        self._start_batches(model)
+        late = "The embedding took longer than a request may (server.request_timeout_s)."
+        timeout_s = deadline_s - job.arrived_s
+        return await self._gate.wait(job, self._queue, timeout_s, late=lambda: DeadlineError(late))
 
     def close(self) -> None:
         """Ends the threads; what they are at is finished and thrown away."""
@@ -163,67 +160,54 @@ class Embedder:
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, tenant: str, texts: Sequence[EmbeddingInput]) -> _Job:
+    def _admit(self, tenant: str, texts: Sequence[EmbeddingInput], deadline_s: float) -> _Job:
         tokens = sum(len(one.tokens) for one in texts)
-        settings, line = self.settings, self._lines.get(tenant, deque())
-        own = sum(job.tokens for job in line)
-        for waiting, whose, limit in (
-            (own, "of this tenant ", settings.max_waiting_tokens_per_tenant),
-            (self.stats.waiting_tokens, "", settings.max_waiting_tokens),
-        ):
-            if waiting + tokens > limit:
-                self.stats.refused += 1
-                raise QueueFullError(
-                    f"{waiting} tokens {whose}wait to be embedded, and this request has {tokens} more; at most {limit} "
-                    "may wait.",
-                    retry_after_s=self._wait_s(),
-                )
+        if full := self._gate.find_full(tenant, tokens):
+            waiting, own = full
+            most = self.settings.max_waiting_tokens_per_tenant if own else self.settings.max_waiting_tokens
+            raise QueueFullError(
+                f"{waiting} tokens {'of this tenant ' if own else ''}wait to be embedded, and this request has "
+                f"{tokens} more; at most {most} may wait.",
+                retry_after_s=self._wait_s(),
+            )
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
-        done = asyncio.get_running_loop().create_future()
-        job = _Job(tenant, texts, tokens, deque(order), [b""] * len(texts), len(texts), done)
-        line.append(job)
-        self._lines[tenant] = line
-        self.stats.waiting_tokens += tokens
+        job = _Job(Ask(tenant, tokens, deadline_s), time.monotonic(), cost_s=1.0, size=tokens, texts=texts)
+        job.waiting, job.vectors, job.missing = deque(order), [b""] * len(texts), len(texts)
+        self._queue.arrived(job)
+        self._enter(job)
+        self._gate.enter(job)
         return job
+
+    def _enter(self, job: _Job) -> None:
+        """Behind the tenant's other requests: they take turns, too."""
+        self._numbers += 1
+        job.order = (0, 0.0, self._numbers)
+        self._queue.enter(job)
 
     def _wait_s(self) -> float:
         """How long what waits now will take, by what was computed up to now."""
         per_token_s = self.stats.busy_s / self.stats.tokens if self.stats.tokens else 1e-3
-        return self.stats.waiting_tokens * per_token_s / self.settings.threads
-
-    def _forget(self, job: _Job) -> None:
-        """Nobody waits for it any more: nothing of it is begun."""
-        if job.waiting:
-            self.stats.waiting_tokens -= job.tokens
-            job.waiting.clear()
-            self._lines[job.tenant].remove(job)
-            if not self._lines[job.tenant]:
-                del self._lines[job.tenant]
+        return self._gate.waiting * per_token_s / self.settings.threads
 
     def _start_batches(self, model: TextModel) -> None:
-        while self._lines and self._running < self.settings.threads:
+        while self._queue and self._running < self.settings.threads:
             self._running += 1
             spawn(self._run(model, self._next_batch()), "embed a batch")
 
     def _next_batch(self) -> list[tuple[_Job, int]]:
         """One text of each tenant in turn, up to batch_tokens; a longer text is a batch of its own."""
         batch: list[tuple[_Job, int]] = []
-        room = self.settings.batch_tokens
-        while self._lines:
-            tenant, line = next(iter(self._lines.items()))
-            tokens = line[0].next_tokens
-            if batch and tokens > room:
-                break
-            job = line.popleft()
+        left = self.settings.batch_tokens
+        while self._queue and (not batch or self._queue.first().next_tokens <= left):
+            job = self._queue.first()
+            tokens = job.next_tokens
+            self._queue.remove(job)
+            self._queue.took(job)
             batch.append((job, job.waiting.popleft()))
-            room -= tokens
-            job.tokens -= tokens
-            self.stats.waiting_tokens -= tokens
+            left -= tokens
+            self._gate.shrink(job, tokens)
             if job.waiting:
-                line.append(job)
-            del self._lines[tenant]
-            if line:
-                self._lines[tenant] = line
+                self._enter(job)
         return batch
 
     async def _run(self, model: TextModel, batch: Sequence[tuple[_Job, int]]) -> None:
@@ -249,14 +233,13 @@ class Embedder:
         for (job, index), vector in zip(batch, vectors, strict=True):
             job.vectors[index] = vector
             job.missing -= 1
-            if not job.missing and not job.done.done():
-                job.done.set_result(None)
+            if not job.missing:
+                self._gate.grant(job, job.vectors)
 
     def _fail(self, jobs: set[_Job], error: Exception) -> None:
         for job in jobs:
-            self._forget(job)
-            if not job.done.done():
-                job.done.set_exception(EmbedderError(f"The texts could not be embedded: {type(error).__name__}."))
+            failed = EmbedderError(f"The texts could not be embedded: {type(error).__name__}.")
+            self._gate.fail(job, self._queue, failed)
 
 
 def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -38,6 +38,7 @@ from tests.fakes.upstream import (
     RESPONSE,
     SSE,
     USAGE,
+    Then,
     Told,
     chunk,
     error,
@@ -323,7 +324,7 @@ async def test_failing_over_is_in_the_log_without_what_was_asked_or_a_key(
     ):
         assert (await ask(gateway, **{"X-Request-Id": "r1"}))[0] == 200
     (line,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert line == f"upstream a failed request r1 ({why}): b is asked"
+    assert line == f"upstream a failed request r1 ({why}): b is tried"
 
 
 async def test_an_answered_error_is_told_before_one_of_ours() -> None:
@@ -461,23 +462,28 @@ async def test_broken_chunk_framing_ends_a_stream_at_once_with_an_error_event(
         assert (found["errors"], found["in_flight"]) == ({"lost": 1}, 0)
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        Told([b"data: {", b'"choices'], media=SSE, then="cut"),
-        Told([b'{"id":', b"1"], then="cut"),
-        Told([b"data: {"], media=SSE, then="stall"),
-        Told([b"data: {"], media=SSE, then="garble"),
-    ],
-    ids=["within an event", "whole", "stalls", "garbled"],
-)
-async def test_an_answer_that_is_cut_elsewhere_is_cut_for_the_client_too(cut: Told) -> None:
+@pytest.mark.parametrize("then", ["cut", "stall", "garble"])
+@pytest.mark.parametrize("dialect", PATHS)
+async def test_a_stream_that_is_cut_within_an_event_ends_with_an_error_event(dialect: str, then: Then) -> None:
+    begins = b"event: error\ndata: {" if dialect == "anthropic" else b'data: {"error"'
+    cut = Told([b"data: {}\n\ndata: {", b'"choices'], media=SSE, then=then)
+    settings: dict[str, Any] = {"dialect": dialect, "idle_timeout_s": 0.1}
+    async with upstream(cut) as stub, running(upstreams=[stub.settings(**settings)]) as gateway:
+        status, _, body = await ask(gateway, {"model": "up-1", "stream": True}, PATHS[dialect])
+        assert status == 200
+        assert body.startswith(b"data: {}\n\n" + begins)
+        assert body.endswith(b"}\n\n")
+        assert (await figures(gateway))["errors"] in ({"lost": 1}, {"timeout": 1})
+
+
+async def test_a_whole_answer_that_is_cut_is_cut_for_the_client_too() -> None:
     import aiohttp
 
-    async with upstream(cut) as stub, running(upstreams=[stub.settings(idle_timeout_s=0.1)]) as gateway:
+    cut = Told([b'{"id":', b"1"], then="cut")
+    async with upstream(cut) as stub, running(upstreams=[stub.settings()]) as gateway:
         with pytest.raises(aiohttp.ClientPayloadError):
             await ask(gateway)
-        assert (await figures(gateway))["errors"] in ({"lost": 1}, {"timeout": 1})
+        assert (await figures(gateway))["errors"] == {"lost": 1}
 
 
 async def test_a_client_that_hangs_up_ends_the_request_at_the_upstream() -> None:
@@ -582,13 +588,10 @@ async def test_a_stream_that_quotes_a_key_is_cut_before_any_of_it() -> None:
     begun = events(chunk("Hel"))[0]
     quoting = Told([begun, b'data: {"error": "sk-ups', b'tream"}\n\n'], media=SSE)
     async with upstream(quoting) as stub, running(upstreams=[stub.settings()]) as gateway:
-        got = b""
-        url = f"{gateway.url}/v1/chat/completions"
-        with pytest.raises(aiohttp.ClientPayloadError):
-            async with gateway.session.post(url, json=ASK | {"stream": True}) as answer:
-                async for piece in answer.content.iter_any():
-                    got += piece
-        assert got == begun + b'data: {"error": "'
+        _, _, got = await ask(gateway, ASK | {"stream": True})
+        assert got.startswith(begun + b'data: {"error"')
+        assert b"failed in the middle of its answer" in got
+        assert b"sk-" not in got
 
 
 async def test_a_key_that_is_refused_is_told_once_until_it_is_taken(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import DIGEST_BYTES, Load
 from gateway.config import QueueSettings
-from gateway.queues.lane import EngineSlots, Lane, Waiter
+from gateway.queues.engine_queue import EngineQueue, EngineSlots, WaitingRequest
 from gateway.queues.prefix_affinity import AFFINITY_S, MAX_POSITIONS, PrefixAffinity
 from gateway.routing.router import Router
 from gateway.types import Ask
@@ -46,8 +46,8 @@ def test_what_was_sent_long_ago_makes_room() -> None:
     assert affinity.find(digests(10), 0.0) == {"a": 1}
 
 
-def lane_of(*names: str) -> Lane[FakeEngine, Waiter]:
-    lane: Lane[FakeEngine, Waiter] = Lane(QueueSettings(), Router(), "batch")
+def lane_of(*names: str) -> EngineQueue[FakeEngine, WaitingRequest]:
+    lane: EngineQueue[FakeEngine, WaitingRequest] = EngineQueue(QueueSettings(), Router(), "batch")
     for name in names:
         load = Load(prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
         lane.engine_slots[name] = EngineSlots(FakeEngine(hello(incarnation=name), name, load), name, 8)
@@ -61,7 +61,7 @@ def test_lines_of_one_document_go_to_one_engine_before_any_index_knows_it() -> N
         for document in ("x", "y"):
             blocks = [ord(document) * 1000 + number for number in range(60)]
             ask = Ask("t", 1000, 1e9, lane="batch", digests=digests(*blocks, line), block_size=16)
-            sent: list[tuple[Waiter, EngineSlots[Any]]] = lane.enter(Waiter(ask, float(line)))
+            sent: list[tuple[WaitingRequest, EngineSlots[Any]]] = lane.enter(WaitingRequest(ask, float(line)))
             where.setdefault(document, []).extend(slots.incarnation for _, slots in sent)
     assert [set(engines) for engines in where.values()] in ([{"a"}, {"b"}], [{"b"}, {"a"}])
     assert [len(engines) for engines in where.values()] == [6, 6]
@@ -73,7 +73,9 @@ def test_those_who_wait_follow_the_one_before_them() -> None:
         slots.taken = slots.total
     for line in range(4):
         lane.enter(
-            Waiter(Ask("t", 1000, 1e9, lane="batch", digests=digests(*range(60), 100 + line), block_size=16), 0.0)
+            WaitingRequest(
+                Ask("t", 1000, 1e9, lane="batch", digests=digests(*range(60), 100 + line), block_size=16), 0.0
+            )
         )
     for slots in lane.engine_slots.values():
         slots.taken = 0

@@ -170,7 +170,7 @@ def test_an_overload_is_told_once_when_it_begins_and_once_when_it_ends(caplog: p
         assert told.share > 0.5
         assert told.held_back == 0
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "the engines of demo spend" in caplog.text
+        assert "KV cache thrashing on model demo" in caplog.text
         loop.now += 600.0
         assert not guests.queue.status().overload["demo"].holds
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
@@ -191,8 +191,8 @@ def test_who_is_held_back_is_looked_at_though_nothing_happens() -> None:
             guests.come(name, prompt_tokens=9600, digests=digests, block_size=16, only=engine.hello.incarnation)
             await turn()
             await guests.go(name)
-        line = next(iter(guests.queue._lines.values()))
-        line.online.overload.computed(1000.0, 900.0)
+        group = next(iter(guests.queue._groups.values()))
+        group.online.overload.computed(1000.0, 900.0)
         guests.queue.status()
         guests.come("x", prompt_tokens=8000)
         held_back = guests.come("y", prompt_tokens=8000)
@@ -505,8 +505,8 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
             assert status.waiting == queue.waiting == sum(status.waiting_by_tenant.values()) <= waiting
             assert all(0 < count <= per_tenant for count in status.waiting_by_tenant.values())
             assert all(taken <= places for taken in status.in_flight.values())
-            assert sum(len(line.online) for line in queue._lines.values()) == status.waiting
-            assert sum(len(line.batch) for line in queue._lines.values()) == queue.status("batch").waiting
+            assert sum(len(group.online) for group in queue._groups.values()) == status.waiting
+            assert sum(len(group.batch) for group in queue._groups.values()) == queue.status("batch").waiting
 
         for kind, *given_ in moves:
             if kind in ("online", "batch"):
@@ -538,11 +538,14 @@ def test_whatever_happens_places_and_lines_stay_within_their_limits_and_end_empt
             assert (status.waiting, status.in_flight, status.waiting_by_tenant) == (0, {}, {})
         assert not any(inside.values())
         engine_slots = [
-            slots for line in queue._lines.values() for lane in line.lanes for slots in lane.engine_slots.values()
+            slots
+            for group in queue._groups.values()
+            for lane in group.queues.values()
+            for slots in lane.engine_slots.values()
         ]
         assert all(not slots.taken for slots in engine_slots)
         for engine in here:
             queue.forget(engine.hello.incarnation)
-        assert not queue._lines
+        assert not queue._groups
 
     run(work)

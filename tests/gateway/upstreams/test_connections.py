@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from gateway.config import UpstreamSettings
 from gateway.types import Tenant, UpstreamRequest
-from gateway.upstreams.connections import Connections, read_some
+from gateway.upstreams.connections import MAX_FRAMING_BYTES, Connections, read_some
 from tests.fakes.waiting import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -116,6 +116,18 @@ async def test_broken_chunk_framing_ends_the_read_that_waits(before: bytes, fram
             server.more.set()
             with pytest.raises(aiohttp.ClientPayloadError):
                 await reading
+
+
+@pytest.mark.parametrize("framing", [b"4;" + b"x" * MAX_FRAMING_BYTES, b"0" * (MAX_FRAMING_BYTES + 2)])
+async def test_a_chunk_header_without_an_end_closes_the_connection(framing: bytes) -> None:
+    async with serving(BROKEN + b"4\r\nfine\r\n" + LATER + framing) as (server, connections):
+        now = time.monotonic()
+        request = UpstreamRequest("r", Tenant("a"), "openai", "m", "/v1/x", "", (), b"{}", {}, now, now + 10)
+        async with asyncio.timeout(10), await connections.send(request, "m", b"{}") as response:
+            assert await read_some(response) == b"fine"
+            server.more.set()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await read_some(response)
 
 
 async def _rest(response: aiohttp.ClientResponse) -> None:

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.upstreams.metering import Meter
+from gateway.upstreams.metering import Events, Meter, data_of
 from gateway.upstreams.usage import Tokens
+from tests.fakes.upstream import CHUNK, USAGE, events
+from tests.fakes.upstream import chunk as chat_chunk
 
 SSE, JSON = "text/event-stream", "application/json"
 
@@ -248,3 +250,82 @@ def test_an_answer_beyond_the_limit_is_not_kept() -> None:
 def test_figures_of_caching_are_never_more_than_the_prompt() -> None:
     told = b'{"usage":{"prompt_tokens":10,"prompt_tokens_details":{"cached_tokens":99,"cache_write_tokens":5}}}'
     assert metered("openai", JSON, told) == Tokens(10, 0, 10, 0)
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+ends = st.sampled_from((b"\n", b"\r\n", b"\r"))
+line = st.sampled_from((b"data: {}", b"data:x", b": ping", b"event: message", b"data: \xc3\xa9", b"id: 1"))
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[bytes]:
+    end = draw(ends)
+    return [
+        b"".join(one + end for one in draw(st.lists(line, min_size=1, max_size=4))) + end
+        for _ in range(draw(st.integers(0, 5)))
+    ]
+
+
+@given(streams(), st.lists(st.integers(0, 200)))
+def test_events_are_the_same_wherever_the_bytes_are_cut(stream: list[bytes], cuts: list[int]) -> None:
+    whole = b"".join(stream)
+    places = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    events, found = Events(1000), []
+    for start, end in pairwise(places):
+        found += events.feed(whole[start:end])
+    last = events.rest()
+    assert b"".join([*found, last]) == whole
+    # A carriage return at the very end may be half of an end that never came.
+    assert [*found, *([last] if last else [])] == stream
+
+
+def test_what_is_longer_than_the_limit_is_passed_over_in_pieces() -> None:
+    events = Events(10)
+    assert events.feed(b"data: 0123456789") == [b"data: 0123456789"]
+    assert not events.between
+    assert events.feed(b"\n\ndata: 1\n\n") == [b"\n\n", b"data: 1\n\n"]
+    assert events.between
+
+
+def test_between_events_nothing_is_held() -> None:
+    events = Events(1000)
+    assert events.feed(b"data: 1\n") == []
+    assert not events.between
+    assert events.feed(b"\n") == [b"data: 1\n\n"]
+    assert events.between
+
+
+def test_the_lines_of_an_events_data_are_joined() -> None:
+    assert data_of(b"event: x\r\ndata: {\r\ndata:}\r\n\r\n") == b"{\n}"
+
+
+# -- the usage that only the gateway wants -----------------------------------------------------------------------------
+
+
+KEPT = [*events(chat_chunk("a", usage=None), chat_chunk('"usage" ✓', usage=None)), b": ping\n\n", b"data: [DONE]\n\n"]
+TOLD = [*KEPT[:2], *events({**CHUNK, "choices": [], "usage": USAGE}), *KEPT[2:]]
+
+
+def passed(whole: bytes, cuts: list[int], max_bytes: int, *, ends: bool = True) -> bytes:
+    """What passes on of a stream that is cut there, without its usage."""
+    meter = Meter("openai", media_type=SSE, encoding="", max_bytes=max_bytes, hides_usage=True)
+    places = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    chunks = [meter.feed(whole[start:end]) for start, end in pairwise(places)]
+    assert meter.between_events
+    return b"".join(chunks) + (meter.end() if ends else b"")
+
+
+@given(st.lists(st.integers(0, 2000)))
+def test_the_usage_alone_is_taken_out_wherever_the_bytes_are_cut(cuts: list[int]) -> None:
+    assert passed(b"".join(TOLD), cuts, 10_000) == b"".join(KEPT)
+
+
+def test_what_breaks_off_within_an_event_ends_behind_the_one_before() -> None:
+    assert passed(TOLD[0] + TOLD[1][:10], [], 10_000, ends=False) == TOLD[0]
+
+
+def test_events_that_are_too_long_go_on_in_parts() -> None:
+    told = b"data: " + b"x" * 5000 + b"\n\n"
+    assert passed(told, [1000, 3000], 2000) == told

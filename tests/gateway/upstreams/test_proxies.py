@@ -22,8 +22,7 @@ from engine.config import ConfigError
 from gateway.app import upstream_proxies
 from gateway.config import Settings, UpstreamSettings
 from gateway.types import Tenant, UpstreamRequest
-from gateway.upstreams.connections import Connections, read_some
-from gateway.upstreams.proxies import find_proxy
+from gateway.upstreams.connections import Connections, find_proxy, read_some
 
 HTTPS, HTTP = "https://api.example.com/v1", "http://vllm.internal:8000/v1"
 

@@ -208,7 +208,7 @@ async def test_a_full_queue_is_a_429_with_a_time_to_retry(model: FakeTextModel) 
         running_one = group.create_task(embed(gateway, "a"))
         assert await asyncio.to_thread(model.begun.acquire, timeout=LIMIT_S)
         waiting = group.create_task(embed(gateway, "b"))
-        await until(lambda: embedder.stats.waiting_tokens == 3)
+        await until(lambda: embedder.waiting_tokens == 3)
         status, body, headers = await gateway.post(PATH, {"model": NAME, "input": "c"})
         assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(headers["Retry-After"]) >= 1
@@ -222,9 +222,9 @@ async def test_nothing_is_computed_for_a_client_that_left(model: FakeTextModel) 
     async with running(embedder=embedder) as gateway:
         task = asyncio.create_task(embed(gateway, ["a", "b", "c"]))
         assert await asyncio.to_thread(model.begun.acquire, timeout=LIMIT_S)
-        assert embedder.stats.waiting_tokens == 6
+        assert embedder.waiting_tokens == 6
         task.cancel()
-        await until(lambda: embedder.stats.waiting_tokens == 0)
+        await until(lambda: embedder.waiting_tokens == 0)
         model.go_on()
         assert (await embed(gateway, "d"))[0] == 200
         assert model.batches == [[(1, ord("a"), 2)], [(1, ord("d"), 2)]]

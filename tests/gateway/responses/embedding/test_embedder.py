@@ -43,7 +43,7 @@ async def begun(model: FakeTextModel) -> None:
 
 
 async def queued(embedder: Embedder, tokens: int) -> None:
-    await until(lambda: embedder.stats.waiting_tokens == tokens)
+    await until(lambda: embedder.waiting_tokens == tokens)
 
 
 def floats(vectors: list[bytes]) -> list[list[float]]:
@@ -55,7 +55,7 @@ async def test_vectors_come_in_the_order_of_their_texts(model: FakeTextModel) ->
     vectors = await embedder.embed(texts((9, 8, 7), (5,), (6, 6), (4, 4, 4, 4, 4)), soon(), tenant="north")
     assert floats(vectors) == [[9, 8, 7], [5], [6, 6], [4, 4, 4, 4]]
     assert embedder.stats.texts == 4
-    assert embedder.stats.waiting_tokens == 0
+    assert embedder.waiting_tokens == 0
 
 
 async def test_requests_that_wait_are_computed_together_and_take_turns(model: FakeTextModel) -> None:
@@ -99,12 +99,12 @@ async def test_a_full_queue_refuses_and_says_when_to_come_again(model: FakeTextM
     await begun(model)
     waiting = asyncio.create_task(embedder.embed(texts((2,), (3,)), soon(), tenant="north"))
     await queued(embedder, 2)
-    with pytest.raises(QueueFullError, match=r"2 tokens wait.* 2 more.*max_waiting_tokens") as refused:
+    with pytest.raises(QueueFullError, match=r"2 tokens wait.* 2 more; at most 3 may") as refused:
         await embedder.embed(texts((4, 4)), soon(), tenant="north")
     assert refused.value.retry_after_s == pytest.approx(2e-3)
     model.go_on()
     await asyncio.gather(running, waiting)
-    assert embedder.stats.refused == 1
+    assert embedder.figures()["refused"] == 1
 
 
 async def test_tenants_take_turns_whatever_number_of_requests_they_have(model: FakeTextModel) -> None:
@@ -128,7 +128,7 @@ async def test_one_tenant_cannot_fill_the_queue(model: FakeTextModel) -> None:
     await begun(model)
     tasks.append(asyncio.create_task(embedder.embed(texts((2,), (3,)), soon(), tenant="north")))
     await queued(embedder, 2)
-    with pytest.raises(QueueFullError, match="max_waiting_tokens_per_tenant"):
+    with pytest.raises(QueueFullError, match="of this tenant"):
         await embedder.embed(texts((4,)), soon(), tenant="north")
     tasks.append(asyncio.create_task(embedder.embed(texts((5,)), soon(), tenant="south")))
     await queued(embedder, 3)
@@ -145,7 +145,7 @@ async def test_after_the_end_nothing_hangs(model: FakeTextModel) -> None:
     model.go_on()
     for answer in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(answer, EmbedderError)
-    assert embedder.stats.waiting_tokens == 0
+    assert embedder.waiting_tokens == 0
 
 
 async def test_a_batch_that_fails_fails_its_requests_and_no_other(model: FakeTextModel) -> None:
@@ -164,7 +164,7 @@ async def test_a_batch_that_fails_fails_its_requests_and_no_other(model: FakeTex
     assert floats(await good) == [[1, 1]]
     assert floats(await later) == [[2, 2]]
     assert model.batches == [[(1, 1)], [(13, 13)], [(2, 2)]], "the rest of a failed request is not computed"
-    assert (embedder.stats.failed, embedder.stats.waiting_tokens) == (1, 0)
+    assert (embedder.stats.failed, embedder.waiting_tokens) == (1, 0)
 
 
 async def test_nothing_is_begun_for_a_client_that_left(model: FakeTextModel) -> None:
@@ -175,7 +175,7 @@ async def test_nothing_is_begun_for_a_client_that_left(model: FakeTextModel) -> 
     left.cancel()
     with pytest.raises(asyncio.CancelledError):
         await left
-    assert embedder.stats.waiting_tokens == 0
+    assert embedder.waiting_tokens == 0
     model.go_on()
     assert floats(await embedder.embed(texts((4,)), soon(), tenant="north")) == [[4]]
     assert model.batches == [[(1,)], [(4,)]]
@@ -186,7 +186,7 @@ async def test_a_deadline_ends_the_waiting(model: FakeTextModel) -> None:
     model.hold()
     with pytest.raises(DeadlineError, match="request_timeout_s"):
         await embedder.embed(texts((1,), (2,)), time.monotonic() + 0.05, tenant="north")
-    assert embedder.stats.waiting_tokens == 0
+    assert embedder.waiting_tokens == 0
 
 
 async def test_the_model_is_loaded_once_and_in_a_thread() -> None:
@@ -288,8 +288,8 @@ def test_whatever_comes_and_leaves_every_text_is_computed_once_at_most(
         computed = [one for batch in model.batches for one in batch]
         assert len(computed) == len(set(computed))
         assert all(len(batch) == 1 or sum(map(len, batch)) <= batch_tokens for batch in model.batches)
-        assert embedder.stats.waiting_tokens == 0
-        assert not embedder._lines
+        assert embedder.waiting_tokens == 0
+        assert not embedder._queue
         embedder.close()
 
     asyncio.run(work())

@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from engine.protocol import Lane as LaneName
+from engine.protocol import Lane
 from gateway.config import QueueSettings
-from gateway.fair_queue import FairQueue, Waiting
+from gateway.gate import FairQueue, Waiting
 from gateway.queues.admission_control import AdmissionControl, choose_open
 from gateway.queues.overload import Overload
 from gateway.queues.prefix_affinity import PrefixAffinity
@@ -51,7 +51,7 @@ class Picture(Protocol):
 
 
 class Router(Protocol):
-    def picture(self, engine_slots: Iterable[Any], lane: LaneName) -> Picture: ...
+    def picture(self, engine_slots: Iterable[Any], lane: Lane) -> Picture: ...
 
 
 E = TypeVar("E")
@@ -74,20 +74,20 @@ class EngineSlots(Generic[E]):
 
 
 @dataclass(slots=True, eq=False)
-class Waiter(Waiting):
+class WaitingRequest(Waiting):
     """A request that waits."""
 
     known_tokens: int = 0  # of its prompt, that were computed for it or another one not long before it arrived
     session: Session | None = None  # whose next turn it is
 
 
-W = TypeVar("W", bound=Waiter)
+W = TypeVar("W", bound=WaitingRequest)
 
 
-class Lane(Generic[E, W]):
+class EngineQueue(Generic[E, W]):
     """The requests of one lane for engines that are alike."""
 
-    def __init__(self, settings: QueueSettings, router: Router, name: LaneName = "online") -> None:
+    def __init__(self, settings: QueueSettings, router: Router, name: Lane = "online") -> None:
         self.engine_slots: dict[str, EngineSlots[E]] = {}  # by incarnation
         self.name = name
         self._settings = settings

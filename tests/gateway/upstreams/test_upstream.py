@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.upstreams.listing import names
+from gateway.upstreams.upstream import model_names
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.upstream import Told, error, nowhere, said, upstream
 from tests.fakes.waiting import until
@@ -22,13 +22,13 @@ from tests.fakes.waiting import until
     ],
 )
 def test_lists_of_all_apis_are_read(body: Any, expected: list[str]) -> None:
-    assert names(orjson.dumps(body)) == expected
+    assert model_names(orjson.dumps(body)) == expected
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"data": 1}', b"{}"])
 def test_what_is_no_list_is_none(body: bytes) -> None:
     with pytest.raises(ValueError):
-        names(body)
+        model_names(body)
 
 
 async def listed(gateway: Gateway) -> list[str]:

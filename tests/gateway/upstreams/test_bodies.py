@@ -9,25 +9,30 @@ import orjson
 import pytest
 
 from gateway.types import Tenant, UpstreamRequest
-from gateway.upstreams.hints import Seen, hinted
+from gateway.upstreams.bodies import SeenPrefixes, add_hint, with_usage
 from tests.fakes.clock import Clock
 
 
-def seen(most: int = 1000) -> Seen:
-    return Seen(most, 300.0, Clock())
+def seen(most: int = 1000) -> SeenPrefixes:
+    return SeenPrefixes(most, 300.0, Clock())
 
 
 MARK = {"type": "ephemeral"}
 
 
 def ask(
-    memory: Seen, values: dict[str, Any], *, path: str = "/v1/messages", tenant: str = "t", text: bytes | None = None
+    memory: SeenPrefixes,
+    values: dict[str, Any],
+    *,
+    path: str = "/v1/messages",
+    tenant: str = "t",
+    text: bytes | None = None,
 ) -> Any:
     """The body that the upstream gets, parsed."""
     body = orjson.dumps(values, option=orjson.OPT_INDENT_2) if text is None else text
     dialect = "anthropic" if path.startswith("/v1/messages") else "openai"
     request = UpstreamRequest("r", Tenant(tenant), dialect, "m", path, "", (), body, values, 0.0, 1.0)
-    told = orjson.loads(hinted(request, body, memory))
+    told = orjson.loads(add_hint(request, body, memory))
     assert request.values == values
     return told
 
@@ -101,7 +106,7 @@ def test_another_tenants_prefixes_are_nobodys() -> None:
 
 def test_a_prefix_is_forgotten_after_its_time_and_when_there_are_too_many() -> None:
     clock = Clock()
-    memory = Seen(2, 300.0, clock)
+    memory = SeenPrefixes(2, 300.0, clock)
     values = {"messages": turns("Hello.")}
     ask(memory, values)
     clock.now_s += 299
@@ -238,6 +243,22 @@ def test_a_key_that_is_null_is_none() -> None:
     request = UpstreamRequest(
         "r", Tenant("t"), "openai", "m", "/v1/chat/completions", "", (), body, orjson.loads(body), 0.0, 1.0
     )
-    told = hinted(request, body, seen())
+    told = add_hint(request, body, seen())
     assert told.count(b"prompt_cache_key") == 1
     assert orjson.loads(told)["prompt_cache_key"].startswith("kvasir-")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (None, {"include_usage": True}),
+        ({}, {"include_usage": True}),
+        ({"include_usage": False}, {"include_usage": True}),
+        ({"include_obfuscation": False}, {"include_usage": True, "include_obfuscation": False}),
+    ],
+)
+def test_usage_is_asked_for_whatever_the_options_say(options: Any, expected: Any) -> None:
+    body = b'{"stream":true, "x":1e2,"stream_options":%b}' % orjson.dumps(options)
+    assert orjson.loads(with_usage(body)) == {"stream": True, "x": 100.0, "stream_options": expected}
+    assert b'"x":1e2,' in with_usage(body)
+    assert orjson.loads(with_usage(b'{"x":1}')) == {"x": 1, "stream_options": {"include_usage": True}}

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.protocol import DIGEST_BYTES, Load
 from gateway.config import QueueSettings
-from gateway.queues.lane import PLAN_DEPTH, EngineSlots, Lane, Waiter
+from gateway.queues.engine_queue import PLAN_DEPTH, EngineQueue, EngineSlots, WaitingRequest
 from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.fakes.pipeline import FakeEngine, hello
@@ -28,21 +28,21 @@ class Rig:
     places: int = 1
     aging: float = 0.05
     overload_share: float = 0.4
-    lane: Lane[FakeEngine, Waiter] = field(init=False)
+    lane: EngineQueue[FakeEngine, WaitingRequest] = field(init=False)
 
     def __post_init__(self) -> None:
         limits = tuned(
             QueueSettings, aging=self.aging, overload_share=self.overload_share, overload_aging=self.aging / 10
         )
-        self.lane = Lane(limits, Router())
+        self.lane = EngineQueue(limits, Router())
         for number in range(self.engines):
             load = Load(prefill_tokens_per_s=RATE, decode_tokens_per_s=1000.0)
             engine = FakeEngine(hello(incarnation=f"e{number}"), f"e{number}", load)
             self.lane.engine_slots[f"e{number}"] = EngineSlots(engine, f"e{number}", self.places)
 
-    def enter(self, tokens: int, tenant: str = "t", at_s: float = 0.0, **fields: Any) -> tuple[Waiter, bool]:
+    def enter(self, tokens: int, tenant: str = "t", at_s: float = 0.0, **fields: Any) -> tuple[WaitingRequest, bool]:
         """The request, and whether it was sent at once."""
-        waiter = Waiter(Ask(tenant, tokens, 1e9, **fields), at_s)
+        waiter = WaitingRequest(Ask(tenant, tokens, 1e9, **fields), at_s)
         return waiter, any(sent is waiter for sent, _ in self.lane.enter(waiter))
 
     def block(self) -> None:
@@ -50,9 +50,9 @@ class Rig:
         for slots in self.lane.engine_slots.values():
             slots.taken = slots.total
 
-    def drain(self) -> list[Waiter]:
+    def drain(self) -> list[WaitingRequest]:
         """One place at a time becomes free, until nobody waits."""
-        order: list[Waiter] = []
+        order: list[WaitingRequest] = []
         while len(self.lane):
             for slots in self.lane.engine_slots.values():
                 slots.taken = 0
@@ -432,12 +432,12 @@ class LaneMachine(RuleBasedStateMachine):
     def begin(self, engines: int, places: int) -> None:
         self.rig = Rig(engines=engines, places=places, overload_share=0.01)
         self.lane = self.rig.lane
-        self.waiting: list[Waiter] = []
-        self.inside: list[tuple[Waiter, EngineSlots[FakeEngine]]] = []
+        self.waiting: list[WaitingRequest] = []
+        self.inside: list[tuple[WaitingRequest, EngineSlots[FakeEngine]]] = []
         self.now = 0.0
         self.made = engines
 
-    def sent(self, sent: list[tuple[Waiter, EngineSlots[FakeEngine]]]) -> None:
+    def sent(self, sent: list[tuple[WaitingRequest, EngineSlots[FakeEngine]]]) -> None:
         for waiter, slots in sent:
             self.waiting.remove(waiter)  # raises for one that was sent before
             assert waiter.ask.only in (None, slots.incarnation)
@@ -460,7 +460,7 @@ class LaneMachine(RuleBasedStateMachine):
         digests = session_digests(session, tokens // 16) if session else b""
         only = name if pinned else None
         ask = Ask(tenant, tokens, 1e9, {name: min(held, tokens)}, only=only, digests=digests, block_size=16)
-        waiter = Waiter(ask, self.now)
+        waiter = WaitingRequest(ask, self.now)
         self.waiting.append(waiter)
         self.sent(self.lane.enter(waiter))
 

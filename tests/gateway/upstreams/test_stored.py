@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequestError
-from gateway.upstreams.stored_ids import MAX_IDS, MAX_MADE, made_ids, named_ids
+from gateway.upstreams.stored import MAX_IDS, MAX_MADE, made_ids, named_ids
 
 NAMED: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"previous_response_id": "resp_1"}, {"resp_1": "previous_response_id"}),

@@ -1,4 +1,4 @@
-"""Who gets the next of an upstream's bounded places. Time is a number; nobody waits in real time."""
+"""Which request gets the next of an upstream's slots. Time is a number; nothing waits in real time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, QueueFullError
 from gateway.types import Ask
-from gateway.upstreams.batch_slots import BatchSlots
-from gateway.upstreams.online_slots import OnlineSlots
+from gateway.upstreams.slots import LONGEST_S, UpstreamSlots
 from tests.fakes.guests import FAR, NORTH, SOUTH, run, turn
 from tests.fakes.tuned import tuned
 
@@ -26,9 +23,9 @@ def now() -> float:
 
 @dataclass
 class Guests:
-    """Tasks that take a place, say so in `served`, and hold it until they are told to go."""
+    """Tasks that take a slot, say so in `served`, and hold it until they are told to go."""
 
-    most: int = 1
+    most: int | None = 1
     lines: int = 2  # batch_slots
     limits: QueueSettings = field(default_factory=QueueSettings)
     served: list[str] = field(default_factory=list)
@@ -36,37 +33,30 @@ class Guests:
     ends: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.places = OnlineSlots(self.most, self.limits, now)
-        self.batch = BatchSlots(self.lines, now, self.places)
+        self.slots = UpstreamSlots(self.most, self.lines, self.limits, now)
 
     def come(self, name: str, tenant: str = NORTH, deadline_s: float = FAR, **fields: Any) -> asyncio.Task[None]:
         self.ends[name] = asyncio.Event()
 
         async def stay() -> None:
-            await self.places.take(Ask(tenant, 0, deadline_s, **fields))
+            ask = Ask(tenant, 0, deadline_s, **fields)
+            await self.slots.take(ask)
             try:
                 self.served.append(name)
                 await self.ends[name].wait()
             finally:
-                self.places.release(tenant)
+                self.slots.release(ask)
 
         self.tasks[name] = asyncio.create_task(stay())
         return self.tasks[name]
 
-    def line(self, name: str) -> asyncio.Task[None]:
+    def line(self, name: str, deadline_s: float = FAR) -> asyncio.Task[None]:
         """One of the batch lane."""
-        self.ends[name] = asyncio.Event()
+        return self.come(name, "batches", deadline_s, lane="batch")
 
-        async def stay() -> None:
-            assert await self.batch.take(1e6)
-            try:
-                self.served.append(name)
-                await self.ends[name].wait()
-            finally:
-                self.batch.release()
-
-        self.tasks[name] = asyncio.create_task(stay())
-        return self.tasks[name]
+    @property
+    def waiting(self) -> dict[str, int]:
+        return dict(self.slots.gates["online"].by_tenant)
 
     async def go(self, *names: str) -> None:
         for name in names:
@@ -83,25 +73,21 @@ class Guests:
                 await self.go(name)
         return self.served
 
-    def holding(self) -> int:
-        """Who was served and has not ended, counted from outside."""
-        return sum(not self.tasks[name].done() for name in self.served)
 
-
-def test_a_free_place_is_taken_without_an_await() -> None:
+def test_a_free_slot_is_taken_without_an_await() -> None:
     async def work() -> None:
-        guests = Guests(most=2)
+        slots, ask = UpstreamSlots(2, 1, QueueSettings(), now), Ask(NORTH, 0, FAR)
         for _ in range(2):
             with pytest.raises(StopIteration):
-                guests.places.take(Ask(NORTH, 0, FAR)).send(None)
-        assert guests.places.taken == 2
-        third = guests.places.take(Ask(NORTH, 0, FAR))
+                slots.take(ask).send(None)
+        assert slots.taken["online"] == 2
+        third = slots.take(ask)
         third.send(None)
-        assert guests.places.waiting == {NORTH: 1}
+        assert slots.gates["online"].by_tenant == {NORTH: 1}
         third.close()
         for _ in range(2):
-            guests.places.release(NORTH)
-        assert guests.places.taken == 0
+            slots.release(ask)
+        assert (slots.taken["online"], slots.gates["online"].waiting) == (0, 0)
 
     run(work)
 
@@ -220,11 +206,11 @@ def test_who_waits_for_too_long_is_told_and_leaves_no_place_behind() -> None:
             await late
         assert now() == pytest.approx(1005.0)
         assert told.value.retry_after_s is not None
-        assert guests.places.waiting == {NORTH: 1}
+        assert guests.waiting == {NORTH: 1}
         await guests.go("first")
         assert guests.served == ["first", "next"]
         await guests.go("next")
-        assert guests.places.taken == 0
+        assert guests.slots.taken["online"] == 0
 
     run(work)
 
@@ -256,7 +242,7 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place_in_the_line() -> No
         await turn()
         gone.cancel()
         await turn()
-        assert guests.places.waiting == {}
+        assert guests.waiting == {}
         guests.come("c")
         await turn()
         await guests.go("a", "c")
@@ -268,16 +254,17 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place_in_the_line() -> No
 def test_a_place_given_to_a_client_that_left_in_the_same_turn_goes_to_the_next() -> None:
     async def work() -> None:
         guests = Guests()
-        await guests.places.take(Ask(NORTH, 0, FAR))
+        ask = Ask(NORTH, 0, FAR)
+        await guests.slots.take(ask)
         gone = guests.come("b")
         guests.come("c")
         await turn()
-        guests.places.release(NORTH)  # b has the place and has not run yet
+        guests.slots.release(ask)  # b has the slot and has not run yet
         gone.cancel()
         await turn()
         assert guests.served == ["c"]
         await guests.go("c")
-        assert guests.places.taken == 0
+        assert guests.slots.taken["online"] == 0
 
     run(work)
 
@@ -298,7 +285,7 @@ def test_lines_of_batches_take_what_nobody_waits_for_and_count() -> None:
         await guests.go("o0")
         assert guests.served[4:] == ["l2"]
         await guests.go("o1", "l2")
-        assert not guests.places.taken
+        assert not guests.slots.taken["online"]
 
     run(work)
 
@@ -312,61 +299,132 @@ def test_a_tenant_that_went_away_is_forgotten() -> None:
             if number % 5 == 2:
                 guests.tasks.pop(f"r{number}").cancel()
         await guests.all_go()
-        assert not guests.places._held
-        assert not guests.places._weights
+        assert not guests.slots._held
+        assert not guests.slots._weights
 
     run(work)
 
 
-TENANTS = (NORTH, SOUTH, "west")
-EVENTS = st.one_of(
-    st.tuples(st.just("come"), st.sampled_from(TENANTS), st.sampled_from(["default", "flex", "priority"])),
-    st.tuples(st.just("come for a while"), st.sampled_from(TENANTS), st.floats(0.0, 3.0)),
-    st.tuples(st.just("line"), st.none(), st.none()),
-    st.tuples(st.just("end"), st.integers(0, 30), st.none()),
-    st.tuples(st.just("cancel"), st.integers(0, 30), st.none()),
-    st.tuples(st.just("end and cancel another at once"), st.integers(0, 30), st.integers(0, 30)),
-    st.tuples(st.just("pass"), st.floats(0.0, 2.0), st.none()),
-)
+# -- lines of batches -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
-@given(most=st.integers(1, 4), lines=st.integers(1, 5), events=st.lists(EVENTS, max_size=40))
-def test_no_place_is_lost_or_given_twice(most: int, lines: int, events: list[tuple[str, Any, Any]]) -> None:
+def lines_only(lines: int = 1) -> Guests:
+    """At an upstream that has no bound for online requests."""
+    return Guests(most=None, lines=lines)
+
+
+def test_lines_take_what_online_requests_leave_and_count_only_those_of_the_other_lane() -> None:
     async def work() -> None:
-        guests = Guests(most, lines, QueueSettings(max_waiting=12, max_waiting_per_tenant=6))
-        for number, (event, one, other) in enumerate(events):
-            here = [name for name, task in guests.tasks.items() if not task.done()]
-            match event:
-                case "come":
-                    guests.come(f"o{number}", one, tier=other)
-                case "come for a while":
-                    guests.come(f"o{number}", one, deadline_s=now() + other)
-                case "line":
-                    guests.line(f"l{number}")
-                case "pass":
-                    await asyncio.sleep(one)
-                case "end" if here:
-                    guests.ends[here[one % len(here)]].set()
-                case "cancel" if here:
-                    guests.tasks[here[one % len(here)]].cancel()
-                case "end and cancel another at once" if here:
-                    guests.ends[here[one % len(here)]].set()
-                    await asyncio.sleep(0)
-                    guests.tasks[here[other % len(here)]].cancel()
-            before = len(guests.served)
-            held_up = bool(guests.places.waiting)
-            await turn(8)
-            taken = guests.places.taken + guests.batch.taken
-            assert taken == guests.holding() <= most
-            assert not guests.places.waiting or taken == most, "nobody waits in front of a free place"
-            if held_up and guests.places.waiting:
-                assert not any(name.startswith("l") for name in guests.served[before:]), "a line went first"
-        for event in guests.ends.values():
-            event.set()
-        results = await asyncio.gather(*guests.tasks.values(), return_exceptions=True)
-        kinds = (DeadlineError, QueueFullError, asyncio.CancelledError)
-        assert all(result is None or isinstance(result, kinds) for result in results), results
-        assert (guests.places.taken, guests.batch.taken, guests.places.waiting) == (0, 0, {})
+        guests = lines_only(2)
+        guests.slots.sent("online")
+        guests.slots.sent("online")
+        for name in ("a", "b", "c"):
+            guests.line(name)
+        await turn()
+        assert guests.served == []
+        guests.slots.ended("online")
+        await turn()
+        assert guests.served == ["a"]
+        guests.slots.sent("batch")  # which has its slot
+        guests.slots.ended("online")
+        await turn()
+        assert guests.served == ["a", "b"]
+        await guests.go("a")
+        assert guests.served == ["a", "b", "c"]
+        await guests.go("b", "c")
+
+    run(work)
+
+
+def test_lines_of_tenants_take_turns_and_those_of_one_go_as_they_came() -> None:
+    async def work() -> None:
+        guests = lines_only()
+        guests.line("first")
+        for tenant in (NORTH, SOUTH):
+            for number in range(2):
+                guests.come(f"{tenant}-{number}", tenant, lane="batch")
+        await turn()
+        assert (await guests.all_go())[1:] == ["north-0", "south-0", "north-1", "south-1"]
+
+    run(work)
+
+
+def test_a_line_that_waits_in_vain_leaves_no_slot_behind() -> None:
+    async def work() -> None:
+        guests = lines_only()
+        guests.line("first")
+        with pytest.raises(DeadlineError):
+            await guests.line("late", now() + 5.0)
+        await guests.go("first")
+        assert (guests.slots.taken["batch"], guests.slots.gates["batch"].waiting) == (0, 0)
+
+    run(work)
+
+
+def test_while_lines_are_held_off_none_gets_a_slot_and_none_waits() -> None:
+    async def work() -> None:
+        guests = lines_only()
+        guests.line("first")
+        waiter = guests.line("waiter")
+        await turn()
+        guests.slots.hold_off(5.0)
+        with pytest.raises(DeadlineError):
+            await waiter
+        await guests.go("first")
+        with pytest.raises(DeadlineError):
+            await guests.line("late")
+        guests.slots.hold_off(1.0)  # less than what was asked for before
+        assert guests.slots.held_off_s() == pytest.approx(5.0)
+        await asyncio.sleep(5.0)
+        guests.line("again")
+        await turn()
+        await guests.go("again")
+        guests.slots.hold_off(1e9)
+        assert guests.slots.held_off_s() == pytest.approx(LONGEST_S)
+
+    run(work)
+
+
+async def room(slots: UpstreamSlots) -> int:
+    """Lines that it takes now; all are given back."""
+    count, ask = 0, Ask("t", 0, now(), lane="batch")
+    try:
+        while True:
+            await slots.take(ask)
+            count += 1
+    except DeadlineError:
+        for _ in range(count):
+            slots.release(ask)
+    return count
+
+
+def test_an_upstream_that_had_no_room_gets_half_as_many_lines_and_more_as_it_answers() -> None:
+    async def work() -> None:
+        slots = UpstreamSlots(None, 8, QueueSettings(), now)
+        for lines in (4, 2, 1, 1):
+            slots.hold_off(1.0)
+            slots.hold_off(1.0)  # the answer to another line of the same time
+            await asyncio.sleep(1.0)
+            assert await room(slots) == lines
+        for lines in (2, 3, 4):
+            for _ in range(lines):
+                slots.answered()
+            assert await room(slots) == lines
+        for _ in range(100):
+            slots.answered()
+        assert await room(slots) == 8
+
+    run(work)
+
+
+def test_online_requests_do_not_keep_an_upstream_that_had_no_room_from_every_line() -> None:
+    async def work() -> None:
+        slots = UpstreamSlots(None, 8, QueueSettings(), now)
+        for _ in range(6):
+            slots.sent("online")
+        for _ in range(5):
+            slots.hold_off(1.0)
+            await asyncio.sleep(1.0)
+        assert await room(slots) == 1
 
     run(work)

@@ -1,0 +1,167 @@
+"""What of an upstream's answer a client may see. Pure.
+
+Headers: all but those of one connection, those that are the gateway's to set, and those of the operator's account.
+
+Secrets: a key that an upstream echoes is still the operator's, in headers, in errors, and in answers while they pass.
+Headers of the settings are as secret, but one with a common value (the name of an app, a beta) may well be quoted by an
+answer that means something else; so that in answers only those are looked for that give access.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Final
+
+_DROPPED: Final = frozenset(
+    (
+        # RFC 9110, 7.6.1: of one connection
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        # of the upstream's host, which the client does not talk to
+        "set-cookie",
+        "set-cookie2",
+        "alt-svc",
+        "strict-transport-security",
+        "location",
+        "www-authenticate",
+        "date",
+        "server",
+        "via",
+        "nel",
+        "report-to",
+        # of the operator's account
+        "openai-organization",
+        "openai-project",
+        "anthropic-organization-id",
+    )
+)
+
+
+def joined(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """By name, in small letters; lines of one name as one list (RFC 9110, 5.3)."""
+    values: dict[str, str] = {}
+    for name, value in headers:
+        values[name] = f"{values[name]}, {value}" if name in values else value
+    return values
+
+
+def visible(headers: Iterable[tuple[str, str]], secrets: Secrets) -> tuple[tuple[str, str], ...]:
+    """Those that go to the client; none with a secret in it."""
+    all_headers = list(headers)
+    named = {
+        name.strip().lower() for key, value in all_headers if key.lower() == "connection" for name in value.split(",")
+    }
+    return tuple(
+        (name, value)
+        for name, value in all_headers
+        if name.lower() not in _DROPPED
+        and name.lower() not in named
+        and not name.lower().startswith("access-control-")  # server.cors_origins decides which pages may read answers
+        and not secrets.is_quoted(value.encode("utf-8", "surrogateescape"))
+    )
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds until the upstream wants to be asked again, when it says so: in milliseconds, seconds, or as a date."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            seconds = float(headers.get(name, "")) * unit_s
+        except ValueError:
+            continue
+        if math.isfinite(seconds) and seconds >= 0:
+            return seconds
+    try:
+        at = parsedate_to_datetime(headers.get("retry-after", "")).astimezone(UTC)
+    except (ValueError, OverflowError):  # the second for years and zones that no calendar has
+        return None
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
+
+
+MIN_CHARS: Final = 8
+"""Of a secret. What is shorter is in many texts that quote nothing."""
+
+_GIVES_ACCESS: Final = re.compile(r"auth|key|token|secret|cookie|credential", re.IGNORECASE)
+"""In the name of a header whose value gives access."""
+
+_SCHEME: Final = re.compile(r"(?:bearer|basic|token|api-?key|key)\s+(\S.*)", re.IGNORECASE)
+"""In front of what is secret of a value, and quoted without it."""
+
+
+class QuotedError(Exception):
+    """There is a secret in it."""
+
+
+class Secrets:
+    """Of one upstream, with this key and these headers."""
+
+    def __init__(self, key: str | None, headers: Mapping[str, str]) -> None:
+        access = [key or "", *(value for name, value in headers.items() if _GIVES_ACCESS.search(name))]
+        self._keys = _written(access)
+        self._all = _written([*access, *headers.values()])
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is something to hide."""
+        return bool(self._all)
+
+    def is_quoted(self, text: bytes) -> bool:
+        """Whether any secret is in it."""
+        return any(secret in text for secret in self._all)
+
+    def is_key_quoted(self, text: bytes) -> bool:
+        """Whether one is in it that gives access."""
+        return any(secret in text for secret in self._keys)
+
+    def filter(self) -> SecretFilter:
+        """A filter for one answer."""
+        return SecretFilter(self._keys)
+
+
+class SecretFilter:
+    """Looks through the chunks of one answer as they pass, cut anywhere. What may be the beginning of a secret waits
+    for the next chunk; all else passes at once."""
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        self._secrets = secrets
+        self._waiting = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What may go on now. Raises QuotedError, and nothing of the secret has passed."""
+        text = self._waiting + chunk if self._waiting else chunk
+        if any(secret in text for secret in self._secrets):
+            raise QuotedError
+        end = len(text) - max((_prefix_bytes(text, secret) for secret in self._secrets), default=0)
+        self._waiting = text[end:]
+        return text[:end]
+
+    def rest(self) -> bytes:
+        """At the end of the answer: it was the beginning of nothing."""
+        rest, self._waiting = self._waiting, b""
+        return rest
+
+
+def _prefix_bytes(text: bytes, secret: bytes) -> int:
+    """Bytes at the end of a text with which the secret begins, without being whole."""
+    first = secret[:1]
+    at = text.find(first, max(0, len(text) - len(secret) + 1))
+    while at >= 0 and not secret.startswith(text[at:]):
+        at = text.find(first, at + 1)
+    return len(text) - at if at >= 0 else 0
+
+
+def _written(values: Sequence[str]) -> tuple[bytes, ...]:
+    """As they may be quoted: with their scheme or without it, and with slashes as some servers write them in JSON."""
+    bare = [match[1] for value in values if (match := _SCHEME.fullmatch(value.strip()))]
+    secrets = {value for value in (*values, *bare) if len(value) >= MIN_CHARS}
+    return tuple(sorted({one.encode() for value in secrets for one in (value, value.replace("/", "\\/"))}))
