@@ -11,7 +11,7 @@ from engine.protocol import Hello
 from gateway.config import ResponseCacheSettings
 from gateway.responses.base import Mode, Query, Recorded, Refused, Situation, Stored, find_refusal, owner_of
 from gateway.responses.key import find_situation, request_key
-from gateway.responses.recording import decode, encode, record, text_of
+from gateway.responses.recording import decode, encode, text_of
 from gateway.types import ChatPrompt, Event, Finished, Request, Scope, Started, Trace, Usage
 
 Generate = Callable[[Request], AsyncGenerator[Event, None]]
@@ -73,20 +73,13 @@ class EngineQuery(Query[Event]):
 
     def read(self, body: bytes, *, shared: bool) -> Stored[Event] | None:
         """All at once: in the chunks that it came in, for requests that stream."""
-        try:
-            recording = decode(body, joined=not (shared or self.request.stream))
-        except ValueError:
-            return None
-        tokens = recording.prompt_tokens, recording.completion_tokens
-        return Stored(list(recording.events()), *tokens, recording.generation_ms, recording.reason)
+        return decode(body, joined=not (shared or self.request.stream))
 
     def record(self, items: Sequence[Event], trace: Trace) -> Recorded | Refused:
-        recording = record(items, self.age_ms)
-        if recording is None:
-            return "other"
-        if recording.reason == "length" and not self.settings.truncated:
+        last, body = items[-1], encode(items, self.age_ms)
+        if isinstance(last, Finished) and last.reason == "length" and not self.settings.truncated:
             return "truncated"
-        return Recorded(self.model, encode(recording), text_of(items))
+        return "other" if body is None else Recorded(self.model, body, text_of(items))
 
     def text(self, items: Sequence[Event]) -> str | None:
         return text_of(items)

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
+from gateway.responses.base import Stored
 from gateway.responses.entries import About, Entries
 from gateway.responses.listing import Chosen, Told
 from gateway.responses.memory_entries import MemoryEntries
-from gateway.responses.recording import Recording, UpstreamRecording, decode, decode_upstream
+from gateway.responses.recording import UpstreamRecording, decode, decode_upstream
 from gateway.responses.removals import Removal, Removals
-from gateway.types import CallDelta, TextDelta
+from gateway.types import CallDelta, Event, TextDelta
 
 AT_ONCE: Final = 16
 """Answers that are removed at the same time: half the calls that Redis gets from here, so that requests get some."""
@@ -58,10 +59,8 @@ def _told(body: bytes) -> Told | None:
     """None for what cannot be read, which no request gets, either."""
     if (kept := decode_upstream(body)) is not None:
         return _told_by_upstream(kept)
-    try:
-        return _told_by_engine(decode(body, joined=True))
-    except ValueError:
-        return None
+    stored = decode(body, joined=True)
+    return None if stored is None else _told_by_engine(stored)
 
 
 def _told_by_upstream(kept: UpstreamRecording) -> Told:
@@ -69,12 +68,12 @@ def _told_by_upstream(kept: UpstreamRecording) -> Told:
     return Told(*kept.tokens, None, b"".join(kept.chunks).decode(errors="replace"))
 
 
-def _told_by_engine(recording: Recording) -> Told:
-    """Its pieces put together."""
-    text = "".join(piece.text for piece in recording.pieces if isinstance(piece, TextDelta))
+def _told_by_engine(stored: Stored[Event]) -> Told:
+    """Its chunks put together."""
+    text = "".join(event.text for event in stored.items if isinstance(event, TextDelta))
     calls: dict[int, tuple[str, str]] = {}
-    for piece in recording.pieces:
-        if isinstance(piece, CallDelta):
-            name, arguments = calls.get(piece.call, ("", ""))
-            calls[piece.call] = (name + piece.name, arguments + piece.arguments)
-    return Told(recording.prompt_tokens, recording.completion_tokens, recording.reason, text, tuple(calls.values()))
+    for event in stored.items:
+        if isinstance(event, CallDelta):
+            name, arguments = calls.get(event.call, ("", ""))
+            calls[event.call] = (name + event.name, arguments + event.arguments)
+    return Told(stored.prompt_tokens, stored.completion_tokens, stored.finish, text, tuple(calls.values()))

@@ -1,9 +1,9 @@
 """Answers as bytes, in the chunks that they came in, and back. Pure. Of our own engines, the events of one:
 
-    {"p": prompt tokens, "c": completion tokens, "r": reason, "s": stop string or null, "e": pieces,
+    {"p": prompt tokens, "c": completion tokens, "r": reason, "s": stop string or null, "e": chunks,
      "t": milliseconds that it took, "o": scored tokens of the prompt, where it has some}
 
-A piece is a text; or [text, scored tokens]; or [number of the call, name, arguments]. A scored token is
+A chunk is a text; or [text, scored tokens]; or [number of the call, name, arguments]. A scored token is
 [text, bytes in hex or null, logprob, [[text, bytes, logprob], ...], offset]; null is the logprob of what cannot be.
 
 Of an upstream, its bytes and what is known of them besides; no answer of the one kind can be read as one of the other,
@@ -15,101 +15,55 @@ since their JSON has other names:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.types import CallDelta, Event, Finished, FinishReason, ScoredToken, Spelled, Started, TextDelta, Usage
-
-Piece = TextDelta | CallDelta
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """One answer that ended by itself or at its limit.
-
-    generation_ms  from the arrival of its request to its last token
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    reason: FinishReason
-    stop: str | None
-    pieces: Sequence[Piece]
-    scored: tuple[ScoredToken, ...] = ()
-    generation_ms: float = 0.0
-
-    @property
-    def calls(self) -> bool:
-        """Whether there is a tool call in it."""
-        return any(type(piece) is CallDelta for piece in self.pieces)
-
-    @property
-    def usage(self) -> Usage:
-        """Of an answer that is given again: everything that went into it was there."""
-        return Usage(self.prompt_tokens, self.completion_tokens, cached_tokens=self.prompt_tokens)
-
-    def events(self) -> Iterator[Event]:
-        """As an engine would tell them."""
-        yield Started("", Usage(self.prompt_tokens, 0, cached_tokens=self.prompt_tokens), self.scored)
-        yield from self.pieces
-        yield Finished(self.reason, self.usage, self.stop)
-
-
-def record(events: Sequence[Event], generation_ms: float = 0.0) -> Recording | None:
-    """Of the events of one answer; None for one that is not complete."""
-    if not events or type(events[0]) is not Started or type(events[-1]) is not Finished:
-        return None
-    started, finished = events[0], events[-1]
-    pieces = [event for event in events if isinstance(event, TextDelta | CallDelta)]
-    usage = finished.usage
-    return Recording(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        finished.reason,
-        finished.stop,
-        pieces,
-        started.scored,
-        generation_ms,
-    )
+from gateway.responses.base import Stored
+from gateway.types import CallDelta, Event, Finished, ScoredToken, Spelled, Started, TextDelta, Usage
 
 
 def text_of(events: Sequence[Event]) -> str | None:
-    """What it says; None for an answer that is not complete, or calls tools."""
+    """What an answer says; None for one that is not complete, or calls tools."""
     if not events or not isinstance(events[-1], Finished) or events[-1].reason != "stop":
         return None
     return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()
 
 
-def encode(recording: Recording) -> bytes:
+def encode(events: Sequence[Event], generation_ms: float) -> bytes | None:
+    """None for an answer that is not complete."""
+    if not events or type(events[0]) is not Started or type(events[-1]) is not Finished:
+        return None
+    started, finished = events[0], events[-1]
     written: dict[str, Any] = {
-        "p": recording.prompt_tokens,
-        "c": recording.completion_tokens,
-        "r": recording.reason,
-        "s": recording.stop,
-        "e": [_write(piece) for piece in recording.pieces],
-        "t": round(recording.generation_ms, 1),
+        "p": finished.usage.prompt_tokens,
+        "c": finished.usage.completion_tokens,
+        "r": finished.reason,
+        "s": finished.stop,
+        "e": [_write(event) for event in events[1:-1]],
+        "t": round(generation_ms, 1),
     }
-    if recording.scored:
-        written["o"] = [_write_token(token) for token in recording.scored]
+    if started.scored:
+        written["o"] = [_write_token(token) for token in started.scored]
     return orjson.dumps(written)
 
 
-def decode(body: bytes, *, joined: bool) -> Recording:
-    """`joined` makes one of texts that follow each other, for who wants no pieces. Raises ValueError for what `encode`
-    did not write."""
+def decode(body: bytes, *, joined: bool) -> Stored[Event] | None:
+    """The events as an engine would send them; all of the prompt was there. `joined` puts texts that follow each other
+    together. None for what `encode` did not write."""
     try:
         read = orjson.loads(body)
-        written = read["e"]
+        prompt, completion, written = read["p"], read["c"], read["e"]
         text = _joined(written) if joined else None
-        pieces = [_read(item) for item in written] if text is None else [TextDelta(text)] if text else []
+        chunks = [_read(item) for item in written] if text is None else [TextDelta(text)] if text else []
         scored = tuple(_read_token(token) for token in read.get("o", ()))
-        return Recording(read["p"], read["c"], read["r"], read["s"], pieces, scored, read["t"])
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"an answer cannot be read: {error!r}") from error
+        started = Started("", Usage(prompt, 0, cached_tokens=prompt), scored)
+        finished = Finished(read["r"], Usage(prompt, completion, cached_tokens=prompt), read["s"])
+        return Stored([started, *chunks, finished], prompt, completion, read["t"], read["r"])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
 
 
 def _joined(written: list[Any]) -> str | None:
@@ -120,13 +74,14 @@ def _joined(written: list[Any]) -> str | None:
         return None
 
 
-def _write(piece: Piece) -> Any:
-    if isinstance(piece, CallDelta):
-        return [piece.call, piece.name, piece.arguments]
-    return [piece.text, [_write_token(token) for token in piece.scored]] if piece.scored else piece.text
+def _write(event: Event) -> Any:
+    if isinstance(event, CallDelta):
+        return [event.call, event.name, event.arguments]
+    assert isinstance(event, TextDelta)
+    return [event.text, [_write_token(token) for token in event.scored]] if event.scored else event.text
 
 
-def _read(item: Any) -> Piece:
+def _read(item: Any) -> TextDelta | CallDelta:
     if type(item) is str:
         return TextDelta(item)
     if type(item[0]) is int:
@@ -135,30 +90,23 @@ def _read(item: Any) -> Piece:
 
 
 def _write_token(token: ScoredToken) -> list[Any]:
-    top = [[*_write_spelled(spelled), _finite(logprob)] for spelled, logprob in token.top]
-    return [*_write_spelled(token.token), _finite(token.logprob), top, token.offset]
+    top = [_write_spelled(*one) for one in token.top]
+    return [*_write_spelled(token.token, token.logprob), top, token.offset]
 
 
 def _read_token(item: Any) -> ScoredToken:
     text, raw, logprob, top, offset = item
-    likeliest = tuple((_read_spelled(other, bits), _logprob(value)) for other, bits, value in top)
-    return ScoredToken(_read_spelled(text, raw), _logprob(logprob), likeliest, offset)
+    return ScoredToken(*_read_spelled(text, raw, logprob), tuple(_read_spelled(*one) for one in top), offset)
 
 
-def _write_spelled(spelled: Spelled) -> tuple[str, str | None]:
-    return spelled.text, None if spelled.bytes is None else spelled.bytes.hex()
+def _write_spelled(spelled: Spelled, logprob: float) -> list[Any]:
+    raw = None if spelled.bytes is None else spelled.bytes.hex()
+    return [spelled.text, raw, logprob if math.isfinite(logprob) else None]
 
 
-def _read_spelled(text: str, raw: str | None) -> Spelled:
-    return Spelled(text, None if raw is None else bytes.fromhex(raw))
-
-
-def _finite(logprob: float) -> float | None:
-    return logprob if math.isfinite(logprob) else None
-
-
-def _logprob(written: float | None) -> float:
-    return -math.inf if written is None else written
+def _read_spelled(text: str, raw: str | None, logprob: float | None) -> tuple[Spelled, float]:
+    spelled = Spelled(text, None if raw is None else bytes.fromhex(raw))
+    return spelled, -math.inf if logprob is None else logprob
 
 
 class Form(NamedTuple):
