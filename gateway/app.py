@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 from aiohttp import web
@@ -225,7 +224,7 @@ def _semantic_cache(settings: Settings, stores: RedisOrMemory, embedder: Embedde
     modes = {tenant.name: tenant.semantic_cache for tenant in settings.tenants if tenant.semantic_cache is not None}
     if own.mode == "off" and all(mode == "off" for mode in modes.values()):
         return None
-    if not embedder.models() or find_spec("usearch") is None:
+    if not embedder.models():
         log.warning("the semantic cache needs the extra `semantic`, which is missing: only exact answers are found")
         return None
     return SemanticCache(

@@ -27,7 +27,6 @@ WITH_NUMPY = {
     "gateway.responses.embedding.text_model",
     "gateway.responses.semantic.budget",
     "gateway.responses.semantic.judge",
-    "gateway.responses.semantic.nearest",
     "gateway.responses.semantic.space",
 }
 """What the extra `semantic` is for; imported when the first text is embedded or looked up."""

@@ -2,7 +2,7 @@
 the same request without the cache.
 
     python -m tests.bench.response_cache [--scale 1.0] [--rounds 15] [--log-level INFO WARNING]
-                                         [--questions 1000 10000 100000]
+                                         [--questions 1000 10000 20000]
 
 Processes: a fake engine that gives a token every 4 ms; `kvasir serve` without engines of its own, one for each level of
 its log, the default alone unless others are named; the bare handler, which reads the body, returns what a hit was and

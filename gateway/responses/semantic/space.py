@@ -22,12 +22,63 @@ from gateway.config import SemanticCacheSettings
 from gateway.responses.semantic.budget import NO_NEIGHBOUR, Budget, Evidence, Verdict
 from gateway.responses.semantic.features import Features, features
 from gateway.responses.semantic.guard import find_veto
-from gateway.responses.semantic.nearest import Nearest
 from gateway.responses.semantic.questions import AnsweredQuestion
+
+Floats = npt.NDArray[np.float32]
+
+SLAB_ROWS: Final = 1024
+"""Vectors that memory is taken for at a time: nothing is copied when there are more."""
 
 NEIGHBOURS: Final = 4
 LABELLED_FROM: Final = 0.6
 """Similarity from which on a neighbour is evidence at all."""
+
+
+class Nearest:
+    """Vectors of length 1 under numbers that the caller gives, and which of them are nearest: one product over all of
+    them, a few milliseconds for the `max_scope_entries` that there may be."""
+
+    def __init__(self, dimensions: int) -> None:
+        self.dimensions = dimensions
+        self._slabs: list[Floats] = []  # each (SLAB_ROWS, dimensions)
+        self._numbers: list[int] = []  # of each row
+        self._rows: dict[int, int] = {}  # number -> row
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, number: int, vector: Floats) -> None:
+        """`number` is new."""
+        assert number not in self._rows
+        row = len(self._numbers)
+        if row == len(self._slabs) * SLAB_ROWS:
+            self._slabs.append(np.zeros((SLAB_ROWS, self.dimensions), dtype=np.float32))
+        self._row(row)[:] = vector
+        self._numbers.append(number)
+        self._rows[number] = row
+
+    def remove(self, number: int) -> None:
+        """`number` is there. The last row takes its place."""
+        row, last = self._rows.pop(number), self._numbers.pop()
+        if last != number:
+            self._row(row)[:] = self._row(len(self._numbers))
+            self._numbers[row] = last
+            self._rows[last] = row
+        if len(self._numbers) <= (len(self._slabs) - 1) * SLAB_ROWS:
+            self._slabs.pop()
+
+    def find(self, vector: Floats, count: int) -> list[tuple[int, float]]:
+        """Numbers and cosines of the nearest, nearest first; fewer where there are fewer."""
+        if not self._slabs:
+            return []
+        scores = np.concatenate([slab @ vector for slab in self._slabs])[: len(self._numbers)]
+        few = len(scores) <= count
+        rows = range(len(scores)) if few else np.argpartition(-scores, count)[:count].tolist()
+        return sorted(((self._numbers[row], float(scores[row])) for row in rows), key=lambda one: -one[1])
+
+    def _row(self, row: int) -> Floats:
+        found: Floats = self._slabs[row // SLAB_ROWS][row % SLAB_ROWS]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +97,7 @@ class Question:
     scope: bytes
     text: str
     features: Features
-    vector: npt.NDArray[np.float32]
+    vector: Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""The index finds what one product over all vectors finds."""
+"""The nearest of many vectors, also when some were removed."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gateway.responses.semantic.nearest import SLAB_ROWS, Nearest
+from gateway.responses.semantic.space import SLAB_ROWS, Nearest
 
 RNG = np.random.default_rng(7)
 
@@ -43,23 +43,3 @@ def test_what_was_removed_is_not_found_and_the_others_still_are() -> None:
     for number in list(held):
         nearest.remove(number)
     assert (len(nearest), nearest.find(vectors(1)[0], 4)) == (0, [])
-
-
-def test_beyond_a_size_an_index_answers_and_misses_little() -> None:
-    nearest, held = Nearest(16, exact_up_to=100), dict(enumerate(vectors(600)))
-    for number, vector in held.items():
-        nearest.add(number, vector)
-    for number in range(50, 100):
-        nearest.remove(number)
-        del held[number]
-    queries = vectors(50)
-    right = sum(nearest.find(query, 4)[0][0] == slowly(held, query, 1)[0] for query in queries)
-    assert right >= 48
-    assert all(number not in range(50, 100) for query in queries for number, _ in nearest.find(query, 4))
-
-
-def test_nothing_is_missed_while_the_index_is_being_built() -> None:
-    nearest, held = Nearest(16, exact_up_to=100), dict(enumerate(vectors(130)))
-    for number, vector in held.items():
-        nearest.add(number, vector)
-        assert nearest.find(vector, 1)[0][0] == number
