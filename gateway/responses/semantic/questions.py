@@ -30,7 +30,7 @@ KEPT_ANSWER_CHARS: Final = 2000
 """Of an answer, for comparing it with another. The whole answer is in the exact cache, under the key."""
 
 ENTRY_OVERHEAD_BYTES: Final = 12288
-"""What an entry takes in memory besides its bytes: objects, its vector in an index, and a scope of its own."""
+"""What an entry takes in memory besides its bytes: objects, and a scope of its own."""
 TEXT_CHAR_BYTES: Final = 40
 """Of each character of a text, with what the guard knows of it: at most, where every word is new and short."""
 

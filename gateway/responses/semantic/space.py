@@ -28,6 +28,8 @@ Floats = npt.NDArray[np.float32]
 
 SLAB_ROWS: Final = 1024
 """Vectors that memory is taken for at a time: nothing is copied when there are more."""
+FIRST_ROWS: Final = 4
+"""The same of the first, which is doubled until it has as many: there may be as many scopes as questions."""
 
 NEIGHBOURS: Final = 4
 LABELLED_FROM: Final = 0.6
@@ -40,7 +42,7 @@ class Nearest:
 
     def __init__(self, dimensions: int) -> None:
         self.dimensions = dimensions
-        self._slabs: list[Floats] = []  # each (SLAB_ROWS, dimensions)
+        self._slabs: list[Floats] = []  # each (SLAB_ROWS, dimensions); the only one may have fewer rows
         self._numbers: list[int] = []  # of each row
         self._rows: dict[int, int] = {}  # number -> row
 
@@ -51,7 +53,11 @@ class Nearest:
         """`number` is new."""
         assert number not in self._rows
         row = len(self._numbers)
-        if row == len(self._slabs) * SLAB_ROWS:
+        if not self._slabs:
+            self._slabs.append(np.zeros((FIRST_ROWS, self.dimensions), dtype=np.float32))
+        elif row == len(self._slabs[0]) < SLAB_ROWS:
+            self._slabs[0] = np.concatenate([self._slabs[0], np.zeros_like(self._slabs[0])])
+        elif row == len(self._slabs) * SLAB_ROWS:
             self._slabs.append(np.zeros((SLAB_ROWS, self.dimensions), dtype=np.float32))
         self._row(row)[:] = vector
         self._numbers.append(number)
