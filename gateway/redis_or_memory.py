@@ -17,12 +17,8 @@ from gateway.config import Settings, StoredResponseSettings
 from gateway.contents import Contents
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.ledger.base import Book
-from gateway.ledger.memory_book import MemoryBook
-from gateway.ledger.redis_book import RedisBook
-from gateway.limits.memory_counters import MemoryCounters
-from gateway.limits.redis_counters import RedisCounters
-from gateway.limits.shared_counters import SharedCounters
+from gateway.ledger.books import Book, MemoryBook, RedisBook
+from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
 from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.removals import RemovalEpoch
 from gateway.responses.semantic.questions import RedisQuestions

@@ -1,4 +1,4 @@
-"""What the ledger is made of: entries, the rows that they add up in, and where rows are kept. Values only.
+"""What the ledger is made of: entries, and the rows that they add up in. Values only; books.py has the rows.
 
     entry     what one finished request used and saved, in tokens and milliseconds
     row       a day, a tenant, a model, a lane and a currency; no entry is in two
@@ -9,8 +9,8 @@ Money is counted in NANO units: a billionth of what its currency counts in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
 
 from engine.protocol import Lane
 from gateway.types import Hit
@@ -91,23 +91,6 @@ class Entry(NamedTuple):
     def at_batch_price(self) -> bool:
         """Audits of our own engines are computed in the batch lane, too."""
         return self.lane != "online" and not self.by_upstream
-
-
-class Book(Protocol):
-    """Rows by day. Every method raises RedisDownError, and has then changed nothing, or all that it was to change."""
-
-    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
-        """Adds to what is there. What was added under this number before is not added again. Returns how many figures
-        were capped: none is larger than LARGEST."""
-        ...
-
-    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
-        """The rows of these days, both among them."""
-        ...
-
-    async def forget(self, before: str) -> None:
-        """Drops all days before this one."""
-        ...
 
 
 def capped(figure: int) -> int:

@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 from gateway import tasks
 from gateway.config import LedgerSettings
 from gateway.errors import RedisDownError
-from gateway.ledger.base import OTHER, Book, Entry, Figures, Row, add_up
+from gateway.ledger.base import OTHER, Entry, Figures, Row, add_up
+from gateway.ledger.books import Book
 from gateway.ledger.prices import Prices, Tariff, count
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Final, get_args
 
 from gateway.config import LimitSettings, TenantSettings
 from gateway.errors import RateLimitError
-from gateway.limits.base import WINDOW_US, Taken, cost_us, wait_us
+from gateway.limits.counters import WINDOW_US, Taken, cost_us, wait_us
 from gateway.types import ANONYMOUS, LimitKind, Need, Usage
 
 KINDS: Final[tuple[LimitKind, ...]] = get_args(LimitKind)

@@ -1,8 +1,6 @@
 -- At the end of a request: what it did not use flows back, what it used beyond that is taken, and leases end.
--- KEYS  as in take.lua
+-- ARGV     now, how many flights, their ids; then kind and cost in microseconds of each bucket
 -- returns  buckets that could not be read and count as full
--- ARGV  now as in take.lua, how many flights, their ids; then kind and cost in microseconds of each bucket
-local buckets, flights = KEYS[1], KEYS[2]
 local first = 3 + tonumber(ARGV[2])
 for i = 3, first - 1 do
   redis.call('ZREM', flights, ARGV[i])

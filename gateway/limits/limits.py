@@ -21,8 +21,7 @@ from gateway import tasks
 from gateway.config import LimitSettings, TenantSettings
 from gateway.errors import RateLimitError, RedisDownError
 from gateway.limits.amounts import Amounts, Limits, costs, limits_of, refusal, to_set_aside, used
-from gateway.limits.base import Counters, Take, Taken, room
-from gateway.limits.shared_counters import SharedCounters
+from gateway.limits.counters import Counters, SharedCounters, Take, Taken, room
 from gateway.types import LimitKind, Need, Room, Usage
 
 CLOSE_LIMIT_S: Final = 2.0

@@ -1,10 +1,8 @@
 -- Takes what a request needs from its tenant's buckets, and a lease, if all of it is there.
--- KEYS     buckets (hash: kind, microsecond at which it is full again), flights (sorted set: id, end in microseconds)
--- ARGV     now in microseconds or empty for Redis's own clock, microseconds of a burst, microseconds of a lease,
---          id of a flight or empty, flights at most; then kind and cost in microseconds of each bucket
+-- ARGV     now, microseconds of a burst and of a lease, id of a flight or empty, flights at most; then kind and cost in
+--          microseconds of each bucket
 -- returns  1 if it was taken else 0, now, flights, buckets that could not be read and count as full, and when each
 --          bucket is full again
-local buckets, flights = KEYS[1], KEYS[2]
 local burst, lease, flight, most = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 
 local admitted, kinds, costs, full = 1, {}, {}, {}

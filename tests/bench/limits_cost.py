@@ -22,10 +22,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.config import LimitSettings
+from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
-from gateway.limits.memory_counters import MemoryCounters
-from gateway.limits.redis_counters import RedisCounters
-from gateway.limits.shared_counters import SharedCounters
 from gateway.storage.redis_calls import connect
 from gateway.types import ANONYMOUS, Need, Usage
 from tests.fakes.gateway import Gateway, running

@@ -28,9 +28,8 @@ from gateway.contents import STORE, Contents, quota_of
 from gateway.errors import RedisDownError
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.ledger.redis_book import RedisBook
-from gateway.limits.base import Take
-from gateway.limits.redis_counters import RedisCounters
+from gateway.ledger.books import RedisBook
+from gateway.limits.counters import RedisCounters, Take
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.responses.redis_entries import RedisEntries

@@ -13,11 +13,10 @@ from redis.asyncio import Redis
 
 from gateway.config import LedgerSettings, PriceSettings
 from gateway.errors import RedisDownError
-from gateway.ledger.base import COLUMNS, LARGEST, Book, Entry, Row
+from gateway.ledger.base import COLUMNS, LARGEST, Entry, Row
+from gateway.ledger.books import Book, MemoryBook, RedisBook
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
-from gateway.ledger.redis_book import RedisBook
 from gateway.storage.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess
 

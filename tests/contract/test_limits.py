@@ -1,4 +1,4 @@
-"""The promises of gateway/limits/base.py over every implementation, with a clock that the test turns."""
+"""The promises of gateway/limits/counters.py over every implementation, with a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.errors import RedisDownError
-from gateway.limits.base import WINDOW_US, Counters, Take, cost_us, room, wait_us
-from gateway.limits.memory_counters import MemoryCounters
-from gateway.limits.redis_counters import RedisCounters
-from gateway.limits.shared_counters import SharedCounters
+from gateway.limits.counters import (
+    WINDOW_US,
+    Counters,
+    MemoryCounters,
+    RedisCounters,
+    SharedCounters,
+    Take,
+    cost_us,
+    room,
+    wait_us,
+)
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import connect, unreadable
 from gateway.types import LimitKind

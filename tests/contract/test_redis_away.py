@@ -21,10 +21,8 @@ from gateway.config import (
 from gateway.contents import STORE, Contents, quota_of
 from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
-from gateway.ledger.redis_book import RedisBook
-from gateway.limits.base import Take
-from gateway.limits.memory_counters import MemoryCounters
-from gateway.limits.redis_counters import RedisCounters
+from gateway.ledger.books import RedisBook
+from gateway.limits.counters import MemoryCounters, RedisCounters, Take
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.redis_or_memory import RedisOrMemory

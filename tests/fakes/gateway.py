@@ -48,12 +48,11 @@ from gateway.contents import Contents
 from gateway.contents import quota_of as contents_quota
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
+from gateway.ledger.books import MemoryBook
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
+from gateway.limits.counters import MemoryCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
-from gateway.limits.memory_counters import MemoryCounters
-from gateway.limits.shared_counters import SharedCounters
 from gateway.queues.batch.base import Batches
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.batch.worker import Worker

@@ -9,11 +9,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.config import LimitSettings, TenantSettings
-from gateway.limits.base import Counters
+from gateway.limits.counters import Counters, MemoryCounters, RedisCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
-from gateway.limits.memory_counters import MemoryCounters
-from gateway.limits.redis_counters import RedisCounters
-from gateway.limits.shared_counters import SharedCounters
 from gateway.storage.breaker import RedisBreaker
 from tests.fakes.tuned import tuned
 

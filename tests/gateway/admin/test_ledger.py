@@ -23,8 +23,8 @@ from gateway.api.routes import RUNNER
 from gateway.config import AuthSettings, LedgerSettings, PriceSettings, TenantSettings
 from gateway.errors import EngineLostError, QueueFullError, RedisDownError
 from gateway.ledger.base import COLUMNS, Figures, Row
+from gateway.ledger.books import MemoryBook
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 from gateway.types import Hit, Lease, Request, Tenant, TextDelta
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running

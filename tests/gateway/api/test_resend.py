@@ -15,8 +15,8 @@ import pytest
 from gateway.api import middleware
 from gateway.config import LedgerSettings, NamespaceSettings, PriceSettings, TenantSettings
 from gateway.errors import NoEngineError
+from gateway.ledger.books import MemoryBook
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 from gateway.responses.kept_answers import KeptAnswers
 from gateway.responses.memory_entries import MemoryEntries

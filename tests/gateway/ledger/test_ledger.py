@@ -11,8 +11,8 @@ import pytest
 from gateway.config import LedgerSettings, PriceSettings
 from gateway.errors import RedisDownError
 from gateway.ledger.base import Entry, Figures, Row
+from gateway.ledger.books import MemoryBook
 from gateway.ledger.ledger import COUNTED_AT_ONCE, ROWS_AT_ONCE, Ledger
-from gateway.ledger.memory_book import MemoryBook
 from gateway.ledger.prices import Prices
 from tests.fakes.tuned import tuned
 

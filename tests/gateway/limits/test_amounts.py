@@ -7,7 +7,7 @@ import pytest
 from gateway.config import LimitSettings, TenantSettings
 from gateway.errors import RateLimitError
 from gateway.limits.amounts import Limits, costs, limits_of, refusal, to_set_aside, used
-from gateway.limits.base import Taken
+from gateway.limits.counters import Taken
 from gateway.types import Need, Usage
 from tests.fakes.tuned import tuned
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from gateway.config import TenantSettings
 from gateway.errors import RateLimitError
-from gateway.limits.base import Take
+from gateway.limits.counters import MemoryCounters, Take
 from gateway.limits.limits import Hold, TenantLimits
-from gateway.limits.memory_counters import MemoryCounters
 from gateway.types import ANONYMOUS, LimitKind, Need, Room, Usage
 from tests.fakes.guests import run
 from tests.fakes.limits import Clock, tenant_limits

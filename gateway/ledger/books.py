@@ -1,5 +1,5 @@
-"""Rows in Redis, in which all gateways add up. One hash for each day, without a time to live: a Redis that is full
-gives up what has one. Keys are in one slot of a cluster.
+"""Where rows of the ledger are: in Redis, in which all gateways add up, or in the memory of one. In Redis a day is one
+hash without a time to live: a Redis that is full evicts what has one. Keys are in one slot of a cluster.
 
     kvasir:{ledger}:2026-11-22    hash: tenant|model|lane|currency|column, each quoted as in a URL -> a whole number
     kvasir:{ledger}.days          set: the days that there are
@@ -8,17 +8,21 @@ gives up what has one. Keys are in one slot of a cluster.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote
 
 from redis.asyncio import Redis
 
-from gateway.ledger.base import COLUMNS, Figures, Row, capped
+from gateway.ledger.base import COLUMNS, Figures, Row, add_up, capped
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip, script
+
+NUMBERS: Final = 1000
+"""Of what was added, that a book in memory remembers."""
 
 REMEMBERED_S: Final = 86_400
 """Seconds for which a number is known to have been added: whoever tries again does so within them."""
@@ -32,8 +36,53 @@ _DAYS: Final = "kvasir:{ledger}.days"
 _ADDED: Final = "kvasir:{ledger}.added:"
 
 
+class Book(Protocol):
+    """Rows by day. Every method raises RedisDownError, and has then changed nothing, or all that it was to change."""
+
+    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
+        """Adds to what is there. What was added under this number before is not added again. Returns how many figures
+        were capped: none is larger than LARGEST."""
+        ...
+
+    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
+        """The rows of these days, both among them."""
+        ...
+
+    async def forget(self, before: str) -> None:
+        """Drops all days before this one."""
+        ...
+
+
+class MemoryBook:
+    """See Book. Of a gateway without a Redis: its rows end with it. Never down."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Row, Figures] = {}
+        self._numbers: OrderedDict[str, None] = OrderedDict()
+
+    async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
+        if number in self._numbers:
+            return 0
+        added: dict[Row, Figures] = {}
+        for row, figures in rows:
+            add_up(added.setdefault(row, dict(self._rows.get(row, {}))), figures)
+        bounded = {row: {column: capped(value) for column, value in figures.items()} for row, figures in added.items()}
+        self._rows.update(bounded)  # all rows, and only then the number
+        self._numbers[number] = None
+        if len(self._numbers) > NUMBERS:
+            self._numbers.popitem(last=False)
+        return sum(value != added[row][column] for row, figures in bounded.items() for column, value in figures.items())
+
+    async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
+        return {row: dict(figures) for row, figures in self._rows.items() if first <= row.day <= last}
+
+    async def forget(self, before: str) -> None:
+        for row in [row for row in self._rows if row.day < before]:
+            del self._rows[row]
+
+
 class RedisBook:
-    """See Book in base.py."""
+    """See Book."""
 
     def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
         """`redis` is the caller's: it is not closed here. `timeout_s` bounds every command."""

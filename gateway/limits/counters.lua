@@ -1,0 +1,18 @@
+-- In front of the other scripts.
+-- KEYS  buckets (hash: kind, microsecond at which it is full again), flights (sorted set: id, end in microseconds)
+-- ARGV  now in microseconds, or empty for Redis's own clock; then what each script has of its own
+local buckets, flights = KEYS[1], KEYS[2]
+local now = tonumber(ARGV[1])
+if not now then
+  local time = redis.call('TIME')
+  now = time[1] * 1000000 + time[2]
+end
+local strange = 0 -- buckets that could not be read and count as full
+local function full_at(found) -- 0 for what is no time that a gateway wrote
+  local at = tonumber(found or 0)
+  if at and at >= 0 and at < 9007199254740992 then
+    return at
+  end
+  strange = strange + 1
+  return 0
+end
