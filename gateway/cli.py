@@ -67,6 +67,7 @@ _UNITS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0 ended as asked, 1 failed, 2 a bad flag or setting."""
+    os.environ.setdefault("RUST_BACKTRACE", "0")  # of a panic, which native.py logs in one line
     options = _parser().parse_args(arguments)
     if options.command in ("batch", "purge"):
         return _client(options)

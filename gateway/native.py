@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
+from contextlib import ContextDecorator
 from types import TracebackType
 
 from gateway.errors import NativeError
@@ -19,9 +20,9 @@ log = logging.getLogger(__name__)
 _PYTHONS_OWN = (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
-class no_panic:  # noqa: N801 - reads as a statement, like contextlib.suppress
-    """Context manager. Raises NativeError for what is neither an Exception nor one of Python's own signals, and logs
-    one line: the kind of panic and where it was raised, never its message, which may quote the text."""
+class no_panic(ContextDecorator):  # noqa: N801 - reads as a statement, like contextlib.suppress
+    """Context manager, or decorator. Raises NativeError for what is neither an Exception nor one of Python's own
+    signals, and logs one line: the kind of panic and where it was raised, never its message: it may quote the text."""
 
     __slots__ = ("_library",)
 

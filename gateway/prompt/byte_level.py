@@ -77,7 +77,8 @@ class ByteLevelBpe:
         self._odd_marks = _odd_marks()
         ranks, self._ids = _ranks(spec["model"], {token["id"] for token in spec["added_tokens"]})
         try:
-            self._encoding = tiktoken.Encoding("kvasir", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+            with no_panic("tiktoken"):
+                self._encoding = tiktoken.Encoding("kvasir", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         except ValueError as error:
             raise NotConvertibleError(f"tiktoken cannot read the pre-tokeniser's pattern: {error}") from None
 
@@ -86,12 +87,12 @@ class ByteLevelBpe:
         if len(text) >= _BLANK_RUN and has_blank_run(text, _BLANK_RUN):
             raise TokenizingError
         try:
-            with no_panic("tiktoken"):
-                ids = self._encode(self.normalize(text))
+            ids = self._encode(self.normalize(text))
         except NativeError:
             raise TokenizingError from None
         return ids if self._ids is None else array("I", map(self._ids.__getitem__, ids))
 
+    @no_panic("tiktoken")
     def _encode(self, text: str) -> array[int]:
         if len(text) > _SLICE:
             with contextlib.suppress(ImportError):  # it needs numpy, and makes no list of Python's numbers
@@ -167,6 +168,7 @@ def _is_nfc(normalizer: dict[str, Any] | None) -> bool:
 
 
 @lru_cache(maxsize=1)
+@no_panic("tokenizers")
 def _odd_marks() -> re.Pattern[str]:
     """Combining marks that Python's NFC orders otherwise than tokenizers', which knows an older Unicode."""
     nfc = normalizers.NFC()
@@ -227,6 +229,7 @@ def _merge_ranks(merges: Sequence[str | Sequence[str]]) -> dict[_Pair, int]:
     return ranked
 
 
+@no_panic("tokenizers")
 def _split_by_use(
     model: dict[str, Any], ranked: dict[_Pair, int], vocabulary: dict[str, int]
 ) -> tuple[list[str], list[str]]:

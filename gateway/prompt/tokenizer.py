@@ -78,11 +78,11 @@ class Tokenizer:
         try:
             with no_panic("tokenizers"):
                 original = HfTokenizer.from_str(tokenizer_json)
+                original.no_truncation()
+                original.no_padding()
+                spec: Spec = orjson.loads(original.to_str())
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"the tokeniser cannot be read: {error}") from None
-        original.no_truncation()
-        original.no_padding()
-        spec: Spec = orjson.loads(original.to_str())
         added = spec["added_tokens"]
         self.specials: Final = {token["content"]: token["id"] for token in added if token["special"]}
         self.masking: Final = Masking(self.specials, avoid=template + "".join(token["content"] for token in added))
@@ -235,6 +235,7 @@ class Tokenizer:
             encodings = self._hf.encode_batch_fast(texts, add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]
 
+    @no_panic("tokenizers")
     def _hears_specials(self) -> bool:
         encodings = self._hf.encode_batch_fast(list(self.specials), add_special_tokens=False)
         return any(index in encoding.ids for index, encoding in zip(self.specials.values(), encodings, strict=True))
@@ -257,7 +258,8 @@ class Tokenizer:
         plain = self.masking.unmask(text)
         ids = self._encode_slowly([self._named(text)])[0] if self._names is not None else None
         if original is not None and plain == text:
-            theirs = array("I", original.encode(text, add_special_tokens=False).ids)
+            with no_panic("tokenizers"):
+                theirs = array("I", original.encode(text, add_special_tokens=False).ids)
             if ids is not None and ids != theirs:
                 raise ValueError("the tokeniser depends on the names of its special tokens")
             return theirs.tobytes()
@@ -277,6 +279,7 @@ def _vocabulary(spec: Spec) -> Iterable[tuple[str, int]]:
     return vocab.items() if isinstance(vocab, dict) else ()
 
 
+@no_panic("tokenizers")
 def _prefix(tokenizer: HfTokenizer) -> bytes:
     """What add_special_tokens puts in front of "a"."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
@@ -322,13 +325,13 @@ def _overlaps(texts: set[str]) -> Callable[[str], bool]:
     return overlaps
 
 
-def _mixed_texts(tokenizer: Tokenizer) -> Iterator[str]:
+def _mixed_texts(ours: Tokenizer) -> Iterator[str]:
     """Samples between special strings, masked: what no template may ever render, and should still be equal."""
-    specials = sorted(tokenizer.specials)
+    specials = sorted(ours.specials)
     for start in range(0, len(SAMPLES), 8):
         parts: list[str] = []
         for i, sample in enumerate(SAMPLES[start : start + 8], start):
-            parts.append(tokenizer.masking.mask(sample))
+            parts.append(ours.masking.mask(sample))
             parts += [specials[(start + i) % len(specials)]] if specials else []
         yield "".join(parts)
-        yield tokenizer.masking.mask("".join(parts))
+        yield ours.masking.mask("".join(parts))

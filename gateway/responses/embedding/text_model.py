@@ -125,17 +125,19 @@ def _digest(folder: Path) -> str:
 def _tokenizer(file: Path) -> Tokenizer:
     """Raises ValueError for a file that is none."""
     try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        with no_panic("tokenizers"):
+            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
     except OSError:
         raise
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{file}: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
+@no_panic("tokenizers")
 def _around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The special tokens in front of and behind every text."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
