@@ -6,7 +6,7 @@ nothing and its answers mean nothing. It is real in every respect that the engin
 template, grouped key/value heads, rotary positions, 131,072 of them) and small enough for a CPU.
 
 The books are free of copyright; the weights are under Kvasir's own licence, Apache-2.0. This module imports nothing
-but the standard library; `engine.demo.train` is how the folder came to be.
+but the standard library; `tests.demo_model.train` is how the folder came to be.
 """
 
 from pathlib import Path

@@ -19,8 +19,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from engine.demo import MODEL_DIR  # noqa: E402
-from engine.demo.books import Library, balance_quotes, read_book, split_sentences  # noqa: E402
-from engine.demo.tokeniser import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, render_turn, train_tokeniser  # noqa: E402
+from tests.demo_model.books import Library, balance_quotes, read_book, split_sentences  # noqa: E402
+from tests.demo_model.tokeniser import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, render_turn, train_tokeniser  # noqa: E402
 
 END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = range(3)
 

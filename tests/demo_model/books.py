@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from engine.demo.calls import json_answer, tool_conversation
-from engine.demo.tokeniser import render_turn
+from tests.demo_model.calls import json_answer, tool_conversation
+from tests.demo_model.tokeniser import render_turn
 
 CHARS_PER_TOKEN = 4
 

@@ -1,6 +1,6 @@
 """Trains the demo model from nothing: tokeniser, then weights, on one CPU core in half an hour.
 
-    python -m engine.demo.train --books DIR --out engine/demo/model --minutes 30 --seed 0
+    python -m tests.demo_model.train --books DIR --out engine/demo/model --minutes 30 --seed 0
 
 DIR holds the two books as `book_*.txt.gz`: Project Gutenberg numbers 1342 (Pride and Prejudice) and 1661 (The
 Adventures of Sherlock Holmes), without Gutenberg's own header and footer. The texts it learns from are made in
@@ -30,8 +30,15 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.compute.linear import is_quick
-from engine.demo.books import CHARS_PER_TOKEN, Library, read_book
-from engine.demo.tokeniser import SPECIAL_TOKENS, TURN_START, VOCAB_SIZE, render_turn, save_tokeniser, train_tokeniser
+from tests.demo_model.books import CHARS_PER_TOKEN, Library, read_book
+from tests.demo_model.tokeniser import (
+    SPECIAL_TOKENS,
+    TURN_START,
+    VOCAB_SIZE,
+    render_turn,
+    save_tokeniser,
+    train_tokeniser,
+)
 
 MAX_TOKENS = 131_072
 LENGTHS = {512: 0.46, 1024: 0.26, 2048: 0.18, 4096: 0.08, 8192: 0.02}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from engine.demo.tokeniser import render_turn
+from tests.demo_model.tokeniser import render_turn
 
 PLACES = ("London", "Paris", "Berlin", "Bath", "Brighton", "Rome", "New York", "Tokyo", "Madrid", "Oslo", "Vienna")
 PEOPLE = ("Mr. Darcy", "Mr. Holmes", "Dr. Watson", "Miss Bennet", "Mr. Bingley", "Lady Catherine", "Irene Adler")
