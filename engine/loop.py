@@ -2,30 +2,31 @@
 
 Everything that touches sequences, blocks or the model happens on this thread, so nothing of it needs a lock. Other
 threads post commands and are answered through two callbacks. A step that fails ends the sequences it served and nothing
-else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/mailbox.py is where other threads meet it,
-engine/intake.py takes in what it is sent, engine/compute/runner.py is the model.
+else. Knows nothing about HTTP or tensors; engine/server.py drives it, engine/intake.py is where other threads meet it,
+engine/compute/runner.py is the model.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.intake import Intake
-from engine.mailbox import Mailbox
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
-from engine.purge import purge
-from engine.rate import Rate
 from engine.sampling.grammar_pool import GrammarPool
 from engine.scheduler import Scheduler
-from engine.sequence import Runner, Step, StepGivenUp
-from engine.tiers.copy_thread import CopyThread
+from engine.sequence import Step, StepGivenUp
+from engine.tiers.copying import CopyThread
 from engine.tiers.tier import PurgeReport
+
+if TYPE_CHECKING:
+    from engine.compute.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ IDLE_CHECK_S = 1.0
 
 MAX_GIVEN_UP = 4
 """Steps of the batch lane in a row that are given up for the online lane; the next one runs to its end."""
+
+RATE_MEMORY_S = 30.0
+"""Seconds of computing after which a measurement counts a third."""
 
 STOPPED = "the engine was stopped"
 
@@ -59,7 +63,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         on_frames: Callable[[dict[str, StepFrame]], None],
         on_blocks: Callable[[BlockEvents], None],
@@ -74,11 +78,9 @@ class EngineLoop:
         scheduler.tables.find_not_finite = runner.find_not_finite
         self._on_frames = on_frames
         self._on_blocks = on_blocks
-        self._intake = Intake(scheduler, grammars)
+        self._intake = Intake(scheduler, grammars, max_pending=max_pending, restored=not self._tiers.lower, clock=clock)
         self._clock = clock
         self._idle_check_s = idle_check_s
-
-        self._mailbox = Mailbox(max_pending=max_pending, restored=not self._tiers.lower)
         self._blocked = False  # sequences are left, and none can run before a copy is done
 
         self._prefill_rate = Rate()
@@ -96,65 +98,60 @@ class EngineLoop:
 
     def start(self) -> None:
         """Starts the thread, and those of the lower tiers. Once."""
-        self._tiers.start(lambda name: CopyThread(name, self._mailbox.post), self._clock())
-        self._intake.start(self._mailbox.post)
+        self._tiers.start(lambda name: CopyThread(name, self._intake.post), self._clock())
+        self._intake.start()
         self._thread.start()
 
     def submit(self, owner: str, message: Submit) -> None:
         """Hands over a new sequence. One that cannot be taken is answered with an update that finishes it with an
         error, like every other failure."""
-
-        def make(refusal: str | None) -> Callable[[], object]:
-            taken = message if refusal is None else replace(message, tokens=b"", digests=b"")
-            return partial(self._intake.take, owner, taken, self._clock(), refusal)
-
-        self._mailbox.post_submit(make, online=message.lane == "online")
+        self._intake.submit(owner, message)
 
     def abort(self, owner: str, seq: int) -> None:
         """Ends a sequence, if it is still there. Answered by nothing."""
-        self._mailbox.post(partial(self._intake.abort, owner, seq))
+        self._intake.post(partial(self._scheduler.abort, owner, seq))
 
     def abort_owner(self, owner: str) -> None:
         """Ends every sequence of a gateway. Answered by nothing."""
-        self._mailbox.post(partial(self._intake.abort_owner, owner))
+        self._intake.post(partial(self._scheduler.abort_owner, owner))
 
     def snapshot(self, deliver: Callable[[BlockEvents], None]) -> None:
         """Calls `deliver` on the loop's thread with everything that is findable now, once for each tier; later events
         apply on top."""
 
         def tell() -> None:
-            for events in self._tiers.snapshot():
+            for events in self._tiers.residency.snapshot():
                 deliver(events)
 
-        self._mailbox.post(tell)
+        self._intake.post(tell)
 
     def purge(self, prefix: str, deliver: Callable[[PurgeReport | None], None]) -> None:
         """Makes everything whose salt begins so unfindable, in all tiers. Calls `deliver` on the loop's thread when it
-        is gone from disk too and the index was told; with None when too many purges wait. See engine/purge.py."""
+        is gone from disk too and the index was told; with None when too many purges wait. See Scheduler.purge."""
 
         def told(report: PurgeReport | None) -> None:
-            self._mailbox.post(partial(deliver, report))  # in a later turn: this one has not told the index yet
+            self._intake.post(partial(deliver, report))  # in a later turn: this one has not told the index yet
 
-        self._mailbox.post(partial(purge, self._scheduler, prefix, told))
+        self._intake.post(partial(self._scheduler.purge, prefix, told))
 
     def drain(self) -> None:
         """From now on new sequences are refused; those that are here run to their end. See `wait_idle`."""
-        self._mailbox.drain()
-        self._mailbox.post(lambda: None)  # so that gateways hear of it
+        self._intake.drain()
+        self._intake.post(lambda: None)  # so that gateways hear of it
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until no sequence is left, nothing is to be saved and no command waits. False when it took too
         long."""
-        return self._mailbox.wait_idle(timeout_s)
+        return self._intake.wait_idle(timeout_s)
 
     def wait_restored(self, timeout_s: float) -> bool:
         """Blocks until what the last run left on disk can be found. False when that takes longer."""
-        return self._mailbox.wait_restored(timeout_s)
+        return self._intake.wait_restored(timeout_s)
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after its current step; sequences that are left end with an error. False when the step
         takes longer than `timeout_s`. A loop that was never started is stopped at once."""
-        self._mailbox.stop()
+        self._intake.stop()
         if self._thread.ident is None:
             return True
         self._thread.join(timeout_s)
@@ -204,21 +201,20 @@ class EngineLoop:
         finally:
             self._tiers.close()
             self._intake.close()
-            self._mailbox.close()
 
     def _wait(self) -> bool:
         """Returns as soon as there is something to do; False when that is to stop."""
         if self._tiers.pump_wanted:
-            return not self._mailbox.stopping
+            return not self._intake.stopping
         if self._scheduler.has_work:
             if self._blocked:
                 self._sleep(BLOCKED_CHECK_S)
         elif not self._sleep(self._idle_check_s):
-            if self._tiers.idle and not self._intake.num_waiting:
+            if self._tiers.idle and not self._intake.num_held:
                 self._obey(self._check_invariants, "the check of an idle engine")
             while not self._sleep(self._until_leases_change()):
                 self._obey(self._tend_leases, "the end of a lease")
-        return not self._mailbox.stopping
+        return not self._intake.stopping
 
     def _tend_leases(self) -> None:
         self._scheduler.leases.expire(self._clock())
@@ -232,12 +228,12 @@ class EngineLoop:
 
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""
-        idle = not self._scheduler.has_work and self._tiers.saved and not self._intake.num_waiting
-        return self._mailbox.sleep(timeout_s, idle=idle, restored=self._tiers.ready)
+        idle = not self._scheduler.has_work and self._tiers.saved and not self._intake.num_held
+        return self._intake.sleep(timeout_s, idle=idle, restored=self._tiers.ready)
 
     def _turn(self) -> None:
         # 1. Commands, in the order in which they came.
-        for command in self._mailbox.take():
+        for command in self._intake.take_commands():
             self._obey(command)
         # 2. What to compute, 3. compute it, 4. what it means for each sequence.
         began_s = self._clock()
@@ -261,7 +257,7 @@ class EngineLoop:
     def _compute(self, step: Step, began_s: float) -> None:
         can_give_up = self._scheduler.can_give_up(step)
         if can_give_up and self._given_up < MAX_GIVEN_UP:
-            step = replace(step, unwanted=lambda: self._mailbox.online_came)
+            step = replace(step, unwanted=lambda: self._intake.online_came)
         try:
             results = self._runner.run(step)
             if len(results) != step.num_results:
@@ -289,7 +285,7 @@ class EngineLoop:
 
     def _publish(self) -> None:
         """Blocks first: who reads the end of an answer finds its blocks in the index."""
-        for events in self._tiers.take_events():
+        for events in self._tiers.residency.take():
             self._obey(partial(self._on_blocks, events), "a callback of the engine's loop")
         load, before = self._measure(), self._load
         self._load = load
@@ -304,7 +300,7 @@ class EngineLoop:
             self._scheduler.load(),
             prefill_tokens_per_s=self._prefill_rate.per_s,
             decode_tokens_per_s=self._decode_rate.per_s,
-            draining=self._mailbox.draining,
+            draining=self._intake.draining,
         )
 
     def _check_invariants(self) -> None:
@@ -313,8 +309,26 @@ class EngineLoop:
         scheduler = self._scheduler
         wrong = [f"device: {line}" for line in scheduler.pool.check_invariants()]
         wrong += [*self._tiers.check_invariants(), *scheduler.leases.check_invariants()]
-        if scheduler.pool.num_live or len(scheduler.tables) or len(scheduler.claims) or len(scheduler.forks):
+        if scheduler.pool.num_live or len(scheduler.tables) or len(scheduler.claims) or scheduler.num_groups:
             wrong.append(f"{scheduler.pool.num_live} blocks are live and no sequence is left")
         self._invariant_violations += len(wrong)
         for line in wrong[:10]:
             log.error("an idle engine is inconsistent: %s", line)
+
+
+class Rate:
+    """Tokens per second as a moving average; long steps weigh more than short ones."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        keep = math.exp(-seconds / RATE_MEMORY_S)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def per_s(self) -> float:
+        """0 before anything was measured."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0

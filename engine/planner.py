@@ -2,7 +2,7 @@
 
 Continuous batching under one token budget: every running decode gets its token, prefills get what is left, cut on a
 canonical grid so that a warm answer is computed like a cold one. Within a queue tenants take turns by prefilled tokens
-(engine/turns.py), so that a backlog of one is not in front of another's short prompt; while several tenants are in the
+(`Turns`), so that a backlog of one is not in front of another's short prompt; while several tenants are in the
 online queue its prefills are cut small, because the others wait for the step that runs. Who runs out of blocks is
 recomputed later: the youngest first, batch before online. Leases give way last.
 
@@ -10,24 +10,22 @@ The batch lane gets what the online lane leaves of a step, and leaves the step w
 online lane. Its own prefills are cut small, because whoever arrives in the online lane waits for the step that runs.
 Batch sequences are preempted for an online one only if that makes room for it.
 
-Pure bookkeeping, no model and no clock. engine/scheduler.py asks for a plan and makes a step of it; engine/lanes.py has
-the queues, engine/tables.py the blocks of the sequences.
+Pure bookkeeping, no model and no clock. engine/scheduler.py makes a step of a plan; engine/tables.py has the blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from engine.config import EngineSettings
-from engine.counters import Counters
-from engine.forks import find_source
-from engine.lanes import Lanes
 from engine.leases.claims import Claims
-from engine.plan import MIN_TAIL_TOKENS, Plan, choose_cut
 from engine.protocol import LANES, Lane
-from engine.sequence import Sequence, Status
-from engine.tables import BlockTables
-from engine.turns import Turns
+from engine.sequence import Copy, Counters, Fork, Sequence, Status, Step, Work
+from engine.tables import MIN_TAIL_TOKENS, BlockTables
 
 COPY_WAIT_S = 2.0
 """So long a sequence waits for copies between tiers to give blocks back, before leases do, when nothing else will."""
@@ -310,3 +308,240 @@ class Planner:
             if sequence.num_tokens - sequence.num_computed > 1 and index < len(sequence.digests):
                 found.append((index, sequence.digests[index]))
         return found
+
+
+def choose_cut(start: int, end: int, budget: int, grid: int, *, forced: bool = False) -> int | None:
+    """Where a prefill from `start` towards `end` stops in this step, or None when it should wait for a larger budget.
+
+    The end itself if the budget reaches it, else the last multiple of `grid` that it reaches; no piece is smaller
+    than MIN_TAIL_TOKENS. A `forced` prefill goes as far as the budget allows when it reaches no such place.
+    """
+    if end - start <= budget:
+        return end
+    reach = start + budget
+    cut = reach - reach % grid
+    while cut - start >= MIN_TAIL_TOKENS:
+        if end - cut >= MIN_TAIL_TOKENS:
+            return cut
+        cut -= grid
+    return max(start + 1, min(reach, end - MIN_TAIL_TOKENS)) if forced and budget > 0 else None
+
+
+def is_prefill(work: Work) -> bool:
+    """Whether a work computes more than the last token of an answer."""
+    return work.count > 1 or work.start < work.sequence.num_prompt
+
+
+@dataclass(slots=True)
+class Plan:
+    """Work is kept by sequence, because a preemption takes out what was planned already."""
+
+    budget: int  # tokens that are left
+    now: float  # monotonic second
+    work: dict[Sequence, Work] = field(default_factory=dict)
+    forks: dict[Sequence, Sequence] = field(default_factory=dict)  # who samples from the row of whom
+    fresh: dict[int, None] = field(default_factory=dict)  # new blocks, each once
+    too_small: bool = False  # a prefill waits because the budget that is left does not reach its next cut
+    first_too_small: bool = False  # and nothing is prefilled before it in this step
+    preempted: bool = False  # for want of blocks: nobody is admitted unless nothing else would run
+    blocked: bool = False  # an online sequence waits for a slot or blocks: nothing of the batch lane is admitted
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        """The next `count` tokens of a sequence that is not in the plan yet."""
+        start = sequence.num_computed
+        self.work[sequence] = Work(sequence, start, count, samples=start + count == sequence.num_tokens)
+        self.budget -= count
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = self.now
+
+    def fork(self, sequence: Sequence, source: Sequence) -> None:
+        """A sequence that has nothing left to compute: it samples."""
+        self.forks[sequence] = source
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = self.now
+
+    def forks_of(self, source: Sequence) -> list[Sequence]:
+        """Who forks in this step from a source, perhaps from what it is about to compute."""
+        return [fork for fork, its_source in self.forks.items() if its_source is source]
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out again. New blocks of it stay in `fresh`: to zero one that is free harms nobody."""
+        self.forks.pop(sequence, None)
+        work = self.work.pop(sequence, None)
+        if work is not None:
+            self.budget += work.count
+
+    def add_fresh(self, blocks: list[int]) -> None:
+        self.fresh.update(dict.fromkeys(blocks))
+
+    def drop_fresh(self, blocks: list[int]) -> None:
+        """These belong to a copy from now on, which writes them whole: zeroing them meanwhile would do harm."""
+        for block in blocks:
+            self.fresh.pop(block, None)
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(is_prefill(work) for work in self.work.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.work and not self.forks
+
+    def step(self, copies: list[Copy]) -> Step:
+        forks = [Fork(sequence, source) for sequence, source in self.forks.items()]
+        return Step(list(self.work.values()), list(self.fresh), copies, forks)
+
+
+class Lanes:
+    """Every sequence that is not finished is in here once, where its status says."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Lane, dict[str, OrderedDict[Sequence, None]]] = {lane: {} for lane in LANES}  # by tenant
+        self._running: dict[Lane, dict[Sequence, None]] = {lane: {} for lane in LANES}
+        self._waiting_tokens: dict[Lane, int] = dict.fromkeys(LANES, 0)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(self.count_waiting, LANES))
+
+    @property
+    def num_running(self) -> int:
+        return sum(map(self.count_running, LANES))
+
+    def count_waiting(self, lane: Lane) -> int:
+        return sum(map(len, self._waiting[lane].values()))
+
+    def count_running(self, lane: Lane) -> int:
+        return len(self._running[lane])
+
+    def count_unprefilled(self, lane: Lane) -> int:
+        """Tokens of its sequences that are still to be prefilled; of those that wait, what could not be found when they
+        arrived."""
+        running = sum(left for s in self.running(lane) if (left := s.num_tokens - s.num_computed) > 1)
+        return self._waiting_tokens[lane] + running
+
+    def running(self, *lanes: Lane) -> Iterator[Sequence]:
+        """In the order in which they were started, lane by lane; of all lanes when none is named."""
+        return (sequence for lane in lanes or LANES for sequence in self._running[lane])
+
+    def unprefilled(self, lane: Lane, count: int) -> dict[str, Iterator[Sequence]]:
+        """Of each tenant what is to be prefilled: what runs, then the first `count` that wait. Sequences may be started
+        while it is iterated over."""
+        running: dict[str, list[Sequence]] = {}
+        for sequence in self._running[lane]:
+            if sequence.num_tokens - sequence.num_computed > 1:
+                running.setdefault(sequence.tenant, []).append(sequence)
+        tenants = dict.fromkeys([*running, *self._waiting[lane]])
+        return {tenant: self._of_tenant(lane, tenant, running.get(tenant, []), count) for tenant in tenants}
+
+    def has_several_tenants(self, lane: Lane) -> bool:
+        """Whether sequences of more than one tenant run or wait."""
+        tenants = itertools.chain(self._waiting[lane], (sequence.tenant for sequence in self._running[lane]))
+        first = next(tenants, None)
+        return any(tenant != first for tenant in tenants)
+
+    def runs(self, lane: Lane) -> bool:
+        """Whether any sequence of a lane runs."""
+        return bool(self._running[lane])
+
+    def _of_tenant(self, lane: Lane, tenant: str, running: list[Sequence], count: int) -> Iterator[Sequence]:
+        yield from running
+        yield from list(itertools.islice(self._waiting[lane].get(tenant, ()), count))
+
+    def choose_victim(self) -> Sequence:
+        """The youngest running sequence of the batch lane, else of the online lane. There must be one."""
+        running = self._running["batch"] or self._running["online"]
+        return max(reversed(running), key=lambda sequence: sequence.arrived_s)  # of equals the last admitted
+
+    def add(self, sequence: Sequence) -> None:
+        """A new one waits behind those of its tenant."""
+        self._waiting[sequence.lane].setdefault(sequence.tenant, OrderedDict())[sequence] = None
+        self._waiting_tokens[sequence.lane] += _unknown(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        self._take_out(sequence)
+        self._running[sequence.lane][sequence] = None
+        sequence.status = Status.RUNNING
+
+    def put_back(self, sequence: Sequence) -> None:
+        """One that ran waits again, as the first of its tenant."""
+        del self._running[sequence.lane][sequence]
+        sequence.status = Status.WAITING
+        queue = self._waiting[sequence.lane].setdefault(sequence.tenant, OrderedDict())
+        queue[sequence] = None
+        queue.move_to_end(sequence, last=False)
+        self._waiting_tokens[sequence.lane] += _unknown(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING:
+            del self._running[sequence.lane][sequence]
+        else:
+            self._take_out(sequence)
+        sequence.status = Status.FINISHED
+
+    def _take_out(self, sequence: Sequence) -> None:
+        queues = self._waiting[sequence.lane]
+        del queues[sequence.tenant][sequence]
+        if not queues[sequence.tenant]:
+            del queues[sequence.tenant]
+        self._waiting_tokens[sequence.lane] -= _unknown(sequence)
+
+
+def _unknown(sequence: Sequence) -> int:
+    """Its tokens that could not be found when it arrived."""
+    return sequence.num_tokens - sequence.findable_tokens
+
+
+MAX_IDLE_TENANTS = 1024
+"""Tenants with nothing to prefill that are still behind the others because of what they had."""
+
+
+class Turns:
+    """Of one queue."""
+
+    def __init__(self) -> None:
+        self._now = 0  # where the tenant stands that was served last, in tokens
+        self._next: dict[str, int] = {}  # where the others stand; a tenant that is not in here stands at `_now`
+
+    def took(self, tenant: str, tokens: int) -> None:
+        """A tenant gets so many tokens of a step."""
+        self._now = self._stands(tenant)
+        self._next[tenant] = self._now + tokens
+
+    def in_turn(self, sequences: Mapping[str, Iterator[Sequence]]) -> Iterator[Sequence]:
+        """All sequences, each of the tenant that has had least so far; what one `took` counts before the next."""
+        keeps_idle = len(self._next) <= len(sequences) + MAX_IDLE_TENANTS
+        self._next = {
+            tenant: at for tenant, at in self._next.items() if at > self._now and (keeps_idle or tenant in sequences)
+        }
+        heap = [(self._stands(tenant), number, tenant) for number, tenant in enumerate(sequences)]
+        heapq.heapify(heap)
+        while heap:
+            _, number, tenant = heap[0]
+            if (sequence := next(sequences[tenant], None)) is None:
+                heapq.heappop(heap)
+                continue
+            yield sequence
+            heapq.heapreplace(heap, (self._stands(tenant), number, tenant))
+
+    def _stands(self, tenant: str) -> int:
+        return max(self._now, self._next.get(tenant, 0))
+
+
+def find_source(sequence: Sequence, plan: Plan) -> tuple[Sequence | None, bool]:
+    """From whom a waiting sequence can fork in this step; and whether it should wait, because a sibling computes their
+    prompt and is not done."""
+    siblings, is_computed = sequence.siblings, False
+    if siblings is None or sequence.num_generated:
+        return None, False
+    for other in siblings.members:
+        if other.status is not Status.RUNNING:
+            continue
+        if other.num_generated:  # not one that recomputes what a preemption took
+            if siblings.row is not None and other.num_tokens - other.num_computed == 1:
+                return other, False
+        elif (work := plan.work.get(other)) is not None and work.samples:
+            return other, False
+        else:
+            is_computed = True
+    return None, is_computed

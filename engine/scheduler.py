@@ -1,4 +1,4 @@
-"""What happens to a sequence: it is let in, planned for, given its tokens, told of, and let go of.
+"""What happens to a sequence: it is admitted, planned for, given its tokens, reported and released.
 
               submit                admit                      commit: stop, length, not finite
     gateway ---------> waiting ----------------> running ----------------------------------------> finished
@@ -7,31 +7,41 @@
               held -----' its grammar is compiled
 
 Pure bookkeeping: no threads, no clock, no model. engine/loop.py calls it from its one thread: schedule, then commit,
-fail or give_up, then take_updates. engine/planner.py decides who runs and preempts, engine/results.py takes
-what a step computed, engine/open_sequences.py ends sequences, engine/tables.py keeps their blocks,
-engine/leases/claims.py what their breakpoints became.
+fail or give_up, then take_updates. engine/planner.py decides who runs and preempts, engine/open_sequences.py takes
+what a step computed and ends sequences, engine/tables.py keeps their blocks, engine/leases/claims.py what their
+breakpoints became.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.config import EngineSettings
-from engine.counters import Counters
-from engine.forks import Forks
-from engine.lanes import Lanes
 from engine.leases.claims import Claims
 from engine.leases.leases import Leases
 from engine.open_sequences import OpenSequences
-from engine.plan import is_prefill
-from engine.planner import Planner
+from engine.planner import Lanes, Planner, is_prefill
 from engine.pool.blocks import BlockPool
-from engine.protocol import TOKEN_BYTES, FinishReason, Load, Namespace, SequenceUpdate, Submit, split_digests
-from engine.refusals import Limits, find_mistake
-from engine.results import Results
-from engine.sequence import Sequence, Status, Step
+from engine.protocol import (
+    LANES,
+    TOKEN_BYTES,
+    Breakpoint,
+    FinishReason,
+    Load,
+    Namespace,
+    SequenceUpdate,
+    Submit,
+    split_digests,
+)
+from engine.sequence import Counters, Sequence, Status, Step
 from engine.tables import BlockTables, digests_fit
-from engine.tiers.tiers import Tier, Tiers
+from engine.tiers.tier import PurgeReport, Tier
+from engine.tiers.tiers import Tiers
+
+MAX_BREAKPOINTS = 64
+"""Of one prompt. Anthropic's API has 4; a gateway that caches conversations by itself may send one for each turn."""
 
 
 class Scheduler:
@@ -77,12 +87,12 @@ class Scheduler:
             lease_max_s=settings.lease_max_s,
         )
         self._lanes = Lanes()
-        self.forks = Forks()
         self._planner = Planner(self._lanes, self.tables, self.claims, self.counters, settings)
         self._eos_ids = frozenset(eos_ids)
         self._max_waiting = settings.max_waiting
-        self._sequences = OpenSequences(self._lanes, self.forks, self.tables, self.claims, self.counters)
-        self._results = Results(self._sequences, self.tables, self.claims, self.counters, context_tokens=context_tokens)
+        self._sequences = OpenSequences(
+            self._lanes, self.tables, self.claims, self.counters, context_tokens=context_tokens
+        )
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -138,9 +148,8 @@ class Scheduler:
             arrived_s=arrived_s,
             findable_tokens=self.tiers.count_findable(digests) * self.pool.block_size,
         )
-        self.forks.join(sequence, message.group)
         self.claims.open(sequence, message.tokens)
-        self._sequences.add(sequence)
+        self._sequences.add(sequence, message.group)
         if not held:
             self._lanes.add(sequence)
         return sequence
@@ -169,10 +178,6 @@ class Scheduler:
         """Whether this sequence is here and not finished."""
         return self._sequences.find(owner, seq) is not None
 
-    def sequences(self) -> list[Sequence]:
-        """All that are not finished."""
-        return self._sequences.all()
-
     def abort(self, owner: str, seq: int) -> bool:
         """Ends a sequence at any time, without an update, and frees its blocks. False when there is none."""
         sequence = self._sequences.find(owner, seq)
@@ -193,6 +198,29 @@ class Scheduler:
         """Ends every sequence with an error update."""
         for sequence in self._sequences.all():
             self._sequences.fail(sequence, error)
+
+    def purge(self, prefix: str, done: Callable[[PurgeReport | None], object]) -> None:
+        """Makes the engine forget a tenant or a namespace: everything whose salt begins with a prefix.
+
+        leases      end
+        sequences   that wait or run go on, reuse nothing more, and nothing that they compute is kept
+        blocks      cannot be found any more, in no tier; those that sequences hold stay with them until they end
+        files       are gone when `done` is called
+
+        What requests that come later compute is kept as usual. `done` is called once, perhaps before this returns; with
+        None when as many purges wait as may.
+        """
+        if not self.tiers.can_purge:
+            done(None)
+            return
+        report = PurgeReport(owner=self.tiers.owner)
+        report.leases = self.leases.purge(prefix)
+        for sequence in self._sequences.all():
+            if sequence.salt.startswith(prefix):
+                self.tables.detach(sequence)
+                self.claims.close(sequence)
+                report.sequences += 1
+        self.tiers.purge(prefix, report, done)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -220,7 +248,7 @@ class Scheduler:
         are appended, sequences that are at their end are finished."""
         self.pool.advance(now)
         self.tables.settle()
-        self._results.take(step, results, now)
+        self._sequences.take(step, results, now)
 
     def fail(self, step: Step, error: str) -> None:
         """The step did not succeed: its sequences end with an error, and nothing that it wrote becomes findable."""
@@ -256,6 +284,11 @@ class Scheduler:
         return any(not sequence.can_sample for sequence in self._lanes.running())
 
     @property
+    def num_groups(self) -> int:
+        """Prompts with more than one answer."""
+        return self._sequences.num_groups
+
+    @property
     def num_waiting(self) -> int:
         return self._lanes.num_waiting
 
@@ -278,3 +311,63 @@ class Scheduler:
             batch_running=self._lanes.count_running("batch"),
             batch_backlog=batch_backlog,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of every sequence of an engine.
+
+    context_tokens  prompt and completion together, for the model
+    room_tokens     the same, for the memory of one sequence that has the engine to itself
+    vocab_size      token ids are below it
+    lease_max_s     seconds that a breakpoint may ask for
+    """
+
+    context_tokens: int
+    room_tokens: int
+    vocab_size: int
+    lease_max_s: float
+
+
+def find_mistake(message: Submit, tokens: array[int], limits: Limits) -> str | None:
+    """Why a sequence can never run, or None. `tokens` are those of the message, empty when its bytes are none."""
+    prompt, most = len(tokens), message.sampling.max_tokens
+    if not prompt:
+        return "the prompt is empty" if not message.tokens else "the prompt's bytes are not whole token ids"
+    if message.grammar is not None and message.sampling.ignore_eos:
+        return "ignore_eos goes on where a grammar's text is complete; only one of them is possible"
+    if message.lane not in LANES:
+        return f"there is no lane {message.lane!r}; there are {' and '.join(LANES)}"
+    if most < 0:
+        return f"max_tokens is {most}; it must be at least 0"
+    if prompt + most > limits.context_tokens:
+        return (
+            f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together; "
+            f"the model's context is {limits.context_tokens} tokens"
+        )
+    if prompt + most > limits.room_tokens:
+        return (
+            f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together; "
+            f"the engine has memory for {limits.room_tokens} tokens (kv_cache_bytes)"
+        )
+    if not message.sampling.repetition_penalty > 0:
+        return f"repetition_penalty is {message.sampling.repetition_penalty}; it must be above 0"
+    if message.sampling.prompt_logprobs is not None and message.use_cache:
+        return "log probabilities of a prompt are those of tokens that are computed: use_cache must be off"
+    if max(tokens) >= limits.vocab_size:
+        return f"the prompt has token id {max(tokens)}; ids of this model are below {limits.vocab_size}"
+    return find_bad_breakpoint(message.breakpoints, prompt, limits.lease_max_s)
+
+
+def find_bad_breakpoint(breakpoints: tuple[Breakpoint, ...], num_tokens: int, max_s: float) -> str | None:
+    """Why breakpoints of a prompt of so many tokens cannot be granted, or None."""
+    if len(breakpoints) > MAX_BREAKPOINTS:
+        return f"the prompt has {len(breakpoints)} breakpoints; it may have {MAX_BREAKPOINTS}"
+    for point in breakpoints:
+        if not 1 <= point.tokens <= num_tokens:
+            return f"a breakpoint is at token {point.tokens}; it must be between 1 and the prompt's {num_tokens}"
+        if not 0 < point.ttl_s < float("inf"):
+            return f"a breakpoint's time to live is {point.ttl_s} s; it must be a number above 0"
+        if point.ttl_s > max_s:
+            return f"a breakpoint's time to live is {point.ttl_s:g} s; the most is {max_s:g} s (engine.lease_max_s)"
+    return None

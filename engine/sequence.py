@@ -1,4 +1,4 @@
-"""The nouns that the scheduler, the runner and the loop share: a sequence, and the work of one step.
+"""The nouns that the scheduler, the runner and the loop share: a sequence, the work of one step, and what is counted.
 
 Data only: no scheduling, no torch. A sequence is written by the loop's thread alone.
 """
@@ -9,13 +9,12 @@ import enum
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.pool.eviction import Origin
 from engine.protocol import Breakpoint, FinishReason, Lane, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine.forks import Siblings
     from engine.sampling.grammar_worker import Matcher
 
 
@@ -84,6 +83,32 @@ class Sequence:
         return self.matcher is None or self.matcher.prepare(self.tokens, self.num_prompt)
 
 
+@dataclass(slots=True, eq=False)
+class Siblings:
+    """Sequences of one prompt.
+
+    size     how many there will be; `arrived` is how many there have been
+    members  those that have not ended
+    row      logits behind the prompt, (vocab_size,), while somebody may still want them; the runner's
+    """
+
+    key: tuple[str, int]
+    size: int
+    members: dict[Sequence, None] = field(default_factory=dict)
+    arrived: int = 0
+    row: Any = None
+
+    @property
+    def row_wanted(self) -> bool:
+        """Whether there is, or will be, one that has no token yet; besides the one that asks, which has none."""
+        return self.arrived < self.size or sum(not member.num_generated for member in self.members) > 1
+
+    def settle(self) -> None:
+        """One of them has its first token or has ended: the row is let go of when nobody waits for one any more."""
+        if self.arrived >= self.size and all(member.num_generated for member in self.members):
+            self.row = None
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One sequence's part of a step: compute tokens[start : start + count]; sample after the last one or not."""
@@ -148,29 +173,6 @@ class Step:
         return [work.sequence for work in self.work if work.samples] + [fork.sequence for fork in self.forks]
 
 
-class Runner(Protocol):
-    """The model, as the loop sees it."""
-
-    def run(self, step: Step) -> list[int | None]:
-        """Computes a step.
-
-        Returns one entry for each work of the step and then for each fork, in order: the sampled token id, or None for
-        work that does not sample. The row of logits behind a prompt is left with the siblings that want it
-        (Siblings.row), and forks sample from it. A work whose hidden state is not finite gets NOT_FINITE, whether it
-        samples or not: the loop fails that sequence and registers nothing that the step wrote for it. One whose
-        grammar allows nothing gets NO_TOKEN, one whose mask is late MASK_LATE. One whose token or log probabilities
-        cannot be found gets ROW_FAILED, and nothing of it is registered either. Any other exception fails the whole
-        step. Log probabilities that a sequence asks for are appended to its `logprobs`. Raises StepGivenUp once
-        `unwanted` says so, unless it is about to end: then only zeroing and copying are done, and slots that it would
-        have written may hold anything.
-        """
-        ...
-
-    def find_not_finite(self, blocks: list[int]) -> list[int]:
-        """Those of the blocks in which a key or value is not finite. Reads them as one step that attends to them."""
-        ...
-
-
 class StepGivenUp(Exception):  # noqa: N818 - nothing went wrong
     """The step was not computed, because something else is to be computed first."""
 
@@ -186,3 +188,26 @@ ROW_FAILED = -3
 
 MASK_LATE = -4
 """In place of a token id: what its grammar allows is not known yet. The row is computed again when it is."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start; sequences, tokens or events, as the name says."""
+
+    submitted: int = 0
+    refused: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
+    not_finite: int = 0
+    failed_rows: int = 0  # sequences that an error of their own ended, in a step that went on with the others
+    preemptions: int = 0
+    shared_waits: int = 0  # times a waiting sequence was passed over while another computed their common prefix
+    shared_tokens: int = 0  # of cached_tokens, those that another computed after the sequence had arrived
+    masks_late: int = 0  # rows that were computed and not sampled from, because their grammar's mask was not there
+    forks: int = 0  # sequences that took the prompt of a sibling, and computed nothing of it
+    copied_blocks: int = 0  # that were shared when one of their sequences wrote into them
+    steps: int = 0  # those that were given up among them
+    steps_given_up: int = 0  # because somebody came to the online lane
+    prompt_tokens: int = 0  # of sequences at their first admission
+    cached_tokens: int = 0  # of those, reused
+    prefilled_tokens: int = 0  # computed, recomputation after preemption included
+    decoded_tokens: int = 0

@@ -20,7 +20,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import WSMsgType, web
 
@@ -49,31 +49,15 @@ from engine.protocol import (
 from engine.publish import Publisher
 from engine.tiers.tier import PurgeReport
 
+if TYPE_CHECKING:
+    from engine.loop import EngineLoop
+
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 15.0
 """A gateway that has been silent for so long is asked whether it is there, and has half of it to answer."""
 
 CLOSE_TIMEOUT_S: Final = 2.0
-
-
-class Loop(Protocol):
-    """What the server needs of engine/loop.py. Every call returns at once; all are safe from another thread."""
-
-    def submit(self, owner: str, submit: Submit) -> None: ...
-
-    def abort(self, owner: str, seq: int) -> None: ...
-
-    def abort_owner(self, owner: str) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def purge(self, prefix: str, deliver: Callable[[PurgeReport | None], None]) -> None: ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    def stats(self) -> Mapping[str, Any]: ...
 
 
 OnFrames = Callable[[Mapping[str, StepFrame]], None]
@@ -88,7 +72,7 @@ class EngineServer:
         hello: Hello,
         tokenizer: TokenizerFiles,
         settings: EngineSettings,
-        make_loop: Callable[[OnFrames, OnBlocks], Loop],
+        make_loop: Callable[[OnFrames, OnBlocks], EngineLoop],
     ) -> None:
         """`make_loop` gets the two callbacks of the loop's thread."""
         self.gateways = Gateways(hello, buffer_bytes=settings.send_buffer_bytes)

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 
 from aiohttp import web
 
-from engine.compute.threads import choose_threads, usable_cores
+from engine.compute.machine import choose_threads, usable_cores
 from engine.config import EngineSettings
 from gateway import tasks
 from gateway.api.descriptors import Site, raise_limit

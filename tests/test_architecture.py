@@ -113,7 +113,7 @@ def test_the_protocol_needs_only_the_standard_library_and_xxhash(path: Path) -> 
 
 
 TORCHLESS = ("", "protocol", "pool", "leases", "tiers")
-WITH_TORCH = {"engine.tiers.host_store", "engine.tiers.storage"}
+WITH_TORCH = {"engine.tiers.storage"}
 DECIDES = [
     path
     for path in SOURCES

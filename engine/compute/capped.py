@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.compute.batch import Span
+from engine.compute.flash_plan import TILE_ROWS
 from engine.compute.kv_cache import KVCache
-from engine.compute.masks import TILE_ROWS
 
 CHUNK: Final = 256  # keys that are read together
 ROW_MULTIPLE: Final = 8

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.compute.batch import Span
-from engine.compute.flash_plan import PaddedBatch, SingleRow, make_plan, padded_mask, rounded
+from engine.compute.flash_plan import TILE_ROWS, MaskTemplates, PaddedBatch, SingleRow, make_plan, padded_mask, rounded
 from engine.compute.kv_cache import KVCache
-from engine.compute.masks import TILE_ROWS, MaskTemplates
-from engine.compute.operators import find_operator
+from engine.compute.linear import find_operator
 
 FOLD_ROWS: Final = 64  # up to here, rows of heads that share a key head are put together to fill the products
 ROW_MULTIPLE: Final = 8

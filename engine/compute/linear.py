@@ -11,13 +11,13 @@ models.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
-
-from engine.compute.operators import find_operator
 
 _REORDER: Final = "mkldnn::_reorder_linear_weight"
 _POINTWISE: Final = "mkldnn::_linear_pointwise"
@@ -125,3 +125,22 @@ def pack(module: nn.Module) -> int:
                 setattr(parent, name, PackedLinear(weight, bias))
                 count += 1
     return count
+
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def find_operator(name: str, overload: str = "default") -> Any | None:
+    """The overload of `namespace::name`; None where this torch has none, which is said once in the log."""
+    namespace, _, plain = name.partition("::")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), plain), overload)
+    except AttributeError:
+        log.warning(
+            "torch %s has no operator %s.%s: a slower way is taken (pyproject.toml has the versions that have it)",
+            torch.__version__,
+            name,
+            overload,
+        )
+        return None

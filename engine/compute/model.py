@@ -19,12 +19,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from engine.compute.attention import StepAttention
-from engine.compute.attention_interface import UnsupportedAttentionError
+from engine.compute.attention import StepAttention, UnsupportedAttentionError
 from engine.compute.fused import fuse
-from engine.compute.huge_pages import collapse
 from engine.compute.kv_cache import CacheShape
 from engine.compute.linear import has_onednn, is_quick, pack
+from engine.compute.machine import collapse
 from engine.compute.model_files import DEMO, ModelError, find_folder, fingerprint_weights, read_tokenizer
 from engine.compute.probe import compare, observe
 from engine.config import EngineSettings

@@ -1,6 +1,6 @@
 /* Attention over the paged cache in bfloat16, for x86 processors with AVX-512 and its bfloat16 products.
  *
- * Compiled and called by engine/compute/native.py; engine/compute/paged.py makes the items. Reads the blocks where they lie: nothing is
+ * Compiled and called by engine/compute/paged.py; engine/compute/paged.py makes the items. Reads the blocks where they lie: nothing is
  * gathered. The keys and values of up to CHUNK positions at a time are packed into the order in which the products read
  * them, then serve all rows of the item. The softmax is taken piece by piece (arXiv 1805.02867), products are summed in
  * float32, weights are rounded to bfloat16.

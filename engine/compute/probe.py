@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.compute.attention import StepAttention
-from engine.compute.attention_interface import ATTENTION_NAME, UnsupportedAttentionError
+from engine.compute.attention import ATTENTION_NAME, StepAttention, UnsupportedAttentionError
 from engine.compute.batch import make_batch
+from engine.compute.flash_plan import MaskTemplates
 from engine.compute.kv_cache import CacheShape, KVCache
-from engine.compute.masks import MaskTemplates
 from engine.protocol import Sampling
 from engine.sequence import Sequence, Step, Work
 

@@ -14,27 +14,26 @@ import torch
 
 from engine.compute.attention import StepAttention
 from engine.compute.batch import Batch, make_batch
+from engine.compute.flash_plan import MaskTemplates
 from engine.compute.kv_cache import KVCache, count_blocks
-from engine.compute.masks import MaskTemplates
+from engine.compute.machine import choose_threads, usable_cores
 from engine.compute.model import LoadedModel
-from engine.compute.threads import choose_threads, usable_cores
 from engine.config import ConfigError, EngineSettings
 from engine.protocol import Sampling
-from engine.sampling.constrain import StepMasks
-from engine.sampling.logprobs import note_prompt_logprobs
-from engine.sampling.sampler import Sampler, highest
+from engine.sampling.grammar_worker import StepMasks
+from engine.sampling.sampler import Sampler, highest, note_prompt_logprobs
 from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, Work
 
 LEAST_ROWS = 2  # oneDNN's fp32 kernel for a single row rounds otherwise than the one for two and more
 
 
 class ModelRunner:
-    """The model, as the loop sees it (engine.sequence.Runner)."""
+    """The model, as the loop sees it."""
 
     def __init__(self, model: LoadedModel, settings: EngineSettings, *, threads: int | None = None) -> None:
         """Allocates the cache and runs one tiny step, so that the first request finds everything warm.
 
-        threads  CPU threads to compute with; None lets engine/compute/threads.py choose as for the only engine here
+        threads  CPU threads to compute with; None lets engine/compute/machine.py choose as for the only engine here
         Raises ConfigError when the budget does not hold two blocks.
         """
         self.model = model
@@ -55,8 +54,18 @@ class ModelRunner:
         self._warm_up()
 
     def run(self, step: Step) -> list[int | None]:
-        """Computes a step; see engine.sequence.Runner. Raises what torch raises, and nothing is registered then.
-        However it ends, nothing of the step is computed any more."""
+        """Computes a step.
+
+        Returns one entry for each work of the step and then for each fork, in order: the sampled token id, or None for
+        work that does not sample. The row of logits behind a prompt is left with the siblings that want it
+        (Siblings.row), and forks sample from it. A work whose hidden state is not finite gets NOT_FINITE, whether it
+        samples or not: the loop fails that sequence and registers nothing that the step wrote for it. One whose
+        grammar allows nothing gets NO_TOKEN, one whose mask is late MASK_LATE. One whose token or log probabilities
+        cannot be found gets ROW_FAILED, and nothing of it is registered either. Any other exception fails the whole
+        step. Log probabilities that a sequence asks for are appended to its `logprobs`. Raises StepGivenUp once
+        `unwanted` says so, unless it is about to end: then only zeroing and copying are done, and slots that it would
+        have written may hold anything. However it ends, nothing of the step is computed any more.
+        """
         self._set_threads()
         try:
             with torch.inference_mode():
@@ -66,7 +75,7 @@ class ModelRunner:
             raise
 
     def find_not_finite(self, blocks: list[int]) -> list[int]:
-        """See engine.sequence.Runner."""
+        """Those of the blocks in which a key or value is not finite. Reads them as one step that attends to them."""
         with torch.inference_mode():
             return self.cache.find_not_finite(blocks)
 

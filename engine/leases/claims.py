@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.leases.leases import Leases
-from engine.leases.tree import Lease
+from engine.leases.pins import Lease
 from engine.protocol import Breakpoint, SequenceUpdate
 from engine.sequence import Sequence
 

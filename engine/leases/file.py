@@ -1,68 +1,56 @@
-"""The leases that an engine keeps on disk, in a file beside their blocks. Survives a restart.
+"""The leases that an engine keeps on disk, in one file beside their blocks, and when it is written. Survives a restart.
 
-    <folder of the namespace>/<writer, hex>.leases        0600
+    <folder of the engine>/engine.leases        0600
 
     file  magic and version | identity | one line of JSON for each lease | XXH3-128 of all that
 
-Each engine writes one file of its own, whole, beside its place, and renames it into it. It holds a lock on it as long
-as it lives, so that whoever starts later can tell the files of engines that are gone: it takes over what they promised,
-and deletes them once it has written a file that says so. What living engines keep is read as well, because the blocks
-in the folder are common: an engine that did not know of a lease would delete what another one promised.
+One engine has the folder at a time (engine/tiers/disk_folders.py): it takes over what its predecessor promised, and
+writes the file whole, beside its place, and renames it into it: soon after leases have changed, not too often, and when
+the engine stops. Nothing is written before the start is over, because that would end what the predecessor promised.
 
 The engine's clock means nothing after a restart: times are converted to Unix seconds here, and back. A file that is
-torn, of another version, namespace or layout has no leases in it. No torch, no policy: engine/leases/saving.py says
-when to write, engine/leases/leases.py what is kept again. `read`, `write` and `close` are called by one thread.
+torn, of another version, namespace or layout has no leases in it. No torch, no policy: engine/leases/leases.py decides
+what is kept again. `read` and `write` are called by the disk tier's thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import math
 import os
 import re
-import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from engine.leases.tree import Lease
+from engine.leases.pins import Lease
+
+if TYPE_CHECKING:
+    from engine.leases.leases import Leases
+    from engine.tiers.tier import Account, Steps, Tier
 
 log = logging.getLogger(__name__)
 
 MAGIC: Final = b"KVASIRL\x01"  # the last byte is the version of the format
 CHECKSUM_BYTES: Final = 16
-
-MOST_FILES: Final = 64
-"""That are read at the start, the youngest; more engines than that do not share a folder."""
-
 MOST_BYTES: Final = 256 << 20
 """Of a file that is read: more than max_leases of the longest tails take."""
 
-TEMPORARY_AGE_S: Final = 60.0
-"""A file that was not renamed after so long was left behind by an engine that is gone."""
+LEASE_FILE: Final = re.compile(r"\w+\.leases(\.tmp)?")
+"""Also of earlier versions, and what was not renamed."""
 
-LEASE_FILE: Final = re.compile(r"[0-9a-f]{32}\.leases")
-TEMPORARY: Final = re.compile(r"[0-9a-f]{32}\.leases\.tmp")
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """A file of an engine that is gone, locked by this one."""
-
-    path: str
-    file: int
+WRITE_INTERVAL_S: Final = 3.0
+"""Between two writes: so much of what was promised or renewed last is forgotten when an engine is killed."""
 
 
 class LeaseFile:
-    """The leases of one engine on disk, and at the start those of all that share its folder."""
+    """The leases of one engine on disk."""
 
     def __init__(
         self,
@@ -81,113 +69,67 @@ class LeaseFile:
         self._folder = folder
         self._head = MAGIC + identity + b"\n"
         self.clock, self._wall = clock, wall
-        self._name = f"{secrets.token_hex(16)}.leases"
-        self._file: int | None = None  # the one that is at the path, open for its lock
-        self._claims: list[_Claim] = []
 
     @property
     def _path(self) -> str:
-        return f"{self._folder()}/{self._name}"
-
-    # -- the start ----------------------------------------------------------------------------------------------------
+        return f"{self._folder()}/engine.leases"
 
     def read(self) -> list[Lease]:
         """What was promised and is not over, as degraded leases without a number, the most valuable first; of equal
-        ones that which ends last. Never fails."""
-        now, unix_s = self.clock(), self._wall()
-        found: dict[tuple[str, str, bytes, bytes, bytes], Lease] = {}
-        for path in self._find_files():
-            for lease in self._read_file(path, now, unix_s):
-                key = (lease.tenant, lease.salt, lease.digest, lease.tail, lease.fingerprint)
-                if key not in found or found[key].expires_s < lease.expires_s:
-                    found[key] = lease
-        return sorted(found.values(), key=lambda lease: lease.value(now), reverse=True)
-
-    def _find_files(self) -> list[str]:
-        """Deletes what a dead engine left half."""
-        files: list[tuple[float, str]] = []
+        ones that which ends last. Deletes a file in which nothing is of use. Never fails."""
+        now, leases = self.clock(), list[Lease]()
         try:
-            with os.scandir(self._folder()) as entries:
-                for entry in entries:
-                    with contextlib.suppress(OSError):
-                        written_s = entry.stat(follow_symlinks=False).st_mtime
-                        if LEASE_FILE.fullmatch(entry.name):
-                            files.append((written_s, entry.path))
-                        elif TEMPORARY.fullmatch(entry.name) and written_s < time.time() - TEMPORARY_AGE_S:
-                            _delete(entry.path)
-        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._path}.tmp")
+            with open(self._path, "rb") as file:
+                leases = self._parse(file.read(MOST_BYTES + 1), now)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return [path for _, path in sorted(files, reverse=True)[:MOST_FILES]]
-
-    def _read_file(self, path: str, now: float, unix_s: float) -> list[Lease]:
-        """One whose writer is gone is claimed, or deleted at once when nothing in it is of any use."""
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return []
-        try:
-            leases = self._parse(_read_all(file), now, unix_s)
         except (OSError, ValueError, TypeError) as error:
-            log.warning("the leases in one file are forgotten: %s", error)
-            leases = []
-        is_gone = _lock(file, path)
-        if is_gone and leases:
-            self._claims.append(_Claim(path, file))
-            return leases
-        if is_gone is not False and not leases:
-            _delete(path)
-        os.close(file)
-        return leases
+            log.warning("the leases on disk are forgotten: %s", error)
+        if not leases:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        return sorted(leases, key=lambda lease: lease.value(now), reverse=True)
 
-    def _parse(self, content: bytes, now: float, unix_s: float) -> list[Lease]:
+    def _parse(self, content: bytes, now: float) -> list[Lease]:
         """Raises ValueError or TypeError for what `write` has not written."""
-        body, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
-        if xxhash.xxh3_128_digest(body) != checksum:
-            raise ValueError("it is torn")
+        body = content[:-CHECKSUM_BYTES]
+        if not _is_whole(content):
+            raise ValueError("the file is torn")
         if not body.startswith(self._head):
-            raise ValueError("it is of another version, namespace or layout")
-        leases = [_read_line(line, now - unix_s) for line in body[len(self._head) :].splitlines()]
+            raise ValueError("the file is of another version, namespace or layout")
+        leases = [_read_line(line, now - self._wall()) for line in body[len(self._head) :].splitlines()]
         for lease in leases:
             lease.expires_s = min(lease.expires_s, now + lease.ttl_s)  # the wall clock may have been put back
         return [lease for lease in leases if lease.expires_s > now]
 
-    # -- what is kept -------------------------------------------------------------------------------------------------
-
     def write(self, leases: Iterable[Lease]) -> None:
-        """Puts these in the place of what was written before; without any there is no file. What was claimed at the
-        start is deleted then. Raises OSError, and the file is what it was."""
-        lines, ahead_s = [self._head], self._wall() - self.clock()
-        lines += (_write_line(lease, ahead_s) for lease in leases)
-        if len(lines) > 1:
-            self._replace(b"".join(lines))
+        """Puts these in the place of what was written before; without any there is no file. Raises OSError, and the
+        file is what it was."""
+        ahead_s = self._wall() - self.clock()
+        lines = [_write_line(lease, ahead_s) for lease in leases]
+        if lines:
+            self._replace(self._head + b"".join(lines))
         else:
-            _delete(self._path)
-            self._unlock()
-        for claim in self._claims:
-            _delete(claim.path)
-        self._release_claims()
-
-    def close(self) -> None:
-        """From now on this engine counts as gone, and its file is there for the next."""
-        self._unlock()
-        self._release_claims()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
 
     def _replace(self, content: bytes) -> None:
-        temporary = f"{self._path}.tmp"
+        path, whole = self._path, content + xxhash.xxh3_128_digest(content)
+        temporary = f"{path}.tmp"
         file = self._create(temporary)
         try:
-            with contextlib.suppress(OSError):  # without locks, the file is deleted when all that it says is over
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            whole = content + xxhash.xxh3_128_digest(content)
-            if os.write(file, whole) != len(whole):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
-            os.replace(temporary, self._path)
+            try:
+                if os.write(file, whole) != len(whole):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
+            finally:
+                os.close(file)
+            os.replace(temporary, path)
         except OSError:
-            os.close(file)
-            _delete(temporary)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
             raise
-        self._unlock()
-        self._file = file
 
     def _create(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -199,27 +141,70 @@ class LeaseFile:
                 folder.mkdir(mode=0o700, parents=folder is own.parent, exist_ok=True)
             return os.open(path, flags, 0o600)
 
-    def _unlock(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
-    def _release_claims(self) -> None:
-        for claim in self._claims:
-            os.close(claim.file)
-        self._claims = []
+class LeaseSaving:
+    """When the file of one tier is written. Pure bookkeeping on the loop's thread."""
+
+    def __init__(self, tier: Tier, file: LeaseFile, leases: Leases, account: Account) -> None:
+        self._tier = tier
+        self._file = file
+        self._leases = leases
+        self._account = account
+        self._written = leases.revision
+        self._next_s: float | None = None  # not before then; None before the first time
+        self._writing = False
+
+    @property
+    def next_s(self) -> float | None:
+        """When there is something to write; None when there is nothing."""
+        if self._writing or not self._changed:
+            return None
+        return max(self._tier.pause_until_s, self._account.now if self._next_s is None else self._next_s)
+
+    def pump(self) -> None:
+        """Begins to write, if it is time."""
+        due_s = self.next_s
+        if due_s is not None and due_s <= self._account.now:
+            self._tier.run_steps(self.write())
+
+    def write(self) -> Steps[Exception | None]:
+        """Writes as soon as the tier's thread comes to it, whether something has changed or not. The tier is ready."""
+        self._writing, revision = True, self._leases.revision
+        error: Exception | None = yield self._write
+        self._writing = False
+        self._next_s = self._account.now + WRITE_INTERVAL_S
+        if error is None:
+            self._written = revision
+        else:
+            self._account.failed(self._tier, 0, error)
+        return error
+
+    def write_last(self) -> None:
+        """On the tier's thread, when the engine stops."""
+        if self._changed:
+            self._write()
+
+    @property
+    def _changed(self) -> bool:
+        return self._tier.ready and self._written != self._leases.revision
+
+    def _write(self) -> Exception | None:
+        """On the tier's thread."""
+        try:
+            self._file.write(self._leases.kept_below())
+        except Exception as error:
+            return error
+        return None
 
 
 def purge_leases(path: str, prefix: str) -> int:
-    """Takes the leases whose salt begins so out of the file of an engine that is gone, and which nobody takes over at
-    the moment. A file that cannot be read, or in which nothing is left, is deleted. Returns how many there were; 1 for
-    a file that cannot be read. Raises OSError, and the file is what it was."""
+    """Takes the leases whose salt begins so out of the file of an engine that is gone. A file that cannot be read, or
+    in which nothing is left, is deleted. Returns how many there were; 1 for a file that cannot be read. Raises OSError,
+    and the file is what it was."""
     with open(path, "rb") as file:
         status, content = os.fstat(file.fileno()), file.read(MOST_BYTES + 1)
-    body = content[:-CHECKSUM_BYTES]
-    head, _, lines = body.partition(b"\n")
-    is_sound = len(content) <= MOST_BYTES and xxhash.xxh3_128_digest(body) == content[-CHECKSUM_BYTES:]
-    if not (is_sound and head.startswith(MAGIC) and LEASE_FILE.fullmatch(os.path.basename(path))):
+    head, _, lines = content[:-CHECKSUM_BYTES].partition(b"\n")
+    if path.endswith(".tmp") or not (_is_whole(content) and head.startswith(MAGIC)):
         os.unlink(path)
         return 1
     every = lines.splitlines(keepends=True)
@@ -234,6 +219,11 @@ def purge_leases(path: str, prefix: str) -> int:
         os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))
         os.replace(temporary, path)
     return len(every) - len(kept)
+
+
+def _is_whole(content: bytes) -> bool:
+    body, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
+    return len(content) <= MOST_BYTES and xxhash.xxh3_128_digest(body) == checksum
 
 
 def _has_salt(line: bytes, prefix: str) -> bool:
@@ -259,7 +249,7 @@ def _read_line(line: bytes, ahead_s: float) -> Lease:
     tenant, salt, digest, tail, fingerprint, tokens, depth, ttl_s, expires_s = json.loads(line)
     numbers = (tokens, depth, ttl_s, expires_s)
     if not (isinstance(tenant, str) and isinstance(salt, str) and all(map(math.isfinite, numbers)) and ttl_s > 0):
-        raise ValueError("it has a lease that makes no sense")
+        raise ValueError("a lease in the file makes no sense")
     return Lease(
         tenant,
         salt,
@@ -272,30 +262,3 @@ def _read_line(line: bytes, ahead_s: float) -> Lease:
         expires_s=expires_s + ahead_s,
         number=0,
     )
-
-
-def _read_all(file: int) -> bytes:
-    return b"".join(_parts(file, min(os.fstat(file).st_size, MOST_BYTES)))
-
-
-def _parts(file: int, size: int) -> Iterator[bytes]:
-    while size > 0 and (part := os.read(file, size)):
-        size -= len(part)
-        yield part
-
-
-def _lock(file: int, path: str) -> bool | None:
-    """Whether the writer of the file at a path is gone; None when the file system cannot tell. The writer may have put
-    another one there since this was opened."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    except OSError:
-        return None
-
-
-def _delete(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)

@@ -15,24 +15,24 @@
 Every later request that begins with a lease's tokens uses it, and renews it from its own arrival.
 
 Pure bookkeeping: no clock (`now` comes in, on the clock of the arrivals), no sequences, no tensors.
-engine/leases/claims.py says what sequences ask for and got, engine/leases/book.py which leases there are, and
-engine/leases/pins.py where each is pinned, within which budgets. Used by the engine's loop thread only, but for
-`stats`.
+engine/leases/claims.py has the leases of each sequence, engine/leases/pins.py where each is pinned, in what budgets.
+Used by the engine's loop thread only, but for `stats`, `kept_below` and iteration.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from engine.leases.book import LeaseBook, last_digest
-from engine.leases.counters import LeaseCounters
-from engine.leases.pins import Pins
-from engine.leases.tree import Lease, take_fingerprint
+from engine.leases.pins import Lease, LeaseCounters, Pins, Ranking, take_fingerprint
 from engine.pool.blocks import BlockPool
 from engine.protocol import TOKEN_BYTES, Tier
+
+DEGRADED = 2.0
+"""A degraded lease is worth so much less than a kept one: more than the whole of its time."""
 
 MAX_TENANTS_SHOWN = 32
 """Tenants in `stats`: those that keep the most blocks."""
@@ -49,27 +49,35 @@ class Leases:
 
     def __init__(self, pool: BlockPool, *, share: float, tenant_share: float, max_leases: int) -> None:
         self.counters = LeaseCounters()
-        self._book = LeaseBook(
-            pool.block_size, max_leases=max_leases, tenant_most=max(1, int(max_leases * tenant_share))
-        )
-        self._pins = Pins(self.counters, share=share, tenant_share=tenant_share)
         self.last_number = 0  # of a lease, counted from 1
+        self._block_bytes = pool.block_size * TOKEN_BYTES
+        self._max_leases = max_leases
+        self._tenant_most = max(1, int(max_leases * tenant_share))
+        self._by_tenant: dict[str, dict[Lease, None]] = {}
+        self._rankings: dict[str, Ranking[Lease]] = {}  # of the same tenants
+        self._ranking: Ranking[Lease] = Ranking(lambda: self, self._value)  # of all
+        self._by_digest: dict[bytes, dict[tuple[str, str, bytes], Lease]] = {}  # digest -> salt, tenant, tail
+        self._salts = Counter[str]()  # leases of each
+        self._size = 0
+        self._ends: list[tuple[float, int, Lease]] = []  # heap; its first entry is that of a lease, as it is now
         self._revision = 0  # changes when one is renewed, granted or taken over; the pins have their own
+        self._pins = Pins(self.counters, share=share, tenant_share=tenant_share)
         self.add_tier("device", pool)
 
     def add_tier(self, name: Tier, pool: BlockPool) -> None:
         """A slower tier below those that are there already. Before the first lease."""
-        assert not self._book, "a tier comes before the first lease"
+        assert not self._size, "a tier comes before the first lease"
         self._pins.add_tier(name, pool)
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Leases that are remembered, degraded ones included."""
-        return len(self._book)
+        return self._size
 
     def __iter__(self) -> Iterator[Lease]:
-        return iter(self._book)
+        """Over copies; from any thread."""
+        return (lease for mine in self._by_tenant.copy().values() for lease in mine.copy())
 
     def num_blocks(self, tier: int = 0) -> int:
         """Blocks of one pool that leases keep, each once."""
@@ -82,20 +90,39 @@ class Leases:
 
     def any_of(self, salt: str) -> bool:
         """Whether a prompt under this salt may begin with a lease's tokens."""
-        return self._book.has_salt(salt)
+        return salt in self._salts
+
+    def next_end_s(self) -> float | None:
+        """When `expire` may have something to do next; None when there is no lease."""
+        return self._ends[0][0] if self._ends else None
 
     def kept_below(self) -> Iterator[Lease]:
-        """The leases that are pinned in the slowest pool, and those too short for that: what there is to be said to an
-        engine that finds the blocks of that pool. From any thread."""
+        """The leases that are pinned in the slowest pool, and those too short for that: what an engine needs to know
+        that finds the blocks of that pool. From any thread."""
         bottom = len(self._pins.pools) - 1
-        return (lease for lease in self._book if lease.state == "kept" and (lease.tier == bottom or not lease.depth))
+        return (lease for lease in self if lease.state == "kept" and (lease.tier == bottom or not lease.depth))
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
     def find(self, salt: str, tokens: bytes, digests: Sequence[bytes]) -> list[Lease]:
         """The leases whose tokens a prompt begins with, longest first, as far as its digests can be trusted: `read`
-        is the one that compares. Changes nothing."""
-        return self._book.find(salt, tokens, digests)
+        is the one that compares. Changes nothing.
+
+        tokens   token ids of the prompt, TOKEN_BYTES each
+        digests  of its leading full blocks
+        """
+        if salt not in self._salts:
+            return []
+        by_digest = self._by_digest
+        places = [(0, last_digest(salt, ()))]
+        places += [(depth, digest) for depth, digest in enumerate(digests, 1) if digest in by_digest]
+        found = [
+            lease
+            for depth, digest in places
+            for lease in by_digest.get(digest, {}).values()
+            if lease.depth == depth and lease.salt == salt and tokens.startswith(lease.tail, depth * self._block_bytes)
+        ]
+        return sorted(found, key=lambda lease: -lease.tokens)
 
     def renew(self, leases: Iterable[Lease], arrived_s: float, after: int = 0) -> None:
         """A request that arrived then uses these leases; those up to number `after` it has renewed already."""
@@ -150,8 +177,8 @@ class Leases:
         digests  of its full blocks, which are registered in the first pool and are not evicted during this call
         Returns the lease. Less valuable ones make way for it; its state says whether there was room.
         """
-        lease = self._book.get(tenant, salt, tokens, digests)
-        fingerprint = take_fingerprint(tokens)
+        digest, tail = last_digest(salt, digests), tokens[len(digests) * self._block_bytes :]
+        lease, fingerprint = self._find_same(tenant, salt, digest, tail), take_fingerprint(tokens)
         if lease is not None and lease.fingerprint != fingerprint:
             self._drop(lease)  # its blocks are gone, and its digest now stands for these tokens
             lease = None
@@ -161,8 +188,8 @@ class Leases:
             lease = Lease(
                 tenant,
                 salt,
-                digest=last_digest(salt, digests),
-                tail=self._book.tail(tokens, digests),
+                digest=digest,
+                tail=tail,
                 fingerprint=fingerprint,
                 tokens=len(tokens) // TOKEN_BYTES,
                 depth=len(digests),
@@ -204,7 +231,7 @@ class Leases:
         room, and no longer above. One that had no room above may have it there."""
         pool = self._pins.pools[tier]
         for digest in digests:
-            leases = self._book.find_ending_in(digest)
+            leases = list(self._by_digest.get(digest, {}).values())
             block = pool.prefixes.find_block(digest) if leases else None
             if block is None:
                 continue
@@ -227,7 +254,7 @@ class Leases:
             if lease.expires_s <= now:
                 continue
             there, block = self._pins.find_leaf(lease, tier)
-            same = self._book.find_same(lease)
+            same = self._find_same(lease.tenant, lease.salt, lease.digest, lease.tail)
             if not there:
                 self.counters.lost += 1
             elif same is None:
@@ -238,7 +265,7 @@ class Leases:
                     self._settle(same, tier, block, now)
 
     def _enter(self, lease: Lease, tier: int, block: int | None, now: float) -> None:
-        if self._book.find_surplus(lease.tenant, now) is not None:
+        if self._find_surplus(lease.tenant, now) is not None:
             self.counters.dropped += 1
             return
         self.last_number += 1
@@ -259,7 +286,7 @@ class Leases:
 
     def purge(self, prefix: str) -> int:
         """Ends the leases of all salts that begin so, before their time. Returns how many there were."""
-        gone = [lease for lease in self._book if lease.salt.startswith(prefix)]
+        gone = [lease for lease in self if lease.salt.startswith(prefix)]
         for lease in gone:
             self._drop(lease)
         self._revision += bool(gone)
@@ -269,15 +296,35 @@ class Leases:
         """Ends the leases whose time is up. Returns how many there were. Requests that arrived before `now` come first:
         they may renew one."""
         count = 0
-        while (lease := self._book.pop_ended(now)) is not None:
-            self._end(lease, "expired")
+        while self._ends and self._ends[0][0] <= now:
+            self._tidy_ends()
+            if not self._ends or self._ends[0][0] > now:
+                break
+            self._remove(heapq.heappop(self._ends)[2], "expired")
             count += 1
+        if count:
+            self._tidy_ends()
         self.counters.expired += count
         return count
 
-    def next_end_s(self) -> float | None:
-        """When `expire` may have something to do next; None when there is no lease."""
-        return self._book.next_end_s()
+    # -- which there are ----------------------------------------------------------------------------------------------
+
+    def _find_same(self, tenant: str, salt: str, digest: bytes, tail: bytes) -> Lease | None:
+        """A tenant's lease of exactly this prefix, or None."""
+        return self._by_digest.get(digest, {}).get((salt, tenant, tail))
+
+    def _find_surplus(self, tenant: str, now: float) -> Lease | None:
+        """The lease that has to go before one of this tenant is added: the least valuable, degraded ones before kept
+        ones; the tenant's own when it has too many, any when there are too many; None when there is room."""
+        if len(self._by_tenant.get(tenant, ())) >= self._tenant_most:
+            return self._rankings[tenant].find_least(now)
+        return self._ranking.find_least(now) if self._size >= self._max_leases else None
+
+    def _value(self, lease: Lease, now: float) -> tuple[float, int] | None:
+        if lease not in self._by_tenant.get(lease.tenant, ()):
+            return None
+        share, size = lease.value(now)
+        return (share if lease.state == "kept" else share - DEGRADED), size
 
     def _remember(self, lease: Lease, now: float) -> bool:
         """Enters a new lease. False when there are too many that are worth as much, or when it came too late."""
@@ -285,7 +332,7 @@ class Leases:
             lease.state = "expired"
             self.counters.expired += 1
             return False
-        surplus = self._book.find_surplus(lease.tenant, now)
+        surplus = self._find_surplus(lease.tenant, now)
         if surplus is not None:
             if surplus.state == "kept" and surplus.value(now) >= lease.value(now):
                 self.counters.dropped += 1
@@ -296,26 +343,56 @@ class Leases:
         return True
 
     def _add(self, lease: Lease) -> None:
-        self._book.add(lease)
-        self._pins.add_tenant(lease.tenant)
+        tenant = lease.tenant
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = {}
+            self._rankings[tenant] = Ranking(lambda: self._by_tenant[tenant], self._value)
+        self._by_tenant[tenant][lease] = None
+        self._by_digest.setdefault(lease.digest, {})[lease.salt, tenant, lease.tail] = lease
+        self._salts[lease.salt] += 1
+        self._size += 1
+        heapq.heappush(self._ends, (lease.expires_s, lease.number, lease))
 
     def _drop(self, lease: Lease) -> None:
+        """Ends a lease before its time."""
         self.counters.dropped += 1
-        self._book.remove(lease)
-        self._end(lease, "dropped")
+        self._remove(lease, "dropped")
+        if len(self._ends) > 2 * self._size + 64:
+            self._ends = [(lease.expires_s, lease.number, lease) for lease in self]
+            heapq.heapify(self._ends)
+        self._tidy_ends()
 
-    def _end(self, lease: Lease, state: Literal["expired", "dropped"]) -> None:
-        """Of a lease that is out of the book."""
+    def _remove(self, lease: Lease, state: Literal["expired", "dropped"]) -> None:
+        mine, same = self._by_tenant[lease.tenant], self._by_digest[lease.digest]
+        del mine[lease], same[lease.salt, lease.tenant, lease.tail]
+        if not same:
+            del self._by_digest[lease.digest]
+        self._size -= 1
+        self._salts[lease.salt] -= 1
+        if not self._salts[lease.salt]:
+            del self._salts[lease.salt]
         self._pins.unpin(lease)
         lease.state = state
-        if not self._book.has_tenant(lease.tenant):
+        if not mine:
+            del self._by_tenant[lease.tenant], self._rankings[lease.tenant]
             self._pins.drop_tenant(lease.tenant)
 
-    # -- what others want to know -------------------------------------------------------------------------------------
+    def _tidy_ends(self) -> None:
+        """Until the first entry of the heap is that of a lease which is remembered and ends then."""
+        while self._ends:
+            end_s, number, lease = self._ends[0]
+            if lease not in self._by_tenant.get(lease.tenant, ()):
+                heapq.heappop(self._ends)
+            elif lease.expires_s > end_s:
+                heapq.heapreplace(self._ends, (lease.expires_s, number, lease))
+            else:
+                return
+
+    # -- statistics ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Values for JSON. May be called from any thread: what it looks at is copied first."""
-        leases = list(self._book)
+        leases = list(self)
         kept = sum(lease.state == "kept" for lease in leases)
         most = heapq.nlargest(MAX_TENANTS_SHOWN, self._pins.blocks_by_tenant().items(), key=lambda item: item[1])
         return {
@@ -328,5 +405,20 @@ class Leases:
         }
 
     def check_invariants(self) -> list[str]:
-        """Counts everything anew. Returns what is wrong, in words; empty for a sound book."""
-        return self._book.check_invariants() + self._pins.check_invariants(self._book)
+        """Counts everything anew. Returns what is wrong, in words; empty when nothing is."""
+        wrong = self._pins.check_invariants(self)
+        for name, counts in (
+            ("tenants", [len(mine) for mine in self._by_tenant.values()]),
+            ("digests", [len(same) for same in self._by_digest.values()]),
+            ("salts", list(self._salts.values())),
+        ):
+            if sum(counts) != self._size or 0 in counts:
+                wrong.append(f"{self._size} leases are remembered, and {sum(counts)} by their {name}")
+        if self._size > self._max_leases or any(len(mine) > self._tenant_most for mine in self._by_tenant.values()):
+            wrong.append(f"{self._size} leases are remembered, more than the limits of all or of one tenant")
+        return wrong
+
+
+def last_digest(salt: str, digests: Sequence[bytes]) -> bytes:
+    """Of the last full block of a prefix; without one, something in its place that no digest can be."""
+    return digests[-1] if digests else b"no full block, salt " + salt.encode("utf-8", "surrogatepass")

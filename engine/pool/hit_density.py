@@ -9,7 +9,7 @@ that were evicted. The scores of a group (a prompt_cache_key, a tenant) are scal
 The order of eviction is that of the scores, nearly: `pop` looks at the least recently used leaf of all, that of one
 class after the other, a few random ones and the lowest it has seen before, among them every new leaf when it comes.
 
-No clock, no tokens, no references: engine/pool/blocks.py drives it. engine/pool/lifetimes.py watches,
+No clock, no tokens, no references: engine/pool/blocks.py drives it. engine/pool/reuse_rates.py watches,
 engine/pool/reuse_rates.py learns.
 """
 
@@ -22,8 +22,7 @@ from random import Random
 from typing import Final
 
 from engine.pool.eviction import Origin
-from engine.pool.lifetimes import MAX_RECORDS, Lifetimes, Record
-from engine.pool.reuse_rates import ReuseRates
+from engine.pool.reuse_rates import MAX_RECORDS, Lifetimes, Record, ReuseRates
 
 _TURNS: Final = (1, 2, 4, 8)  # the last turn of each class but the open one
 _NEW_TOKENS: Final = (1_000, 4_000, 12_000)  # a class ends below these

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import llguidance
 
 from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, SchemaError, check_schema
 from engine.sampling import schema as schemas
-from engine.sampling.lark_limits import find_excess, find_nested_too_deep
-from engine.sampling.unspoken import by_id, rename_specials
 
 MAX_LOCATED: Final = 2_000
 """Schemas inside of one that is refused, which are looked through for the reason."""
@@ -219,3 +218,97 @@ def _short(message: str) -> str:
     """The first lines of a compiler's message."""
     flat = " ".join(message.split())
     return flat if len(flat) <= _MESSAGE_CHARS else flat[:_MESSAGE_CHARS] + "..."
+
+
+MAX_RULES: Final = 1_000
+"""A chain of 3,500 rules is too deep for the compiler's stack."""
+MAX_TERMINALS: Final = 1_000
+MAX_NESTING: Final = 200
+"""Brackets inside of each other."""
+
+_SAID: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
+"""Strings, regular expressions and comments."""
+_DEFINITION: Final = re.compile(r"^[ \t]*[?!]{0,2}_?([A-Za-z])\w*[^:\n]*:", re.MULTILINE)
+_BRACKET: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[(){}]", re.DOTALL)
+_JSON: Final = re.compile(r"%(?:json|llguidance)[ \t\r\n]*")
+
+
+def find_excess(lark: str) -> str | None:
+    """What of a Lark grammar is beyond the limits. Raises SchemaError for a schema in it that is."""
+    for found in _JSON.finditer(lark):
+        check_schema(_decode_inline(lark, found.end()))
+    bare = _SAID.sub("", lark)
+    if _nesting(bare) > MAX_NESTING:
+        return f"brackets may be nested {MAX_NESTING} levels deep"
+    defined = [name.group(1).isupper() for name in _DEFINITION.finditer(bare)]
+    terminals = sum(defined)
+    if terminals > MAX_TERMINALS:
+        return f"it has {terminals} terminals, and may have {MAX_TERMINALS}"
+    if len(defined) - terminals > MAX_RULES:
+        return f"it has {len(defined) - terminals} rules, and may have {MAX_RULES}"
+    return None
+
+
+def find_nested_too_deep(expression: str) -> str | None:
+    """What of a regular expression is beyond the limits."""
+    return f"groups may be nested {MAX_NESTING} levels deep" if _nesting(expression) > MAX_NESTING else None
+
+
+def _nesting(text: str) -> int:
+    depth = deepest = 0
+    for found in _BRACKET.finditer(text):
+        if found[0] in "({":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif found[0] in ")}":
+            depth -= 1
+    return deepest
+
+
+def _decode_inline(lark: str, start: int) -> Any:
+    """A schema that stands in a Lark grammar; None for what is none, of which the compiler says what it thinks."""
+    try:
+        return json.JSONDecoder().raw_decode(lark, start)[0]
+    except (ValueError, RecursionError):
+        return None
+
+
+_BYTE: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_LARK_PARTS: Final = r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*'
+"""Strings, regular expressions and comments of a Lark grammar."""
+
+
+def rename_specials(tokenizer_json: str) -> tuple[str, dict[str, int]]:
+    """The tokeniser with its special tokens renamed, and their ids by the names that they had."""
+    spec: dict[str, Any] = json.loads(tokenizer_json)
+    added = spec.get("added_tokens") or []
+    ids = {token["content"]: token["id"] for token in added if _is_special(token)}
+    nonce = secrets.token_hex(8)
+    names = {content: f"<\ue0f0{nonce}x{index}\ue0f1>" for content, index in ids.items()}
+    for token in added:
+        if token["content"] in names:
+            token |= {"content": names[token["content"]], "special": True, "normalized": False}
+    model = spec["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): index for piece, index in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    spec["post_processor"] = None  # speaks of them by name, and is for whole prompts
+    return json.dumps(spec, ensure_ascii=False), ids
+
+
+def by_id(lark: str, ids: Mapping[str, int]) -> str:
+    """A Lark grammar with the special tokens in it named by their ids."""
+    if not ids:
+        return lark
+    names = "|".join(re.escape(name) for name in sorted(ids, key=len, reverse=True))
+    return re.sub(f"{_LARK_PARTS}|({names})", lambda found: f"<[{ids[found[1]]}]>" if found[1] else found[0], lark)
+
+
+def _is_special(token: Mapping[str, Any]) -> bool:
+    """As llguidance sees it, for which what looks like a tag is special, too."""
+    content = token["content"]
+    tag = content.startswith("<") and content.endswith(">") and not _BYTE.fullmatch(content)
+    return bool(token["special"] or tag)

@@ -5,7 +5,7 @@
 
 A worker that crashes, is too slow or takes too much memory ends alone; sequences that followed its grammar have it
 compiled again. What a tenant's grammars are is no other tenant's business: the salt of a sequence is part of the key.
-Used by the loop's thread alone; no call waits. engine/intake.py opens, engine/sampling/constrain.py asks for masks.
+Used by the loop's thread alone; no call waits. engine/intake.py opens, engine/sampling/grammar_worker.py asks masks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from itertools import count
 from typing import Final
 
 from engine.protocol import Grammar, Lane
-from engine.sampling.fork_server import ForkServer
+from engine.sampling.fork_server import ForkServer, SocketWatcher
 from engine.sampling.grammar_frames import Options, memory_reason
 from engine.sampling.grammar_jobs import GrammarJobs, Job, Key
 from engine.sampling.grammar_worker import GrammarWorker, Matcher, Refusal
-from engine.sampling.socket_watcher import SocketWatcher
 
 log = logging.getLogger(__name__)
 

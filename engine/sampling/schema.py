@@ -10,12 +10,12 @@ Pure: knows nothing of tokens or models. engine/sampling/grammar.py compiles wha
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
 from engine.protocol import SchemaError
-from engine.sampling import numbers, patterns
-from engine.sampling.endless import find_endless
+from engine.sampling.schema_values import bound_numbers, decimals_beside, find_endless, find_mistake
 
 MAX_DEPTH: Final = 64
 MAX_NODES: Final = 20_000
@@ -128,7 +128,7 @@ class _Preparation:
         for key, value in schema.items():
             self._rewrite_key(key, value, out, path, depth)
         self._pair_items(schema, out, path, depth)
-        mistake = numbers.find_mistake(out)
+        mistake = find_mistake(out)
         if mistake is not None:
             raise SchemaError(join(path, mistake[0]), mistake[1])
         _spell_format(out)
@@ -184,7 +184,7 @@ class _Preparation:
 
 def _spell(pattern: Any, path: str) -> Any:
     try:
-        return patterns.spell(pattern) if isinstance(pattern, str) else pattern
+        return spell(pattern) if isinstance(pattern, str) else pattern
     except ValueError as error:
         raise SchemaError(path, str(error)) from None
 
@@ -212,9 +212,9 @@ def _check_constant(value: Any, path: str) -> None:
 def _bound_numbers(document: Any) -> None:
     """Once the whole document is known: its multiples say how many digits a number may have."""
     every = [schema for _, schema in subschemas(document) if isinstance(schema, dict)]
-    decimals = numbers.decimals_beside([schema["multipleOf"] for schema in every if "multipleOf" in schema])
+    decimals = decimals_beside([schema["multipleOf"] for schema in every if "multipleOf" in schema])
     for schema in every:
-        numbers.bound(schema, decimals)
+        bound_numbers(schema, decimals)
 
 
 def _spell_format(schema: dict[str, Any]) -> None:
@@ -234,3 +234,21 @@ def _check_distinct_keys(schema: dict[str, Any], path: str) -> None:
     required = schema.get("required")
     if isinstance(least, int) and least > 1 + (len(set(map(str, required))) if isinstance(required, list) else 0):
         raise SchemaError(join(path, "minProperties"), "at most one more than there are required properties")
+
+
+_PIECE: Final = re.compile(r"\\.|\[\^?\]?|\]|--|.", re.DOTALL)
+
+
+def spell(pattern: str) -> str:
+    """The same pattern, with the characters escaped that are none to the compiler. Raises ValueError for a class that
+    it could not read."""
+    out: list[str] = []
+    inside = False
+    for piece in _PIECE.findall(pattern):
+        if inside and piece == "--":
+            raise ValueError(r"'--' in a class is not supported: escape it as '\-\-'")
+        if not inside and piece in ("[]", "[^]"):
+            raise ValueError(f"{piece!r} is not supported: a class has at least one character")
+        out.append("\\" + piece if inside and piece[0] in "[&~" else piece)
+        inside = (piece[0] == "\\" or piece[-1] != "]") if inside else piece[0] == "["
+    return "".join(out)

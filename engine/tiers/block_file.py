@@ -21,7 +21,7 @@ from typing import Final
 import xxhash
 
 from engine.protocol import DIGEST_BYTES, HASHES, TOKEN_BYTES, Namespace
-from engine.tiers.stores import BlockKey, Payload
+from engine.tiers.copying import BlockKey, Payload
 
 MAGIC: Final = b"KVASIRB\x01"  # the last byte is the version of the format
 CHECKSUM_BYTES: Final = 16

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.tiers.stores import BlockKey, Copied, Fence, copy_blocks
-from engine.tiers.tier import COPY_LIMIT_S, Account, Chain, Tier, overdue, store_of, worker_of
+from engine.tiers.copying import BlockKey, Copied, Fence, copy_blocks
+from engine.tiers.tier import COPY_LIMIT_S, Account, Chain, Tier, overdue
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class Restoring:
         parent = found[-1] if found else None
         blocks = pool.allocate(sum(len(slots) for _, slots in segments), after=parent)
         assert blocks is not None, "the pool gave fewer blocks than it said it has"
-        fence = Fence(store_of(self._device))
+        fence = Fence(self._device.get_store())
         job = Restore(chain, start, parent, found[-1:], blocks, segments, now + COPY_LIMIT_S, fence)
         self.jobs.append(job)
         self._read(job)
@@ -112,14 +112,14 @@ class Restoring:
             keys = job.chain.keys(index, len(part), self._device.pool.block_size)
             copy = partial(self._copy, job, tier, part, job.blocks[block : block + len(part)], keys)
             job.parts.append(part)
-            worker_of(tier).run(copy, partial(self._read_back, job, tier, part, keys))
+            tier.run(copy, partial(self._read_back, job, tier, part, keys))
             index, block = index + len(part), block + len(part)
 
     def _copy(self, job: Restore, tier: Tier, slots: list[int], blocks: list[int], keys: list[BlockKey]) -> Copied:
         """On the tier's thread."""
         if job.over:
             return Copied(0)
-        return copy_blocks(store_of(tier), slots, job.fence, blocks, keys, self._at_once)
+        return copy_blocks(tier.get_store(), slots, job.fence, blocks, keys, self._at_once)
 
     def _read_back(self, job: Restore, tier: Tier, slots: list[int], keys: list[BlockKey], copied: Copied) -> None:
         """Makes findable what came back, unless something before it did not."""

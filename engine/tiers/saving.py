@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from engine.tiers.stores import BlockKey, Copied, Fence, copy_blocks
-from engine.tiers.tier import COPY_LIMIT_S, Account, Chain, Tier, overdue, store_of, worker_of
+from engine.tiers.copying import BlockKey, Copied, Fence, copy_blocks
+from engine.tiers.tier import COPY_LIMIT_S, Account, Chain, Tier, overdue
 
 SAVING_SHARE: Final = 0.25
 """Of its time a tier's thread saves while steps run: a copy takes a core, or a part of one, from somebody."""
@@ -172,9 +172,9 @@ class Saving:
         job.slots, job.blocks = slots, blocks[: len(slots)]
         job.source.pool.acquire(job.blocks)
         job.keys = job.chain.keys(job.index, len(slots), tier.pool.block_size)
-        job.fence, job.deadline_s = Fence(store_of(job.source)), self._account.now + COPY_LIMIT_S
-        copy = partial(copy_blocks, job.fence, job.blocks, store_of(tier), job.slots, job.keys, self._at_once)
-        worker_of(tier).run(copy, partial(self._copied, tier, job))
+        job.fence, job.deadline_s = Fence(job.source.get_store()), self._account.now + COPY_LIMIT_S
+        copy = partial(copy_blocks, job.fence, job.blocks, tier.get_store(), job.slots, job.keys, self._at_once)
+        tier.run(copy, partial(self._copied, tier, job))
 
     def _find_part(self, tier: Tier, job: _Save) -> list[int]:
         """The next blocks, in the source of the last ones or in the nearest tier above that has them. None whose digest

@@ -1,26 +1,25 @@
-"""What saving and restoring share: a tier, a chain of blocks, and the account of what a lower tier gave up.
+"""A tier, a chain of blocks on its way, and the account of what the tiers hold and gave up.
 
-Data and small helpers, no policy: engine/tiers/saving.py brings blocks down, engine/tiers/restoring.py up,
-engine/tiers/tiers.py owns both. Used on the loop's thread only.
+What engine/tiers/saving.py (down), engine/tiers/restoring.py (up) and engine/tiers/upkeep.py (what outlives the engine)
+share. No policy. Used on the loop's thread only; a tier's thread makes the calls that `Tier.run` is given.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from engine.leases.file import LeaseFile
 from engine.pool.blocks import BlockPool
 from engine.pool.eviction import LeastRecentlyUsed
-from engine.protocol import TOKEN_BYTES
+from engine.protocol import TOKEN_BYTES, BlockEvents, split_digests
 from engine.protocol import Tier as TierName
-from engine.tiers.copy_thread import Worker
-from engine.tiers.disk_scan import Scan
-from engine.tiers.residency import Residency
-from engine.tiers.stores import BlockKey, FolderStore, Store, Swept
+from engine.tiers.copying import BlockKey, CopyThread, Store
+from engine.tiers.disk_folders import Swept
+from engine.tiers.disk_store import DiskStore, Scan
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +30,10 @@ COPY_LIMIT_S: Final = 30.0
 """What a copy holds where the model runs is given back after so long; a disk may hang."""
 
 _DIGEST_COST: Final = 64  # bytes that a digest takes in a queue
+
+T = TypeVar("T")
+Steps = Generator[Callable[[], Any], Any, T]
+"""A job on the loop's thread that yields calls for a tier's thread, and goes on with what each returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,12 @@ class Counters:
 class Lasting:
     """What a tier has besides whose blocks outlive the engine.
 
-    folder     its store, as the folder that engines share
+    folder     its store
     order      the eviction policy of its pool
     max_age_s  after which a block that nobody used goes
     """
 
-    folder: FolderStore
+    folder: DiskStore
     order: LeastRecentlyUsed
     max_age_s: float
 
@@ -106,22 +109,33 @@ class Tier:
     close: Callable[[], object] | None = None
     lasting: Lasting | None = None
     number: int = 0
-    worker: Worker | None = None
+    worker: CopyThread | None = None
     ready: bool = True
     pause_until_s: float = 0.0
     warned: bool = False
     late: int = 0
     counters: Counters = field(default_factory=Counters)
 
+    def run(self, job: Callable[[], T], done: Callable[[T], object] = lambda result: None) -> None:
+        """Has the tier's thread do a job; `done` is called on the loop's thread with what it returned."""
+        assert self.worker is not None, f"the {self.name} tier was not started"
+        self.worker.run(job, done)
 
-def worker_of(tier: Tier) -> Worker:
-    assert tier.worker is not None, f"the {tier.name} tier was not started"
-    return tier.worker
+    def run_steps(self, steps: Steps[object]) -> None:
+        """Goes through the steps, one after the other; the first of them begins at once."""
 
+        def go_on(result: Any = None) -> None:
+            try:
+                job = steps.send(result)
+            except StopIteration:
+                return
+            self.run(job, go_on)
 
-def store_of(tier: Tier) -> Store:
-    assert tier.store is not None, f"the {tier.name} tier has no store"
-    return tier.store
+        go_on()
+
+    def get_store(self) -> Store:
+        assert self.store is not None, f"the {self.name} tier has no store"
+        return self.store
 
 
 @dataclass(slots=True)
@@ -183,7 +197,7 @@ class Account:
 
     def drop(self, tier: Tier, digests: list[bytes]) -> None:
         """The store need not keep these any longer."""
-        worker_of(tier).run(partial(store_of(tier).drop, digests), _ignore)
+        tier.run(partial(tier.get_store().drop, digests))
 
     def forget(self, tier: Tier, slots: list[int]) -> int:
         """These, and what hangs from them, are not to be found any more. How many there were."""
@@ -208,5 +222,90 @@ def overdue() -> TimeoutError:
     return TimeoutError(f"a copy takes longer than {COPY_LIMIT_S:.0f} s")
 
 
-def _ignore(done: object) -> None:
-    """Nothing waits for it."""
+class Residency:
+    """Changes of the union since the last `take`."""
+
+    def __init__(self, pools: Sequence[BlockPool], names: Sequence[TierName]) -> None:
+        """Both from the fastest tier to the slowest."""
+        self._pools = pools
+        self._names = names
+        self._before: list[dict[bytes, bool]] = [{} for _ in pools]  # changed digest -> was it held at the last take
+        self._stored: list[dict[bytes, None]] = [{} for _ in pools]  # in the order in which they came to be
+        self._removed: list[dict[bytes, None]] = [{} for _ in pools]  # in the order in which they went
+
+    def note(self, tier: int) -> list[bytes]:
+        """Takes the events of one tier's pool. Returns the digests that it gave up since the last call."""
+        events = self._pools[tier].prefixes.take_events()
+        before, stored, removed = self._before[tier], self._stored[tier], self._removed[tier]
+        gone = split_digests(events.removed)
+        for digest in gone:
+            before.setdefault(digest, True)
+            stored.pop(digest, None)
+            removed.pop(digest, None)
+            removed[digest] = None
+        for digest in split_digests(events.stored):
+            before.setdefault(digest, False)
+            removed.pop(digest, None)
+            stored[digest] = None
+        return gone
+
+    def take(self) -> list[BlockEvents]:
+        """What became findable, moved or ceased to be, net, at most one run for each tier; often empty.
+
+        Applied one after the other they keep a table prefix-closed: what is gone comes first, children before parents,
+        then what is stored, the fastest tier first and parents before children within each.
+        """
+        if len(self._pools) == 1:
+            events = self._pools[0].prefixes.take_events()
+            return [events] if events.stored or events.removed else []
+        self.note(0)
+        now: dict[bytes, int | None] = {}
+        for changed in self._before:
+            for digest in changed:
+                if digest not in now:
+                    held = [pool.prefixes.find_block(digest) is not None for pool in self._pools]
+                    was = [before.get(digest, is_held) for before, is_held in zip(self._before, held, strict=True)]
+                    if _first(held) != _first(was):
+                        now[digest] = _first(held)
+        stored = [
+            [digest for digest in changed if now.get(digest, -1) == tier] for tier, changed in enumerate(self._stored)
+        ]
+        told = {digest for run in stored for digest in run}
+        for digest, tier in now.items():
+            if tier is not None and digest not in told:  # it moved down: its place in the table is as it was
+                stored[tier].append(digest)
+        removed = self._gone(now)
+        for changes in (self._before, self._stored, self._removed):
+            for change in changes:
+                change.clear()
+        runs = [BlockEvents(b"".join(run), tier=name) for run, name in zip(stored, self._names, strict=True) if run]
+        if removed:
+            first = runs[0] if runs else BlockEvents()
+            runs[:1] = [replace(first, removed=removed)]
+        return runs
+
+    def snapshot(self) -> list[BlockEvents]:
+        """Everything that can be found now, the fastest tier first, to start a table from."""
+        told: set[bytes] = set()
+        runs: list[BlockEvents] = []
+        for pool, name in zip(self._pools, self._names, strict=True):
+            run = [digest for digest in split_digests(pool.prefixes.snapshot().stored) if digest not in told]
+            told.update(run)
+            runs.append(BlockEvents(b"".join(run), tier=name, reset=not runs))
+        return runs
+
+    def _gone(self, now: dict[bytes, int | None]) -> bytes:
+        """Children before parents: where a child left a tier, its parent was still there, so that of all the places
+        where a digest stands the last one is behind all those of its children."""
+        order: dict[bytes, None] = {}
+        for removed in self._removed:
+            for digest in removed:
+                if digest in now and now[digest] is None:
+                    order.pop(digest, None)
+                    order[digest] = None
+        return b"".join(order)
+
+
+def _first(held: Sequence[bool]) -> int | None:
+    """The fastest tier."""
+    return next((tier for tier, is_held in enumerate(held) if is_held), None)

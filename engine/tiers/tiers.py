@@ -12,10 +12,9 @@ holds references on both sides meanwhile, so neither side can change, and a bloc
     save     chain queued -> slots allocated, blocks referenced -> copied by the tier's thread -> registered, released
     restore  blocks allocated, slots referenced -> copied -> registered -> released, cached: admission finds them
 
-Pure bookkeeping on the loop's thread: no torch, no I/O, no threads of its own; engine/tiers/copy_thread.py does the
-copies. Neighbours: engine/tiers/saving.py and engine/tiers/restoring.py are the two ways, engine/tiers/adopting.py the
-start, engine/tables.py asks for restores and hands over chains, engine/tiers/residency.py tells what is where,
-engine/tiers/stores.py is where bytes are.
+Pure bookkeeping on the loop's thread: no torch, no I/O, no threads of its own; engine/tiers/copying.py does the copies.
+Neighbours: engine/tiers/saving.py and engine/tiers/restoring.py are the two ways, engine/tiers/upkeep.py what outlives
+the engine; engine/tables.py asks for restores and hands over chains.
 """
 
 from __future__ import annotations
@@ -25,16 +24,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from engine.leases.file import LeaseSaving
 from engine.leases.leases import Leases
-from engine.leases.saving import LeaseSaving
-from engine.protocol import BlockEvents
-from engine.tiers.adopting import adopt
-from engine.tiers.aging import Aging
-from engine.tiers.copy_thread import Worker
-from engine.tiers.purging import MOST_PURGES, Purging
+from engine.tiers.copying import CopyThread
 from engine.tiers.restoring import Restoring
 from engine.tiers.saving import Saving
 from engine.tiers.tier import Account, Amount, Chain, PurgeReport, Tier
+from engine.tiers.upkeep import MOST_PURGES, Upkeep, adopt
 
 __all__ = ["Chain", "Tier", "Tiers"]
 
@@ -61,14 +57,14 @@ class Tiers:
         self.lower = self.tiers[1:]
         self.pools = [tier.pool for tier in tiers]
         self._account = Account(self.tiers)
+        self.residency = self._account.residency
         self._saving = Saving(
             self.tiers, self._account, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=at_once
         )
         self._restoring = Restoring(self.tiers, self._account, part_blocks=part_blocks, at_once=at_once)
-        self._aging = {
-            tier: Aging(tier, tier.lasting, self._account) for tier in self.lower if tier.lasting is not None
+        self._upkeep = {
+            tier: Upkeep(tier, tier.lasting, self._account) for tier in self.lower if tier.lasting is not None
         }
-        self._purging = [Purging(tier, tier.lasting, self._account) for tier in self.lower if tier.lasting is not None]
         self._saving.on_used = self._used
         self._leases: Leases | None = None
         self._lease_saving: LeaseSaving | None = None
@@ -80,26 +76,31 @@ class Tiers:
         for tier in self.lower:
             if tier.leases is not None:
                 self._lease_saving = LeaseSaving(tier, tier.leases, leases, self._account)
-                for purging in self._purging:
-                    purging.leases = self._lease_saving
+                for upkeep in self._upkeep.values():
+                    upkeep.leases = self._lease_saving
 
     # -- for the loop -------------------------------------------------------------------------------------------------
 
-    def start(self, make_worker: Callable[[str], Worker], now: float = 0.0) -> None:
+    def start(self, make_worker: Callable[[str], CopyThread], now: float = 0.0) -> None:
         """Gives each lower tier its thread, by name, and looks for what the last run left."""
         self._tell_time(now)
         for tier in self.lower:
             tier.worker = make_worker(f"copy-{tier.name}")
             if tier.scan is not None:
-                adopt(tier, self._account, self._leases)
+                tier.run_steps(adopt(tier, self._account, self._leases))
 
     def close(self) -> None:
         """Ends the threads after what they are doing; leases that have changed are written."""
         for tier in self.lower:
             if tier.worker is not None:
-                saving = None if tier.leases is None else self._lease_saving
-                last = [saving.last() if saving is not None else None, tier.close]
-                tier.worker.close(partial(_each, [call for call in last if call is not None]))
+                tier.worker.close(partial(self._close_store, tier))
+
+    def _close_store(self, tier: Tier) -> None:
+        """On the tier's thread."""
+        if tier.leases is not None and self._lease_saving is not None:
+            self._lease_saving.write_last()
+        if tier.close is not None:
+            tier.close()
 
     @property
     def busy(self) -> bool:
@@ -114,7 +115,11 @@ class Tiers:
     @property
     def saved(self) -> bool:
         """Whether nothing is lost that could be saved, and no purge is left undone, if the engine ends now."""
-        return not self.busy and not self._saving.num_waiting and not any(map(len, self._purging))
+        return (
+            not self.busy
+            and not self._saving.num_waiting
+            and not any(upkeep.num_purges for upkeep in self._upkeep.values())
+        )
 
     @property
     def ready(self) -> bool:
@@ -128,7 +133,7 @@ class Tiers:
     @property
     def next_s(self) -> float | None:
         """When `pump` has something to do, though nothing else happens until then; None when it has not."""
-        times = [aging.next_s for aging in self._aging.values()]
+        times = [upkeep.next_s for upkeep in self._upkeep.values()]
         times += [] if self._lease_saving is None else [self._lease_saving.next_s]
         return min((at_s for at_s in times if at_s is not None), default=None)
 
@@ -140,19 +145,10 @@ class Tiers:
         self._tell_time(now)
         self._restoring.end_overdue(now)
         self._saving.pump(steps_run=steps_run)
-        for aging in self._aging.values():
-            aging.pump()
-        for purging in self._purging:
-            purging.pump()
+        for upkeep in self._upkeep.values():
+            upkeep.pump()
         if self._lease_saving is not None:
             self._lease_saving.pump()
-
-    def take_events(self) -> list[BlockEvents]:
-        """See engine.tiers.residency.Residency.take."""
-        return self._account.residency.take()
-
-    def snapshot(self) -> list[BlockEvents]:
-        return self._account.residency.snapshot()
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Blocks, bytes and counters of each tier; values for JSON."""
@@ -224,7 +220,7 @@ class Tiers:
     @property
     def can_purge(self) -> bool:
         """False while as many purges wait as may."""
-        return all(len(purging) < MOST_PURGES for purging in self._purging)
+        return all(upkeep.num_purges < MOST_PURGES for upkeep in self._upkeep.values())
 
     @property
     def owner(self) -> str | None:
@@ -243,21 +239,16 @@ class Tiers:
             report.tiers[tier.name] = Amount(count, count * tier.block_bytes)
         if not self.ready:
             self._account.purging[prefix] = report
-        if not self._purging:
+        if not self._upkeep:
             done(report)
-        for purging in self._purging:
-            purging.begin(prefix, report, done)
+        for upkeep in self._upkeep.values():
+            upkeep.purge(prefix, report, done)
 
     def _tell_time(self, now: float) -> None:
         self._account.now = now
-        for tier in self._aging:
+        for tier in self._upkeep:
             tier.pool.advance(now)
 
     def _used(self, tier: Tier, slot: int) -> None:
-        if (aging := self._aging.get(tier)) is not None:
-            aging.used(slot)
-
-
-def _each(calls: Sequence[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
+        if (upkeep := self._upkeep.get(tier)) is not None:
+            upkeep.used(slot)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from engine.compute.huge_pages import collapse
+from engine.compute.machine import collapse
 from engine.compute.model import LoadedModel, prepare
 from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings

@@ -144,7 +144,7 @@ class Engine:
     def call(self, command: Callable[[], object]) -> None:
         """Does something on the loop's thread, and waits for it."""
         done = threading.Event()
-        self.loop._mailbox.post(lambda: (command(), done.set()))
+        self.loop._intake.post(lambda: (command(), done.set()))
         assert done.wait(LIMIT_S)
 
     def evict(self) -> None:

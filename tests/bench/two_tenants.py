@@ -20,10 +20,10 @@ from collections import defaultdict
 from unittest import mock
 
 from engine import planner
-from engine.building import load, make_hello, make_loop
 from engine.config import EngineSettings
 from engine.loop import EngineLoop
 from engine.protocol import Sampling, StepFrame, Submit
+from engine.serving import load, make_hello, make_loop
 
 LIMIT_S = 120.0
 CHAT_TOKENS, ANSWER_TOKENS = 18, 8

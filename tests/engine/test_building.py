@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.building import make_loop
 from engine.compute.kv_cache import CacheShape, KVCache
 from engine.config import EngineSettings
 from engine.pool.eviction import LeastRecentlyUsed
 from engine.pool.hit_density import HitDensity
+from engine.serving import make_loop
 from tests.fakes.fake_engine import TOKENIZER, make_hello
 
 

@@ -76,7 +76,7 @@ class Desk:
     def do(self, change: Callable[[], object]) -> None:
         """On the loop's thread, when everything is copied; then waits until that was checked."""
         assert self.loop.wait_idle(LIMIT_S)
-        self.loop._mailbox.post(change)
+        self.loop._intake.post(change)
         checks = self.checks
         self.wait_for(lambda: self.checks > checks)
 
@@ -187,11 +187,11 @@ def test_a_lease_that_cannot_end_does_not_end_an_idle_engine(monkeypatch: pytest
         def end_soon() -> None:
             (lease,) = leases
             lease.expires_s = desk.loop._clock() + 0.2
-            leases._book._ends[:] = [(lease.expires_s, lease.number, lease)]
+            leases._ends[:] = [(lease.expires_s, lease.number, lease)]
 
-        monkeypatch.setattr(leases, "_end", fail)
+        monkeypatch.setattr(leases, "_remove", fail)
         assert desk.loop.wait_idle(LIMIT_S)
-        desk.loop._mailbox.post(end_soon)
+        desk.loop._intake.post(end_soon)
         assert failed.wait(LIMIT_S)
         desk.ask(2, prompt(40, 1))
         assert desk.loop.stats()["errors"] == 1
@@ -212,7 +212,7 @@ def test_a_sequence_that_cannot_be_taken_is_told_so(monkeypatch: pytest.MonkeyPa
 def test_a_loop_whose_last_save_has_just_ended_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The save has a rest while steps run, and holds the blocks that the second sequence needs."""
     monkeypatch.setattr("engine.loop.BLOCKED_CHECK_S", 1e6)
-    monkeypatch.setattr("engine.tiers.stores.time", SimpleNamespace(monotonic=itertools.count(0, 1000).__next__))
+    monkeypatch.setattr("engine.tiers.copying.time", SimpleNamespace(monotonic=itertools.count(0, 1000).__next__))
     with running(num_blocks=10, host=0) as desk:
         loop, both, steps = desk.loop, threading.Event(), itertools.count(1)
 
@@ -220,8 +220,8 @@ def test_a_loop_whose_last_save_has_just_ended_goes_on_at_once(monkeypatch: pyte
             """The third step begins when both sequences are there, and the copy was made that the first one began."""
             assert both.wait(LIMIT_S)
             if next(steps) == 3 and not desk.bench.tiers.tiers[1].counters.saved:
-                with loop._mailbox._changed:
-                    assert loop._mailbox._changed.wait_for(lambda: bool(loop._mailbox._commands), LIMIT_S)
+                with loop._intake._changed:
+                    assert loop._intake._changed.wait_for(lambda: bool(loop._intake._commands), LIMIT_S)
 
         desk.between = wait
         desk.submit(1, prompt(20), max_tokens=4)

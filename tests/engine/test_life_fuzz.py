@@ -19,12 +19,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.leases.tree import Lease, take_fingerprint
-from engine.plan import MIN_TAIL_TOKENS
+from engine.leases.pins import Lease, take_fingerprint
+from engine.planner import MIN_TAIL_TOKENS
 from engine.pool.eviction import LeastRecentlyUsed
 from engine.pool.hit_density import HitDensity
 from engine.protocol import DIGEST_BYTES, HASHES, Lane, SequenceUpdate, split_digests
-from engine.tiers.disk_scan import TEMPORARY_AGE_S
+from engine.tiers.disk_store import TEMPORARY_AGE_S
 from engine.tiers.tier import PAUSE_S
 from tests.fakes.life_bench import Folder, Killed, LifeBench, Whim, start
 from tests.fakes.oracle_runner import Prefixes, choose_answer
@@ -597,11 +597,11 @@ def run_many(seeds: range, path: Path, *, exact: bool = True, commands: int = CO
 
 @pytest.fixture(autouse=True)
 def small_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tiers.adopting.ADOPT_AT_ONCE", 3)
-    monkeypatch.setattr("engine.tiers.adopting.RELEASE_AT_ONCE", 3)
+    monkeypatch.setattr("engine.tiers.upkeep.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.tiers.upkeep.RELEASE_AT_ONCE", 3)
     monkeypatch.setattr("engine.tiers.saving.CHAINS_AT_ONCE", 2)
     # Each look at the clock finds it a little later: a copy takes no other time than what happens meanwhile.
-    monkeypatch.setattr("engine.tiers.stores.time", SimpleNamespace(monotonic=itertools.count(0, 1 / 128).__next__))
+    monkeypatch.setattr("engine.tiers.copying.time", SimpleNamespace(monotonic=itertools.count(0, 1 / 128).__next__))
 
 
 def weaken(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from engine.loop import EngineLoop
 from engine.protocol import BlockEvents, Sampling, SequenceUpdate, StepFrame, Submit, split_digests
-from engine.tiers.stores import BlockKey
+from engine.tiers.copying import BlockKey
 from tests.fakes.scheduler_bench import digests_of, expected, pack, prompt
 from tests.fakes.tier_bench import FakeDisk, make
 
@@ -161,7 +161,7 @@ def test_a_drain_waits_for_what_is_still_to_be_saved() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_loop_that_is_stopped_does_not_wait_for_a_hung_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tiers.copy_thread.CLOSE_LIMIT_S", 0.05)
+    monkeypatch.setattr("engine.tiers.copying.CLOSE_LIMIT_S", 0.05)
     desk = Desk()
     desk.loop.start()
     assert desk.loop.wait_restored(LIMIT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.rate import Rate
+from engine.loop import Rate
 
 
 def test_a_rate_weighs_long_steps_more_and_forgets() -> None:

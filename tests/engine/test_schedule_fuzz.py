@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.leases.tree import Lease, take_fingerprint
+from engine.leases.pins import Lease, take_fingerprint
 from engine.pool.hit_density import HitDensity
 from engine.protocol import DIGEST_BYTES, HASHES, split_digests
 from tests.fakes.oracle_runner import choose_answer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.plan import MIN_TAIL_TOKENS, choose_cut
+from engine.planner import MIN_TAIL_TOKENS, choose_cut
 from engine.protocol import DIGEST_BYTES, Sampling, Submit
 from engine.sequence import ROW_FAILED, Status
 from tests.fakes.oracle_runner import choose_token

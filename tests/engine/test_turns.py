@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from engine import planner
-from engine.plan import MIN_TAIL_TOKENS
+from engine.planner import MIN_TAIL_TOKENS
 from tests.fakes.scheduler_bench import Bench, expected, make, prompt
 
 

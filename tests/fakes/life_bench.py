@@ -22,10 +22,9 @@ from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed
 from engine.protocol import TOKEN_BYTES, Namespace, chain_digests
 from engine.scheduler import Scheduler
 from engine.sequence import StepGivenUp
-from engine.tiers.disk_scan import Scan
-from engine.tiers.disk_store import DiskStore
-from engine.tiers.host_store import HostStore
-from engine.tiers.stores import BlockKey, Payload, Store
+from engine.tiers.copying import BlockKey, Payload, Store
+from engine.tiers.disk_store import DiskStore, Scan
+from engine.tiers.storage import HostStore
 from engine.tiers.tier import Lasting
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import GARBAGE, OracleRunner, Prefixes
@@ -234,9 +233,6 @@ class LifeBench(TieredBench):
     def kill(self, folder: Folder) -> None:
         """The system closes its files; nothing else happens."""
         folder.wall += self.now
-        leases = self.tiers.lower[-1].leases
-        assert leases is not None
-        leases.close()
         self.disk.store.close()
 
     # -- what must hold -----------------------------------------------------------------------------------------------

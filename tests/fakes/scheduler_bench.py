@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import EngineSettings
-from engine.plan import is_prefill
+from engine.planner import is_prefill
 from engine.pool.blocks import BlockPool
 from engine.pool.eviction import EvictionPolicy
 from engine.protocol import Breakpoint, Group, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
@@ -108,7 +108,7 @@ class Bench:
             assert limit, "the scheduler makes no progress"
         assert (self.pool.num_live, len(self.scheduler.tables), self.scheduler.num_waiting) == (0, 0, 0)
         assert not len(self.scheduler.claims)
-        assert not len(self.scheduler.forks)
+        assert not self.scheduler.num_groups
 
     def answer(self, seq: int, owner: str = "g") -> list[int]:
         return [token for update in self.of(seq, owner) for token in update.tokens]

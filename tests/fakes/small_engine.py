@@ -32,7 +32,7 @@ from engine.protocol import (
 )
 from engine.scheduler import Scheduler
 from engine.sequence import Step
-from engine.server import EngineServer, Loop, OnBlocks, OnFrames
+from engine.server import EngineServer, OnBlocks, OnFrames
 from tests.fakes.fake_engine import TOKENIZER, make_hello
 from tests.fakes.oracle_runner import OracleRunner
 from tests.fakes.tuned import tuned
@@ -126,7 +126,10 @@ def make_submit(
 
 @asynccontextmanager
 async def small_engine(
-    listen: str = "127.0.0.1:0", num_blocks: int = 200, wrap: Callable[[Loop], Loop] | None = None, **changes: Any
+    listen: str = "127.0.0.1:0",
+    num_blocks: int = 200,
+    wrap: Callable[[EngineLoop], EngineLoop] | None = None,
+    **changes: Any,
 ) -> AsyncIterator[SmallEngine]:
     """Runs one until the block is left. `changes` are those of EngineSettings."""
     settings = tuned(EngineSettings, **{"block_size": BLOCK, "step_tokens": 256, **changes})
@@ -135,7 +138,7 @@ async def small_engine(
     runner = HeldRunner(pool, VOCAB, settings.step_tokens)
     loops: list[EngineLoop] = []
 
-    def make_loop(on_frames: OnFrames, on_blocks: OnBlocks) -> Loop:
+    def make_loop(on_frames: OnFrames, on_blocks: OnBlocks) -> EngineLoop:
         scheduler = Scheduler(pool, hello.namespace, settings, context_tokens=2048, vocab_size=VOCAB, eos_ids=())
         loops.append(EngineLoop(scheduler, runner, on_frames=on_frames, on_blocks=on_blocks, idle_check_s=0.01))
         return wrap(loops[0]) if wrap else loops[0]

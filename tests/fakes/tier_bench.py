@@ -18,8 +18,8 @@ from engine.pool.blocks import BlockPool
 from engine.protocol import split_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Step
-from engine.tiers.disk_scan import Scan
-from engine.tiers.stores import BlockKey
+from engine.tiers.copying import BlockKey
+from engine.tiers.disk_store import Scan
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import OracleRunner, Prefixes
 from tests.fakes.scheduler_bench import NAMESPACE, SIZE, VOCAB, Bench
@@ -183,7 +183,7 @@ class TieredBench(Bench):
 
     def listen(self) -> None:
         """Applies events as a gateway does, and compares what it believes with what is there."""
-        for events in self.tiers.take_events():
+        for events in self.tiers.residency.take():
             for digest in split_digests(events.removed):
                 del self.told[digest]
             for digest in split_digests(events.stored):
@@ -239,12 +239,6 @@ class TierBench(TieredBench):
                 prefixes[block] = prefix
                 if tier.name != "disk" or digest not in self.disk.torn:
                     assert self._contents(tier, block, digest) == tuple(expected), f"{tier.name} {block}"
-
-    def kill(self) -> None:
-        """The system closes its files; nothing else happens."""
-        for tier in self.tiers.lower:
-            if tier.leases is not None:
-                tier.leases.close()
 
     def _contents(self, tier: Tier, block: int, digest: bytes) -> Any:
         if tier.name == "device":

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from engine.compute.attention import StepAttention
-from engine.compute.attention_interface import UnsupportedAttentionError, paged_attention
+from engine.compute.attention import StepAttention, UnsupportedAttentionError, paged_attention
 from engine.compute.batch import make_batch
 from engine.compute.capped import MAX_CAP
+from engine.compute.flash_plan import TILE_ROWS, MaskTemplates
 from engine.compute.kv_cache import CacheShape, KVCache, count_blocks
-from engine.compute.masks import TILE_ROWS, MaskTemplates
 from engine.protocol import Sampling
 from engine.sequence import Sequence, Step, Work
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.compute import huge_pages
+from engine.compute import machine
 
 SMAPS = """\
 7f0000000000-7f0001000000 rw-p 00000000 00:00 0
@@ -25,25 +25,25 @@ Rss:                 100 kB
 
 
 def test_private_writable_memory_of_no_file_is_found() -> None:
-    assert list(huge_pages._anonymous(SMAPS)) == [
+    assert list(machine._anonymous(SMAPS)) == [
         (0x7F0000000000, 0x7F0001000000, 16384 << 10),
         (0x55D000000000, 0x55D001000000, 100 << 10),
     ]
 
 
 def test_without_proc_nothing_happens(tmp_path: Path) -> None:
-    assert huge_pages.collapse(tmp_path / "smaps") == 0
+    assert machine.collapse(tmp_path / "smaps") == 0
 
 
 def test_when_the_time_is_up_the_rest_stays(tmp_path: Path) -> None:
     (tmp_path / "smaps").write_text(SMAPS)
-    assert huge_pages.collapse(tmp_path / "smaps", time_s=0) == 0
+    assert machine.collapse(tmp_path / "smaps", time_s=0) == 0
 
 
 def _smaps_of(address: int, tmp_path: Path) -> Path:
     """The entry of the mapping that holds an address, alone: the test process's other memory stays as it is."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
-    heads = [i for i, line in enumerate(lines) if huge_pages._MAPPING.match(line)]
+    heads = [i for i, line in enumerate(lines) if machine._MAPPING.match(line)]
     for head, following in zip(heads, [*heads[1:], len(lines)], strict=True):
         first, last = (int(part, 16) for part in lines[head].split()[0].split("-"))
         if first <= address < last:
@@ -64,7 +64,7 @@ def test_filled_memory_is_moved_and_keeps_its_bytes(tmp_path: Path, is_filled: b
     numbers = np.frombuffer(memory, np.uint8)
     numbers[: size if is_filled else size // 2] = 7
     address = numbers.ctypes.data
-    moved = huge_pages.collapse(_smaps_of(address, tmp_path))
+    moved = machine.collapse(_smaps_of(address, tmp_path))
     lies = _huge_bytes(_smaps_of(address, tmp_path))
     assert (numbers[: size // 2] == 7).all()
     if not is_filled:
@@ -73,4 +73,4 @@ def test_filled_memory_is_moved_and_keeps_its_bytes(tmp_path: Path, is_filled: b
     elif moved == 0:
         pytest.skip(f"the kernel ({os.uname().release}) makes no large pages on request")
     else:
-        assert lies >= moved - huge_pages.HUGE_BYTES > size // 2
+        assert lies >= moved - machine.HUGE_BYTES > size // 2

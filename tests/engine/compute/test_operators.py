@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from engine.compute import flash, linear, model, operators
+from engine.compute import flash, linear, model
 from engine.compute.linear import PackedWeight, can_pack, is_quick
 from engine.compute.model_files import ModelError
 
@@ -15,7 +15,7 @@ from engine.compute.model_files import ModelError
 @pytest.fixture
 def torch_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator is looked for under a name that no torch has."""
-    real = operators.find_operator
+    real = linear.find_operator
 
     def find(name: str, overload: str = "default") -> object | None:
         return real(f"{name}_that_is_gone", overload)
@@ -44,7 +44,7 @@ def test_without_them_layers_stay_as_they_are_and_the_log_names_what_is_missing(
 
 def test_all_of_them_are_in_the_torch_that_is_tested() -> None:
     for name in ("mkldnn::_reorder_linear_weight", "mkldnn::_linear_pointwise", *linear._QUICK.values()):
-        assert operators.find_operator(name) is not None
+        assert linear.find_operator(name) is not None
     assert flash._FLASH_CPU is not flash._plain
     assert PackedWeight(torch.ones(16, 16), None).out_features == 16
 

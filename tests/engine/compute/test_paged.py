@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.compute import native
+from engine.compute import paged
 from engine.compute.attention import StepAttention
 from engine.compute.batch import Batch, Span
+from engine.compute.flash_plan import MaskTemplates
 from engine.compute.kv_cache import CacheShape, KVCache
-from engine.compute.masks import MaskTemplates
 from engine.compute.paged import PagedAttention, can_attend, find_common
 
 CPU = torch.device("cpu")
@@ -161,10 +161,10 @@ def test_a_prefix_ends_before_the_first_row_of_every_member() -> None:
 
 
 def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "default_folder", lambda: tmp_path)
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    monkeypatch.setattr(native, "_has_instructions", lambda: True)
-    native.load_attend.cache_clear()
+    monkeypatch.setattr(paged, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(paged.shutil, "which", lambda name: None)
+    monkeypatch.setattr(paged, "_has_instructions", lambda: True)
+    paged.load_attend.cache_clear()
     try:
         cache = make_cache()
         assert not can_attend(cache)
@@ -175,7 +175,7 @@ def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch, tmp_p
         got = StepAttention(cache, MaskTemplates(torch.bfloat16, CPU), batch).attend(0, query)
         torch.testing.assert_close(got.double(), textbook(cache, SHARING, query), atol=0.05, rtol=0.05)
     finally:
-        native.load_attend.cache_clear()
+        paged.load_attend.cache_clear()
 
 
 @needs_library
@@ -183,18 +183,18 @@ def test_the_library_is_compiled_once_and_only_when_the_source_is_new(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("native") / "deep"
-    made = native._compiled(folder)
+    made = paged._compiled(folder)
     assert [path.name for path in folder.iterdir()] == [made.name]
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    assert native._compiled(folder) == made
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DX"))
+    monkeypatch.setattr(paged.shutil, "which", lambda name: None)
+    assert paged._compiled(folder) == made
+    monkeypatch.setattr(paged, "FLAGS", (*paged.FLAGS, "-DX"))
     with pytest.raises(OSError, match="no C compiler"):
-        native._compiled(folder)
+        paged._compiled(folder)
 
 
 @needs_library
 def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setattr(paged, "FLAGS", ("--no-such-flag",))
     with pytest.raises(OSError, match="failed"):
-        native._compiled(tmp_path)
+        paged._compiled(tmp_path)
     assert not list(tmp_path.iterdir())

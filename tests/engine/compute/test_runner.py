@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.compute.paged import can_attend
 from engine.compute.runner import ModelRunner
 from engine.config import ConfigError, EngineSettings
-from engine.plan import MIN_TAIL_TOKENS
+from engine.planner import MIN_TAIL_TOKENS
 from engine.sequence import NOT_FINITE, Copy, Step, StepGivenUp, Work
 from tests.fakes.tiny_models import (
     KINDS,

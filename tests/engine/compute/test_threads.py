@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.compute.threads import choose_threads, quota_cores, usable_cores
+from engine.compute.machine import choose_threads, quota_cores, usable_cores
 
 
 @pytest.mark.parametrize(

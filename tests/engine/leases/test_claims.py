@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.refusals import MAX_BREAKPOINTS
+from engine.scheduler import MAX_BREAKPOINTS
 from tests.fakes.scheduler_bench import SIZE, Bench, digests_of, expected, make, prompt
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine.leases.saving import WRITE_INTERVAL_S
+from engine.leases.file import WRITE_INTERVAL_S
 from engine.protocol import split_digests
 from engine.tiers.tier import PAUSE_S
 from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
@@ -16,7 +15,7 @@ from tests.fakes.tier_bench import FakeDisk, TierBench, make
 
 
 class Lives:
-    """Engines one after the other, or at the same time, over one folder."""
+    """Engines one after the other over one folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path / "namespace"
@@ -51,15 +50,11 @@ class Lives:
 
     def kill(self, bench: TierBench) -> None:
         self.wall += bench.now  # more than passed
-        bench.kill()
 
 
 @pytest.fixture
-def lives(tmp_path: Path) -> Iterator[Lives]:
-    lives = Lives(tmp_path)
-    yield lives
-    for bench in lives.benches:
-        bench.kill()
+def lives(tmp_path: Path) -> Lives:
+    return Lives(tmp_path)
 
 
 def flood(bench: TierBench) -> None:
@@ -105,14 +100,12 @@ def test_a_lease_ends_when_it_would_have_ended_and_a_use_renews_it(lives: Lives)
     lease(first, 12, 0, ttl_s=100.0)
     lease(first, 12, 1, ttl_s=100.0)
     lives.pass_time(first, 60.0)
-    first.kill()
     lives.wall += 10.0
     second = lives.start(at=7777.0)
     assert second.ask(5, prompt(12, 1) + [1] * 8) == 12
     assert second.scheduler.leases.counters.renewed == 1
     lives.pass_time(second, 40.0)
     assert (kept(second), second.scheduler.leases.counters.expired) == ([(12, 1)], 1)
-    second.kill()
     third = lives.start(at=0.0)
     (one,) = third.scheduler.leases
     assert 59.0 < one.expires_s < 61.0, "the renewal was written"
@@ -121,7 +114,6 @@ def test_a_lease_ends_when_it_would_have_ended_and_a_use_renews_it(lives: Lives)
 def test_what_is_over_at_the_start_is_forgotten(lives: Lives) -> None:
     first = lives.start()
     lease(first, 12, ttl_s=50.0)
-    first.kill()
     lives.wall += 51.0
     second = lives.start()
     assert len(second.scheduler.leases) == 0
@@ -132,7 +124,6 @@ def test_a_prefix_shorter_than_a_block_is_promised_too(lives: Lives) -> None:
     first = lives.start()
     lease(first, 3)
     lives.pass_time(first, WRITE_INTERVAL_S)
-    first.kill()
     second = lives.start()
     second.ask(5, prompt(3) + [1] * 8)
     assert second.of(5)[0].lease_read_tokens == 3
@@ -143,7 +134,6 @@ def test_of_two_prefixes_that_end_in_one_block_both_are_kept_to_the_token(lives:
     lease(first, 9)
     first.ask(2, prompt(10), breakpoints=((10, 1000.0),), tenant="u", max_tokens=1)
     lives.pass_time(first, WRITE_INTERVAL_S)
-    first.kill()
     second = lives.start()
     assert kept(second) == [(9, 1), (10, 1)]
     second.ask(5, [*prompt(9), 49, 48])
@@ -155,7 +145,6 @@ def test_a_lease_whose_blocks_are_gone_or_not_its_own_is_lost_and_the_start_goes
     for kind in range(3):
         lease(first, 12, kind)
     lives.pass_time(first, WRITE_INTERVAL_S)
-    first.kill()
     del lives.files.files[split_digests(digests_of(prompt(12, 0)))[1]]
     second = lives.start()
     assert (len(kept(second)), second.scheduler.leases.counters.lost) == (2, 1)
@@ -167,7 +156,6 @@ def test_what_exceeds_the_budgets_of_the_new_engine_degrades_the_least_valuable_
     for kind in range(4):
         lease(first, 12, kind, ttl_s=1000.0, tenant="tu"[kind % 2])
         lives.pass_time(first, 50.0)
-    first.kill()
     second = lives.start(disk=24, lease_share=0.3, lease_tenant_share=0.15)  # 7 blocks, of one tenant 3
     assert second.scheduler.leases.num_blocks(1) == 6
     state = {one.digest: one.state for one in second.scheduler.leases}
@@ -183,7 +171,6 @@ def test_no_more_leases_are_entered_than_the_new_engine_remembers(lives: Lives) 
     for kind in range(4):
         lease(first, 12, kind)
         lives.pass_time(first, 50.0)
-    first.kill()
     second = lives.start(max_leases=2, lease_share=1.0, lease_tenant_share=1.0)
     last = {split_digests(digests_of(prompt(12, kind)))[-1] for kind in (2, 3)}
     assert {one.digest for one in second.scheduler.leases} == last
@@ -193,21 +180,21 @@ def test_no_more_leases_are_entered_than_the_new_engine_remembers(lives: Lives) 
 def test_nothing_is_evicted_or_written_before_the_leases_are_kept_again(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.tiers.adopting.ADOPT_AT_ONCE", 3)
-    monkeypatch.setattr("engine.tiers.adopting.LEASES_AT_ONCE", 1)
+    monkeypatch.setattr("engine.tiers.upkeep.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.tiers.upkeep.LEASES_AT_ONCE", 1)
     first = lives.start(disk=12, lease_share=1.0, lease_tenant_share=1.0)
     for kind in range(4):
         lease(first, 12, kind)
     lives.pass_time(first, WRITE_INTERVAL_S)
-    first.kill()
-    (left,) = lives.path.iterdir()
+    (path,) = lives.path.iterdir()
+    left = path.read_bytes()
 
     second = lives.start(settle=False, disk=12, lease_share=1.0, lease_tenant_share=1.0)
     worker, turns = second.workers["copy-disk"], 0
     second.submit(1, prompt(20, 30), breakpoints=((20, 100.0),), max_tokens=1)
     while not second.tiers.ready:
         second.step()
-        assert list(lives.path.iterdir()) == [left]
+        assert path.read_bytes() == left
         assert second.tiers.pools[1].evictions == 0
         assert worker.work()
         assert worker.deliver()
@@ -216,14 +203,13 @@ def test_nothing_is_evicted_or_written_before_the_leases_are_kept_again(
     second.finish()
     assert len([one for one in kept(second) if one == (12, 1)]) >= 3
     lives.pass_time(second, WRITE_INTERVAL_S)
-    assert left not in lives.path.iterdir()
+    assert path.read_bytes() != left
 
 
 def test_a_lease_that_is_asked_for_again_while_the_start_goes_on_is_one(lives: Lives) -> None:
     first = lives.start()
     lease(first, 12, ttl_s=500.0)
     lives.pass_time(first, WRITE_INTERVAL_S)
-    first.kill()
     second = lives.start(settle=False)
     second.submit(1, prompt(12), breakpoints=((12, 50.0),), tenant="t", max_tokens=1)
     for _ in range(3):
@@ -234,26 +220,6 @@ def test_a_lease_that_is_asked_for_again_while_the_start_goes_on_is_one(lives: L
     assert (one.state, one.tier) == ("kept", 1)
     assert one.expires_s > second.now + 400.0
     assert second.scheduler.leases.check_invariants() == []
-
-
-def test_what_a_killed_engine_promised_is_kept_by_two_that_share_its_folder(lives: Lives) -> None:
-    one, two = lives.start(), lives.start()
-    lease(one, 12, 0)
-    lease(two, 12, 1)
-    for bench in (one, two):
-        bench.now += WRITE_INTERVAL_S
-        bench.tiers.pump(bench.now)
-        bench.settle()
-    assert len(list(lives.path.iterdir())) == 2
-    one.kill()
-    again = lives.start()
-    assert len(kept(again)) == 2, "its own, and what the other one needs"
-    again.tiers.pump(again.now)
-    again.settle()
-    assert len(list(lives.path.iterdir())) == 2, "the dead one's file is gone, the living one's is not"
-    two.kill()
-    both = lives.start()
-    assert len(kept(both)) == 2
 
 
 def test_changes_are_written_together_and_not_too_often(lives: Lives) -> None:

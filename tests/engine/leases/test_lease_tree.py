@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.leases.tree import Ranking
+from engine.leases.pins import Ranking
 
 
 class Wares:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.leases.leases import MAX_TENANTS_SHOWN, Leases
-from engine.leases.tree import Lease
+from engine.leases.pins import Lease
 from engine.pool.blocks import BlockPool
 from engine.protocol import Namespace, split_digests
 from tests.fakes.scheduler_bench import SIZE, digests_of, pack

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.pool.lifetimes import Lifetimes
-from engine.pool.reuse_rates import AGES_S, NUM_AGES, PARENT_WEIGHT, UNSEEN_HAZARD, ReuseRates, age_bin
+from engine.pool.reuse_rates import AGES_S, NUM_AGES, PARENT_WEIGHT, UNSEEN_HAZARD, Lifetimes, ReuseRates, age_bin
 
 TREE = [2, 2, 3, -1]  # two classes, their parent, the root
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from engine.protocol import Grammar, Sampling
-from engine.sampling import constrain
-from engine.sampling.constrain import Masks, StepMasks
-from engine.sampling.grammar_worker import LEAST_PENALTY, GrammarWorker
+from engine.sampling import grammar_worker
+from engine.sampling.grammar_worker import LEAST_PENALTY, GrammarWorker, Masks, StepMasks
 from engine.sequence import MASK_LATE, NO_TOKEN, Sequence
 from tests.fakes.grammars import LIMIT_S, VOCABULARY, GrammarDesk
 
@@ -36,7 +35,7 @@ def plain(masks: Masks) -> dict[int, list[int] | int]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constrain, "WAIT_S", LIMIT_S)
+    monkeypatch.setattr(grammar_worker, "WAIT_S", LIMIT_S)
 
 
 @pytest.mark.usefixtures("patient")
@@ -79,7 +78,7 @@ def test_a_late_mask_keeps_its_sequence_out_of_the_step_and_no_other(
     assert worker is not None
     with monkeypatch.context() as patch:
         hold(patch, worker)
-        patch.setattr(constrain, "WAIT_S", 0.0)
+        patch.setattr(grammar_worker, "WAIT_S", 0.0)
         step.begin([late, other])
         masks = plain(step.take())
         assert masks[0] == MASK_LATE
@@ -88,7 +87,7 @@ def test_a_late_mask_keeps_its_sequence_out_of_the_step_and_no_other(
         # Nothing waits for it again before its mask is here.
         assert not late.can_sample
         assert other.can_sample
-        patch.setattr(constrain, "WAIT_S", LIMIT_S)
+        patch.setattr(grammar_worker, "WAIT_S", LIMIT_S)
         began_s = time.monotonic()
         step.begin([late])
         assert plain(step.take()) == {0: MASK_LATE}

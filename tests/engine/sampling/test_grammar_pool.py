@@ -17,8 +17,7 @@ import pytest
 
 from engine.protocol import Grammar, Sampling
 from engine.sampling import grammar_jobs, grammar_pool
-from engine.sampling.constrain import StepMasks
-from engine.sampling.grammar_worker import Matcher
+from engine.sampling.grammar_worker import Matcher, StepMasks
 from engine.sequence import NO_TOKEN, Sequence
 from tests.fakes.grammars import LIMIT_S, VOCABULARY, Asked, GrammarDesk
 

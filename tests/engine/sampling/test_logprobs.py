@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol import Sampling
-from engine.sampling.logprobs import LEAST, find_logprobs
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import LEAST, Sampler, find_logprobs
 from engine.sequence import NOT_FINITE, ROW_FAILED
 from tests.engine.sampling.test_sampler import VOCABULARY, make_sequence
 from tests.fakes.model_bench import make_model_bench

@@ -13,16 +13,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from tokenizers import Tokenizer
 
-from engine.building import make_hello, make_loop
 from engine.compute.model import LoadedModel, load_model
 from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
 from engine.loop import EngineLoop
 from engine.protocol import BlockEvents, Breakpoint, Grammar, Group, Sampling, SequenceUpdate, StepFrame, Submit
-from engine.sampling.constrain import StepMasks
 from engine.sampling.grammar_pool import GrammarPool
-from engine.sampling.grammar_worker import GrammarWorker, Matcher
+from engine.sampling.grammar_worker import GrammarWorker, Matcher, StepMasks
 from engine.sequence import MASK_LATE, NO_TOKEN, Step
+from engine.serving import make_hello, make_loop
 from tests.fakes.schemas import HARD, REFUSED, closed, schemas, validate
 from tests.fakes.tuned import tuned
 
@@ -282,7 +281,7 @@ class HeldGrammars:
     def __init__(self, desk: Desk, max_waiting: int) -> None:
         pool = desk.loop._intake._grammars
         assert pool is not None
-        self._pool, self._mailbox = pool, desk.loop._mailbox
+        self._pool, self._mailbox = pool, desk.loop._intake
         self._compile_next = pool._compile_next
         pool._jobs._max_waiting = max_waiting
         pool._compile_next = lambda: None  # type: ignore[method-assign]

@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.protocol import Grammar, TokenizerFiles
-from engine.sampling.grammar import GrammarError, Grammars
-from engine.sampling.unspoken import by_id, rename_specials
+from engine.sampling.grammar import GrammarError, Grammars, by_id, rename_specials
 from tests.fakes import tokenisers, tool_templates
 from tests.fakes.grammars import fill_mask
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiers.aging import AGED_AT_ONCE, NOTES
+from engine.tiers.upkeep import AGED_AT_ONCE, NOTES
 from tests.fakes.disk_engine import AGE_S, Engine, make_older
 from tests.fakes.scheduler_bench import SIZE
 

@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.leases.tree import Lease
+from engine.leases.pins import Lease
 from engine.protocol import Namespace, chain_digests, split_digests
 from engine.tiers.block_file import PAGE_BYTES
-from engine.tiers.disk_scan import Scan
-from engine.tiers.disk_store import DiskStore
-from engine.tiers.stores import BlockKey, Payload
+from engine.tiers.copying import BlockKey, Payload
+from engine.tiers.disk_store import DiskStore, Scan
 
 SIZE = 4
 BLOCK_BYTES = 200
@@ -315,7 +314,6 @@ def test_leases_of_another_namespace_go_with_its_blocks(tmp_path: Path) -> None:
     lease = Lease("t", "", keys[1].digest, b"", bytes(32), tokens=8, depth=2, ttl_s=9e9, expires_s=9e9, number=1)
     leases = store.lease_file()
     leases.write([lease])
-    leases.close()
     assert len(files(tmp_path)) == 3
     scan(make(tmp_path))
     assert len(files(tmp_path)) == 3, "it is not too old yet"

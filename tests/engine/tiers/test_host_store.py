@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.compute.kv_cache import CacheShape, KVCache
-from engine.tiers.host_store import CacheStore, HostStore
-from engine.tiers.stores import BlockKey, Copied, Payload, copy_blocks
+from engine.tiers.copying import BlockKey, Copied, Payload, copy_blocks
+from engine.tiers.storage import CacheStore, HostStore
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 9

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.leases.saving import WRITE_INTERVAL_S
+from engine.leases.file import WRITE_INTERVAL_S
 from engine.protocol import split_digests
 from tests.fakes.life_bench import Folder, LifeBench, start
 from tests.fakes.oracle_runner import Prefixes

@@ -20,7 +20,7 @@ from engine.pool.blocks import BlockPool
 from engine.protocol import Sampling, StepFrame, Submit
 from engine.scheduler import Scheduler
 from engine.tiers import storage
-from engine.tiers.copy_thread import CopyThread
+from engine.tiers.copying import CopyThread
 from engine.tiers.storage import build_tiers
 from tests.fakes.tiny_models import CONTEXT, VOCABULARY, make_loaded, make_module, random_ids
 from tests.fakes.tuned import tuned
@@ -190,10 +190,10 @@ def test_a_copy_thread_does_jobs_in_order_and_leaves_out_what_is_left_when_it_is
         thread.run(lambda number=number: job(number), lambda result: result)  # type: ignore[misc]
     assert inside.wait(LIMIT_S)
     with monkeypatch.context() as patch:
-        patch.setattr("engine.tiers.copy_thread.CLOSE_LIMIT_S", 0.0)
-        thread.close()
+        patch.setattr("engine.tiers.copying.CLOSE_LIMIT_S", 0.0)
+        thread.close(lambda: None)
     go.set()
-    thread.close()
+    thread.close(lambda: None)
     assert posted == [0]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine.planner import COPY_WAIT_S
 from engine.protocol import DIGEST_BYTES, split_digests
-from engine.tiers.stores import BlockKey
+from engine.tiers.copying import BlockKey
 from engine.tiers.tier import COPY_LIMIT_S, PAUSE_S
 from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
 from tests.fakes.tier_bench import TierBench, make
@@ -74,8 +74,8 @@ def test_after_a_restart_the_first_request_is_warm() -> None:
 def test_a_block_that_turns_out_to_be_torn_while_the_rest_is_still_adopted_takes_its_descendants_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.tiers.adopting.ADOPT_AT_ONCE", 3)
-    monkeypatch.setattr("engine.tiers.adopting.RELEASE_AT_ONCE", 3)
+    monkeypatch.setattr("engine.tiers.upkeep.ADOPT_AT_ONCE", 3)
+    monkeypatch.setattr("engine.tiers.upkeep.RELEASE_AT_ONCE", 3)
     first = make()
     first.ask(1, prompt(40), max_tokens=1)
     bench = make(files=first.disk, prefixes=first.runner.prefixes)
@@ -389,7 +389,8 @@ def test_few_blocks_at_a_time_are_saved_and_all_in_the_end() -> None:
 
 def test_while_steps_run_saving_takes_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("engine.tiers.stores.time.monotonic", lambda: next(ticks) * 0.001)  # a copy takes a millisecond
+    # A copy takes a millisecond.
+    monkeypatch.setattr("engine.tiers.copying.time.monotonic", lambda: next(ticks) * 0.001)
     bench = make(part_blocks=2)
     (worker,) = bench.workers.values()
     bench.submit(1, prompt(40), max_tokens=1)
@@ -506,7 +507,7 @@ def test_what_ceased_to_be_trusted_while_it_was_copied_is_not_saved() -> None:
 
 def test_what_ceases_to_be_trusted_while_saving_has_a_rest_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("engine.tiers.stores.time.monotonic", lambda: next(ticks) * 0.001)
+    monkeypatch.setattr("engine.tiers.copying.time.monotonic", lambda: next(ticks) * 0.001)
     bench = make(part_blocks=2)
     (worker,) = bench.workers.values()
     bench.submit(1, prompt(40), max_tokens=3)
@@ -629,7 +630,7 @@ def test_the_index_is_told_the_fastest_tier_and_hears_when_a_block_is_in_none() 
         bench.listen()
     assert not bench.told.keys() & set(digests[5:])
     copy: dict[bytes, str] = {}
-    for events in bench.tiers.snapshot():
+    for events in bench.tiers.residency.snapshot():
         copy |= dict.fromkeys(split_digests(events.stored), events.tier)
     assert copy == bench.told
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.leases.tree import take_fingerprint
+from engine.leases.pins import take_fingerprint
 from engine.protocol import DIGEST_BYTES, HASHES, split_digests
 from engine.tiers.tier import PAUSE_S
 from tests.fakes.oracle_runner import choose_answer

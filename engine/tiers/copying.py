@@ -1,22 +1,32 @@
-"""What a tier needs of the place where its blocks' bytes are, and the copy from one such place to another.
+"""Copies blocks from one store to another, on a thread of each tier: the loop never waits for memory or a disk.
 
-A store knows slots, identities and bytes; which slot holds what, and whether it may be read or written now, is decided
-by engine/tiers/tiers.py. Every call here is made on a copy thread (engine/tiers/copy_thread.py) and may take long. The
-stores are engine/tiers/host_store.py (where the model runs, and host memory) and engine/tiers/disk_store.py.
+A store has the bytes of a tier's blocks: where the model runs and host memory (engine/tiers/storage.py), or a folder
+(engine/tiers/disk_store.py). Which slot holds what, and whether it may be read or written now, is decided by
+engine/tiers/tiers.py on the loop's thread; every call of a store is made on a copy thread and may take long.
 """
 
 from __future__ import annotations
 
+import logging
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
+log = logging.getLogger(__name__)
+
+CLOSE_LIMIT_S = 5.0
+"""A disk may hang, and the process is to end."""
+
 Payload = npt.NDArray[Any]
 """(num_blocks, block_bytes) uint8; each row one block as (num_layers, block_size, 2, num_kv_heads, head_dim)."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,64 +57,6 @@ class Store(Protocol):
         ...
 
 
-class Part(NamedTuple):
-    """Some of the files of a folder that engines share, few enough for one job of a copy thread."""
-
-    folder: str  # of one engine's blocks
-    name: str  # of a folder in it; empty for its leases
-
-
-class Swept(NamedTuple):
-    """What became of some files.
-
-    left   files that could not be read or deleted
-    owner  who has the folder and lives, so that nothing was touched; None when nobody does
-    """
-
-    files: int = 0  # deleted
-    num_bytes: int = 0
-    left: int = 0
-    owner: str | None = None
-
-
-class FolderStore(Protocol):
-    """A store whose blocks outlive the engine, in a folder that it shares with others. Calls never fail."""
-
-    def note_use(self, digest: bytes) -> None:
-        """The block, and what it hangs from, was used without being read."""
-        ...
-
-    def find_parts(self) -> list[Part]:
-        """All files but this engine's, of this model and of others, also those of engines that live."""
-        ...
-
-    def expire(self, part: Part, max_age_s: float) -> int:
-        """Deletes those that were not used for so long. How many there were; none of an engine that lives."""
-        ...
-
-    @property
-    def owner(self) -> str:
-        """A name that nobody else's folder has."""
-        ...
-
-    def find_own_parts(self) -> list[Part]:
-        """The files of this engine, without its leases."""
-        ...
-
-    def find_salted(self, part: Part, prefix: str) -> list[bytes]:
-        """Digests of this engine's blocks in a part whose salt begins so, or whose header cannot be read."""
-        ...
-
-    def remove(self, digests: Sequence[bytes]) -> Swept:
-        """Deletes these blocks of this engine, as `drop` does, and counts them."""
-        ...
-
-    def purge(self, part: Part, prefix: str) -> Swept:
-        """Deletes the blocks of a part whose salt begins so, and takes their leases out, unless an engine that lives
-        has it. What cannot be read is deleted, because it cannot be told whose it is."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Copied:
     """How a copy ended.
@@ -124,6 +76,7 @@ class Fence:
     blocks, which may be given to others at once. A disk may hang for minutes and then answer."""
 
     def __init__(self, store: Store) -> None:
+        self.drop = store.drop
         self._store = store
         self._touched = threading.Lock()  # held only while bytes move in memory
         self._closed = False
@@ -146,9 +99,6 @@ class Fence:
         with self._touched:
             self._check()
             self._store.write(slots, keys, payload)
-
-    def drop(self, digests: Sequence[bytes]) -> None:
-        self._store.drop(digests)
 
     def _check(self) -> None:
         if self._closed:
@@ -178,3 +128,44 @@ def copy_blocks(
     except Exception as error:
         return Copied(count, error, time.monotonic() - began_s)
     return Copied(count, None, time.monotonic() - began_s)
+
+
+class CopyThread:
+    """Does jobs of one tier in the order in which they were handed over. How many there can be is bounded by
+    engine/tiers/tiers.py: one save at a time, one restore for each sequence that may run."""
+
+    def __init__(self, name: str, post: Callable[[Callable[[], object]], None]) -> None:
+        """post  hands a command to the loop's thread, and does not wait for it"""
+        self._post = post
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._last: Callable[[], object] | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, job: Callable[[], T], done: Callable[[T], object]) -> None:
+        """`done` is called on the loop's thread with what the job returned. A job does not raise."""
+
+        def work() -> None:
+            self._post(partial(done, job()))
+
+        self._jobs.put(work)
+
+    def close(self, last: Callable[[], object]) -> None:
+        """Waits for the job that is being done and the last one, for CLOSE_LIMIT_S at most. Leaves out the rest."""
+        self._last = last
+        self._closing = True
+        self._jobs.put(None)
+        self._thread.join(CLOSE_LIMIT_S)
+
+    def _work(self) -> None:
+        while (work := self._jobs.get()) is not None and not self._closing:
+            self._do(work)
+        if self._last is not None:
+            self._do(self._last)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception:
+            log.exception("a copy thread's job failed in a way that it should not")
