@@ -67,7 +67,7 @@ def test_a_question_takes_no_more_memory_than_it_is_counted_as(name: str, own_sc
 
 
 async def test_all_questions_together_take_no_more_memory_than_is_set() -> None:
-    settings = SemanticCacheSettings(mode="on", max_memory_bytes=2 << 20, max_models=4)
+    settings = SemanticCacheSettings(mode="on", max_memory_bytes=2 << 20)
     kitchen = Kitchen(meanings=Meanings({}), settings=settings)
     spaces: Spaces = kitchen.semantic._spaces
     tracemalloc.start()
