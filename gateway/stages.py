@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from engine.protocol import Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
-from gateway.types import Ask, CallDelta, Constraint, EncodedPrompt, Event, Request, ScoredToken, TextDelta
+from gateway.types import Ask, CallDelta, Constraint, EncodedPrompt, Event, Request, ScoredToken, TextDelta, TokenPrompt
 
 
 class Responses(Protocol):
@@ -67,6 +67,10 @@ class Prompts(Protocol):
         """For an answer to an encoded request."""
         ...
 
+    def spell(self, prompt: TokenPrompt, model: Hello) -> str:
+        """The text of its tokens."""
+        ...
+
     def score(self, prompt: EncodedPrompt, logprobs: Sequence[TokenLogprobs], model: Hello) -> tuple[ScoredToken, ...]:
         """A prompt with the log probabilities of its tokens; the first has none, which is told as 0."""
         ...
@@ -111,6 +115,10 @@ class Registry(Protocol):
 
     def serving(self, model: str) -> Sequence[Engine]:
         """Never empty. Raises ModelNotFoundError, and NoEngineError when the model's engines are away."""
+        ...
+
+    def models(self) -> Mapping[str, int]:
+        """Every known model, also those whose engines are away -> Unix second at which its newest engine started."""
         ...
 
 

@@ -5,11 +5,11 @@ The dialects parse and write; nothing here knows a wire format.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
-from engine.protocol import Breakpoint, Hello
+from engine.protocol import Hello
 from gateway.api.cache_control import stricter
 from gateway.api.call import Call, requests_of, settle
 from gateway.api.dialect import JSON, SSE, Handler
@@ -17,11 +17,12 @@ from gateway.api.passthrough import Passthrough
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import Answer, Stamp, reply
 from gateway.api.resend import Rendered, find_keeper
-from gateway.api.stream import Account, Answers, Echo, Keeper, Shape, collect, stream, stream_headers
+from gateway.api.stream import Account, Echo, Keeper, Shape, collect, stream, stream_headers
 from gateway.api.tenants import ONLY_COUNTED, Limits, Namespaces, need_of, set_aside
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
-from gateway.stages import Engine
+from gateway.pipeline import Pipeline
+from gateway.stages import Prompts, Registry
 from gateway.tasks import off_loop
 from gateway.types import (
     Need,
@@ -38,47 +39,15 @@ PROMPTS_AT_ONCE = 16
 _T = TypeVar("_T")
 
 
-class Models(Protocol):
-    """The registry, as far as dialects need it."""
-
-    def serving(self, model: str) -> Sequence[Engine]:
-        """Never empty. Raises ModelNotFoundError, and NoEngineError when the model's engines are away."""
-        ...
-
-    def models(self) -> Mapping[str, int]:
-        """Every known model, also those whose engines are away -> Unix second at which its newest engine started."""
-        ...
-
-
-class Decoders(Protocol):
-    """The prompt stage, for echoing prompts that came as token ids."""
-
-    def spell(self, prompt: TokenPrompt, model: Hello) -> str:
-        """The text of its tokens."""
-        ...
-
-
-class Pipeline(Answers, Protocol):
-    """The pipeline."""
-
-    async def count(self, request: Request) -> int:
-        """Tokens of the request's prompt."""
-        ...
-
-    async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
-        """Where the markers of its prompt are, in tokens."""
-        ...
-
-
-class AnswerShape(Shape, Protocol):
+class AnswerShape(Shape):
     """A dialect's answer, in either form."""
 
     def body(self, answers: list[Answer], usage: Usage) -> bytes:
         """The answer to a request that does not stream. `usage` is that of all generated answers together."""
-        ...
+        raise NotImplementedError
 
 
-class Asked(NamedTuple):
+class Generation(NamedTuple):
     """A Call, its model, and how its answer is written and accounted for.
 
     stamp  what is new in each answer, of one that may be given again as it was written; None: it may not
@@ -91,7 +60,7 @@ class Asked(NamedTuple):
     stamp: Stamp | None = None
 
 
-Parse = Callable[[Record, dict[str, Any]], Asked]
+Parse = Callable[[Record, dict[str, Any]], Generation]
 
 
 async def parsed(record: Record, parse: Callable[[Record, dict[str, Any]], _T], body: dict[str, Any]) -> _T:
@@ -107,8 +76,8 @@ class Answering:
         server: ServerSettings,
         namespaces: Namespaces,
         pipeline: Pipeline,
-        models: Models,
-        decoders: Decoders,
+        models: Registry,
+        decoders: Prompts,
         embedding_models: Mapping[str, int],
         limits: Limits,
         passthrough: Passthrough,
@@ -137,10 +106,6 @@ class Answering:
 
         return handler
 
-    def models_of(self, record: Record) -> dict[str, int]:
-        """Every model that can be asked for in the record's dialect -> Unix second. Our own come first."""
-        return self.passthrough.models(record)
-
     def find_model(self, name: str) -> Hello | None:
         """What one says of itself; None while its engines are unreachable, and of an upstream's."""
         try:
@@ -167,7 +132,7 @@ class Answering:
         record.model = name
         return model
 
-    async def answer(self, http: web.Request, asked: Asked, *, media_type: str = SSE) -> web.StreamResponse:
+    async def answer(self, http: web.Request, asked: Generation, *, media_type: str = SSE) -> web.StreamResponse:
         """Whole, or as a stream that is complete when this returns. Raises only while nothing was sent.
 
         media_type  of a stream
@@ -182,10 +147,11 @@ class Answering:
         self._remember(http, asked, stream_headers(media_type), noted)
         return response
 
-    async def whole(self, record: Record, tenant: Tenant, asked: Asked) -> bytes:
+    async def whole(self, record: Record, tenant: Tenant, asked: Generation) -> bytes:
         """The body of an answer that is no stream."""
         call, model, shape, account, _ = asked
-        answers, usage = await self.collect(record, tenant, call, model, account=account)
+        requests = await self.begun(record, tenant, call, model)
+        answers, usage = await self.collect(requests, call, model, account=account)
         return shape.body(answers, usage)
 
     async def stream(
@@ -219,15 +185,9 @@ class Answering:
         )
 
     async def collect(
-        self, record: Record, tenant: Tenant, call: Call, model: Hello, *, account: Account | None = None
-    ) -> tuple[list[Answer], Usage]:
-        """The answers that are told, and the usage of all that were generated."""
-        return await self.collected(await self.begun(record, tenant, call, model), call, model, account=account)
-
-    async def collected(
         self, requests: list[Request], call: Call, model: Hello, *, account: Account | None = None
     ) -> tuple[list[Answer], Usage]:
-        """As `collect`, of the call's own requests."""
+        """The answers to the call's own requests that are told, and the usage of all that were generated."""
         echo = self._echo(call, model)
         answers = await collect(self.pipeline, requests, echo, at_once=PROMPTS_AT_ONCE, account=account)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
@@ -276,7 +236,9 @@ class Answering:
         """By the monotonic clock."""
         return record.received_s + (self._line_timeout_s if record.lane == "batch" else self._server.request_timeout_s)
 
-    def _remember(self, http: web.Request, asked: Asked, headers: Mapping[str, str], pieces: Sequence[bytes]) -> None:
+    def _remember(
+        self, http: web.Request, asked: Generation, headers: Mapping[str, str], pieces: Sequence[bytes]
+    ) -> None:
         """For the resend path."""
         record, keep = http[RECORD], find_keeper(http)
         if keep is None or asked.stamp is None or record.status:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import orjson
 
-from gateway.api.answering import Answering, Asked, parsed
+from gateway.api.answering import Answering, Generation, parsed
 from gateway.api.beginnings import Beginning, beginning_of_body, beginning_of_call
 from gateway.api.call import Call
 from gateway.api.dialect import Dialect
@@ -72,7 +72,9 @@ class Endpoint(NamedTuple):
     call: Callable[[Record, Tenant, Body], Awaitable[Call]] | None = None
 
 
-def asking(answering: Answering, dialect: Dialect, target: Target, ask: Callable[[Record, Body], Asked]) -> Endpoint:
+def asking(
+    answering: Answering, dialect: Dialect, target: Target, ask: Callable[[Record, Body], Generation]
+) -> Endpoint:
     """Of requests that are all in what they ask: `ask` makes it of a body."""
 
     async def answer(record: Record, tenant: Tenant, body: Body) -> bytes:
@@ -84,7 +86,7 @@ def asking(answering: Answering, dialect: Dialect, target: Target, ask: Callable
     return Endpoint(dialect, target, answer, call)
 
 
-def _checked(asked: Asked) -> Asked:
+def _checked(asked: Generation) -> Generation:
     check_whole(asked.call.stream)
     return asked
 

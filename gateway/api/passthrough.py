@@ -36,6 +36,7 @@ from gateway.api.tiers import find_tier
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
 from gateway.native import no_panic
+from gateway.stages import Registry
 from gateway.tasks import off_loop
 from gateway.types import Scope, Tenant, UpstreamAnswer, UpstreamRequest
 
@@ -59,12 +60,6 @@ class Upstreams(Protocol):
         ...
 
 
-class Models(Protocol):
-    """Those of our own engines."""
-
-    def models(self) -> Mapping[str, int]: ...
-
-
 class Passthrough:
     """Holds what answering from an upstream needs. `embedding_models` are those of our own embedder."""
 
@@ -72,7 +67,7 @@ class Passthrough:
         self,
         server: ServerSettings,
         upstreams: Upstreams,
-        models: Models,
+        models: Registry,
         embedding_models: Mapping[str, int],
         limits: Limits,
         namespaces: Namespaces,

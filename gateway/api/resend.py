@@ -12,7 +12,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import xxhash
 from aiohttp import web
@@ -33,11 +33,9 @@ from gateway.api.replies import Stamp
 from gateway.api.sent import header_lines, send
 from gateway.api.tenants import Limits, set_aside
 from gateway.errors import KvasirError
+from gateway.stages import Registry
 from gateway.tasks import off_loop, work_of
 from gateway.types import Lookup, Need, Tenant, Trace
-
-if TYPE_CHECKING:
-    from gateway.api.answering import Models
 
 OVERHEAD_BYTES: Final = 2048
 """What an answer costs besides its bytes: objects, headers, and its place in the order."""
@@ -114,7 +112,7 @@ def find_keeper(http: web.Request) -> Callable[[Rendered], None] | None:
 class ResendCache:
     """Known answers, within bytes, those used last. `max_bytes` 0 is none at all."""
 
-    def __init__(self, max_bytes: int, models: Models, serves: Callable[[str, Tenant], bool], limits: Limits) -> None:
+    def __init__(self, max_bytes: int, models: Registry, serves: Callable[[str, Tenant], bool], limits: Limits) -> None:
         """`serves` says whether a tenant's requests for a model go to an upstream."""
         self._max_bytes = max_bytes
         self._models = models

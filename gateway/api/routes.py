@@ -18,7 +18,7 @@ from gateway.admin.metrics import Metrics
 from gateway.admin.purge import Engine, PurgePage
 from gateway.admin.sources import Ledger, Sources
 from gateway.admin.tallies import LoopLag
-from gateway.api.answering import Answering, Decoders, Models, Pipeline
+from gateway.api.answering import Answering
 from gateway.api.anthropic.batches.handlers import MessageBatches
 from gateway.api.anthropic.batches.rows import ROWS
 from gateway.api.anthropic.files import AnthropicFiles
@@ -70,8 +70,10 @@ from gateway.config import (
     StoredResponseSettings,
     TenantSettings,
 )
+from gateway.pipeline import Pipeline
 from gateway.queues.batch.base import Batches
 from gateway.responses.listing import Answers
+from gateway.stages import Prompts, Registry
 from gateway.storage.byte_store import ByteStore
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
@@ -94,8 +96,8 @@ def build_app(
     embeddings: EmbeddingSettings,
     anthropic: AnthropicSettings,
     pipeline: Pipeline,
-    models: Models,
-    decoders: Decoders,
+    models: Registry,
+    decoders: Prompts,
     upstreams: Upstreams,
     embedder: Embedder,
     responses: ResponseStore,

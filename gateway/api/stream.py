@@ -24,9 +24,10 @@ from aiohttp import web
 from gateway.api.dialect import SSE
 from gateway.api.pings import Pings
 from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, failed, kvasir_headers
-from gateway.api.replies import Answer, join_calls
+from gateway.api.replies import COMMENT, Answer, join_calls
 from gateway.errors import DeadlineError, KvasirError
 from gateway.native import no_panic
+from gateway.pipeline import Pipeline
 from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
 
 log = logging.getLogger(__name__)
@@ -40,13 +41,7 @@ Echo = Callable[[int], str]
 """The text to put in front of the answer to a prompt; asked for when its first token is there."""
 
 
-class Answers(Protocol):
-    """The pipeline."""
-
-    def answer(self, request: Request) -> AsyncGenerator[Event, None]: ...
-
-
-class Shape(Protocol):
+class Shape:
     """How a dialect writes one answer as an event stream. It may remember what it wrote: there is one for each answer.
 
     `index` is the choice's. Any of these may be empty bytes; they go out in this order, choices mixed.
@@ -54,29 +49,32 @@ class Shape(Protocol):
 
     def prelude(self) -> bytes:
         """Before everything, once the first choice has its first token, or is late."""
-        ...
+        return b""
 
     def ping(self) -> bytes:
         """What every client skips, after the prelude and before anything else."""
-        ...
+        return COMMENT
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
         """`echo` is the text to put in front of the answer, nearly always empty."""
-        ...
+        return b""
 
-    def text(self, index: int, delta: TextDelta) -> bytes: ...
+    def text(self, index: int, delta: TextDelta) -> bytes:
+        raise NotImplementedError
 
-    def call(self, index: int, delta: CallDelta) -> bytes: ...
+    def call(self, index: int, delta: CallDelta) -> bytes:
+        raise NotImplementedError
 
-    def closing(self, index: int, finished: Finished) -> bytes: ...
+    def closing(self, index: int, finished: Finished) -> bytes:
+        raise NotImplementedError
 
     def ending(self, usage: Usage) -> bytes:
         """After the last choice was closed. `usage` is that of all together."""
-        ...
+        raise NotImplementedError
 
     def failure(self, error: KvasirError) -> bytes:
         """In place of everything that has not been written."""
-        ...
+        raise NotImplementedError
 
 
 class Account(Protocol):
@@ -100,7 +98,7 @@ class Keeper(Protocol):
 
 
 async def collect(
-    pipeline: Answers, requests: Sequence[Request], echo: Echo, *, at_once: int, account: Account | None = None
+    pipeline: Pipeline, requests: Sequence[Request], echo: Echo, *, at_once: int, account: Account | None = None
 ) -> list[Answer]:
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
@@ -137,7 +135,7 @@ async def collect(
 
 async def stream(
     http: web.Request,
-    pipeline: Answers,
+    pipeline: Pipeline,
     requests: Sequence[Request],
     shape: Shape,
     echo: Echo,

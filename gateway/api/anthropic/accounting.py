@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from engine.protocol import Breakpoint
 from gateway.api.anthropic.caching import DEFAULT_TTL, HOUR_S, Cached, Caching, account
 from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
 from gateway.api.anthropic.response import MessageShape
 from gateway.api.anthropic.wire import dotted
 from gateway.config import duration_s
 from gateway.errors import RedisDownError
+from gateway.pipeline import Pipeline
 from gateway.storage.byte_store import ByteStore
 from gateway.storage.redis_calls import read_or_skip
 from gateway.types import ChatPrompt, Marker, Request
@@ -87,14 +87,6 @@ class Diagnosis:
 
 def _reason(kind: str, **more: Any) -> dict[str, Any]:
     return {"cache_miss_reason": {"type": kind, **more}}
-
-
-class Pipeline(Protocol):
-    """The pipeline."""
-
-    async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
-        """Where the markers of its prompt are, in tokens."""
-        ...
 
 
 class MessageAccount:

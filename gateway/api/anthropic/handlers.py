@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, Asked, parsed
+from gateway.api.answering import Answering, Generation, parsed
 from gateway.api.anthropic.accounting import Diagnosis, MessageAccount
 from gateway.api.anthropic.pages import MODELS, read_page
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
@@ -80,7 +80,7 @@ class Anthropic:
         """What lines of a batch may ask for, by `endpoint_name` of the version that the batch was made with."""
 
         def of(version: Version) -> Endpoint:
-            def ask(record: Record, body: dict[str, Any]) -> Asked:
+            def ask(record: Record, body: dict[str, Any]) -> Generation:
                 check_line(body)
                 return self._message(record, body, version)
 
@@ -95,7 +95,7 @@ class Anthropic:
         asked = await parsed(http[RECORD], lambda record, body: self._message(record, body, version), http[BODY])
         return await self._answering.answer(http, asked)
 
-    def _message(self, record: Record, body: dict[str, Any], version: Version) -> Asked:
+    def _message(self, record: Record, body: dict[str, Any], version: Version) -> Generation:
         asked = parse_message(body, version, self._settings, self._leases)
         call = asked.call
         model = self._answering.model(call.model, record)
@@ -105,7 +105,7 @@ class Anthropic:
         account = MessageAccount(self._answering.pipeline, asked.caching, shape, diagnosis)
         # Each call has an id of its own, and a diagnosis is told once.
         may_come_again = call.tool_use is None and diagnosis is None
-        return Asked(call, model, shape, account, shape.stamp() if may_come_again else None)
+        return Generation(call, model, shape, account, shape.stamp() if may_come_again else None)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""
@@ -119,7 +119,7 @@ class Anthropic:
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models, newest first"""
-        models = sorted(self._answering.models_of(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
+        models = sorted(self._answering.passthrough.models(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
         page = read_page(http.query, [name for name, _ in models])
         created = dict(models)
         data = [self._model(name, created[name]) for name in page.ids]
@@ -128,7 +128,7 @@ class Anthropic:
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
         name = http.match_info["model"]
-        if (created := self._answering.models_of(http[RECORD]).get(name)) is None:
+        if (created := self._answering.passthrough.models(http[RECORD]).get(name)) is None:
             raise ModelNotFoundError(name)
         return reply_json(self._model(name, created))
 

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import orjson
 from pydantic_core import from_json
 
+from gateway.api.answering import AnswerShape
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.wire import error_json
 from gateway.api.replies import Answer, Stamp, event, json_text, new_id
@@ -50,7 +51,7 @@ def usage_json(usage: Usage, cached: Cached, lease: str | None, service_tier: Se
     }
 
 
-class MessageShape:
+class MessageShape(AnswerShape):
     """One message. `max_tokens` are those that the client asked for. `cached`, `lease`, which is `kept` or
     `degraded`, and `more`, fields of the message, are filled in before the first byte is written."""
 
@@ -81,10 +82,6 @@ class MessageShape:
 
     def ping(self) -> bytes:
         return _PING
-
-    def prelude(self) -> bytes:
-        """Nothing goes out before the usage of the prompt is known."""
-        return b""
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
         """The message without its content, and the usage of its prompt."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, Asked, parsed
+from gateway.api.answering import Answering, Generation, parsed
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import table, text, used
 from gateway.api.gemini.cached_contents import CachedContents
@@ -92,7 +92,7 @@ class Gemini:
         media_type = JSON if array else SSE
         # What is kept under a name is looked for each time.
         may_come_again = kept is None and not has_files and call.tool_use is None
-        answered = Asked(call, model, shape, stamp=shape.stamp() if may_come_again else None)
+        answered = Generation(call, model, shape, stamp=shape.stamp() if may_come_again else None)
         return await self._answering.answer(http, answered, media_type=media_type)
 
     async def count(self, http: web.Request) -> web.StreamResponse:
@@ -112,13 +112,13 @@ class Gemini:
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
-        shown, token = page(self._answering.models_of(http[RECORD]), http.query)
+        shown, token = page(self._answering.passthrough.models(http[RECORD]), http.query)
         listed = {"models": [model_json(name, self._answering.find_model(name)) for name, _ in shown]}
         return reply_json(listed | ({"nextPageToken": token} if token else {}))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
         name = model_name(http.match_info["model"])
-        if name not in self._answering.models_of(http[RECORD]):
+        if name not in self._answering.passthrough.models(http[RECORD]):
             raise ModelNotFoundError(name)
         return reply_json(model_json(name, self._answering.find_model(name)))

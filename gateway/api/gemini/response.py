@@ -13,10 +13,11 @@ from typing import Any
 import orjson
 
 from engine.protocol import Hello
+from gateway.api.answering import AnswerShape
 from gateway.api.gemini.wire import error_json
 from gateway.api.replies import Answer, Stamp, ToolCall, data, json_line
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, Started, TextDelta, Usage
+from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, TextDelta, Usage
 
 METHODS = ("generateContent", "countTokens", "createCachedContent")
 
@@ -36,7 +37,7 @@ def _text_tokens(count: int) -> list[dict[str, Any]]:
     return [{"modality": "TEXT", "tokenCount": count}]
 
 
-class GeminiShape:
+class GeminiShape(AnswerShape):
     """A GenerateContentResponse of `n` candidates, whole or in pieces. `array`: a stream is a JSON array."""
 
     def __init__(self, model: Hello, n: int, *, array: bool = False) -> None:
@@ -59,10 +60,6 @@ class GeminiShape:
     def prelude(self) -> bytes:
         """The beginning of an array."""
         return b"[" if self._array else b""
-
-    def opening(self, index: int, echo: str, started: Started) -> bytes:
-        """Nothing before a candidate's first piece."""
-        return b""
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A piece of text, with the log probabilities of its tokens where they are asked for."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, Asked
+from gateway.api.answering import Answering, Generation
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
 from gateway.api.lines import Endpoint, asking
@@ -101,7 +101,7 @@ class OpenAI:
             raise ModelNotFoundError(name)
         return reply_json(model_json(name, created))
 
-    def _chat(self, record: Record, body: dict[str, Any]) -> Asked:
+    def _chat(self, record: Record, body: dict[str, Any]) -> Generation:
         call = parse_chat(body, self._leases)
         model = self._answering.model(call.model, record)
         calls = Calls.NONE if call.tool_use is None else Calls.FUNCTION if body.get("functions") else Calls.TOOLS
@@ -115,15 +115,15 @@ class OpenAI:
             custom=custom_names(body),
         )
         stamp = shape.stamp(stream=call.stream) if call.tool_use is None else None  # each call has an id of its own
-        return Asked(call, model, shape, stamp=stamp)
+        return Generation(call, model, shape, stamp=stamp)
 
-    def _completion(self, record: Record, body: dict[str, Any]) -> Asked:
+    def _completion(self, record: Record, body: dict[str, Any]) -> Generation:
         call = parse_completion(body)
         model = self._answering.model(call.model, record)
         shape = CompletionShape(model, include_usage=call.include_usage)
-        return Asked(call, model, shape, stamp=shape.stamp())
+        return Generation(call, model, shape, stamp=shape.stamp())
 
     def _models(self, http: web.Request) -> Mapping[str, int]:
         """Those that embed come last: what takes the first wants one that answers."""
-        models = self._answering.models_of(http[RECORD])
+        models = self._answering.passthrough.models(http[RECORD])
         return {**models, **{name: at for name, at in self._answering.embedding_models.items() if name not in models}}

@@ -15,10 +15,11 @@ import orjson
 import xxhash
 
 from engine.protocol import Hello, Namespace
+from gateway.api.answering import AnswerShape
 from gateway.api.openai.custom_tools import input_of
 from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.api.openai.wire import error_json
-from gateway.api.replies import COMMENT, Answer, Stamp, data, json_line, json_text, new_id
+from gateway.api.replies import Answer, Stamp, data, json_line, json_text, new_id
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, Started, TextDelta, Tier, Usage
 
@@ -57,7 +58,7 @@ class Calls(Enum):
     FUNCTION = "function"  # deprecated: at most one, and no list
 
 
-class ChatShape:
+class ChatShape(AnswerShape):
     """`chat.completion` and its chunks, of `n` choices."""
 
     def __init__(
@@ -91,18 +92,11 @@ class ChatShape:
         """What is new in each answer; ids of tool calls are not in it."""
         return _stamp(self._base, "chat.completion.chunk" if stream else "chat.completion")
 
-    def ping(self) -> bytes:
-        return COMMENT
-
     def prelude(self) -> bytes:
         """What goes out before everything: the role of each choice, in order, for SDKs that keep choices in a list."""
         content = b'""' if self._calls is Calls.NONE else b"null"  # there may be none
         role = b'"delta":{"role":"assistant","content":%b}' % content
         return b"".join(self._chunk(index, role, b"null") for index in range(self._n))
-
-    def opening(self, index: int, echo: str, started: Started) -> bytes:
-        """Nothing more before a choice's first text."""
-        return b""
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A piece of text, with the log probabilities of its tokens where they are asked for."""
@@ -195,7 +189,7 @@ class ChatShape:
         return b'%b"index":%d,%b,"logprobs":null,"finish_reason":%b}]%b' % (head, index, delta, reason, tail)
 
 
-class CompletionShape:
+class CompletionShape(AnswerShape):
     """`text_completion`, whole and in chunks. Choices are numbered by prompt, and by answer within each."""
 
     def __init__(self, model: Hello, *, include_usage: bool) -> None:
@@ -211,13 +205,6 @@ class CompletionShape:
     def stamp(self) -> Stamp:
         """What is new in each answer."""
         return _stamp(self._base, "text_completion")
-
-    def ping(self) -> bytes:
-        return COMMENT
-
-    def prelude(self) -> bytes:
-        """Nothing goes out before the first choice's own."""
-        return b""
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
         """The prompt, when it is echoed; else nothing."""

@@ -152,7 +152,8 @@ class Responses:
     async def _whole(self, record: Record, tenant: Tenant, asked: Asked, wanted: _Wanted) -> bytes:
         call, model, shape, _ = wanted
         keeper = self._keeper(tenant, asked, wanted)
-        (answer,), usage = await self._answering.collect(record, tenant, call, model)
+        requests = await self._answering.begun(record, tenant, call, model)
+        (answer,), usage = await self._answering.collect(requests, call, model)
         shape.take(answer)
         if keeper is None:
             shape.finish(usage)
@@ -172,7 +173,7 @@ class Responses:
         requests = await self._answering.begun(http[RECORD], tenant, call, model)
         shape.response["store"] = True
         begun = orjson.dumps(shape.response)
-        work = self._answering.collected(requests, call, model)
+        work = self._answering.collect(requests, call, model)
         await self._background.start(http[RECORD], shape, items, work)
         return reply(begun)
 

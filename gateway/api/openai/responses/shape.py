@@ -19,7 +19,8 @@ from gateway.api.openai.responses.items import Item, item_id
 from gateway.api.openai.responses.request import Asked
 from gateway.api.openai.responses.response import error_code, failed_response, logprobs_json, new_response, usage_json
 from gateway.api.openai.responses.tools import Tools
-from gateway.api.replies import COMMENT, Answer, event, json_line, json_text
+from gateway.api.replies import Answer, event, json_line, json_text
+from gateway.api.stream import Shape
 from gateway.config import LeaseSettings
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Tool, Usage
@@ -28,7 +29,7 @@ Diagnose = Callable[[Mapping[str, Any], Usage], dict[str, Any]]
 """What `prompt_cache_diagnostics` says of a response."""
 
 
-class ResponseShape:
+class ResponseShape(Shape):
     """One response. `response` is the object as it stands; `begun` says whether a client has been told its id."""
 
     def __init__(
@@ -64,9 +65,6 @@ class ResponseShape:
         return output
 
     # -- a stream ---------------------------------------------------------------------------------------------------
-
-    def ping(self) -> bytes:
-        return COMMENT
 
     def prelude(self) -> bytes:
         self.begun = True
