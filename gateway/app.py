@@ -26,6 +26,7 @@ from gateway.api.routes import build_app
 from gateway.config import Settings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.figures import EngineFigures
+from gateway.engines.registry import Registry
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.index.memory_index import MemoryIndex
@@ -48,8 +49,6 @@ from gateway.responses.removals import Removals
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
 from gateway.responses.upstream_answers import RememberedUpstreams
-from gateway.routing.registry import Registry
-from gateway.routing.router import Router
 from gateway.storage.redis_calls import connect
 from gateway.types import Trace
 from gateway.upstreams.connections import find_proxy
@@ -77,7 +76,7 @@ class Gateway:
     def __post_init__(self) -> None:
         settings = self.settings
         self.prompts = PromptStage(settings.prompt)
-        self.queue: SlotQueue[BundledEngine] = SlotQueue(settings.queue, Router())
+        self.queue: SlotQueue[BundledEngine] = SlotQueue(settings.queue)
         self.embedder = Embedder(settings.embeddings)
         self.stores = stores = RedisOrMemory(settings, self.redis)
         self.index = stores.index(self.memory)

@@ -14,7 +14,6 @@ STAGES = (
     "prompt",
     "responses",
     "index",
-    "routing",
     "queues",
     "engines",
     "files",

@@ -1,7 +1,7 @@
 """What the index holds in Redis: its keys, and how a block's tier is written there.
 
 The tag in braces keeps all keys of one model in one cluster slot. engine/publish.py writes them,
-gateway/index/redis_index.py and gateway/routing/registry.py read them.
+gateway/index/redis_index.py and gateway/engines/registry.py read them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The engines' own counters, asked for when somebody looks, and not more often than every KEEP_S.
-
-An engine that is away or does not answer in time has none. /metrics and /admin/stats are the ones who look.
+"""The engines' own counters, fetched for /metrics and /admin/stats, at most once every KEEP_S. An engine that is
+unreachable or does not answer in time has none.
 """
 
 from __future__ import annotations
@@ -8,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from gateway import tasks
+from gateway.engines.bundled import BundledEngine
 
 KEEP_S: Final = 1.0
 """Seconds for which figures are new enough: two scrapes at a time cost an engine one answer."""
@@ -18,20 +18,12 @@ KEEP_S: Final = 1.0
 NOTHING: Final[Mapping[str, Any]] = {}
 
 
-class Client(Protocol):
-    """One engine's."""
-
-    url: str
-
-    async def fetch_stats(self) -> dict[str, Any] | None:
-        """None when it is away or does not answer in time. Never raises."""
-        ...
-
-
 class EngineFigures:
     """Belongs to one event loop."""
 
-    def __init__(self, clients: Callable[[], Sequence[Client]], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clients: Callable[[], Sequence[BundledEngine]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clients = clients
         self._clock = clock
         self._figures: dict[str, Mapping[str, Any]] = {}  # by URL

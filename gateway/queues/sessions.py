@@ -1,5 +1,5 @@
-"""Sessions that take turns at the engines: whose prefix is in which cache, for whom it is kept, and after how long they
-come back. Pure: no I/O, no clock.
+"""Sessions that take turns at the engines: which prefix is in which cache, which of them are kept, and after how long
+sessions come back; and which engine was sent a prefix of the batch lane. Pure: no I/O, no clock.
 
 A prompt that begins with all that is remembered of an earlier one is the next turn of its session. Of each a few
 digests are remembered, two for each doubling of its length, so what is known of a prompt may be a third too short.
@@ -14,11 +14,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 from engine.protocol import DIGEST_BYTES
-from gateway.queues.prefix_affinity import positions
+
+MAX_POSITIONS: Final = 16_384
+"""Of all prompts that are remembered, the latest."""
+
+AFFINITY_S: Final = 60.0
+"""So long a prefix is taken to be where it was sent; every line that follows renews it."""
 
 MAX_SESSIONS: Final = 2048
 """Of all engines, with some 25 digests for a prompt of 100,000 tokens; who came longest ago is forgotten first."""
@@ -36,6 +43,33 @@ GAPS: Final = 256
 """Times between turns that are learned from."""
 
 LEARN_EVERY: Final = 16
+
+
+class PrefixAffinity:
+    """Digest at a position -> which engine was sent a prompt with it last, and when, before any index can know it. For
+    the batch lane, whose lines come together and begin alike: without it the first lines of a document would go to all
+    engines at once, and each would compute it."""
+
+    def __init__(self) -> None:
+        self._sent: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def sent(self, digests: bytes, incarnation: str, now_s: float) -> None:
+        for count in positions(len(digests) // DIGEST_BYTES):
+            position = _digest(digests, count)
+            self._sent[position] = incarnation, now_s
+            self._sent.move_to_end(position)
+        while len(self._sent) > MAX_POSITIONS:
+            self._sent.popitem(last=False)
+
+    def find(self, digests: bytes, now_s: float) -> Mapping[str, int]:
+        """Incarnation -> leading blocks that it was sent within AFFINITY_S; engines without any are missing."""
+        found: dict[str, int] = {}
+        for count in positions(len(digests) // DIGEST_BYTES):
+            position = _digest(digests, count)
+            incarnation, sent_s = self._sent.get(position, ("", 0.0))
+            if incarnation and now_s - sent_s <= AFFINITY_S:
+                found[incarnation] = count
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -132,3 +166,15 @@ def worth_waiting_s(gaps: list[float]) -> float:
 
 def _digest(digests: bytes, count: int) -> bytes:
     return digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
+
+
+@lru_cache(maxsize=4096)
+def positions(num_blocks: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to the number of blocks."""
+    counts, count = [], 1
+    while count <= num_blocks:
+        counts.append(count)
+        if count > 1 and count + count // 2 <= num_blocks:
+            counts.append(count + count // 2)
+        count *= 2
+    return tuple(counts)

@@ -19,17 +19,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic
 
-from engine.protocol import Hello, Lane, Load
+from engine.protocol import Hello, Lane
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, EngineLostError, QueueFullError
 from gateway.gate import Gate, Pace
-from gateway.queues.engine_queue import EngineQueue, EngineSlots, Router, WaitingRequest
+from gateway.queues.engine_queue import EngineQueue, WaitingRequest
+from gateway.queues.router import E, EngineSlots
 from gateway.types import Ask
 
 log = logging.getLogger(__name__)
@@ -38,28 +39,9 @@ LOOK_S: Final = 1.0
 """Seconds between looks at requests that are held back, when nothing else happens."""
 
 
-class Engine(Protocol):
-    """What the queue has to know of an engine."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def hello(self) -> Hello: ...
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def prefilling(self) -> Mapping[str, int]: ...
-
-
-E = TypeVar("E", bound=Engine)
-
-
 @dataclass(frozen=True, slots=True)
 class OverloadStatus:
-    """Whether sessions push one another out of the caches of a model's engines. See overload.py."""
+    """Whether sessions push one another out of the caches of a model's engines. See admission_control.py."""
 
     holds: bool
     share: float  # of the engines' time that goes into computing again, from 0 to 1
@@ -102,9 +84,8 @@ class _Group(Generic[E]):
 class SlotQueue(Generic[E]):
     """stages.Queue with the limits of [queue]."""
 
-    def __init__(self, settings: QueueSettings, router: Router, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: QueueSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
-        self._router = router
         self._clock = clock
         self._groups: dict[Hashable, _Group[E]] = {}  # those that have engines
         self._group_of: dict[str, _Group[E]] = {}  # by incarnation
@@ -246,7 +227,7 @@ class SlotQueue(Generic[E]):
             key = _alike(engines[0].hello)
             if (group := self._groups.get(key)) is None:
                 lanes: tuple[Lane, ...] = ("online", "batch")
-                queues = {lane: EngineQueue[E, WaitingRequest](self._settings, self._router, lane) for lane in lanes}
+                queues = {lane: EngineQueue[E, WaitingRequest](self._settings, lane) for lane in lanes}
                 group = self._groups[key] = _Group(queues, engines[0].hello.model)
         for engine in engines:
             if engine.hello.incarnation not in group.online.engine_slots:

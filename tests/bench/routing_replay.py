@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.protocol import DIGEST_BYTES, Hello, Load, Namespace
 from gateway.config import QueueSettings
-from gateway.queues.engine_queue import EngineQueue, EngineSlots, WaitingRequest
-from gateway.routing.router import Router
+from gateway.queues.engine_queue import EngineQueue, WaitingRequest
+from gateway.queues.router import EngineSlots
 from gateway.types import Ask
 from tests.bench.routing_rules import RULES, Lines, Pool
 from tests.bench.traces import Trace, read_trace
@@ -103,7 +103,7 @@ class Gateway:
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._engines = [Reported(server) for server in servers]
-        self._lane: EngineQueue[Reported, Waiting] = EngineQueue(QueueSettings(), Router())
+        self._lane: EngineQueue[Reported, Waiting] = EngineQueue(QueueSettings())
         self._lane.engine_slots = {
             engine.hello.incarnation: EngineSlots(engine, engine.hello.incarnation, total=1) for engine in self._engines
         }

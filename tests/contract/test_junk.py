@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.protocol import ENGINES_KEY, announcement_key
-from gateway.routing.registry import announced
+from gateway.engines.registry import announced
 from gateway.storage.redis_calls import connect, unreadable, warn_of_eviction
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until

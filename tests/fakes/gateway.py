@@ -67,7 +67,6 @@ from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
 from gateway.responses.upstream_answers import RememberedUpstreams
-from gateway.routing.router import Router
 from gateway.storage.byte_store import ByteStore
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.upstreams.stage import Upstreams
@@ -135,7 +134,7 @@ ENGINE = EngineStatus("engine-1", "http://127.0.0.1:1", "ready", "demo", "demo-1
 
 
 def idle_queue() -> SlotQueue[Any]:
-    return SlotQueue(QueueSettings(), Router())
+    return SlotQueue(QueueSettings())
 
 
 def response_cache(

@@ -11,7 +11,6 @@ from typing import Any
 from engine.protocol import Load
 from gateway.config import QueueSettings
 from gateway.queues.slots import SlotQueue
-from gateway.routing.router import Router
 from gateway.types import Ask
 from tests.fakes.pipeline import FakeEngine, hello
 
@@ -57,7 +56,7 @@ def queue_of(
         max_wait_s=max_wait_s,
         batch_slots_per_engine=batch_slots,
     )
-    return SlotQueue(limits, Router(), clock=lambda: asyncio.get_running_loop().time())
+    return SlotQueue(limits, clock=lambda: asyncio.get_running_loop().time())
 
 
 def ask(tenant: str = NORTH, deadline_s: float = FAR, prompt_tokens: int = 100, **fields: Any) -> Ask:

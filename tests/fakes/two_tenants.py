@@ -33,7 +33,6 @@ from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.space import Space
 from gateway.responses.stage import ResponseCache
-from gateway.routing.router import Router
 from gateway.storage.breaker import RedisBreaker
 from gateway.types import ChatPrompt, EmbeddingInput, EncodedPrompt, Request, Scope, Started, Tenant
 from tests.fakes import tokenisers
@@ -144,7 +143,7 @@ class House:
             prompts=self.prompts,
             index=self.index,
             registry=Registry(self.engines),
-            queue=SlotQueue[Any](QueueSettings(), Router()),
+            queue=SlotQueue[Any](QueueSettings()),
             max_attempts=1,
             responses=self.responses,
         )

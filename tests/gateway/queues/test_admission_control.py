@@ -4,7 +4,7 @@ from typing import Any
 
 from engine.protocol import DIGEST_BYTES
 from gateway.queues.admission_control import AdmissionControl, choose_open
-from gateway.queues.engine_queue import EngineSlots
+from gateway.queues.router import EngineSlots
 from gateway.queues.sessions import Sessions
 from gateway.types import Ask
 from tests.fakes.pipeline import FakeEngine, hello

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.protocol import DIGEST_BYTES, Load
 from gateway.config import QueueSettings
-from gateway.queues.engine_queue import PLAN_DEPTH, EngineQueue, EngineSlots, WaitingRequest
-from gateway.routing.router import Router
+from gateway.queues.engine_queue import PLAN_DEPTH, EngineQueue, WaitingRequest
+from gateway.queues.router import EngineSlots
 from gateway.types import Ask
 from tests.fakes.pipeline import FakeEngine, hello
 from tests.fakes.tuned import tuned
@@ -34,7 +34,7 @@ class Rig:
         limits = tuned(
             QueueSettings, aging=self.aging, overload_share=self.overload_share, overload_aging=self.aging / 10
         )
-        self.lane = EngineQueue(limits, Router())
+        self.lane = EngineQueue(limits)
         for number in range(self.engines):
             load = Load(prefill_tokens_per_s=RATE, decode_tokens_per_s=1000.0)
             engine = FakeEngine(hello(incarnation=f"e{number}"), f"e{number}", load)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.queues.overload import MEMORY_S, Overload
+from gateway.queues.admission_control import MEMORY_S, Overload
 
 BEGINS = 0.4
 

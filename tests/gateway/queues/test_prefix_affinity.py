@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from engine.protocol import DIGEST_BYTES, Load
 from gateway.config import QueueSettings
-from gateway.queues.engine_queue import EngineQueue, EngineSlots, WaitingRequest
-from gateway.queues.prefix_affinity import AFFINITY_S, MAX_POSITIONS, PrefixAffinity
-from gateway.routing.router import Router
+from gateway.queues.engine_queue import EngineQueue, WaitingRequest
+from gateway.queues.router import EngineSlots
+from gateway.queues.sessions import AFFINITY_S, MAX_POSITIONS, PrefixAffinity
 from gateway.types import Ask
 from tests.fakes.pipeline import FakeEngine, hello
 
@@ -47,7 +47,7 @@ def test_what_was_sent_long_ago_makes_room() -> None:
 
 
 def lane_of(*names: str) -> EngineQueue[FakeEngine, WaitingRequest]:
-    lane: EngineQueue[FakeEngine, WaitingRequest] = EngineQueue(QueueSettings(), Router(), "batch")
+    lane: EngineQueue[FakeEngine, WaitingRequest] = EngineQueue(QueueSettings(), "batch")
     for name in names:
         load = Load(prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
         lane.engine_slots[name] = EngineSlots(FakeEngine(hello(incarnation=name), name, load), name, 8)

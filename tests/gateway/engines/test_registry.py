@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from engine.protocol import ENGINES_KEY, Hello, Load, Namespace, announcement_key
+from gateway.engines import registry as registry_module
+from gateway.engines.registry import Registry, short_name
 from gateway.errors import ModelNotFoundError, NoEngineError
-from gateway.routing import registry as registry_module
-from gateway.routing.registry import Registry, short_name
 from tests.fakes.fake_engine import make_hello
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
@@ -88,11 +88,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     return Looks(monkeypatch)
 
 
-def new(redis: Redis | None = None) -> Registry[FakeClient]:
+def new(redis: Redis | None = None) -> Registry:
     return Registry(FakeClient, retry_after_s=2.0, redis=redis, discover_s=LOOK_S)
 
 
-def names(registry: Registry[FakeClient], model: str = "demo") -> list[str]:
+def names(registry: Registry, model: str = "demo") -> list[str]:
     return [client.name for client in registry.serving(model)]
 
 

@@ -3,14 +3,15 @@
     score = expected wait + PREFILL_WEIGHT * own prefill         seconds, the least wins
 
 The weight above 1 makes an engine that holds the prefix attractive beyond this one request, because prefilling
-elsewhere takes time from everybody and evicts somebody's blocks; on real traces 4 was the best (docs/decisions.md). The
-queue asks for a picture of the engines, and adds to it what it means to send them.
+elsewhere takes time from everybody and evicts blocks of others; on real traces 4 was the best (docs/decisions.md). The
+queue makes a snapshot of the engines, and adds to it what it means to send them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Lane, Load
@@ -36,7 +37,9 @@ ALIKE: Final = 4.0
 on how long the last prompts were. Believing it let engines stand idle and made every figure worse."""
 
 
-class _Engine(Protocol):
+class Engine(Protocol):
+    """What the queue has to know of an engine."""
+
     @property
     def name(self) -> str: ...
 
@@ -50,40 +53,30 @@ class _Engine(Protocol):
     def prefilling(self) -> Mapping[str, int]: ...
 
 
-E = TypeVar("E", bound=_Engine)
-E_co = TypeVar("E_co", bound=_Engine, covariant=True)
+E = TypeVar("E", bound=Engine)
 
 
-class EngineSlots(Protocol[E_co]):
-    """An engine, and what the queue knows of it: how many requests it may have, how many it has, and a number that
-    decides where all else is equal."""
+@dataclass(slots=True, eq=False)
+class EngineSlots(Generic[E]):
+    """An engine's slots. `taken` goes up in `EngineQueue.assign`; whoever uses a slot counts it down again."""
 
-    @property
-    def engine(self) -> E_co: ...
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def taken(self) -> int: ...
+    engine: E
+    incarnation: str
+    total: int
+    taken: int = 0
+    given_tokens: float = 0.0  # that it was sent to prefill
+    held_back: bool = False  # it had a slot when a request was sent elsewhere or waits, and too much to prefill
 
     @property
-    def given_tokens(self) -> float: ...
+    def free(self) -> int:
+        return self.total - self.taken
 
 
-class Router(Generic[E]):
-    """queues.engine_queue.Router."""
+class LoadSnapshot(Generic[E]):
+    """Engines as they are at one moment, for requests of a lane, and what is meant for them since; engines that drain
+    are not in it. In front of an online request is nothing of the batch lane, which gives way."""
 
-    def picture(self, engine_slots: Iterable[EngineSlots[E]], lane: Lane = "online") -> Picture[E]:
-        """Of engines as they are now, for requests of a lane; those that drain are not in it. In front of an online
-        request is nothing of the batch lane, which gives way."""
-        return Picture(list(engine_slots), lane)
-
-
-class Picture(Generic[E]):
-    """Engines at one moment, and what is meant for them since."""
-
-    def __init__(self, engine_slots: list[EngineSlots[E]], lane: Lane) -> None:
+    def __init__(self, engine_slots: Collection[EngineSlots[E]], lane: Lane = "online") -> None:
         loads = [slots.engine.load for slots in engine_slots]
         rates = _levelled([load.prefill_tokens_per_s for load in loads], ASSUMED_TOKENS_PER_S)
         self.tokens_per_s = max(rates) if rates else ASSUMED_TOKENS_PER_S
@@ -113,7 +106,7 @@ class Picture(Generic[E]):
 
     def is_ready(self, incarnation: str) -> bool:
         """Whether the engine has so little in front of it that it should be given more. One that has measured nothing
-        is: nobody knows yet how long anything takes."""
+        is: it is not known yet how long anything takes."""
         outlook = self._outlooks.get(incarnation)
         if outlook is None:
             return False
@@ -229,7 +222,7 @@ def _rendezvous(affinity: str, incarnation: str) -> int:
 
 def _levelled(rates: list[float], assumed: float) -> list[float]:
     """Tokens per second to reckon with. One that has measured nothing yet is taken to be as quick as the others, or
-    nobody would ever ask it."""
+    it would never get a request."""
     if len(rates) == 1:
         return [rates[0] or assumed]
     measured = [rate for rate in rates if rate]

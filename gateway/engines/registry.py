@@ -1,9 +1,8 @@
 """Which engines there are, and which of them can be given a request now.
 
 Engines are named in the settings, started by `kvasir serve`, or found in Redis where they announce themselves. Each
-has a client that connects by itself (gateway/engines/bundled.py, made by the `connect` that app.py hands in).
-Knows nothing of prompts. Its neighbours are the router, which chooses among `serving`, and engine/publish.py, which
-writes the announcements.
+has a client that connects by itself (bundled.py, made by the `connect` that app.py hands in). Knows nothing of prompts.
+The queue chooses among `serving`; engine/publish.py writes the announcements.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 
-from engine.protocol import ENGINES_KEY, Hello, Load, announcement_key
+from engine.protocol import ENGINES_KEY, Hello, announcement_key
 from gateway import tasks
+from gateway.engines.bundled import BundledEngine
 from gateway.errors import ModelNotFoundError, NoEngineError, RedisDownError
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
@@ -35,40 +35,12 @@ MAX_MODELS: Final = 4096
 """Models remembered after their engines left; the oldest is forgotten first."""
 
 
-class Client(Protocol):
-    """A connection to one engine that is kept up by itself."""
-
-    name: str
-    url: str
-
-    @property
-    def hello(self) -> Hello: ...
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def model(self) -> str | None: ...
-
-    @property
-    def joined(self) -> bool: ...
-
-    def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    async def wait_joined(self) -> None: ...
-
-
-C = TypeVar("C", bound=Client)
-
-
-class Registry(Generic[C]):
+class Registry:
     """stages.Registry. Single event loop; `serving` takes microseconds and awaits nothing."""
 
     def __init__(
         self,
-        connect: Callable[[str, str], C],
+        connect: Callable[[str, str], BundledEngine],
         *,
         retry_after_s: float,
         redis: Redis | None = None,
@@ -97,7 +69,7 @@ class Registry(Generic[C]):
         self._on_unused = on_unused
         self._clock = clock
         self._added_s: dict[str, float] = {}  # by URL
-        self._clients: dict[str, C] = {}  # by URL
+        self._clients: dict[str, BundledEngine] = {}  # by URL
         self._discovered: set[str] = set()  # URLs found in Redis
         self._models: dict[str, int] = {}  # model -> Unix second of the start of its newest engine
         self._tokenizers: set[str] = set()  # fingerprints that engines have, or had when somebody last looked
@@ -107,17 +79,17 @@ class Registry(Generic[C]):
     # -- questions ----------------------------------------------------------------------------------------------------
 
     @property
-    def engines(self) -> Sequence[C]:
+    def engines(self) -> Sequence[BundledEngine]:
         """Every engine that is known, joined or not."""
         return list(self._clients.values())
 
-    def serving(self, model: str) -> Sequence[C]:
+    def serving(self, model: str) -> Sequence[BundledEngine]:
         """Engines that are joined and not draining, alike in all that a prompt's tokens and digests depend on.
 
         Never empty. Raises NoEngineError when the model is known and its engines are away, or may be that of an engine
         that is still starting, and ModelNotFoundError otherwise.
         """
-        found: dict[str, C] = {}
+        found: dict[str, BundledEngine] = {}
         for client in self._clients.values():
             if client.joined and client.model == model and not client.load.draining:
                 found.setdefault(client.hello.incarnation, client)  # one engine may be known under two URLs
@@ -209,7 +181,7 @@ class Registry(Generic[C]):
         while len(self._models) > MAX_MODELS:
             del self._models[next(iter(self._models))]
 
-    def _alike(self, model: str, clients: list[C]) -> list[C]:
+    def _alike(self, model: str, clients: list[BundledEngine]) -> list[BundledEngine]:
         """The largest group of engines that agree on tokens and digests, the newest one among equals."""
         if len(clients) == 1:
             self._mixed.discard(model)
@@ -218,7 +190,7 @@ class Registry(Generic[C]):
         if all(_identity(client.hello) == first for client in clients):
             self._mixed.discard(model)
             return clients
-        groups: dict[object, list[C]] = {}
+        groups: dict[object, list[BundledEngine]] = {}
         for client in clients:
             groups.setdefault(_identity(client.hello), []).append(client)
         if model not in self._mixed:

@@ -9,16 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import LANES, Hello, Load
-from gateway.routing.router import Router
+from gateway.queues.router import LoadSnapshot
 from gateway.types import Ask
 from tests.fakes.fake_engine import make_hello
-
-ROUTER: Router[Candidate] = Router()
 
 
 @dataclass
 class Candidate:
-    """An engine, and its places."""
+    """An engine, and its slots."""
 
     name: str
     load: Load = field(default_factory=Load)
@@ -45,7 +43,7 @@ def asked(prompt_tokens: int, **cached: int) -> Ask:
 
 
 def chosen(candidates: list[Candidate], prompt_tokens: int, **cached: int) -> str:
-    engine = ROUTER.picture(candidates).choose(asked(prompt_tokens, **cached))
+    engine = LoadSnapshot(candidates).choose(asked(prompt_tokens, **cached))
     assert engine is not None
     return engine.name
 
@@ -94,23 +92,23 @@ def test_when_all_places_are_taken_waiting_for_one_counts() -> None:
 
 
 def test_what_is_meant_for_an_engine_is_in_front_of_the_next() -> None:
-    picture = ROUTER.picture(engines(a={}, b={}))
+    snapshot = LoadSnapshot(engines(a={}, b={}))
     for wanted in ("a", "a", "a", "a", "b"):  # 1 s of prefill each, against 4 x 1 s elsewhere
-        engine = picture.choose(asked(2000, a=1000))
+        engine = snapshot.choose(asked(2000, a=1000))
         assert engine is not None
         assert engine.name == wanted
-        picture.add(engine.hello.incarnation, asked(2000, a=1000))
+        snapshot.add(engine.hello.incarnation, asked(2000, a=1000))
 
 
 def test_an_engine_is_ready_for_more_until_it_has_half_a_second_to_prefill() -> None:
     rate: dict[str, Any] = {"prefill_tokens_per_s": 1000.0}
     new: dict[str, Any] = {"prefill_backlog": 10**6}
-    picture = ROUTER.picture(engines(a={"prefill_backlog": 499} | rate, b={"prefill_backlog": 501} | rate, c=new))
-    assert picture.is_ready("i-a")
-    assert not picture.is_ready("i-b")
-    assert picture.is_ready("i-c"), "it has measured nothing yet"
-    picture.add("i-a", asked(2))
-    assert not picture.is_ready("i-a")
+    snapshot = LoadSnapshot(engines(a={"prefill_backlog": 499} | rate, b={"prefill_backlog": 501} | rate, c=new))
+    assert snapshot.is_ready("i-a")
+    assert not snapshot.is_ready("i-b")
+    assert snapshot.is_ready("i-c"), "it has measured nothing yet"
+    snapshot.add("i-a", asked(2))
+    assert not snapshot.is_ready("i-a")
 
 
 def test_a_backlog_is_in_front_of_another_tenants_prompt_only_as_far_as_their_turns_go() -> None:
@@ -118,7 +116,7 @@ def test_a_backlog_is_in_front_of_another_tenants_prompt_only_as_far_as_their_tu
     busy.prefilling = {"much": 8000}
 
     def passes(tenant: str, tokens: int) -> bool:
-        return ROUTER.picture([busy]).passes_backlog("i-a", replace(asked(tokens), tenant=tenant))
+        return LoadSnapshot([busy]).passes_backlog("i-a", replace(asked(tokens), tenant=tenant))
 
     assert not passes("much", 1)
     assert passes("little", 499)
@@ -130,9 +128,9 @@ def test_a_backlog_is_in_front_of_another_tenants_prompt_only_as_far_as_their_tu
     assert passes("anybody", 499), "what other gateways sent is another tenant's"
     assert not passes("anybody", 501)
     busy.prefilling = {"much": 8000}
-    picture = ROUTER.picture([busy])
-    picture.add("i-a", replace(asked(600), tenant="little"))
-    assert not picture.passes_backlog("i-a", replace(asked(1), tenant="little"))
+    snapshot = LoadSnapshot([busy])
+    snapshot.add("i-a", replace(asked(600), tenant="little"))
+    assert not snapshot.passes_backlog("i-a", replace(asked(1), tenant="little"))
 
 
 def test_of_equals_the_one_that_was_given_less_wins() -> None:
@@ -148,7 +146,7 @@ def test_of_equals_an_affinity_chooses_the_same_one_whatever_was_given_and_anoth
         candidates = engines(a={}, b={}, c={})
         for candidate, tokens in zip(candidates, given, strict=False):
             candidate.given_tokens = tokens
-        chosen = ROUTER.picture(candidates).choose(replace(asked(100, **cached), affinity=key))
+        chosen = LoadSnapshot(candidates).choose(replace(asked(100, **cached), affinity=key))
         assert chosen is not None
         return chosen.name
 
@@ -166,11 +164,11 @@ def test_an_engine_whose_places_are_taken_is_waited_for() -> None:
 
 
 def test_an_engine_that_drains_is_not_in_the_picture() -> None:
-    picture = ROUTER.picture(engines(a={"draining": True}, b={"prefill_backlog": 9000}))
-    assert (engine := picture.choose(asked(100, a=100))) is not None
+    snapshot = LoadSnapshot(engines(a={"draining": True}, b={"prefill_backlog": 9000}))
+    assert (engine := snapshot.choose(asked(100, a=100))) is not None
     assert engine.name == "b"
-    assert picture.choose(replace(asked(100), only="i-a")) is None
-    assert not picture.is_ready("i-a")
+    assert snapshot.choose(replace(asked(100), only="i-a")) is None
+    assert not snapshot.is_ready("i-a")
 
 
 def test_rates_that_differ_by_less_than_four_times_are_one() -> None:
@@ -184,8 +182,8 @@ def test_rates_that_differ_by_less_than_four_times_are_one() -> None:
 
 
 def test_the_cost_is_that_at_the_engine_that_holds_most() -> None:
-    picture = ROUTER.picture(engines(a={"decode_tokens_per_s": 128.0}, b={"decode_tokens_per_s": 256.0}))
-    assert picture.cost_s(asked(5000, a=1000, b=4000)) == 1.0 + 1.0
+    snapshot = LoadSnapshot(engines(a={"decode_tokens_per_s": 128.0}, b={"decode_tokens_per_s": 256.0}))
+    assert snapshot.cost_s(asked(5000, a=1000, b=4000)) == 1.0 + 1.0
 
 
 def test_of_equals_the_one_with_fewer_sequences_wins_and_then_the_first_by_name() -> None:
@@ -220,20 +218,20 @@ def test_the_choice_does_not_depend_on_the_order_of_the_engines(
 
 @given(loads, st.integers(1, 10**6), st.integers(0, 10**6))
 def test_more_cached_tokens_never_make_an_engine_less_attractive(load: Load, prompt: int, cached: int) -> None:
-    picture = ROUTER.picture([*engines(a={}), Candidate("b", load)])
-    score_s = picture.score_s("i-b", asked(prompt, b=cached))
-    assert 0 <= score_s <= picture.score_s("i-b", asked(prompt))
+    snapshot = LoadSnapshot([*engines(a={}), Candidate("b", load)])
+    score_s = snapshot.score_s("i-b", asked(prompt, b=cached))
+    assert 0 <= score_s <= snapshot.score_s("i-b", asked(prompt))
 
 
 def test_what_the_batch_lane_has_at_an_engine_is_in_front_of_batch_requests_alone() -> None:
     load = Load(running=4, waiting=9, prefill_backlog=9000, batch_running=4, batch_waiting=9, batch_backlog=9000)
     candidates = [Candidate("a", load), Candidate("b", Load(running=1, prefill_backlog=100))]
     asks = {lane: replace(asked(1000, a=900), lane=lane) for lane in LANES}
-    pictures = {lane: ROUTER.picture(candidates, lane) for lane in LANES}
-    assert {lane: picture.choose(asks[lane]) for lane, picture in pictures.items()} == {
+    snapshots = {lane: LoadSnapshot(candidates, lane) for lane in LANES}
+    assert {lane: snapshot.choose(asks[lane]) for lane, snapshot in snapshots.items()} == {
         "online": candidates[0],
         "batch": candidates[1],
     }
-    assert [picture.is_ready("i-a") for picture in pictures.values()] == [True, True]  # it has measured nothing
+    assert [snapshot.is_ready("i-a") for snapshot in snapshots.values()] == [True, True]  # it has measured nothing
     candidates[0].load = replace(load, prefill_tokens_per_s=1000.0)
-    assert [ROUTER.picture(candidates, lane).is_ready("i-a") for lane in LANES] == [True, False]
+    assert [LoadSnapshot(candidates, lane).is_ready("i-a") for lane in LANES] == [True, False]
