@@ -41,13 +41,12 @@ from gateway.queues.slots import SlotQueue
 from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.kept_answers import KeptAnswers
-from gateway.responses.memory_entries import MemoryEntries
-from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.removals import Removals
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.storage.redis_calls import connect
 from gateway.types import Trace
@@ -113,7 +112,7 @@ class Gateway:
         self.semantic_cache = _semantic_cache(settings, stores, self.embedder)
         every_s = settings.response_cache.removals_s
         self.removals = Removals(remembered, shared, stores.removals(), self.semantic_cache, every_s=every_s)
-        self.answers = KeptAnswers(remembered, shared, self.removals)
+        self.answers = StoredAnswers(remembered, shared, self.removals)
         self.response_cache = _response_cache(
             settings, remembered, shared, self.removals, self.semantic_cache, self._audited
         )

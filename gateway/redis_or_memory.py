@@ -19,7 +19,7 @@ from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.books import Book, MemoryBook, RedisBook
 from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
-from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.removals import RemovalEpoch
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker

@@ -39,7 +39,6 @@ PROMISES = {
     "gateway.queues.batch.base",
     "gateway.ledger.base",
     "gateway.responses.entries",
-    "gateway.responses.listing",
 }
 """Values and Protocols of a stage, which its users write against."""
 SOURCES = sorted(path for package in ("gateway", "engine") for path in (ROOT / package).rglob("*.py"))

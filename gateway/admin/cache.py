@@ -35,8 +35,7 @@ from gateway.api.fields import (
 from gateway.api.record import ADMIN_KEY, BODY
 from gateway.api.replies import reply_json
 from gateway.errors import ForbiddenError, NotFoundError
-from gateway.responses.entries import About
-from gateway.responses.listing import Answers, Chosen, Told
+from gateway.responses.entries import About, Answers, Chosen, Content
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 SHOWN: Final = 20
@@ -247,7 +246,7 @@ def _about_json(kept: About, now_s: float) -> dict[str, Any]:
     }
 
 
-def _content_json(told: Told, *, content: bool) -> dict[str, Any]:
+def _content_json(told: Content, *, content: bool) -> dict[str, Any]:
     more = {"text": told.text, "calls": [{"name": name, "arguments": said} for name, said in told.calls]}
     return {
         "prompt_tokens": told.prompt_tokens,

@@ -72,7 +72,7 @@ from gateway.config import (
 )
 from gateway.pipeline import Pipeline
 from gateway.queues.batch.base import Batches
-from gateway.responses.listing import Answers
+from gateway.responses.entries import Answers
 from gateway.stages import Prompts, Registry
 from gateway.storage.byte_store import ByteStore
 

@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 
 from gateway.errors import RedisDownError
 from gateway.responses.entries import Entries, Entry
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.key import entry_id
-from gateway.responses.memory_entries import MemoryEntries
 from gateway.storage.memory_bytes import MemoryFigures
 
 _T = TypeVar("_T")

@@ -29,9 +29,8 @@ from redis.asyncio import Redis
 
 from gateway import tasks
 from gateway.errors import RedisDownError
-from gateway.responses.entries import About, Entries, Entry
-from gateway.responses.listing import Chosen
-from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.entries import About, Chosen, Entries, Entry
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
 

@@ -32,7 +32,7 @@ from gateway.ledger.books import RedisBook
 from gateway.limits.counters import RedisCounters, Take
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
-from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import Quota

@@ -26,7 +26,7 @@ from gateway.limits.counters import MemoryCounters, RedisCounters, Take
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.redis_or_memory import RedisOrMemory
-from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import Quota

@@ -12,8 +12,7 @@ from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings
 from gateway.responses.entries import OVERHEAD_BYTES, About, Entries, Entry
-from gateway.responses.memory_entries import MemoryEntries
-from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from tests.fakes.clock import Clock
 
 LIMIT_S = 30.0

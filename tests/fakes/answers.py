@@ -6,15 +6,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from gateway.errors import RedisDownError
-from gateway.responses.entries import About
-from gateway.responses.listing import Chosen, Told
+from gateway.responses.entries import About, Chosen, Content
 
 
 @dataclass
 class FakeAnswers:
     """See Answers."""
 
-    kept: dict[About, Told] = field(default_factory=dict)
+    kept: dict[About, Content] = field(default_factory=dict)
     down: bool = False
 
     async def scan(self, chosen: Chosen, at_s: float) -> AsyncIterator[About]:
@@ -23,7 +22,7 @@ class FakeAnswers:
             if chosen.takes(kept, at_s):
                 yield kept
 
-    async def find(self, kept: About) -> Told | None:
+    async def find(self, kept: About) -> Content | None:
         self._check()
         return self.kept.get(kept)
 

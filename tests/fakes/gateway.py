@@ -60,10 +60,9 @@ from gateway.queues.slots import SlotQueue
 from gateway.redis_or_memory import quota_of
 from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
-from gateway.responses.entries import Entries
+from gateway.responses.entries import Answers, Entries
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.listing import Answers
-from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
 from gateway.responses.upstream_answers import RememberedUpstreams

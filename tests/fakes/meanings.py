@@ -14,8 +14,8 @@ from typing import Any
 from engine.protocol import Sampling
 from gateway.config import ResponseCacheSettings, SemanticCacheSettings
 from gateway.errors import EmbedderError, KvasirError
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.responses.stage import ResponseCache

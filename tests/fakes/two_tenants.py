@@ -28,8 +28,8 @@ from gateway.index.memory_index import MemoryIndex
 from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
 from gateway.queues.slots import SlotQueue
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.space import Space
 from gateway.responses.stage import ResponseCache

@@ -12,14 +12,13 @@ import pytest
 from gateway.admin.cache import LIFE_S, chosen_by, token_for, token_time
 from gateway.config import AuthSettings, TenantSettings
 from gateway.errors import BadRequestError
-from gateway.responses.entries import About
-from gateway.responses.listing import Chosen, Told
+from gateway.responses.entries import About, Chosen, Content
 from tests.fakes.answers import FakeAnswers
 from tests.fakes.gateway import Gateway, running
 
 ADMIN, OTHER = "admin-key-1", "admin-key-2"
 NOW_S = 10_000.0
-TOLD = Told(40, 2, "stop", "Hello world", (("look", '{"a":1}'),))
+TOLD = Content(40, 2, "stop", "Hello world", (("look", '{"a":1}'),))
 
 
 def kept(number: int, owner: str = "tenant:north", model: str = "demo", age_s: float | None = None) -> About:

@@ -18,9 +18,9 @@ from gateway.errors import NoEngineError
 from gateway.ledger.books import MemoryBook
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
-from gateway.responses.kept_answers import KeptAnswers
-from gateway.responses.memory_entries import MemoryEntries
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.stage import ResponseCache
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.pipeline import FakeModels, FakePipeline, hello
@@ -191,7 +191,7 @@ async def test_its_lines_in_the_log_are_made_later_and_say_what_those_of_the_lon
 
 async def test_what_an_operator_removed_is_not_given_any_more() -> None:
     one = One()
-    answers = KeptAnswers(one.memory, None)
+    answers = StoredAnswers(one.memory, None)
     async with running(one.pipeline, response_cache=one.cache, answers=answers, now=lambda: one.now[0]) as gateway:
         for _ in range(3):
             await send(gateway, CHAT, ASK)

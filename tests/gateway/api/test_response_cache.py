@@ -15,7 +15,7 @@ from google.genai import types
 
 from gateway.config import NamespaceSettings, ResponseCacheSettings, TenantSettings
 from gateway.errors import EngineLostError
-from gateway.responses.redis_entries import RedisEntries
+from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.stage import ResponseCache
 from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta

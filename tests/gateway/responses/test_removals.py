@@ -8,11 +8,10 @@ from collections import defaultdict
 import pytest
 
 from gateway.errors import RedisDownError
-from gateway.responses.entries import About, Entry
+from gateway.responses.entries import About, Chosen, Entry
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import entry_id
-from gateway.responses.listing import Chosen
-from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.removals import KEY, LATE_S, LOOKED_AT, MAX_BYTES, Removal, RemovalEpoch, Removals
 from gateway.storage.redis_calls import connect
 from tests.fakes.redis_process import RedisProcess

@@ -23,9 +23,9 @@ from gateway.errors import (
 )
 from gateway.responses.base import GetText, Match, Mode, Query, Regenerate
 from gateway.responses.entries import Entry
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import request_key
-from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.stage import ResponseCache
 from gateway.types import (
     CallDelta,

@@ -17,8 +17,8 @@ from gateway.api.replays import REPLAYS
 from gateway.config import ResponseCacheSettings
 from gateway.errors import DeadlineError, KvasirError, UpstreamLostError, UpstreamsAwayError, UpstreamTimeoutError
 from gateway.responses.base import Query
+from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
 from gateway.responses.stage import Figures, ResponseCache
 from gateway.responses.upstream_answers import RememberedUpstreams

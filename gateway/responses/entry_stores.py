@@ -1,4 +1,4 @@
-"""Answers in Redis, shared by all gateways. See storage/redis_bytes.py for its keys."""
+"""Where remembered answers are: in the memory of this gateway, which is looked at first, and in Redis."""
 
 from __future__ import annotations
 
@@ -13,10 +13,44 @@ from gateway.config import ResponseCacheSettings
 from gateway.responses.entries import About, Entry
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import UNLIMITED, Quota
+from gateway.storage.memory_bytes import Memory
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import read_or_skip
 
 _NAME: Final = "answers"
+
+
+class MemoryEntries(Memory[Entry]):
+    """See Entries. A time to live counts from when the answer was made, and no use makes it longer."""
+
+    up = True
+
+    def __init__(self, max_bytes: int, now: Callable[[], float]) -> None:
+        """`now` is the clock of entries, in seconds since 1970."""
+        super().__init__(Quota(total_bytes=max_bytes, by_use=True), now)
+
+    @property
+    def evicted(self) -> int:
+        return self.figures.evicted
+
+    def set(self, entry: Entry) -> bool:
+        """In place of the one with this id. False if it is larger than all may be together."""
+        return self.store(entry.owner, entry.id, entry, entry.num_bytes, entry.expires_s) == "stored"
+
+    async def find(self, owner: str, name: str) -> Entry | None:
+        return self.get(owner, name)
+
+    async def put(self, entry: Entry) -> bool:
+        return self.set(entry)
+
+    async def remove(self, owner: str, name: str) -> bool:
+        return self.delete(owner, name)
+
+    async def owners(self) -> list[str]:
+        return sorted(self._owners)
+
+    async def all_of(self, owner: str) -> list[About]:
+        return [About.of(held.value) for held in self.of(owner).values()]
 
 
 class RedisEntries:
@@ -41,22 +75,18 @@ class RedisEntries:
 
     @property
     def up(self) -> bool:
-        """See Entries."""
         return self._bytes.up
 
     @property
     def evicted(self) -> int:
-        """See Entries."""
         return self._bytes.evicted
 
     async def find(self, owner: str, name: str) -> Entry | None:
-        """See Entries."""
         data = await self._bytes.find(owner, name)
         entry = None if data is None else read_or_skip(_NAME, partial(Entry.from_bytes, name, data))
         return entry if entry is not None and entry.owner == owner and entry.expires_s > self._now() else None
 
     async def put(self, entry: Entry) -> bool:
-        """See Entries."""
         ttl_s = entry.expires_s - self._now()
         if ttl_s <= 0:
             return False
@@ -65,7 +95,6 @@ class RedisEntries:
         return await self._bytes.put(entry.owner, entry.id, body, ttl_s, about=about, num_bytes=size) == "stored"
 
     async def all_of(self, owner: str) -> list[About]:
-        """See Entries."""
         listed = await self._bytes.all_of(owner)
         read = (read_or_skip(_NAME, partial(_about, owner, *item)) for item in listed.items())
         return [about for about in read if about is not None]

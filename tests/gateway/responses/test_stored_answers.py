@@ -12,13 +12,12 @@ from redis.asyncio import Redis
 
 from gateway.config import AuthSettings, ResponseCacheSettings, TenantSettings
 from gateway.responses.entries import Entry
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.kept_answers import KeptAnswers
-from gateway.responses.memory_entries import MemoryEntries
 from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
-from gateway.responses.redis_entries import RedisEntries
 from gateway.responses.removals import RemovalEpoch, Removals
 from gateway.responses.stage import ResponseCache
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.storage.redis_calls import connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
@@ -76,7 +75,7 @@ async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | 
     pipeline = FakePipeline(pieces or ("Hello", " world"), responses=cache)
     auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)
     async with running(
-        pipeline, auth=auth, tenants=TENANTS, answers=KeptAnswers(memory, shared, removals), now=now
+        pipeline, auth=auth, tenants=TENANTS, answers=StoredAnswers(memory, shared, removals), now=now
     ) as gateway:
         yield Asking(gateway, clock, removals)
 
@@ -217,7 +216,7 @@ async def test_what_an_upstream_wrote_can_be_looked_at_and_what_cannot_be_read_i
     for number, body in enumerate((told, b"[]")):
         key = bytes(31) + bytes((number,))
         memory.set(Entry(key, f"{number}" * 32, "tenant:north", "up-1", now, now + 60, body))
-    async with running(FakePipeline(), auth=auth, answers=KeptAnswers(memory, None), now=lambda: now) as gateway:
+    async with running(FakePipeline(), auth=auth, answers=StoredAnswers(memory, None), now=lambda: now) as gateway:
         status, text, _ = await gateway.get(f"/admin/cache/{'0' * 32}?content=true", "admin-key-1")
         shown = json.loads(text)
         assert (status, shown["prompt_tokens"], shown["completion_tokens"]) == (200, 100, 7)
