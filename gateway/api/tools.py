@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from gateway.api.fields import array_too_long, shown, wrong_type
+from gateway.api.fields import Check, an_object, array_too_long, choice, invalid, made, shown, takes, text
 from gateway.api.unknown_fields import leave_out
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import UnsupportedError
 from gateway.types import Tool, ToolUse
 
 MAX_TOOLS: Final = 128
@@ -39,19 +39,33 @@ class ToolChoice:
     single: bool = False
 
 
-def function(name: str, name_path: str, description: str | None, schema: Any, path: str, *, strict: bool) -> Tool:
-    """A tool whose fields have the right types. `schema` of its arguments may be None; `path` is the schema's.
-
-    Raises BadRequestError for a name that is none, and for arguments that are no object.
-    """
+def _named(name: str, path: str) -> str:
     if not _NAME.fullmatch(name):
-        raise _invalid(name_path, f"'{shown(name)}' is not 1 to 64 letters, digits, '_' and '-'")
-    if schema is not None:
-        if type(schema) is not dict:
-            raise wrong_type(path, "an object", schema)
-        if schema.get("type", "object") != "object":
-            raise _invalid(f"{path}.type", "the arguments of a function are an object", "invalid_function_parameters")
-    return Tool(name, description, schema, strict, path)
+        raise invalid(path, f"'{shown(name)}' is not 1 to 64 letters, digits, '_' and '-'")
+    return name
+
+
+tool_name: Final = takes({"type": "string", "pattern": f"^{NAME_PATTERN}$"})(made(text(), _named).function)
+
+
+@takes({"type": "object", "properties": {"type": {"const": "object"}}})
+def tool_parameters(value: Any, path: str) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object."""
+    if an_object(value, path).get("type", "object") != "object":
+        why = "the arguments of a function are an object"
+        raise invalid(f"{path}.type", why, code="invalid_function_parameters")
+    return dict(value)
+
+
+def mode_or(check: Check[ToolChoice], *modes: str) -> Check[ToolChoice]:
+    """One of these modes, or an object."""
+    mode = choice(*modes)
+
+    @takes({"anyOf": [mode.schema, check.schema]})
+    def check_choice(value: Any, path: str) -> ToolChoice:
+        return check.function(value, path) if type(value) is dict else ToolChoice(mode(value, path))  # type: ignore[arg-type]
+
+    return check_choice
 
 
 def check_together(tools: Sequence[Tool], path: str, name_paths: Sequence[str]) -> tuple[Tool, ...]:
@@ -61,7 +75,7 @@ def check_together(tools: Sequence[Tool], path: str, name_paths: Sequence[str]) 
     names = set[str]()
     for tool, name_path in zip(tools, name_paths, strict=True):
         if tool.name in names:
-            raise _invalid(name_path, f"there is another tool named '{tool.name}'")
+            raise invalid(name_path, f"there is another tool named '{tool.name}'")
         names.add(tool.name)
     return tuple(tools)
 
@@ -73,10 +87,6 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Tool
     by_name = {tool.name: tool for tool in tools}
     for name, path in choice.names or ():
         if name not in by_name:
-            raise _invalid(path, f"there is no tool named '{shown(name)}'")
+            raise invalid(path, f"there is no tool named '{shown(name)}'")
     allowed = by_name if choice.names is None else dict.fromkeys(name for name, _ in choice.names)
     return ToolUse(tuple(by_name[name] for name in allowed), choice.mode, parallel and not choice.single)
-
-
-def _invalid(path: str, why: str, code: str = "invalid_value") -> BadRequestError:
-    return BadRequestError(f"Invalid '{path}': {why}.", param=path, code=code)

@@ -18,11 +18,11 @@ from gateway.api.fields import (
     an_array,
     an_object,
     boolean,
-    choice,
-    closed_schema,
+    closed_record,
     invalid,
-    missing,
+    made,
     only,
+    tagged,
     takes,
     text,
 )
@@ -32,54 +32,51 @@ from gateway.types import Constraint
 MAX_CHOICES: Final = 1000
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_FIELDS: Final = {
-    "text": {"type"},
-    "json_object": {"type"},
-    "json_schema": {"type", "json_schema"},
-}
-_SCHEMA_FIELDS: Final = {"name", "description", "schema", "strict"}
 _string = text()
 
 
-_NAMED: Final[JsonSchema] = {
-    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
-    "description": {"type": "string"},
-    "schema": {"type": "object"},
-    "strict": {"type": "boolean"},
+def _check_name(name: str, path: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise invalid(path, "1 to 64 letters, digits, '_' and '-' are expected")
+    return name
+
+
+def _json_schema(given: dict[str, Any], path: str) -> Constraint:
+    where = f"{path}.schema"
+    if given.get("strict"):
+        check_strict(given.get("schema"), where)
+    return json_schema(given.get("schema", {}), where)
+
+
+_schema: Final[dict[str, Any]] = {
+    "name": made(_string, _check_name),
+    "description": _string,
+    "schema": an_object,
+    "strict": boolean,
 }
-_WITHOUT_SCHEMA: Final = closed_schema({"type": {"enum": ["text", "json_object"]}}, "type")
-
-
-@takes(
+_without_schema: Final[dict[str, Check[Constraint | None]]] = {
+    "text": made(closed_record(type=_string), lambda _, path: None),
+    "json_object": made(closed_record(type=_string), lambda _, path: json_object(path)),
+}
+response_format: Final = tagged(
+    "type",
     {
-        "anyOf": [
-            _WITHOUT_SCHEMA,
-            closed_schema(
-                {"type": {"const": "json_schema"}, "json_schema": closed_schema(_NAMED, "name")}, "type", "json_schema"
+        **_without_schema,
+        "json_schema": made(
+            closed_record(
+                "json_schema", type=_string, json_schema=made(closed_record("name", **_schema), _json_schema)
             ),
-        ]
-    }
+            lambda given, _: given["json_schema"],
+        ),
+    },
 )
-def response_format(value: Any, path: str) -> Constraint | None:
-    """None for plain text."""
-    kind = choice(*_FIELDS)(an_object(value, path).get("type"), f"{path}.type")
-    only(value, _FIELDS[kind], path)
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return json_object(path)
-    return _json_schema(value.get("json_schema"), f"{path}.json_schema")
+"""None for plain text."""
 
-
-@takes({"anyOf": [_WITHOUT_SCHEMA, closed_schema({"type": {"const": "json_schema"}, **_NAMED}, "type", "name")]})
-def text_format(value: Any, path: str) -> Constraint | None:
-    """`text.format` of the Responses API, which is flat. None for plain text."""
-    kind = choice(*_FIELDS)(an_object(value, path).get("type"), f"{path}.type")
-    if kind == "json_schema":
-        return _json_schema({key: item for key, item in value.items() if key != "type"}, path)
-    only(value, _FIELDS[kind], path)
-    return json_object(path) if kind == "json_object" else None
-
+text_format: Final = tagged(
+    "type",
+    {**_without_schema, "json_schema": made(closed_record("name", type=_string, **_schema), _json_schema)},
+)
+"""`text.format` of the Responses API, which is flat."""
 
 _STRUCTURED: Final[dict[str, JsonSchema]] = {
     "json": {"type": ["object", "boolean", "string"]},
@@ -133,21 +130,3 @@ def orjson_loads(value: str, path: str) -> Any:
         return orjson.loads(value)
     except orjson.JSONDecodeError as error:
         raise invalid(path, f"the string is not JSON: {error}") from None
-
-
-def _json_schema(value: Any, path: str) -> Constraint:
-    if value is None:
-        raise missing(path)
-    only(an_object(value, path), _SCHEMA_FIELDS, path)
-    if value.get("name") is None:
-        raise missing(f"{path}.name")
-    name = _string(value["name"], f"{path}.name")
-    if not _NAME.fullmatch(name):
-        raise invalid(f"{path}.name", "1 to 64 letters, digits, '_' and '-' are expected")
-    if value.get("description") is not None:
-        _string(value["description"], f"{path}.description")
-    schema = value.get("schema")
-    where = f"{path}.schema"
-    if value.get("strict") is not None and boolean(value["strict"], f"{path}.strict"):
-        check_strict(schema, where)
-    return json_schema({} if schema is None else an_object(schema, where), where)

@@ -4,33 +4,34 @@ dialects have in common with this one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway.api.fields import (
+    Check,
     a_list,
-    an_array,
     an_object,
+    array_of,
     boolean,
-    check_names,
     choice,
-    closed_schema,
-    object_schema,
-    only,
+    closed_record,
+    made,
+    record,
     required_text,
+    tagged,
     takes,
     text,
-    wrong_value,
 )
 from gateway.api.openai.custom_tools import custom, with_grammar
 from gateway.api.openai.strict_schema import check_strict
 from gateway.api.tools import (
     MAX_TOOLS,
-    NAME_PATTERN,
     ToolChoice,
     check_together,
-    function,
     leave_out_tool,
+    mode_or,
+    tool_name,
+    tool_parameters,
     use_of,
 )
 from gateway.errors import BadRequestError
@@ -48,64 +49,49 @@ SERVER_TOOLS = (
 """What types of tools begin with that OpenAI runs, or that need more than text."""
 
 _string = text()
-_mode = choice("none", "auto", "required")
-
-_NAMED = closed_schema({"name": {"type": "string"}}, "name")
-_FUNCTION = closed_schema({"type": {"const": "function"}, "function": _NAMED}, "type", "function")
-_CUSTOM = closed_schema({"type": {"const": "custom"}, "custom": _NAMED}, "type", "custom")
-_ONE = {"anyOf": [_FUNCTION, _CUSTOM]}
-_DECLARED: dict[str, dict[str, Any]] = {
-    "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
-    "description": {"type": "string"},
-    "parameters": {"type": "object", "properties": {"type": {"const": "object"}}},
-}
-_FORMAT = {
-    "anyOf": [
-        object_schema({"type": {"const": "text"}}, "type"),
-        object_schema(
-            {
-                "type": {"const": "grammar"},
-                "grammar": object_schema(
-                    {"definition": {"type": "string"}, "syntax": {"enum": ["lark", "regex"]}}, "definition", "syntax"
-                ),
-            },
-            "type",
-            "grammar",
-        ),
-    ]
-}
 _KINDS = ("function", "custom")
 """Types of tools, each the name of what such a tool has inside."""
 
 
-@takes(
+def _inside(kind: str, check: Check[Any], record: Callable[..., Check[dict[str, Any]]]) -> Check[Any]:
+    """What an object of this type has inside."""
+    return made(record(kind, type=_string, **{kind: check}), lambda given, _: given[kind])
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+def _function(given: dict[str, Any], path: str) -> Tool:
+    schema, strict = given.get("parameters"), given.get("strict", False)
+    if strict and schema is not None:
+        check_strict(schema, f"{path}.parameters")
+    return Tool(given["name"], given.get("description"), schema, strict, f"{path}.parameters")
+
+
+def _custom(given: dict[str, Any], path: str) -> Tool:
+    return custom(given["name"], with_grammar(given.get("description"), given.get("format")), path)
+
+
+_declared: dict[str, Any] = {"name": tool_name, "description": _string}
+_grammar = record("definition", "syntax", definition=_string, syntax=choice("lark", "regex"))
+_format = tagged(
+    "type",
     {
-        "type": "array",
-        "items": {
-            "anyOf": [
-                object_schema(
-                    {
-                        "type": {"const": "function"},
-                        "function": object_schema({**_DECLARED, "strict": {"type": "boolean"}}, "name"),
-                    },
-                    "type",
-                    "function",
-                ),
-                object_schema(
-                    {
-                        "type": {"const": "custom"},
-                        "custom": object_schema(
-                            {"name": _DECLARED["name"], "description": {"type": "string"}, "format": _FORMAT}, "name"
-                        ),
-                    },
-                    "type",
-                    "custom",
-                ),
-            ]
-        },
-        "maxItems": MAX_TOOLS,
-    }
+        "text": made(record(type=_string), lambda _, path: None),
+        "grammar": made(_inside("grammar", _grammar, record), lambda given, _: given["definition"]),
+    },
 )
+_called = record("name", parameters=tool_parameters, strict=boolean, **_declared)
+_tool = tagged(
+    "type",
+    {
+        "function": _inside("function", made(_called, _function), record),
+        "custom": _inside("custom", made(record("name", format=_format, **_declared), _custom), record),
+    },
+)
+
+
+@takes({"type": "array", "items": _tool.schema, "maxItems": MAX_TOOLS})
 def tools(value: Any, path: str) -> tuple[Tool, ...]:
     """Functions and custom tools; tools that upstream runs are left out, and those of any other type refused. An empty
     array is none."""
@@ -116,69 +102,41 @@ def tools(value: Any, path: str) -> tuple[Tool, ...]:
         if kind.startswith(SERVER_TOOLS):
             leave_out_tool(kind, f"{where}.type")
             continue
-        if kind not in _KINDS:
-            raise wrong_value(f"{where}.type", kind, _KINDS)
-        check_names(item, ("type", kind), where)
-        inside, where = item.get(kind), f"{where}.{kind}"
-        declared.append(_function(inside, where, "strict") if kind == "function" else _custom(inside, where))
-        paths.append(f"{where}.name")
+        declared.append(_tool.function(item, where))
+        paths.append(f"{where}.{kind}.name")
     return check_together(declared, path, paths)
 
 
-@takes({"type": "array", "items": object_schema(_DECLARED, "name"), "maxItems": MAX_TOOLS})
-def functions(value: Any, path: str) -> tuple[Tool, ...]:
-    """The deprecated form of `tools`."""
-    declared = [_function(item, f"{path}[{index}]") for index, item in enumerate(a_list(value, path))]
-    return check_together(declared, path, [f"{path}[{index}].name" for index in range(len(declared))])
-
-
-@takes(
-    {
-        "anyOf": [
-            _mode.schema,
-            _FUNCTION,
-            _CUSTOM,
-            closed_schema(
-                {
-                    "type": {"const": "allowed_tools"},
-                    "allowed_tools": closed_schema(
-                        {
-                            "mode": {"enum": ["auto", "required"]},
-                            "tools": {"type": "array", "items": _ONE, "minItems": 1},
-                        },
-                        "mode",
-                        "tools",
-                    ),
-                },
-                "type",
-                "allowed_tools",
-            ),
-        ]
-    }
+functions = made(
+    array_of(made(record("name", parameters=tool_parameters, **_declared), _function), most=MAX_TOOLS),
+    lambda found, path: check_together(found, path, [f"{path}[{index}].name" for index in range(len(found))]),
 )
-def tool_choice(value: Any, path: str) -> ToolChoice:
-    """A mode, one tool by name, or some of the tools with a mode."""
-    if type(value) is not dict:
-        return ToolChoice(_mode(value, path))  # type: ignore[arg-type]
-    kind = choice(*_KINDS, "allowed_tools")(required_text(value, "type", path), f"{path}.type")
-    if kind in _KINDS:
-        return ToolChoice("required", (_name(value, path),), single=True)
-    only(value, ("type", "allowed_tools"), path)
-    where = f"{path}.allowed_tools"
-    allowed = an_object(value.get("allowed_tools"), where)
-    only(allowed, ("mode", "tools"), where)
-    mode = choice("auto", "required")(required_text(allowed, "mode", where), f"{where}.mode")
-    listed = an_array(allowed.get("tools"), f"{where}.tools")
-    return ToolChoice(mode, tuple(_name(item, f"{where}.tools[{index}]") for index, item in enumerate(listed)))  # type: ignore[arg-type]
+"""The deprecated form of `tools`."""
 
 
-@takes({"anyOf": [{"enum": ["none", "auto"]}, _NAMED]})
-def function_call(value: Any, path: str) -> ToolChoice:
-    """The deprecated form of `tool_choice`."""
-    if type(value) is not dict:
-        return ToolChoice(choice("none", "auto")(value, path))  # type: ignore[arg-type]
-    only(value, ("name",), path)
-    return ToolChoice("required", ((required_text(value, "name", path), f"{path}.name"),), single=True)
+# -- which of them ----------------------------------------------------------------------------------------------------
+
+
+def _one(name: tuple[str, str], path: str) -> ToolChoice:
+    return ToolChoice("required", (name,), single=True)
+
+
+def _allowed(given: dict[str, Any], path: str) -> ToolChoice:
+    return ToolChoice(given["mode"], tuple(given["tools"]))
+
+
+_name = made(closed_record("name", name=_string), lambda given, path: (given["name"], f"{path}.name"))
+_names = {kind: _inside(kind, _name, closed_record) for kind in _KINDS}
+_some = closed_record("mode", "tools", mode=choice("auto", "required"), tools=array_of(tagged("type", _names), 1))
+_chosen = {kind: made(check, _one) for kind, check in _names.items()}
+tool_choice = mode_or(
+    tagged("type", {**_chosen, "allowed_tools": _inside("allowed_tools", made(_some, _allowed), closed_record)}),
+    *("none", "auto", "required"),
+)
+"""A mode, one tool by name, or some of the tools with a mode."""
+
+function_call = mode_or(made(_name, _one), "none", "auto")
+"""The deprecated form of `tool_choice`."""
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
@@ -213,46 +171,3 @@ def names_a_tool(body: Mapping[str, Any]) -> bool:
 def custom_names(body: Mapping[str, Any]) -> frozenset[str]:
     """Of the custom tools of a valid chat."""
     return frozenset(tool["custom"]["name"] for tool in body.get("tools") or () if tool["type"] == "custom")
-
-
-def _function(item: Any, path: str, *more: str) -> Tool:
-    check_names(an_object(item, path), ("name", "description", "parameters", *more), path)
-    name = required_text(item, "name", path)
-    description, schema = item.get("description"), item.get("parameters")
-    if description is not None:
-        _string(description, f"{path}.description")
-    strict = item.get("strict") is not None and boolean(item["strict"], f"{path}.strict")
-    made = function(name, f"{path}.name", description, schema, f"{path}.parameters", strict=strict)
-    if strict and schema is not None:
-        check_strict(schema, f"{path}.parameters")
-    return made
-
-
-def _custom(item: Any, path: str) -> Tool:
-    check_names(an_object(item, path), ("name", "description", "format"), path)
-    name = function(required_text(item, "name", path), f"{path}.name", None, None, path, strict=False).name
-    description, form = item.get("description"), item.get("format")
-    if description is not None:
-        _string(description, f"{path}.description")
-    return custom(name, with_grammar(description, None if form is None else _grammar(form, f"{path}.format")), path)
-
-
-def _grammar(form: Any, path: str) -> str | None:
-    """Of the input; None where it is any text."""
-    if choice("text", "grammar")(required_text(an_object(form, path), "type", path), f"{path}.type") == "text":
-        return None
-    where = f"{path}.grammar"
-    inside = an_object(form.get("grammar"), where)
-    choice("lark", "regex")(required_text(inside, "syntax", where), f"{where}.syntax")
-    return required_text(inside, "definition", where)
-
-
-def _name(item: Any, path: str) -> tuple[str, str]:
-    """Of a tool, and where it is said."""
-    kind = required_text(an_object(item, path), "type", path)
-    if kind not in _KINDS:
-        raise wrong_value(f"{path}.type", kind, _KINDS)
-    only(item, ("type", kind), path)
-    where = f"{path}.{kind}"
-    only(an_object(item.get(kind), where), ("name",), where)
-    return required_text(item[kind], "name", where), f"{where}.name"

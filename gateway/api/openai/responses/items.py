@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from gateway.api.fields import (
-    MAX_ITEMS,
-    a_list,
-    an_array,
+    Check,
     an_object,
-    at_most,
-    check_names,
+    anything,
+    array_of,
     choice,
+    made,
     missing,
-    required_text,
+    object_schema,
+    record,
+    tagged,
     takes,
     text,
+    text_or,
     wrong_type,
-    wrong_value,
 )
 from gateway.api.openai.caching import check_breakpoint
-from gateway.api.openai.responses.item_schemas import ITEM, check_phase, check_status
-from gateway.errors import UnsupportedError
+from gateway.errors import BadRequestError, UnsupportedError
 
 Item = dict[str, Any]
 
@@ -35,7 +35,8 @@ ROLES: Final = ("user", "assistant", "system", "developer")
 MEDIA: Final = {"input_image": "Images", "input_file": "Files", "input_audio": "Audio"}
 
 _string = text()
-_output_status = choice("in_progress", "completed", "incomplete", "failed")
+_status = choice("in_progress", "completed", "incomplete")
+_objects = array_of(an_object, what="an array of objects")
 _ID: Final = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})[io][0-9a-f]{4,}")
 _PREFIXES: Final = {
     "message": "msg",
@@ -51,16 +52,6 @@ _PREFIXES: Final = {
     "apply_patch_call_output": "apo",
     "reasoning": "rs",
 }
-
-
-@takes({"anyOf": [{"type": "string"}, {"type": "array", "items": ITEM, "maxItems": MAX_ITEMS}]})
-def parse_input(value: Any, path: str) -> list[Item]:
-    """Raises BadRequestError with the path of what is wrong, UnsupportedError for items that Kvasir has no use for."""
-    if type(value) is str:
-        return [_message({"role": "user", "content": value}, path)]
-    if type(value) is not list:
-        raise wrong_type(path, "a string or an array of items", value)
-    return [_item(item, f"{path}[{index}]") for index, item in enumerate(at_most(MAX_ITEMS, value, path))]
 
 
 def with_ids(items: Sequence[Item], token: str) -> list[Item]:
@@ -90,170 +81,12 @@ def _item(item: Any, path: str) -> Item:
         kind = "item_reference" if "role" not in item and "id" in item else "message"
     if type(kind) is not str:
         raise wrong_type(f"{path}.type", "a string", kind)
-    if (parse := _BY_TYPE.get(kind)) is None:
+    if (check := _BY_TYPE.get(kind)) is None:
         raise UnsupportedError(
             f"Unsupported item '{kind[:64]}' at '{path}': an input may have items of the types {', '.join(_BY_TYPE)}.",
             param=f"{path}.type",
         )
-    return parse(item, path)
-
-
-def _message(item: Item, path: str) -> Item:
-    check_names(item, ("type", "id", "role", "content", "status", "phase"), path)
-    role = required_text(item, "role", path)
-    if role not in ROLES:
-        raise wrong_value(f"{path}.role", role, ROLES)
-    if item.get("content") is None:
-        raise missing(f"{path}.content")
-    parts = _assistant_part if role == "assistant" else _input_part
-    content = item["content"]
-    if type(content) is str:
-        content = [_told(content) if role == "assistant" else _asked(content)]
-    elif type(content) is list:
-        content = [
-            parts(part, f"{path}.content[{index}]") for index, part in enumerate(an_array(content, f"{path}.content"))
-        ]
-    else:
-        raise wrong_type(f"{path}.content", "a string or an array of parts", content)
-    message: Item = _common(item, path, "message") | {"role": role, "content": content}
-    if item.get("phase") is not None:
-        message["phase"] = check_phase(item["phase"], f"{path}.phase")
-    return message
-
-
-def _function_call(item: Item, path: str) -> Item:
-    return _named_call(item, path, "arguments")
-
-
-def _custom_tool_call(item: Item, path: str) -> Item:
-    return _named_call(item, path, "input")
-
-
-def _named_call(item: Item, path: str, written: str) -> Item:
-    """A call of a function or a custom tool, which may be in a namespace."""
-    names = ("call_id", "name", written)
-    check_names(item, ("type", "id", "status", "namespace", *names), path)
-    fields = {key: required_text(item, key, path) for key in names}
-    if item.get("namespace") is not None:
-        fields["namespace"] = _string(item["namespace"], f"{path}.namespace")
-    return _common(item, path, item["type"]) | fields
-
-
-def _function_call_output(item: Item, path: str) -> Item:
-    check_names(item, ("type", "id", "call_id", "name", "output", "status"), path)
-    output = item.get("output")
-    if output is None:
-        raise missing(f"{path}.output")
-    if type(output) is list:
-        several = at_most(MAX_ITEMS, output, f"{path}.output")
-        output = [_input_part(part, f"{path}.output[{index}]") for index, part in enumerate(several)]
-    elif type(output) is not str:
-        raise wrong_type(f"{path}.output", "a string or an array of parts", output)
-    return _common(item, path, item["type"]) | {
-        "call_id": required_text(item, "call_id", path),
-        "output": output,
-    }
-
-
-def _shell_call(item: Item, path: str) -> Item:
-    """Of a local shell, or of the newer shell."""
-    check_names(item, ("type", "id", "call_id", "action", "status", "environment"), path)
-    key, where = "command" if item["type"] == "local_shell_call" else "commands", f"{path}.action"
-    action = an_object(item.get("action"), where)
-    for index, said in enumerate(a_list(action.get(key), f"{where}.{key}")):
-        _string(said, f"{where}.{key}[{index}]")
-    call_id = required_text(item, "id" if item.get("call_id") is None else "call_id", path)
-    return _common(item, path, item["type"]) | {"call_id": call_id, "action": action}
-
-
-def _apply_patch_call(item: Item, path: str) -> Item:
-    check_names(item, ("type", "id", "call_id", "operation", "status"), path)
-    operation = an_object(item.get("operation"), f"{path}.operation")
-    for key in ("type", "path"):
-        required_text(operation, key, f"{path}.operation")
-    return _common(item, path, item["type"]) | {
-        "call_id": required_text(item, "call_id", path),
-        "operation": operation,
-    }
-
-
-def _client_output(item: Item, path: str) -> Item:
-    """What a shell or a patch said: a text, or objects that the model reads as JSON."""
-    check_names(item, ("type", "id", "call_id", "output", "status", "max_output_length"), path)
-    key = "id" if item.get("call_id") is None and item["type"] == "local_shell_call_output" else "call_id"
-    status = "completed" if item.get("status") is None else _output_status(item["status"], f"{path}.status")
-    output = item.get("output")
-    if output is None and item["type"] == "apply_patch_call_output":
-        output = status
-    if type(output) is list:
-        for index, part in enumerate(a_list(output, f"{path}.output")):
-            an_object(part, f"{path}.output[{index}]")
-    elif output is None or type(output) is not str:
-        raise missing(f"{path}.output") if output is None else wrong_type(f"{path}.output", "a string", output)
-    told = _common(item | {"status": None}, path, item["type"])
-    return told | {"status": status, "call_id": required_text(item, key, path), "output": output}
-
-
-def _reasoning(item: Item, path: str) -> Item:
-    """Kept as it is: what another model thought is no part of a prompt here."""
-    check_names(item, ("type", "id", "summary", "content", "encrypted_content", "status"), path)
-    kept: Item = {"summary": []}
-    for key in ("summary", "content"):
-        if item.get(key) is not None:
-            if type(item[key]) is not list:
-                raise wrong_type(f"{path}.{key}", "an array of objects", item[key])
-            several = at_most(MAX_ITEMS, item[key], f"{path}.{key}")
-            kept[key] = [an_object(part, f"{path}.{key}[{index}]") for index, part in enumerate(several)]
-    if item.get("encrypted_content") is not None:
-        kept["encrypted_content"] = _string(item["encrypted_content"], f"{path}.encrypted_content")
-    return _common(item, path, "reasoning") | kept
-
-
-def _reference(item: Item, path: str) -> Item:
-    check_names(item, ("type", "id"), path)
-    return {"type": "item_reference", "id": required_text(item, "id", path)}
-
-
-_BY_TYPE: Final[dict[str, Callable[[Item, str], Item]]] = {
-    "message": _message,
-    "function_call": _function_call,
-    "function_call_output": _function_call_output,
-    "custom_tool_call": _custom_tool_call,
-    "custom_tool_call_output": _function_call_output,
-    "local_shell_call": _shell_call,
-    "shell_call": _shell_call,
-    "apply_patch_call": _apply_patch_call,
-    "local_shell_call_output": _client_output,
-    "shell_call_output": _client_output,
-    "apply_patch_call_output": _client_output,
-    "reasoning": _reasoning,
-    "item_reference": _reference,
-}
-
-
-def _input_part(part: Any, path: str) -> Item:
-    kind = _kind(part, path)
-    if kind in MEDIA:
-        raise UnsupportedError(f"{MEDIA[kind]} are not supported by this model.", param=f"{path}.type")
-    if kind != "input_text":
-        raise wrong_value(f"{path}.type", kind, ("input_text",))
-    check_names(part, ("type", "text", "prompt_cache_breakpoint"), path)
-    checked: Item = {"type": kind, "text": required_text(part, "text", path)}
-    if part.get("prompt_cache_breakpoint") is not None:
-        where = f"{path}.prompt_cache_breakpoint"
-        checked["prompt_cache_breakpoint"] = check_breakpoint(part["prompt_cache_breakpoint"], where)
-    return checked
-
-
-def _assistant_part(part: Any, path: str) -> Item:
-    kind = _kind(part, path)
-    if kind == "refusal":
-        check_names(part, ("type", "refusal"), path)
-        return {"type": kind, "refusal": required_text(part, "refusal", path)}
-    if kind != "output_text":
-        raise wrong_value(f"{path}.type", kind, ("output_text", "refusal"))
-    check_names(part, ("type", "text", "annotations", "logprobs", "parsed"), path)
-    return _told(required_text(part, "text", path))
+    return check.function(item, path)
 
 
 def _asked(said: str) -> Item:
@@ -264,13 +97,140 @@ def _told(said: str) -> Item:
     return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
 
 
-def _kind(part: Any, path: str) -> str:
-    return required_text(an_object(part, path), "type", path)
+def _no_media(kind: str, path: str) -> BadRequestError | None:
+    if kind not in MEDIA:
+        return None
+    return UnsupportedError(f"{MEDIA[kind]} are not supported by this model.", param=f"{path}.type")
 
 
-def _common(item: Item, path: str, kind: str) -> Item:
-    """What all items have, in the order in which they are told."""
-    status = "completed" if item.get("status") is None else check_status(item["status"], f"{path}.status")
-    if item.get("id") is None:
-        return {"type": kind, "status": status}
-    return {"id": text(128)(item["id"], f"{path}.id"), "type": kind, "status": status}
+def _kind(
+    kind: str, *required: str, status: Check[str] = _status, unused: tuple[str, ...] = (), **fields: Check[Any]
+) -> Check[Item]:
+    """Items of this type, in the order in which they are told."""
+
+    def settle(given: Item, path: str) -> Item:
+        item = {"id": given["id"]} if "id" in given else {}
+        item |= {"type": kind, "status": given.get("status", "completed")}
+        return item | {name: given[name] for name in fields if name in given}
+
+    every = {"type": _string, "id": text(128), "status": status, **dict.fromkeys(unused, anything)}
+    return made(record(*required, **every, **fields), settle)
+
+
+def _with_call_id(item: Item, path: str) -> Item:
+    """Items of shells may have it as their own id."""
+    if "call_id" not in item and "id" not in item:
+        raise missing(f"{path}.id")
+    return {**item, "call_id": item.get("call_id", item.get("id"))}
+
+
+def _patched(item: Item, path: str) -> Item:
+    return {**item, "output": item.get("output", item["status"])}
+
+
+def _object_with(name: str, check: Check[Any], *more: str) -> Check[Item]:
+    """An object with these fields at least, as it was sent."""
+
+    @takes(object_schema(dict.fromkeys((name, *more), check.schema), name, *more))
+    def check_object(value: Any, path: str) -> Item:
+        for field in (name, *more):
+            if an_object(value, path).get(field) is None:
+                raise missing(f"{path}.{field}")
+            check(value[field], f"{path}.{field}")
+        return dict(value)
+
+    return check_object
+
+
+_input_part: Final = tagged(
+    "type",
+    {"input_text": record("text", type=_string, text=_string, prompt_cache_breakpoint=check_breakpoint)},
+    _no_media,
+)
+_assistant_part: Final = tagged(
+    "type",
+    {
+        "output_text": made(
+            record("text", type=_string, text=_string, annotations=anything, logprobs=anything, parsed=anything),
+            lambda part, _: _told(part["text"]),
+        ),
+        "refusal": record("refusal", type=_string, refusal=_string),
+    },
+)
+
+
+def _message(part: Check[Item], wrap: Callable[[str], Item]) -> Check[Item]:
+    several = text_or(array_of(part, 1, what="a string or an array of parts"))
+    content = made(several, lambda found, _: [wrap(found)] if type(found) is str else found)
+    return _kind("message", "content", role=_string, content=content, phase=choice("commentary", "final_answer"))
+
+
+_users: Final = _message(_input_part, _asked)
+_messages: Final = tagged(
+    "role",
+    {role: _message(_assistant_part, _told) if role == "assistant" else _users for role in ROLES},
+)
+_reference: Final = made(
+    record("id", type=_string, id=_string), lambda item, _: {"type": "item_reference", "id": item["id"]}
+)
+_named: Final[dict[str, Any]] = {"call_id": _string, "name": _string, "namespace": _string}
+_parts: Final = text_or(array_of(_input_part, what="a string or an array of parts"))
+_said: Final = text_or(array_of(an_object, what="a string"))
+_failed: Final = choice("in_progress", "completed", "incomplete", "failed")
+_limited: Final = ("max_output_length",)
+_TAGGED: Final[dict[str, Check[Item]]] = {
+    "function_call": _kind("function_call", "call_id", "name", "arguments", arguments=_string, **_named),
+    "function_call_output": _kind(
+        "function_call_output", "call_id", "output", unused=("name",), call_id=_string, output=_parts
+    ),
+    "custom_tool_call": _kind("custom_tool_call", "call_id", "name", "input", input=_string, **_named),
+    "custom_tool_call_output": _kind(
+        "custom_tool_call_output", "call_id", "output", unused=("name",), call_id=_string, output=_parts
+    ),
+    **{
+        kind: made(
+            _kind(
+                kind,
+                "action",
+                unused=("environment",),
+                call_id=_string,
+                action=_object_with(key, array_of(_string)),
+            ),
+            _with_call_id,
+        )
+        for kind, key in (("local_shell_call", "command"), ("shell_call", "commands"))
+    },
+    "apply_patch_call": _kind(
+        "apply_patch_call",
+        "call_id",
+        "operation",
+        call_id=_string,
+        operation=_object_with("type", _string, "path"),
+    ),
+    "local_shell_call_output": made(
+        _kind("local_shell_call_output", "output", status=_failed, unused=_limited, call_id=_string, output=_said),
+        _with_call_id,
+    ),
+    "shell_call_output": _kind(
+        "shell_call_output", "call_id", "output", status=_failed, unused=_limited, call_id=_string, output=_said
+    ),
+    "apply_patch_call_output": made(
+        _kind("apply_patch_call_output", "call_id", status=_failed, unused=_limited, call_id=_string, output=_said),
+        _patched,
+    ),
+    "reasoning": made(  # kept as it is: what another model thought is no part of a prompt here
+        _kind("reasoning", summary=_objects, content=_objects, encrypted_content=_string),
+        lambda item, _: {"summary": [], **item},
+    ),
+}
+_BY_TYPE: Final = {"message": _messages, **_TAGGED, "item_reference": _reference}
+_items: Final = array_of(
+    Check(_item, {"anyOf": [_messages.schema, *tagged("type", _TAGGED).schema["anyOf"], _reference.schema]}),
+    what="a string or an array of items",
+)
+
+
+@takes(text_or(_items).schema)
+def parse_input(value: Any, path: str) -> list[Item]:
+    """Raises BadRequestError with the path of what is wrong, UnsupportedError for items that Kvasir has no use for."""
+    return [_messages({"role": "user", "content": value}, path)] if type(value) is str else _items.function(value, path)

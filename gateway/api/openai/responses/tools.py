@@ -9,18 +9,21 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from gateway.api.fields import (
-    JsonSchema,
+    Check,
     a_list,
-    an_array,
     an_object,
+    anything,
+    array_of,
     boolean,
-    check_names,
     choice,
-    closed_schema,
+    closed_record,
+    made,
+    missing,
     object_schema,
-    only,
+    record,
     required_text,
     shown,
+    tagged,
     takes,
     text,
 )
@@ -30,63 +33,18 @@ from gateway.api.openai.strict_schema import check_strict
 from gateway.api.openai.tools import SERVER_TOOLS
 from gateway.api.tools import (
     MAX_TOOLS,
-    NAME_PATTERN,
     ToolChoice,
     check_together,
-    function,
     leave_out_tool,
+    mode_or,
+    tool_name,
+    tool_parameters,
     use_of,
 )
 from gateway.errors import BadRequestError, UnsupportedError
 from gateway.types import Tool, ToolUse
 
 _string = text()
-_mode = choice("none", "auto", "required")
-_NAMED: Final[JsonSchema] = {
-    "anyOf": [
-        closed_schema(
-            {"type": {"enum": ["function", "custom"]}, "name": {"type": "string"}, "namespace": {"type": "string"}},
-            "type",
-            "name",
-        ),
-        closed_schema({"type": {"enum": list(BUILT_IN)}}, "type"),
-    ]
-}
-
-
-_FUNCTION: Final = object_schema(
-    {
-        "type": {"const": "function"},
-        "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
-        "description": {"type": "string"},
-        "parameters": {"type": "object", "properties": {"type": {"const": "object"}}},
-        "strict": {"type": "boolean"},
-    },
-    "type",
-    "name",
-)
-_CUSTOM: Final = object_schema(
-    {
-        "type": {"const": "custom"},
-        "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
-        "description": {"type": "string"},
-        "format": {"type": "object"},
-    },
-    "type",
-    "name",
-)
-_NAMESPACE: Final = object_schema(
-    {
-        "type": {"const": "namespace"},
-        "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
-        "description": {"type": "string"},
-        "tools": {"type": "array", "items": {"anyOf": [_FUNCTION, _CUSTOM]}, "maxItems": MAX_TOOLS},
-    },
-    "type",
-    "name",
-    "tools",
-)
-_OTHER: Final = object_schema({"type": {"enum": [*BUILT_IN, *SERVER_TOOLS]}}, "type")
 
 
 class Tools(NamedTuple):
@@ -96,13 +54,78 @@ class Tools(NamedTuple):
     told: tuple[dict[str, Any], ...] = ()
 
 
-@takes(
-    {
-        "type": "array",
-        "items": {"anyOf": [_FUNCTION, _CUSTOM, _NAMESPACE, _OTHER]},
-        "maxItems": MAX_TOOLS,
-    }
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+def _function(given: dict[str, Any], path: str) -> list[Declared]:
+    """Functions are strict here unless they cannot be."""
+    schema, strict, where = given.get("parameters"), given.get("strict"), f"{path}.parameters"
+    if strict and schema is not None:
+        check_strict(schema, where)
+    if strict is None and schema is not None:
+        strict = _is_strict(schema, where)
+    name = given["name"]
+    return [Declared(Tool(name, given.get("description"), schema, bool(strict), where), "function", name)]
+
+
+def _is_strict(schema: Any, path: str) -> bool:
+    try:
+        check_strict(schema, path)
+    except BadRequestError:
+        return False
+    return True
+
+
+def _custom(given: dict[str, Any], path: str) -> list[Declared]:
+    described = with_grammar(given.get("description"), given.get("format"))
+    return [Declared(custom(given["name"], described, path), "custom", given["name"])]
+
+
+def _grammar(given: dict[str, Any], path: str) -> str | None:
+    """Of a custom tool's input; None where it is any text."""
+    if given.get("type") != "grammar":
+        return None
+    if "definition" not in given:
+        raise missing(f"{path}.definition")
+    return str(given["definition"])
+
+
+def _namespace(given: dict[str, Any], path: str) -> list[Declared]:
+    space, inside = given["name"], [one for several in given["tools"] for one in several]
+    return [one._replace(tool=replace(one.tool, name=joined(space, one.tool.name)), namespace=space) for one in inside]
+
+
+def _built_in(kind: str) -> Check[list[Declared]]:
+    return made(
+        record(type=_string, environment=anything),
+        lambda _, path: [Declared(replace(BUILT_IN[kind], path=path), kind, kind)],  # type: ignore[arg-type]
+    )
+
+
+def _unknown_tool(kind: str, path: str) -> BadRequestError:
+    return UnsupportedError(
+        f"Unsupported tool '{shown(kind)}' at '{path}': its type is none of function, custom, namespace, "
+        f"{', '.join(BUILT_IN)}.",
+        param=f"{path}.type",
+    )
+
+
+_every: Final[dict[str, Any]] = {"type": _string, "name": tool_name, "description": _string}
+_format: Final = made(record(type=_string, definition=_string, syntax=_string), _grammar)
+_named: Final[dict[str, Check[list[Declared]]]] = {
+    "function": made(record("name", parameters=tool_parameters, strict=boolean, **_every), _function),
+    "custom": made(record("name", format=_format, **_every), _custom),
+}
+_spaced: Final = record("name", "tools", tools=array_of(tagged("type", _named)), **_every)
+_tool: Final = tagged(
+    "type",
+    {**_named, "namespace": made(_spaced, _namespace), **{kind: _built_in(kind) for kind in BUILT_IN}},
+    _unknown_tool,
 )
+_other: Final = object_schema({"type": {"enum": list(SERVER_TOOLS)}}, "type")
+
+
+@takes({"type": "array", "items": {"anyOf": [*_tool.schema["anyOf"], _other]}, "maxItems": MAX_TOOLS})
 def tools(value: Any, path: str) -> Tools:
     """Tools that the client runs. Those that OpenAI runs are left out, those of unknown types refused."""
     declared: list[Declared] = []
@@ -114,7 +137,7 @@ def tools(value: Any, path: str) -> Tools:
         if kind.startswith(SERVER_TOOLS) or (kind == "shell" and _elsewhere(item)):
             leave_out_tool(kind, f"{where}.type")
             continue
-        found = _namespace(item, where) if kind == "namespace" else [_declared(kind, item, where)]
+        found = _tool.function(item, where)
         declared += found
         paths += [f"{where}.name"] * len(found)
         told.append(tool_json(found[0].tool) if kind == "function" else item)
@@ -128,77 +151,50 @@ def _elsewhere(item: Mapping[str, Any]) -> bool:
     return type(environment) is dict and environment.get("type") != "local"
 
 
-def _namespace(item: Mapping[str, Any], path: str) -> list[Declared]:
-    check_names(item, ("type", "name", "description", "tools"), path)
-    space = _named(item, path)
-    found = []
-    for index, inner in enumerate(a_list(item.get("tools"), f"{path}.tools")):
-        where = f"{path}.tools[{index}]"
-        kind = required_text(an_object(inner, where), "type", where)
-        one = _declared(choice("function", "custom")(kind, f"{where}.type"), inner, where)
-        found.append(one._replace(tool=replace(one.tool, name=joined(space, one.tool.name)), namespace=space))
-    return found
+# -- which of them ----------------------------------------------------------------------------------------------------
 
 
-def _declared(kind: str, item: dict[str, Any], path: str) -> Declared:
-    if kind == "function":
-        tool = _function(item, path)
-        return Declared(tool, "function", tool.name)
-    if kind == "custom":
-        check_names(item, ("type", "name", "description", "format"), path)
-        return Declared(custom(name := _named(item, path), _description(item, path), path), "custom", name)
-    if kind not in BUILT_IN:
-        raise UnsupportedError(
-            f"Unsupported tool '{shown(kind)}' at '{path}': its type is none of function, custom, namespace, "
-            f"{', '.join(BUILT_IN)}.",
-            param=f"{path}.type",
-        )
-    check_names(item, ("type", "environment"), path)
-    return Declared(replace(BUILT_IN[kind], path=path), kind, kind)  # type: ignore[arg-type]
+def _name(given: dict[str, Any], path: str) -> tuple[str, str]:
+    """Under which a tool is offered, and where that stands."""
+    return joined(given.get("namespace"), given["name"]), f"{path}.name"
 
 
-def _named(item: Mapping[str, Any], path: str) -> str:
-    """The name of a tool, or of a namespace."""
-    return function(required_text(item, "name", path), f"{path}.name", None, None, path, strict=False).name
+def _not_run_here(kind: str, path: str) -> BadRequestError:
+    why = f"Only tools that the client runs can be chosen, and `allowed_tools`: '{shown(kind)}' is not run here."
+    return UnsupportedError(why, param=f"{path}.type")
 
 
-def _description(item: Mapping[str, Any], path: str) -> str | None:
-    """With the grammar of a custom tool's input."""
-    said = None if item.get("description") is None else _string(item["description"], f"{path}.description")
-    form = {} if item.get("format") is None else an_object(item["format"], f"{path}.format")
-    if form.get("type") != "grammar":
-        return said
-    return with_grammar(said, _string(form.get("definition"), f"{path}.format.definition"))
-
-
-@takes(
-    {
-        "anyOf": [
-            _mode.schema,
-            _NAMED,
-            closed_schema(
-                {
-                    "type": {"const": "allowed_tools"},
-                    "mode": {"enum": ["auto", "required"]},
-                    "tools": {"type": "array", "items": _NAMED, "minItems": 1},
-                },
-                "type",
-                "mode",
-                "tools",
-            ),
-        ]
-    }
+_names: Final[dict[str, Check[tuple[str, str]]]] = {
+    **{
+        kind: made(closed_record("name", type=_string, name=_string, namespace=_string), _name)
+        for kind in ("function", "custom")
+    },
+    **{
+        kind: made(closed_record(type=_string), lambda given, path: (given["type"], f"{path}.type"))
+        for kind in BUILT_IN
+    },
+}
+_some: Final = closed_record(
+    *("mode", "tools"),
+    type=_string,
+    mode=choice("auto", "required"),
+    tools=array_of(tagged("type", _names, _not_run_here), 1),
 )
-def tool_choice(value: Any, path: str) -> ToolChoice:
-    """A mode, one tool by name, or some of the tools with a mode."""
-    if type(value) is not dict:
-        return ToolChoice(_mode(value, path))  # type: ignore[arg-type]
-    if value.get("type") != "allowed_tools":
-        return ToolChoice("required", (_name(value, path),), single=True)
-    only(value, ("type", "mode", "tools"), path)
-    mode = choice("auto", "required")(required_text(value, "mode", path), f"{path}.mode")
-    listed = an_array(value.get("tools"), f"{path}.tools")
-    return ToolChoice(mode, tuple(_name(item, f"{path}.tools[{index}]") for index, item in enumerate(listed)))  # type: ignore[arg-type]
+tool_choice: Final = mode_or(
+    tagged(
+        "type",
+        {
+            **{
+                kind: made(check, lambda name, _: ToolChoice("required", (name,), single=True))
+                for kind, check in _names.items()
+            },
+            "allowed_tools": made(_some, lambda given, _: ToolChoice(given["mode"], tuple(given["tools"]))),
+        },
+        _not_run_here,
+    ),
+    *("none", "auto", "required"),
+)
+"""A mode, one tool by name, or some of the tools with a mode."""
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
@@ -224,45 +220,3 @@ def tool_json(tool: Tool) -> dict[str, Any]:
         "parameters": tool.parameters,
         "strict": tool.strict,
     }
-
-
-def _function(item: Any, path: str) -> Tool:
-    check_names(item, ("type", "name", "description", "parameters", "strict"), path)
-    name = required_text(item, "name", path)
-    description, schema, strict = item.get("description"), item.get("parameters"), item.get("strict")
-    where = f"{path}.parameters"
-    if description is not None:
-        _string(description, f"{path}.description")
-    if strict is not None:
-        boolean(strict, f"{path}.strict")
-    made = function(name, f"{path}.name", description, schema, where, strict=bool(strict))
-    if strict and schema is not None:
-        check_strict(schema, where)
-    if strict is None and schema is not None and _is_strict(schema, where):
-        return function(name, f"{path}.name", description, schema, where, strict=True)
-    return made
-
-
-def _is_strict(schema: Any, path: str) -> bool:
-    """Functions are strict here unless they cannot be."""
-    try:
-        check_strict(schema, path)
-    except BadRequestError:
-        return False
-    return True
-
-
-def _name(item: Any, path: str) -> tuple[str, str]:
-    """Under which a tool is offered, and where it is said."""
-    kind = required_text(an_object(item, path), "type", path)
-    if kind in BUILT_IN:
-        only(item, ("type",), path)
-        return kind, f"{path}.type"
-    if kind not in ("function", "custom"):
-        raise UnsupportedError(
-            f"Only tools that the client runs can be chosen, and `allowed_tools`: '{shown(kind)}' is not run here.",
-            param=f"{path}.type",
-        )
-    only(item, ("type", "name", "namespace"), path)
-    space = None if item.get("namespace") is None else _string(item["namespace"], f"{path}.namespace")
-    return joined(space, required_text(item, "name", path)), f"{path}.name"
