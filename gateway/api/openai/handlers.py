@@ -121,7 +121,7 @@ class OpenAI:
         call = parse_completion(body)
         model = self._answering.model(call.model, record)
         shape = CompletionShape(model, include_usage=call.include_usage)
-        return Generation(call, model, shape, stamp=shape.stamp())
+        return Generation(call, model, shape, stamp=shape.stamp(stream=call.stream))
 
     def _models(self, http: web.Request) -> Mapping[str, int]:
         """Those that embed come last: what takes the first wants one that answers."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -58,7 +57,60 @@ class Calls(Enum):
     FUNCTION = "function"  # deprecated: at most one, and no list
 
 
-class ChatShape(AnswerShape):
+class _ChoicesShape(AnswerShape):
+    """What chats and completions have in common. `kind` is `object` of a whole answer, `chunk_kind` of its chunks;
+    `more` fields go into both."""
+
+    def __init__(
+        self, model: Hello, prefix: str, kind: str, chunk_kind: str, *, include_usage: bool, **more: Any
+    ) -> None:
+        self._prefix, self._kind, self._chunk_kind = prefix, kind, chunk_kind
+        self._base: dict[str, Any] = {
+            "id": f"{prefix}-{secrets.token_hex(16)}",
+            "object": "",
+            "created": int(time.time()),
+            "model": model.model,
+            **more,
+            "system_fingerprint": _fingerprint(model.namespace),
+        }
+        self._include_usage = include_usage
+        # What stands before the fields of a choice in every chunk, and after its closing bracket.
+        self._head = b"data: " + orjson.dumps({**self._base, "object": chunk_kind})[:-1] + b',"choices":[{'
+        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+
+    def stamp(self, *, stream: bool) -> Stamp:
+        """What is new in each answer; ids of tool calls are not in it."""
+        kind = self._chunk_kind if stream else self._kind
+
+        def write(name: str, created: int) -> bytes:
+            return orjson.dumps({"id": name, "object": kind, "created": created})[1:-1]
+
+        written = write(self._base["id"], self._base["created"])
+        return Stamp(written, lambda: write(f"{self._prefix}-{new_id()}", int(time.time())))
+
+    def failure(self, error: KvasirError) -> bytes:
+        return data(error_json(error))
+
+    def ending(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return DONE
+        chunk = {**self._base, "object": self._chunk_kind, "choices": [], "usage": usage_json(usage)}
+        return b"data: " + orjson.dumps(chunk) + b"\n\n" + DONE
+
+    def body(self, answers: list[Answer], usage: Usage) -> bytes:
+        """The answer to a request that does not stream."""
+        choices = [{"index": index, **self._choice(answer)} for index, answer in enumerate(answers)]
+        return orjson.dumps({**self._base, "object": self._kind, "choices": choices, "usage": usage_json(usage)})
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk(self, index: int, content: bytes, reason: bytes = b"null", logprobs: bytes = b"null") -> bytes:
+        head, tail = self._head, self._tail
+        return b'%b"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b' % (head, index, content, logprobs, reason, tail)
+
+
+class ChatShape(_ChoicesShape):
     """`chat.completion` and its chunks, of `n` choices."""
 
     def __init__(
@@ -74,39 +126,24 @@ class ChatShape(AnswerShape):
     ) -> None:
         """`tier` is the one served; `named`: a call of one tool was asked for by name, which is then no reason to end;
         `custom`: names of the custom tools."""
+        kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+        super().__init__(model, *kinds, include_usage=include_usage, service_tier=tier)
         self._n = n
         self._calls = calls
         self._named = named
         self._custom = custom
         self._inputs: dict[int, tuple[int, list[str]]] = {}  # by choice, of a call of a custom tool: its arguments
-        self._base: dict[str, Any] = {
-            **_new("chatcmpl"),
-            "model": model.model,
-            "service_tier": tier,
-            "system_fingerprint": _fingerprint(model.namespace),
-        }
-        self._include_usage = include_usage
-        self._head, self._tail = _frame(self._base, "chat.completion.chunk", include_usage)
-
-    def stamp(self, *, stream: bool) -> Stamp:
-        """What is new in each answer; ids of tool calls are not in it."""
-        return _stamp(self._base, "chat.completion.chunk" if stream else "chat.completion")
 
     def prelude(self) -> bytes:
         """What goes out before everything: the role of each choice, in order, for SDKs that keep choices in a list."""
         content = b'""' if self._calls is Calls.NONE else b"null"  # there may be none
         role = b'"delta":{"role":"assistant","content":%b}' % content
-        return b"".join(self._chunk(index, role, b"null") for index in range(self._n))
+        return b"".join(self._chunk(index, role) for index in range(self._n))
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A piece of text, with the log probabilities of its tokens where they are asked for."""
-        return b'%b"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}]%b' % (
-            self._head,
-            index,
-            json_text(delta.text),
-            json_line(chat_logprobs(delta.scored)) if delta.scored else b"null",
-            self._tail,
-        )
+        logprobs = json_line(chat_logprobs(delta.scored)) if delta.scored else b"null"
+        return self._chunk(index, b'"delta":{"content":%b}' % json_text(delta.text), b"null", logprobs)
 
     def call(self, index: int, delta: CallDelta) -> bytes:
         """Id, type and name once, with the first piece of a call: SDKs join what comes twice. The input of a custom
@@ -119,7 +156,7 @@ class ChatShape(AnswerShape):
         before = self._input(index)
         function = {"name": delta.name, "arguments": delta.arguments} if delta.name else {"arguments": delta.arguments}
         if self._calls is Calls.FUNCTION:
-            return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(function), b"null")
+            return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(function))
         told: dict[str, Any] = {"index": delta.call, "function": function}
         if delta.name:
             told = {"index": delta.call, "id": new_call_id(), "type": "function", "function": function}
@@ -138,29 +175,17 @@ class ChatShape(AnswerShape):
         return self._call(index, {"index": number, "custom": {"input": input_of("".join(written))}})
 
     def _call(self, index: int, told: dict[str, Any]) -> bytes:
-        return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % json_line(told), b"null")
+        return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % json_line(told))
 
     def closing(self, index: int, finished: Finished) -> bytes:
         return self._input(index) + self._chunk(index, b'"delta":{}', b'"%b"' % self._reason(finished.reason).encode())
 
-    def failure(self, error: KvasirError) -> bytes:
-        return data(error_json(error))
-
-    def ending(self, usage: Usage) -> bytes:
-        return _ending(self._base, "chat.completion.chunk", usage if self._include_usage else None)
-
-    def body(self, answers: list[Answer], usage: Usage) -> bytes:
-        """The answer to a request that does not stream."""
-        choices: list[dict[str, Any]] = [
-            {
-                "index": index,
-                "message": self._message(answer),
-                "logprobs": None if answer.scored is None else chat_logprobs(answer.scored),
-                "finish_reason": self._reason(answer.reason),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return _body(self._base, "chat.completion", choices, usage)
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "message": self._message(answer),
+            "logprobs": None if answer.scored is None else chat_logprobs(answer.scored),
+            "finish_reason": self._reason(answer.reason),
+        }
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
@@ -184,124 +209,52 @@ class ChatShape(AnswerShape):
             return "stop"
         return "function_call" if self._calls is Calls.FUNCTION else reason
 
-    def _chunk(self, index: int, delta: bytes, reason: bytes) -> bytes:
-        head, tail = self._head, self._tail
-        return b'%b"index":%d,%b,"logprobs":null,"finish_reason":%b}]%b' % (head, index, delta, reason, tail)
 
-
-class CompletionShape(AnswerShape):
+class CompletionShape(_ChoicesShape):
     """`text_completion`, whole and in chunks. Choices are numbered by prompt, and by answer within each."""
 
     def __init__(self, model: Hello, *, include_usage: bool) -> None:
-        self._base: dict[str, Any] = {
-            **_new("cmpl"),
-            "model": model.model,
-            "system_fingerprint": _fingerprint(model.namespace),
-        }
-        self._include_usage = include_usage
-        self._head, self._tail = _frame(self._base, "text_completion", include_usage)
+        super().__init__(model, "cmpl", "text_completion", "text_completion", include_usage=include_usage)
         self._echoed: dict[int, int] = {}  # characters of the prompt in front of a choice
-
-    def stamp(self) -> Stamp:
-        """What is new in each answer."""
-        return _stamp(self._base, "text_completion")
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
         """The prompt, when it is echoed; else nothing."""
         self._echoed[index] = len(echo)
         if not echo and not started.scored:
             return b""
-        return self._piece(index, echo, completion_logprobs((), 0, started.scored) if started.scored else None)
+        return self._text(index, echo, completion_logprobs((), 0, started.scored) if started.scored else None)
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A piece of text, with the log probabilities of its tokens where they are asked for."""
-        told = completion_logprobs(delta.scored, self._echoed[index]) if delta.scored else None
-        return self._piece(index, delta.text, told)
+        scored = completion_logprobs(delta.scored, self._echoed[index]) if delta.scored else None
+        return self._text(index, delta.text, scored)
 
     def call(self, index: int, delta: CallDelta) -> bytes:
         """Completions have no tools."""
         return b""
 
     def closing(self, index: int, finished: Finished) -> bytes:
-        reason = finished.reason.encode()
-        return b'%b"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}]%b' % (
-            self._head,
-            index,
-            reason,
-            self._tail,
-        )
+        return self._chunk(index, b'"text":""', b'"%b"' % finished.reason.encode())
 
-    def failure(self, error: KvasirError) -> bytes:
-        return data(error_json(error))
+    def _text(self, index: int, text: str, logprobs: dict[str, Any] | None) -> bytes:
+        scored = b"null" if logprobs is None else json_line(logprobs)
+        return self._chunk(index, b'"text":%b' % json_text(text), b"null", scored)
 
-    def _piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> bytes:
-        told = b"null" if logprobs is None else json_line(logprobs)
-        return b'%b"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}]%b' % (
-            self._head,
-            index,
-            json_text(text),
-            told,
-            self._tail,
-        )
-
-    def ending(self, usage: Usage) -> bytes:
-        return _ending(self._base, "text_completion", usage if self._include_usage else None)
-
-    def body(self, answers: list[Answer], usage: Usage) -> bytes:
-        """The answer to a request that does not stream."""
-        choices = [
-            {
-                "index": index,
-                "text": answer.text,
-                "logprobs": None if answer.scored is None else _logprobs(answer),
-                "finish_reason": answer.reason,
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return _body(self._base, "text_completion", choices, usage)
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        scored = answer.scored
+        return {
+            "text": answer.text,
+            "logprobs": None if scored is None else completion_logprobs(scored, answer.echoed, answer.prompt),
+            "finish_reason": answer.reason,
+        }
 
 
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
-    return completion_logprobs(answer.scored or (), answer.echoed, answer.prompt)
-
-
 def model_json(model: str, created: int) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": created, "owned_by": "kvasir"}
-
-
-def _new(prefix: str) -> dict[str, Any]:
-    """How an answer begins, in every piece of it; `object` is for who writes it."""
-    return {"id": f"{prefix}-{secrets.token_hex(16)}", "object": "", "created": int(time.time())}
-
-
-def _stamp(base: Mapping[str, Any], kind: str) -> Stamp:
-    prefix = base["id"].partition("-")[0]
-
-    def write(name: str, created: int) -> bytes:
-        return orjson.dumps({"id": name, "object": kind, "created": created})[1:-1]
-
-    return Stamp(write(base["id"], base["created"]), lambda: write(f"{prefix}-{new_id()}", int(time.time())))
-
-
-def _body(base: dict[str, Any], kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-    return orjson.dumps({**base, "object": kind, "choices": choices, "usage": usage_json(usage)})
-
-
-def _frame(base: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:
-    """What stands before the fields of a choice in every chunk, and after its closing bracket."""
-    head = b"data: " + orjson.dumps({**base, "object": kind})[:-1] + b',"choices":[{'
-    return head, b',"usage":null}\n\n' if include_usage else b"}\n\n"
-
-
-def _ending(base: dict[str, Any], kind: str, usage: Usage | None) -> bytes:
-    if usage is None:
-        return DONE
-    chunk = {**base, "object": kind, "choices": [], "usage": usage_json(usage)}
-    return b"data: " + orjson.dumps(chunk) + b"\n\n" + DONE
 
 
 @lru_cache(maxsize=64)
