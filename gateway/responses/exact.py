@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gateway.errors import RedisDownError
 from gateway.responses.entries import Entries, Entry
@@ -16,17 +16,10 @@ from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.key import entry_id
 from gateway.storage.memory_bytes import MemoryFigures
 
+if TYPE_CHECKING:
+    from gateway.responses.removals import Removals
+
 _T = TypeVar("_T")
-
-
-class Removals(Protocol):
-    """See removals.py."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def current(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -120,12 +113,12 @@ class ExactCache:
 
     @property
     def _num_removals(self) -> int:
-        """Who asked Redis before this changed does not know what is there now."""
+        """Invalidation epoch: a look into Redis that began in an earlier one must not fill memory."""
         return 0 if self._removals is None else self._removals.number
 
     @property
     def _memory_is_current(self) -> bool:
-        """Or nobody can tell, because Redis is away."""
+        """Or that cannot be known, because Redis is away."""
         return self._removals is None or self._removals.current or self._redis is None or not self._redis.up
 
     async def _ask(self, call: Awaitable[_T], otherwise: _T) -> _T:

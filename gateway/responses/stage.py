@@ -318,7 +318,8 @@ class ResponseCache:
         if isinstance(recorded, Recorded) and len(recorded.body) > settings.max_entry_bytes:
             recorded = "too_large"
         if not isinstance(recorded, Recorded):
-            self.figures.not_kept[recorded] += recorded != "other"
+            if recorded != "other":
+                self.figures.not_kept[recorded] += 1
             return None
         now = self._now()
         ttl_s = settings.ttl_s if reuse.ttl_s is None else min(reuse.ttl_s, settings.max_ttl_s)

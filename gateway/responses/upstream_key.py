@@ -107,34 +107,24 @@ _MORE_THAN_TEXT: Final = ("tool_calls", "function_call", "audio")
 """Of a turn."""
 
 _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
-    "audio": (),
     "bestof": (1,),
     "candidatecount": (1,),
     "format": ({"type": "text"},),
-    "grammar": (),
-    "guidedchoice": (),
-    "guidedgrammar": (),
-    "guidedjson": (),
-    "guidedregex": (),
     "include": ([],),
-    "jsonschema": (),
     "logprobs": (False, 0),
     "modalities": (["text"],),
     "n": (1,),
-    "outputformat": (),
-    "promptlogprobs": (),
     "responseformat": ({"type": "text"},),
-    "responsejsonschema": (),
     "responselogprobs": (False,),
     "responsemimetype": ("text/plain",),
     "responsemodalities": (["TEXT"],),
-    "responseschema": (),
-    "speechconfig": (),
-    "structuredoutputs": (),
     "toplogprobs": (0,),
+    **dict.fromkeys(("audio", "grammar", "guidedchoice", "guidedgrammar", "guidedjson", "guidedregex"), ()),
+    **dict.fromkeys(("jsonschema", "outputformat", "promptlogprobs", "responsejsonschema", "responseschema"), ()),
+    **dict.fromkeys(("speechconfig", "structuredoutputs"), ()),
 }
 """Names that ask for more than one text or another form of it, in small letters and without underscores -> what they
-may say nevertheless, besides null."""
+may have as value nevertheless, besides null."""
 
 _SECTIONS: Final = ("generationConfig", "generation_config", "output_config", "text")
 """Of a body, that have such names, too."""
