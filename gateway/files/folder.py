@@ -12,20 +12,24 @@ There is nothing else to agree with, so several gateways need only the same fold
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Final
+
+import orjson
 
 from gateway import disk
 from gateway.config import FileSettings
 from gateway.errors import QuotaError, StorageError, StorageFullError
-from gateway.files import on_disk
 from gateway.types import StoredFile
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,7 @@ log = logging.getLogger(__name__)
 LOCK_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.01
 
+_NO_LINK: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -86,7 +91,7 @@ class Folder:
                 created_s=now_s,
                 expires_s=None if ttl_s is None else now_s + ttl_s,
             )
-            on_disk.put(folder, part.path, stored)
+            _put(folder, part.path, stored)
         part.close()
         return stored
 
@@ -100,7 +105,7 @@ class Folder:
         if not _ID.fullmatch(file_id):
             return None
         with _translated():
-            stored = on_disk.read(self._root / tenant, file_id)
+            stored = _read_description(self._root / tenant, file_id)
         return None if stored is None or self._is_over(stored) else stored
 
     def open(self, tenant: str, file_id: str) -> tuple[StoredFile, BinaryIO] | None:
@@ -110,7 +115,7 @@ class Folder:
             return None
         with _translated():
             try:
-                return stored, on_disk.data_of(self._root / tenant, file_id).open("rb", buffering=0)
+                return stored, _data_of(self._root / tenant, file_id).open("rb", buffering=0)
             except FileNotFoundError:
                 return None
 
@@ -121,7 +126,7 @@ class Folder:
             return False
         with _translated():
             try:
-                on_disk.link(self._root / tenant, file_id, path)
+                _link(self._root / tenant, file_id, path)
             except FileNotFoundError:
                 if path.parent.is_dir():
                     return False
@@ -133,7 +138,7 @@ class Folder:
         if self.find(tenant, file_id) is None:
             return False
         with self._locked(tenant) as folder:
-            return on_disk.remove(folder, file_id)
+            return _remove(folder, file_id)
 
     def sweep(self) -> int:
         """Removes what is over its time, and what those who are gone have left. How much that was."""
@@ -144,8 +149,8 @@ class Folder:
             with self._locked(tenant) as folder:
                 names = {entry.name for entry in os.scandir(folder)}
                 over = [file_id for file_id, stored in self._read(tenant).items() if self._is_over(stored)]
-                removed += sum(on_disk.remove(folder, file_id) for file_id in over)
-                left = [name for name in names if on_disk.is_left(folder, name, names)]
+                removed += sum(_remove(folder, file_id) for file_id in over)
+                left = [name for name in names if _is_left(folder, name, names)]
                 for name in left:
                     (folder / name).unlink(missing_ok=True)
                 removed += len(left)
@@ -190,7 +195,7 @@ class Folder:
         if not folder.is_dir():
             return {}
         ids = [name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")]
-        found = {file_id: known.get(file_id) or on_disk.read(folder, file_id) for file_id in ids}
+        found = {file_id: known.get(file_id) or _read_description(folder, file_id) for file_id in ids}
         self._known[tenant] = {file_id: stored for file_id, stored in found.items() if stored is not None}
         return self._known[tenant]
 
@@ -228,3 +233,89 @@ def _lock(descriptor: int) -> None:
             if time.monotonic() > give_up_s:
                 raise TimeoutError(f"the lock was held for {LOCK_TIMEOUT_S:g} s") from None
             time.sleep(POLL_S)
+
+
+# -- one file on disk, in a folder whose lock is held where something is changed: each raises OSError -----------------
+
+
+def _put(folder: Path, data: Path, stored: StoredFile) -> None:
+    """Makes a file of bytes that are durable, which are its own from then on. Durable when this returns; when it fails,
+    nothing of it is left."""
+    path, description = _data_of(folder, stored.id), _description_of(folder, stored.id)
+    part = folder / f"{stored.id}.json.part"
+    try:
+        os.rename(data, path)
+        _write(part, orjson.dumps(asdict(stored)), description)
+    except BaseException:
+        for left in (description, part, path):
+            left.unlink(missing_ok=True)
+        raise
+
+
+def _read_description(folder: Path, file_id: str) -> StoredFile | None:
+    """What is known of it; None when there is no such file, or nothing of it can be read."""
+    path = _description_of(folder, file_id)
+    try:
+        return StoredFile(**orjson.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        log.warning("%s is no description of a file", path)
+        return None
+
+
+def _data_of(folder: Path, file_id: str) -> Path:
+    """Where its bytes are."""
+    return folder / f"{file_id}.data"
+
+
+def _link(folder: Path, file_id: str, path: Path) -> None:
+    """Puts its bytes at `path`, too: durable when this returns, and independent of it."""
+    data = _data_of(folder, file_id)
+    try:
+        os.link(data, path)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copyfile(data, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    disk.sync_folder(path.parent)
+
+
+def _remove(folder: Path, file_id: str) -> bool:
+    """Whether it was there. The description first: from then on there is no such file."""
+    try:
+        _description_of(folder, file_id).unlink()
+    except FileNotFoundError:
+        return False
+    _data_of(folder, file_id).unlink(missing_ok=True)
+    return True
+
+
+def _is_left(folder: Path, name: str, names: set[str]) -> bool:
+    """Whether nobody will ever ask for what has this name, one of all `names` in the folder."""
+    stem, _, kind = name.partition(".")
+    if kind == "part":
+        return not disk.is_written(folder / name)
+    if kind == "data":
+        return f"{stem}.json" not in names
+    if kind == "json":
+        return f"{stem}.data" not in names
+    return kind == "json.part"  # written only by who holds the folder's lock, which is us
+
+
+def _description_of(folder: Path, file_id: str) -> Path:
+    return folder / f"{file_id}.json"
+
+
+def _write(part: Path, body: bytes, path: Path) -> None:
+    """The file at `path`, whole or not at all; all that was renamed in its folder before is durable with it."""
+    with part.open("wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    disk.sync_folder(path.parent)
+    os.rename(part, path)
+    disk.sync_folder(path.parent)

@@ -90,18 +90,19 @@ def count(entry: Entry, tariff: Tariff | None, total: Figures) -> None:
 
 
 def _figures(entry: Entry, tariff: Tariff | None) -> Figures:
-    if entry.lane == AUDIT:
-        return _of_audit(entry, tariff)
+    """No client sent an audit: it is no request, and saved nothing."""
     used = {
-        "requests": 1,
         "prompt_tokens": entry.prompt_tokens,
         "cached_tokens": entry.cached_tokens,
         "cache_write_tokens": sum(tokens for _, tokens in entry.writes),
         "completion_tokens": entry.completion_tokens,
-        "embedded_tokens": entry.embedded_tokens,
         "micros": round(entry.total_ms * 1e3),
-        "unpriced_requests": int(tariff is None),
     }
+    if entry.lane == AUDIT:
+        if tariff is not None:
+            used["cost_nano"] = _nano(tariff.full(entry) * (tariff.batch if entry.at_batch_price else _WHOLE))
+        return {column: value for column, value in used.items() if value}
+    used |= {"requests": 1, "embedded_tokens": entry.embedded_tokens, "unpriced_requests": int(tariff is None)}
     if entry.reused_tokens:
         by = entry.reused_by
         used |= {
@@ -110,29 +111,11 @@ def _figures(entry: Entry, tariff: Tariff | None) -> Figures:
             f"{by}_micros": round(entry.reused_ms * 1e3),
         }
     for hit in entry.hits:
-        _add_hit(used, entry, hit, tariff)
+        for column, value in zip(_OF_HITS[hit.kind], _saved(entry, hit, tariff), strict=True):
+            used[column] = used.get(column, 0) + value
     if tariff is not None:
         _add_money(used, entry, tariff)
     return {column: value for column, value in used.items() if value}
-
-
-def _of_audit(entry: Entry, tariff: Tariff | None) -> Figures:
-    """No client asked for it: it is no request, and saved nothing."""
-    used = {
-        "prompt_tokens": entry.prompt_tokens,
-        "cached_tokens": entry.cached_tokens,
-        "cache_write_tokens": sum(tokens for _, tokens in entry.writes),
-        "completion_tokens": entry.completion_tokens,
-        "micros": round(entry.total_ms * 1e3),
-    }
-    if tariff is not None:
-        used["cost_nano"] = _nano(tariff.full(entry) * (tariff.batch if entry.at_batch_price else _WHOLE))
-    return {column: value for column, value in used.items() if value}
-
-
-def _add_hit(used: Figures, entry: Entry, hit: Hit, tariff: Tariff | None) -> None:
-    for column, value in zip(_OF_HITS[hit.kind], _saved(entry, hit, tariff), strict=True):
-        used[column] = used.get(column, 0) + value
 
 
 def _count_hit(entry: Entry, tariff: Tariff | None, total: Figures) -> None:

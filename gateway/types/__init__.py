@@ -14,7 +14,6 @@ from gateway.types.events import (
     TextDelta,
     Usage,
 )
-from gateway.types.kept import CachedContent, StoredFile
 from gateway.types.prompts import (
     MAX_BREAKPOINTS,
     MAX_MARKERS,
@@ -44,6 +43,7 @@ from gateway.types.requests import (
     Tier,
     Trace,
 )
+from gateway.types.stored import CachedContent, StoredFile
 from gateway.types.tenants import ANONYMOUS, Allowance, LimitKind, Need, Room, Scope, Tenant
 from gateway.types.upstreams import Ending, Replay, UpstreamAnswer, UpstreamRequest
 

@@ -1,4 +1,4 @@
-"""What clients have us keep."""
+"""What clients store here: cached contents and files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CachedContent:
-    """The beginning of prompts, which a client asked to keep under a name until a time.
+    """The beginning of prompts, which a client stored under a name until a time.
 
     name      made by the gateway, unguessable
     body      what was sent, as its dialect wrote it; empty where it is only listed
@@ -28,7 +28,7 @@ class CachedContent:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that a tenant had us keep, without its bytes. It never changes.
+    """A file of a tenant, without its bytes. It never changes.
 
     id         32 characters, `0-9a-f`; in their order files were made
     filename   as the client named it; nothing on disk is called so
