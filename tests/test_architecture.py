@@ -37,6 +37,7 @@ FOUNDATION = {
 }
 PROMISES = {
     "gateway.queues.batch.base",
+    "gateway.queues.batch.store",
     "gateway.ledger.base",
     "gateway.responses.entries",
 }

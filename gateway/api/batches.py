@@ -51,11 +51,9 @@ class BatchRunner:
         self._formats = formats
 
     def check(self, job: Job, rows: BinaryIO) -> Checked:
-        """See Runner."""
         return self._formats[job.dialect].check(job, rows)
 
     async def plan(self, job: Job, row: bytes) -> LinePlan | None:
-        """See Runner."""
         line = self._line(job, *await _loaded(row), "", len(row))
         model = line.body.get("model")
         try:
@@ -66,7 +64,6 @@ class BatchRunner:
         return LinePlan(model if type(model) is str else "", digests, _expected_tokens(line.body, beginning, len(row)))
 
     async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
-        """See Runner."""
         value, work = await _loaded(row)
         answered = await self.lines.answer(self._line(job, value, work, request_id, len(row)))
         return LineResult(
@@ -78,7 +75,6 @@ class BatchRunner:
         )
 
     def unrun(self, job: Job, row: bytes, why: Unrun) -> bytes:
-        """See Runner."""
         return self._formats[job.dialect].unrun(orjson.loads(row) if row else {}, why)
 
     def _line(self, job: Job, row: Row, work: int, request_id: str, num_bytes: int) -> Line:

@@ -71,7 +71,7 @@ from gateway.config import (
     TenantSettings,
 )
 from gateway.pipeline import Pipeline
-from gateway.queues.batch.base import Batches
+from gateway.queues.batch.store import BatchStore
 from gateway.responses.entries import Answers
 from gateway.stages import Prompts, Registry
 from gateway.storage.byte_store import ByteStore
@@ -107,7 +107,7 @@ def build_app(
     files: FileStore,
     upload_timeout_s: float,
     batches: BatchSettings,
-    jobs: Batches,
+    jobs: BatchStore,
     now: Callable[[], float],
     ledger: Ledger,
     limits: Limits,

@@ -22,7 +22,7 @@ from gateway.queues.batch.base import Checked, Job, JobError, Line, LinePlan, Li
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.jobs import Jobs, MemoryJobs
 from gateway.queues.batch.lines import Lines, MemoryLines
-from gateway.queues.batch.store import BatchStore
+from gateway.queues.batch.store import BatchStore, Stores
 from gateway.queues.batch.worker import Worker
 from gateway.types import StoredFile, Usage
 from tests.fakes.panic import Panic
@@ -165,7 +165,7 @@ class Lane:
         self.files = FileStore(self.file_folder, file_settings)
         self.root = root / "batches"
         self.folder = JobFolder(self.root, min_free_bytes=settings.min_free_bytes)
-        self.store = BatchStore(self.jobs, self.lines, self.folder, self.files, settings, self.now)
+        self.store = BatchStore(self.stores())
 
     def now(self) -> float:
         return self.now_s
@@ -173,10 +173,14 @@ class Lane:
     def worker(
         self, runner: FakeRunner, life: Life | None = None, clock: Callable[[], float] = time.monotonic
     ) -> Worker:
+        return Worker(self.stores(life), runner, self.store.changed, clock)
+
+    def stores(self, life: Life | None = None) -> Stores:
+        """All of them, or as a gateway has them that is cut off."""
         shared: tuple[Any, ...] = (self.jobs, self.lines, self.folder, self.files)
         if life is not None:
             shared = tuple(Mortal(one, life) for one in shared)
-        return Worker(*shared, runner, self.settings, self.now, self.store.changed, clock)
+        return Stores(*shared, self.settings, self.now)
 
     @asynccontextmanager
     async def gateway(self, runner: FakeRunner, life: Life | None = None) -> AsyncIterator[Worker]:

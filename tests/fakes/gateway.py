@@ -53,8 +53,8 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
 from gateway.limits.counters import MemoryCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
-from gateway.queues.batch.base import Batches
 from gateway.queues.batch.lane import BatchLane
+from gateway.queues.batch.store import BatchStore
 from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
 from gateway.redis_or_memory import quota_of
@@ -195,7 +195,7 @@ def make_app(
     given: Options | None = None,
     files: FileStore | None = None,
     upstreams: Upstreams | None = None,
-    jobs: Batches | None = None,
+    jobs: BatchStore | None = None,
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()

@@ -1,15 +1,14 @@
-"""What a job of the batch lane is, and what its two sides promise each other. Values and Protocols, no code that runs.
+"""What a job of the batch lane is, and what its lines ask of a dialect. Values and a Protocol, no code that runs.
 
-    a dialect   asks Batches for jobs, and is the Runner that knows what a line means
-    this room   keeps jobs and lines, orders the lines, runs each of them until it has one result
+    a dialect     asks store.py for jobs, and is the Runner that knows what a line means
+    this package  stores jobs and lines, orders the lines, runs each of them until it has one result
 
 A line is one row of the job's input, which is JSONL whatever came over the wire. Nothing here knows what is in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, Protocol
 
@@ -121,59 +120,7 @@ class Order:
     num_lines: int | None = None
 
 
-# -- what a dialect asks of this room ---------------------------------------------------------------------------------
-
-
-class Input(Protocol):
-    """The rows of a job that is being sent."""
-
-    async def write(self, data: bytes) -> None:
-        """The next bytes, cut anywhere. Raises StorageFullError, StorageError, and BodyTooLargeError past a limit."""
-        ...
-
-
-class Batches(Protocol):
-    """Jobs of tenants. Everything raises OverloadedError while Redis is away."""
-
-    def input(self, tenant: str) -> AbstractAsyncContextManager[Input]:
-        """Where rows are written that do not come from a file. What no job was created with, leaves nothing behind.
-        Raises QuotaError when the tenant's jobs have as many bytes as they may."""
-        ...
-
-    async def create(self, order: Order, source: Input | str) -> Job:
-        """It is durable when this returns. `source` are its rows, or the id of the tenant's file that has them, which
-        may be deleted from then on. Raises NotFoundError for a file that is not there, QuotaError, StorageFullError and
-        StorageError."""
-        ...
-
-    async def find(self, tenant: str, dialect: str, job_id: str) -> Job | None:
-        """Any string may be asked for."""
-        ...
-
-    async def page(
-        self, tenant: str, dialect: str, *, limit: int, after: str | None = None, before: str | None = None
-    ) -> tuple[list[Job], bool]:
-        """Newest first, and whether there are more: after a job, which need not be there any more, or the `limit` right
-        before one."""
-        ...
-
-    async def cancel(self, tenant: str, dialect: str, job_id: str) -> Job | None:
-        """The job as it is now; None when there is none. What runs, ends. Raises BadRequestError when it has ended."""
-        ...
-
-    async def delete(self, tenant: str, dialect: str, job_id: str) -> bool:
-        """Whether it was there. Files that it became stay. Raises BadRequestError when it has not ended."""
-        ...
-
-    def results(
-        self, tenant: str, dialect: str, job_id: str
-    ) -> AbstractAsyncContextManager[tuple[Job, AsyncIterator[bytes]] | None]:
-        """A job and its results, JSONL cut anywhere, in the order of its lines. None when there is no job, when it has
-        not ended, or when its results became files."""
-        ...
-
-
-# -- what this room asks of a dialect ---------------------------------------------------------------------------------
+# -- what batches ask of a dialect ----------------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
@@ -229,17 +176,13 @@ class Runner(Protocol):
     def check(self, job: Job, rows: BinaryIO) -> Checked:
         """Blocking, in a thread. `rows` are all of the input, blank ones too, of any length. What is wrong here fails
         the job; what is wrong inside of a request is for its result."""
-        ...
 
     async def plan(self, job: Job, row: bytes) -> LinePlan | None:
         """Never raises: a request that is wrong has no digests, and is told so when it runs. None: it cannot be told
         now, because the engines of its model are away, and is asked for again."""
-        ...
 
     async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
         """Answers a line. Never raises. Cancelled when somebody else has the line by now, or the gateway stops."""
-        ...
 
     def unrun(self, job: Job, row: bytes, why: Unrun) -> bytes:
         """The result of a line that never ran, one row of JSON without the line end. `row` is empty when it is lost."""
-        ...

@@ -27,43 +27,34 @@ class Jobs(Protocol):
     async def create(self, job: Job) -> None:
         """It is open. Raises QuotaError when its tenant has as many jobs, or lines of jobs, as it may. One that is
         there stays as it is."""
-        ...
 
     async def find(self, job_id: str) -> Job | None: ...
 
     async def open(self) -> list[Job]:
         """All that are."""
-        ...
 
     async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
-        """See Batches.page in base.py."""
-        ...
+        """As BatchStore.page, without whether there are more."""
 
     async def update(self, job: Job) -> Job | None:
         """The job as it is kept now, with its next version; None when it was changed or forgotten meanwhile."""
-        ...
 
     async def reserve(self, job: Job, lines: int) -> bool:
         """It has so many lines. False when its tenant would have more than it may, or the job is forgotten."""
-        ...
 
     async def close(self, job: Job, forget_ms: int) -> None:
         """It may be forgotten from then on."""
-        ...
 
     async def over(self, now_ms: int, most: int) -> list[Job]:
         """Closed jobs that may be forgotten: by their time, or because their tenant has more than are kept."""
-        ...
 
     async def forget(self, job: Job) -> None: ...
 
     async def lease(self, job_id: str, owner: str, now_ms: int, until_ms: int) -> bool:
         """Whether the job is the owner's until then. Its own lease is renewed."""
-        ...
 
     async def release(self, job_id: str, owner: str) -> None:
         """The job is nobody's, if it was the owner's."""
-        ...
 
 
 @dataclass
@@ -82,7 +73,6 @@ class MemoryJobs:
         self._leases: dict[str, tuple[str, int]] = {}
 
     async def create(self, job: Job) -> None:
-        """See Jobs."""
         if job.id in self._records:
             return
         settings = self._settings
@@ -98,16 +88,13 @@ class MemoryJobs:
                 self._records[job_id].forget_ms = 0
 
     async def find(self, job_id: str) -> Job | None:
-        """See Jobs."""
         record = self._records.get(job_id)
         return None if record is None else record.job
 
     async def open(self) -> list[Job]:
-        """See Jobs."""
         return [record.job for _, record in sorted(self._records.items()) if record.forget_ms is None]
 
     async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
-        """See Jobs."""
         ids = self._ids(tenant, dialect)
         if before is not None:
             start = bisect_right(ids, before)
@@ -118,7 +105,6 @@ class MemoryJobs:
         return [self._records[job_id].job for job_id in reversed(found)]
 
     async def update(self, job: Job) -> Job | None:
-        """See Jobs."""
         record = self._records.get(job.id)
         if record is None or record.job.version != job.version:
             return None
@@ -126,7 +112,6 @@ class MemoryJobs:
         return record.job
 
     async def reserve(self, job: Job, lines: int) -> bool:
-        """See Jobs."""
         record = self._records.get(job.id)
         if record is None:
             return False
@@ -138,23 +123,19 @@ class MemoryJobs:
         return True
 
     async def close(self, job: Job, forget_ms: int) -> None:
-        """See Jobs."""
         record = self._records.get(job.id)
         if record is not None and record.forget_ms is None:
             record.forget_ms = forget_ms
 
     async def over(self, now_ms: int, most: int) -> list[Job]:
-        """See Jobs."""
         times = ((one.forget_ms, one.job) for one in self._records.values() if one.forget_ms is not None)
         return [job for _, _, job in sorted((ms, job.id, job) for ms, job in times if ms <= now_ms)][:most]
 
     async def forget(self, job: Job) -> None:
-        """See Jobs."""
         self._records.pop(job.id, None)
         self._leases.pop(job.id, None)
 
     async def lease(self, job_id: str, owner: str, now_ms: int, until_ms: int) -> bool:
-        """See Jobs."""
         holder, end_ms = self._leases.get(job_id, (owner, 0))
         if holder != owner and end_ms > now_ms:
             return False
@@ -162,7 +143,6 @@ class MemoryJobs:
         return True
 
     async def release(self, job_id: str, owner: str) -> None:
-        """See Jobs."""
         if self._leases.get(job_id, ("", 0))[0] == owner:
             del self._leases[job_id]
 

@@ -1,4 +1,4 @@
-"""The batch lane as one thing: its store for the dialects, and its worker once there is somebody who runs lines."""
+"""The batch queue as one thing: its store for the dialects, and its worker once there is a Runner of lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from redis.asyncio import Redis
 from gateway.config import BatchSettings
 from gateway.queues.batch.base import Runner
 from gateway.queues.batch.folder import JobFolder
-from gateway.queues.batch.jobs import Jobs, MemoryJobs
-from gateway.queues.batch.lines import Lines, MemoryLines
+from gateway.queues.batch.jobs import MemoryJobs
+from gateway.queues.batch.lines import MemoryLines
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_lines import RedisLines
 from gateway.queues.batch.redis_scripts import RedisScripts
-from gateway.queues.batch.store import BatchStore, Files
+from gateway.queues.batch.store import BatchStore, Files, Stores
 from gateway.queues.batch.worker import Worker
 from gateway.storage.breaker import RedisBreaker
 
@@ -33,17 +33,15 @@ class BatchLane:
         breaker: RedisBreaker | None = None,
     ) -> None:
         """`now` is seconds since 1970. `breaker` is that of all calls of this gateway."""
-        self._jobs: Jobs = MemoryJobs(settings)
-        self._lines: Lines = MemoryLines()
-        if redis is not None:
+        job_folder = JobFolder(folder, min_free_bytes=settings.min_free_bytes)
+        if redis is None:
+            self._stores = Stores(MemoryJobs(settings), MemoryLines(), job_folder, files, settings, now)
+        else:
             scripts = RedisScripts(redis, timeout_s=settings.redis_timeout_s, breaker=breaker)
-            self._jobs, self._lines = RedisJobs(scripts, settings), RedisLines(scripts)
-        self._folder = JobFolder(folder, min_free_bytes=settings.min_free_bytes)
-        self._files = files
-        self._settings = settings
-        self._now = now
+            jobs, lines = RedisJobs(scripts, settings), RedisLines(scripts)
+            self._stores = Stores(jobs, lines, job_folder, files, settings, now)
         self._worker: Worker | None = None
-        self.store = BatchStore(self._jobs, self._lines, self._folder, files, settings, now)
+        self.store = BatchStore(self._stores)
 
     def figures(self) -> dict[str, int]:
         """Those of its worker; empty without one."""
@@ -51,14 +49,5 @@ class BatchLane:
 
     def worker(self, runner: Runner) -> Worker:
         """Not started."""
-        self._worker = Worker(
-            self._jobs,
-            self._lines,
-            self._folder,
-            self._files,
-            runner,
-            self._settings,
-            self._now,
-            self.store.changed,
-        )
+        self._worker = Worker(self._stores, runner, self.store.changed)
         return self._worker

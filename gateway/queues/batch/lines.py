@@ -61,63 +61,49 @@ class Lines(Protocol):
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
         """The plans of the lines from `start` on. How many of the job's lines are planned now; when that was not
         `start` before, nothing is added."""
-        ...
 
     async def queue(self, job: str, tenant: str, most: int) -> int:
         """Lets up to so many planned lines wait. How many are left to be."""
-        ...
 
     async def models(self, most: int) -> list[str]:
         """For which lines may wait, so many at most. Which, and in which order, is left to chance."""
-        ...
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
         """The next lines that ask a model, on a lease until `until_ms`."""
-        ...
 
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
         """Lines whose lease is over, those first whose was over first. That counts as an attempt. Of those with earlier
         ones `tried` at most, so that a line which ends its gateway meets few others each time."""
-        ...
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
         """Those that still are this owner's, whose lease ends at `until_ms` from now on."""
-        ...
 
     async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
         """ "waits": somebody will claim it again. "exhausted": it was tried so often by now, and is still the owner's.
         "gone": it is not. `most_attempts` 0: this was no attempt. `died`: an engine did, which is counted by itself."""
-        ...
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
         """How many lines of the job are done, if this is the result from now on; None when the line had one."""
-        ...
 
     async def drop_staged(self, job: str, total: int, kind: Kind, most: int) -> bool:
         """Gives up to so many lines that were never queued a result; whether there are more. None will be."""
-        ...
 
     async def lanes(self, job: str) -> list[str]:
         """In which it has lines, or had."""
-        ...
 
     async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
         """Of `most` lines after this place, gives those of the job a result. Where to go on; empty at the end."""
-        ...
 
     async def progress(self, job: str) -> Progress: ...
 
     async def tally(self, job: str) -> tuple[Counts, Usage]:
         """Of lines that are done; `total` is 0."""
-        ...
 
     async def results(self, job: str, start: int, count: int) -> list[Result | None]:
         """Of so many lines from one on."""
-        ...
 
     async def forget(self, job: str) -> None:
         """A job of which no line waits or runs."""
-        ...
 
 
 @dataclass
@@ -160,7 +146,6 @@ class MemoryLines:
         self._deaths: dict[Ref, int] = {}
 
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
-        """See Lines."""
         one = self._jobs.setdefault(job, _Job())
         if one.planned == start:
             one.staged += plans
@@ -168,7 +153,6 @@ class MemoryLines:
         return one.planned
 
     async def queue(self, job: str, tenant: str, most: int) -> int:
-        """See Lines."""
         one = self._jobs.setdefault(job, _Job())
         for plan in one.staged[:most]:
             lane = lane_of(tenant, plan.model)
@@ -179,11 +163,9 @@ class MemoryLines:
         return len(one.staged)
 
     async def models(self, most: int) -> list[str]:
-        """See Lines."""
         return random.sample(list(self._models), min(most, len(self._models)))
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
-        """See Lines."""
         claims: list[Claim] = []
         one = self._models.get(model)
         while one is not None and len(claims) < most:
@@ -207,7 +189,6 @@ class MemoryLines:
         return claims
 
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
-        """See Lines."""
         claims: list[Claim] = []
         for _, ref in sorted((until, ref) for ref, (until, _, _) in self._claims.items() if until <= now_ms):
             before = self._attempts.get(ref, 0)
@@ -220,14 +201,12 @@ class MemoryLines:
         return claims
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
-        """See Lines."""
         ours = [ref for ref in refs if ref in self._claims and self._claims[ref][1] == owner]
         for ref in ours:
             self._claims[ref] = (until_ms, owner, self._claims[ref][2])
         return ours
 
     async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
-        """See Lines."""
         if self._claims.get(claim.ref, (0, "", claim))[1] != owner:
             return "gone"
         counts = self._deaths if died else self._attempts
@@ -240,7 +219,6 @@ class MemoryLines:
         return "waits"
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
-        """See Lines."""
         waiting = self._waiting.get(claim.lane, [])
         if self._claims.pop(claim.ref, None) is None and claim.place not in waiting:
             return None
@@ -254,7 +232,6 @@ class MemoryLines:
         return len(one.results)
 
     async def drop_staged(self, job: str, total: int, kind: Kind, most: int) -> bool:
-        """See Lines."""
         one = self._jobs.setdefault(job, _Job())
         one.staged.clear()
         one.planned = total
@@ -264,11 +241,9 @@ class MemoryLines:
         return one.queued < total
 
     async def lanes(self, job: str) -> list[str]:
-        """See Lines."""
         return sorted(self._jobs.get(job, _Job()).lanes)
 
     async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
-        """See Lines."""
         waiting = self._waiting.get(lane, [])
         start = bisect_right(waiting, after) if after else 0
         places = waiting[start : start + most]
@@ -281,24 +256,20 @@ class MemoryLines:
         return places[-1] if len(places) == most else b""
 
     async def progress(self, job: str) -> Progress:
-        """See Lines."""
         one = self._jobs.get(job, _Job())
         return Progress(one.planned, one.queued, len(one.results))
 
     async def tally(self, job: str) -> tuple[Counts, Usage]:
-        """See Lines."""
         one = self._jobs.get(job, _Job())
         kinds = [result.kind for result in one.results.values()]
         names: tuple[Kind, ...] = ("succeeded", "failed", "cancelled", "expired")
         return Counts(0, *(kinds.count(kind) for kind in names)), one.usage
 
     async def results(self, job: str, start: int, count: int) -> list[Result | None]:
-        """See Lines."""
         found = self._jobs.get(job, _Job()).results
         return [found.get(line) for line in range(start, start + count)]
 
     async def forget(self, job: str) -> None:
-        """See Lines."""
         self._jobs.pop(job, None)
 
     def _wait(self, lane: str, place: bytes) -> None:

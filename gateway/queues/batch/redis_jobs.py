@@ -35,7 +35,6 @@ class RedisJobs:
         self._settings = settings
 
     async def create(self, job: Job) -> None:
-        """See Jobs."""
         settings, lines = self._settings, job.counts.total
         limits = (settings.max_jobs, settings.max_waiting_lines, settings.max_kept)
         kept = await self._scripts.run("create", job.id, written(job), job.tenant, job.dialect, lines, *limits)
@@ -43,17 +42,14 @@ class RedisJobs:
             raise too_many_jobs(settings) if kept == b"jobs" else too_many_lines(settings)
 
     async def find(self, job_id: str) -> Job | None:
-        """See Jobs."""
         found = await self._read([job_id.encode()])
         return found[0] if found else None
 
     async def open(self) -> list[Job]:
-        """See Jobs."""
         ids: Any = await self._list(self._scripts.redis.smembers(f"{PREFIX}open"))
         return await self._read(sorted(ids))
 
     async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
-        """See Jobs."""
         key, redis = f"{PREFIX}of:{dialect}:{tenant}", self._scripts.redis
         edge = (after if before is None else before) or ""
         found: list[Job] = []
@@ -70,20 +66,16 @@ class RedisJobs:
         return found if before is None else found[::-1]
 
     async def update(self, job: Job) -> Job | None:
-        """See Jobs."""
         kept = await self._scripts.run("update", job.id, job.version, written(job))
         return replace(job, version=job.version + 1) if kept else None
 
     async def reserve(self, job: Job, lines: int) -> bool:
-        """See Jobs."""
         return bool(await self._scripts.run("reserve", job.id, lines, self._settings.max_waiting_lines))
 
     async def close(self, job: Job, forget_ms: int) -> None:
-        """See Jobs."""
         await self._scripts.run("close", job.id, forget_ms)
 
     async def over(self, now_ms: int, most: int) -> list[Job]:
-        """See Jobs."""
         found: list[Job] = []
         start = 0
         while len(found) < most:  # once, unless something cannot be read
@@ -97,15 +89,12 @@ class RedisJobs:
         return found
 
     async def forget(self, job: Job) -> None:
-        """See Jobs."""
         await self._scripts.run("forget", job.id)
 
     async def lease(self, job_id: str, owner: str, now_ms: int, until_ms: int) -> bool:
-        """See Jobs."""
         return bool(await self._scripts.run("lease", job_id, owner, now_ms, until_ms))
 
     async def release(self, job_id: str, owner: str) -> None:
-        """See Jobs."""
         await self._scripts.run("release", job_id, owner)
 
     async def _read(self, ids: Sequence[bytes]) -> list[Job]:

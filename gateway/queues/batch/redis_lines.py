@@ -49,7 +49,6 @@ class RedisLines:
         self._scripts = scripts
 
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
-        """See Lines."""
         planned = start
         for first in range(0, len(plans), STAGE_AT_ONCE):
             some = [_plan(plan) for plan in plans[first : first + STAGE_AT_ONCE]]
@@ -59,32 +58,26 @@ class RedisLines:
         return planned
 
     async def queue(self, job: str, tenant: str, most: int) -> int:
-        """See Lines."""
         return int(await self._scripts.run("queue", job, bytes.fromhex(job), tenant, most))
 
     async def models(self, most: int) -> list[str]:
-        """See Lines."""
         asked: Any = self._scripts.redis.srandmember(f"{PREFIX}models", most)
         models = _texts(await self._scripts.calls.ask_or_skip(STORE, asked, []))
         random.shuffle(models)  # Redis chooses by chance, and tells them in the order of its table
         return models
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
-        """See Lines."""
         asked = self._scripts.call("claim", owner, _bytes(model), most, until_ms, QUANTUM_TOKENS)
         return _claims(await self._scripts.calls.ask_or_skip(STORE, asked, []))
 
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
-        """See Lines."""
         asked = self._scripts.call("take_over", owner, most, now_ms, until_ms, tried, LOOK_AT)
         return _claims(await self._scripts.calls.ask_or_skip(STORE, asked, []))
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
-        """See Lines."""
         return [ref_of(bytes(ref)) for ref in await self._scripts.run("renew", owner, until_ms, *map(ref_bytes, refs))]
 
     async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
-        """See Lines."""
         tenant, _, model = claim.lane.partition(":")
         ref, lane = ref_bytes(claim.ref), _bytes(claim.lane)
         counted = "deaths" if died else "attempts"
@@ -92,7 +85,6 @@ class RedisLines:
         return cast("Back", _text(await self._scripts.run("put_back", *args)))
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
-        """See Lines."""
         (job, line), lane = claim.ref, _bytes(claim.lane)
         tokens = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.cache_write_tokens)
         args = (ref_bytes(claim.ref), lane, claim.place, job, line, _result(result), result.kind, *tokens)
@@ -100,21 +92,17 @@ class RedisLines:
         return None if done < 0 else done
 
     async def drop_staged(self, job: str, total: int, kind: Kind, most: int) -> bool:
-        """See Lines."""
         return int(await self._scripts.run("drop_staged", job, total, kind, most)) > 0
 
     async def lanes(self, job: str) -> list[str]:
-        """See Lines."""
         asked: Any = self._scripts.redis.smembers(f"{PREFIX}lanes:{job}")
         return sorted(_texts(await self._scripts.calls.ask_or_skip(STORE, asked, [])))
 
     async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
-        """See Lines."""
         args = (job, bytes.fromhex(job), _bytes(lane), after, kind, most)
         return bytes(await self._scripts.run("drop_waiting", *args))
 
     async def progress(self, job: str) -> Progress:
-        """See Lines."""
         asked = self._scripts.redis.pipeline(transaction=False)  # a Redis that is full refuses any transaction
         asked.hmget(f"{PREFIX}counts:{job}", ["planned", "queued"])
         asked.hlen(f"{PREFIX}results:{job}")
@@ -123,7 +111,6 @@ class RedisLines:
         return Progress(planned, queued, done or 0)
 
     async def tally(self, job: str) -> tuple[Counts, Usage]:
-        """See Lines."""
         asked: Any = self._scripts.redis.hgetall(f"{PREFIX}counts:{job}")
         found = await self._scripts.calls.ask_or_skip(STORE, asked, {})
         counts = {name: _number(found.get(name.encode())) for name in COUNTED}
@@ -133,7 +120,6 @@ class RedisLines:
         return Counts(**kinds), Usage(prompt, completion, cached, cache_write)
 
     async def results(self, job: str, start: int, count: int) -> list[Result | None]:
-        """See Lines."""
         lines = [str(line) for line in range(start, start + count)]
         if not lines:
             return []
@@ -145,7 +131,6 @@ class RedisLines:
         ]
 
     async def forget(self, job: str) -> None:
-        """See Lines."""
         names = [f"{PREFIX}{name}:{job}" for name in ("staged", "lanes", "results", "counts")]
         await self._scripts.ask(self._scripts.redis.unlink(*names))
 

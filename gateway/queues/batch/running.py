@@ -10,21 +10,19 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 from gateway import tasks
-from gateway.config import BatchSettings
 from gateway.errors import MAX_DEAD_ENGINES, OverloadedError, StorageError, StorageFullError
 from gateway.native import no_panic
-from gateway.queues.batch.apart import Apart
 from gateway.queues.batch.base import NO_USAGE, Job, LineResult, Runner
-from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.job import why_dropped
-from gateway.queues.batch.jobs import Jobs
-from gateway.queues.batch.lines import Back, Claim, Kind, Lines, Result
+from gateway.queues.batch.lines import Back, Claim, Kind, Result
 from gateway.queues.batch.paths import Ref
 from gateway.queues.batch.pauses import Pauses
+from gateway.queues.batch.store import Stores
 from gateway.types import Usage
 
 log = logging.getLogger(__name__)
@@ -34,6 +32,10 @@ _T = TypeVar("_T")
 MODELS_AT_ONCE: Final = 64
 """Whose lines are looked at, at a time, besides those of paused ones."""
 
+ROW_BYTES: Final = 64 << 20
+"""Rows of all lines that run on one gateway, beside server.max_bodies_bytes: a row of the largest size fits in any
+case, and is parsed to a few times its bytes."""
+
 FULL_S: Final = 30.0
 """Until lines are claimed again after the disk was full."""
 
@@ -42,31 +44,17 @@ class RunningLines:
     """One gateway's. `room` is set whenever lines may be claimed that could not be before."""
 
     def __init__(
-        self,
-        owner: str,
-        jobs: Jobs,
-        lines: Lines,
-        folder: JobFolder,
-        runner: Runner,
-        settings: BatchSettings,
-        now: Callable[[], float],
-        clock: Callable[[], float],
-        job_done: Callable[[str], None],
+        self, stores: Stores, runner: Runner, owner: str, clock: Callable[[], float], job_done: Callable[[str], None]
     ) -> None:
-        """owner     who it says it is
-        job_done  told the id of a job of which the last line got its result here
-        """
+        """`job_done` gets the id of a job of which the last line got its result here."""
         self.room = asyncio.Event()
         self.pauses = Pauses(clock)
         self._apart = Apart()
         self._counted: Counter[str] = Counter()  # what became of lines
         self._owner = owner
-        self._jobs = jobs
-        self._lines = lines
-        self._folder = folder
+        self._jobs, self._lines, self._folder = stores.jobs, stores.lines, stores.folder
+        self._settings, self._now = stores.settings, stores.now
         self._runner = runner
-        self._settings = settings
-        self._now = now
         self._clock = clock
         self._job_done = job_done
         self._running: dict[Ref, tuple[Claim, asyncio.Task[None]]] = {}
@@ -233,3 +221,40 @@ class RunningLines:
 def _model_of(claim: Claim) -> str:
     """As Lines.models tells it."""
     return claim.lane.partition(":")[2]
+
+
+class Apart:
+    """Which lines run together. One whose engine died at work on it runs by itself the next time, among those of its
+    model on this gateway: if it was the cause, it takes no other line with it."""
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+        self._alone: set[str] = set()  # models of which a line runs by itself
+        self._changed = asyncio.Event()
+        self.row_bytes = 0
+
+    @asynccontextmanager
+    async def turn(self, model: str, num_bytes: int, *, alone: bool) -> AsyncIterator[None]:
+        """Entered when the line, with a row of so many bytes, may run. `alone`: no other line of the model runs until
+        it is left."""
+        while (
+            model in self._alone
+            or (alone and self._running[model])
+            or (self.row_bytes and self.row_bytes + num_bytes > ROW_BYTES)
+        ):
+            await self._changed.wait()
+        self._running[model] += 1
+        self.row_bytes += num_bytes
+        if alone:
+            self._alone.add(model)
+        try:
+            yield
+        finally:
+            self.row_bytes -= num_bytes
+            self._running[model] -= 1
+            if not self._running[model]:
+                del self._running[model]
+            if alone:
+                self._alone.discard(model)
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()

@@ -12,16 +12,15 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, NoReturn
 
-from gateway.config import BatchSettings
 from gateway.errors import KvasirError, NativeError, OverloadedError, QuotaError, StorageError
 from gateway.native import no_panic
 from gateway.queues.batch import job as states
 from gateway.queues.batch.base import Checked, Job, JobError, LinePlan, Runner, Unrun
-from gateway.queues.batch.folder import JobFolder, num_fitting
+from gateway.queues.batch.folder import num_fitting
 from gateway.queues.batch.job import Progress, Step, new_id, next_step, why_dropped
-from gateway.queues.batch.jobs import Jobs, too_many_lines
-from gateway.queues.batch.lines import Kind, Lines, Result
-from gateway.queues.batch.store import FILE_PURPOSE, Files
+from gateway.queues.batch.jobs import too_many_lines
+from gateway.queues.batch.lines import Kind, Result
+from gateway.queues.batch.store import FILE_PURPOSE, Stores
 
 log = logging.getLogger(__name__)
 
@@ -69,26 +68,11 @@ _UNREADABLE: Final = JobError("server_error", "The input could not be read, for 
 class Steps:
     """One gateway's. `owner` is who it says it is."""
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        lines: Lines,
-        folder: JobFolder,
-        files: Files,
-        runner: Runner,
-        settings: BatchSettings,
-        now: Callable[[], float],
-        owner: str,
-        clock: Callable[[], float],
-    ) -> None:
-        """`now` is seconds since 1970; `clock` is for how long something took."""
-        self._jobs = jobs
-        self._lines = lines
-        self._folder = folder
-        self._files = files
+    def __init__(self, stores: Stores, runner: Runner, owner: str, clock: Callable[[], float]) -> None:
+        """`clock` is for how long something took."""
+        self._jobs, self._lines, self._folder = stores.jobs, stores.lines, stores.folder
+        self._files, self._settings, self._now = stores.files, stores.settings, stores.now
         self._runner = runner
-        self._settings = settings
-        self._now = now
         self._owner = owner
         self._clock = clock
         self._planning = asyncio.Lock()  # several jobs at a time would leave nothing of the loop to others

@@ -18,24 +18,25 @@ from contextlib import suppress
 from typing import Final
 
 from gateway import tasks
-from gateway.config import BatchSettings
 from gateway.errors import KvasirError, OverloadedError, StorageError
 from gateway.native import no_panic
 from gateway.queues.batch.base import Runner
-from gateway.queues.batch.folder import JobFolder
-from gateway.queues.batch.jobs import Jobs
-from gateway.queues.batch.lines import Lines
 from gateway.queues.batch.running import RunningLines
 from gateway.queues.batch.steps import AWAY_S, HELD_UP_S, HeldUpError, Steps
-from gateway.queues.batch.store import Files
-from gateway.queues.batch.sweep import sweep
+from gateway.queues.batch.store import Stores
 
 log = logging.getLogger(__name__)
 
 STEPS_AT_ONCE: Final = 4
 """Jobs that one gateway validates, plans or writes at a time."""
 
+NEVER_S: Final = float("-inf")
+
 SWEEP_S: Final = 300.0
+FORGET_AT_ONCE: Final = 100
+ORPHAN_S: Final = 3600.0
+"""After which a folder without a record is removed: its job was being created."""
+
 CLOSE_TIMEOUT_S: Final = 5.0
 CANCEL_S: Final = 1.0
 
@@ -45,30 +46,20 @@ class Worker:
 
     def __init__(
         self,
-        jobs: Jobs,
-        lines: Lines,
-        folder: JobFolder,
-        files: Files,
+        stores: Stores,
         runner: Runner,
-        settings: BatchSettings,
-        now: Callable[[], float],
         changed: asyncio.Event,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`now` is seconds since 1970, for what gateways agree about; `clock` is for its own pauses. `changed` is set
-        by whoever gives the worker something to do."""
+        """`clock` is for its own pauses. `changed` is set when there is something to do."""
         owner = secrets.token_hex(16)
-        self._jobs = jobs
-        self._lines = lines
-        self._folder = folder
-        self._settings = settings
-        self._now = now
+        self._stores, self._settings = stores, stores.settings
         self._changed = changed
         self._clock = clock
-        self._steps = Steps(jobs, lines, folder, files, runner, settings, now, owner, clock)
+        self._steps = Steps(stores, runner, owner, clock)
         self._stepping: dict[str, asyncio.Task[None]] = {}
         self._stepped_s: dict[str, float] = {}  # tenant with open jobs -> when one of them was begun with last
-        self._running = RunningLines(owner, jobs, lines, folder, runner, settings, now, clock, self._job_done)
+        self._running = RunningLines(stores, runner, owner, clock, self._job_done)
         self._not_before: dict[str, float] = {}  # job -> second of the clock at which it may be stepped again
         self._swept_s = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
@@ -111,9 +102,9 @@ class Worker:
             await _event(self._changed, self._settings.poll_s)
 
     async def _begin_steps(self) -> None:
-        jobs = await self._jobs.open()
+        jobs = await self._stores.jobs.open()
         self._open_jobs = len(jobs)
-        self._stepped_s = {job.tenant: self._stepped_s.get(job.tenant, 0.0) for job in jobs}
+        self._stepped_s = {job.tenant: self._stepped_s.get(job.tenant, NEVER_S) for job in jobs}
         for job in sorted(jobs, key=lambda job: self._stepped_s[job.tenant]):  # tenants take turns
             if len(self._stepping) >= STEPS_AT_ONCE:
                 break
@@ -145,11 +136,27 @@ class Worker:
             self._changed.set()
 
     async def sweep(self) -> None:
-        """Forgets jobs that are over their time, and what nobody asks for any more."""
-        keep_s = self._settings.keep_s
-        await sweep(self._jobs, self._lines, self._folder, now_s=self._now(), keep_s=keep_s)
+        """Forgets jobs that are over their time, and removes what belongs to none. Other gateways may do the same at
+        the same time. Raises OverloadedError and StorageError."""
+        stores, now_s = self._stores, self._stores.now()
+        over = await stores.jobs.over(round(now_s * 1e3), FORGET_AT_ONCE)
+        stuck = [job for job in await stores.jobs.open() if now_s >= job.expires_s + self._settings.keep_s]
+        for job in (*over, *stuck):
+            await stores.forget(job)
+        for tenant, job_id in await asyncio.to_thread(stores.folder.jobs):
+            if _created_s(job_id) < now_s - ORPHAN_S:
+                await self._sweep_folder(tenant, job_id)
+        await asyncio.to_thread(stores.folder.sweep)
         self._not_before = {name: until_s for name, until_s in self._not_before.items() if until_s > self._clock()}
         self._running.pauses.forget()
+
+    async def _sweep_folder(self, tenant: str, job_id: str) -> None:
+        """A gateway that lost a line, and did not know it yet, may have written its result after the job's end."""
+        job = await self._stores.jobs.find(job_id)
+        if job is None:
+            await asyncio.to_thread(self._stores.folder.remove, tenant, job_id)
+        elif job.has_ended:
+            await asyncio.to_thread(self._stores.folder.clean, job)
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
@@ -177,6 +184,14 @@ class Worker:
 
     def _is_paused(self, job_id: str) -> bool:
         return self._not_before.get(job_id, 0.0) > self._clock()
+
+
+def _created_s(job_id: str) -> float:
+    """When a job was created; the name of a folder may be anything, and one of no job counts as created just now."""
+    try:
+        return int(job_id[:16], 16) / 1e6 if len(job_id) == 32 else float("inf")
+    except ValueError:
+        return float("inf")
 
 
 async def _while_up(work: Callable[[], Awaitable[None]]) -> None:

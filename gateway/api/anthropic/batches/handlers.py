@@ -22,7 +22,8 @@ from gateway.api.tenants import Namespaces
 from gateway.api.uploads import send_pieces
 from gateway.config import BatchSettings, ServerSettings
 from gateway.errors import BadRequestError, NotFoundError
-from gateway.queues.batch.base import Batches, Job, Order
+from gateway.queues.batch.base import Job, Order
+from gateway.queues.batch.store import BatchStore
 from gateway.types import Tenant
 
 PREFIX: Final = "msgbatch_"
@@ -57,7 +58,7 @@ class MessageBatches:
         server: ServerSettings,
         settings: BatchSettings,
         namespaces: Namespaces,
-        batches: Batches,
+        batches: BatchStore,
         upload_timeout_s: float,
     ) -> None:
         self._limits = RequestLimits(settings.max_requests, server.max_body_bytes, MAX_DEPTH)

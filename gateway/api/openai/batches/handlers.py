@@ -35,7 +35,8 @@ from gateway.api.replies import reply_json
 from gateway.api.tenants import Namespaces
 from gateway.api.uploads import FileStore, find_file
 from gateway.errors import NotFoundError
-from gateway.queues.batch.base import Batches, Job, Order, State
+from gateway.queues.batch.base import Job, Order, State
+from gateway.queues.batch.store import BatchStore
 from gateway.types import Tenant
 
 PREFIX: Final = "batch_"
@@ -107,7 +108,7 @@ LIST: Final = {parameter.name: parameter for parameter in _list}
 class OpenAIBatches:
     """Holds what its handlers need."""
 
-    def __init__(self, namespaces: Namespaces, files: FileStore, batches: Batches) -> None:
+    def __init__(self, namespaces: Namespaces, files: FileStore, batches: BatchStore) -> None:
         self._namespaces = namespaces
         self._files = files
         self._batches = batches

@@ -52,7 +52,7 @@ async def test_no_more_lines_run_at_a_time_than_may(lane: Lane) -> None:
 
 
 async def test_rows_of_lines_that_run_are_bounded_in_bytes(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.queues.batch.apart.ROW_BYTES", 3_000)
+    monkeypatch.setattr("gateway.queues.batch.running.ROW_BYTES", 3_000)
     runner = FakeRunner()
     job = await lane.create([*rows(6, hold=True, text="a" * 1_000), {"id": "large", "text": "a" * 9_000}])
     async with lane.gateway(runner) as worker:
@@ -143,6 +143,30 @@ class OneEngine(FakeRunner):
         return LineResult(ok=True, body=orjson.dumps({"id": name}))
 
 
+class KilledTwice(FakeRunner):
+    """No line ends the engine. An operator kills it when four lines run, and once more when one of them runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = 0
+        self.killed: list[int] = []
+        self.first = asyncio.Event()
+
+    async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
+        name = orjson.loads(row)["id"]
+        self.tries[name] += 1
+        self.running += 1
+        if self.running == 4 or (self.tries[name] == 2 and len(self.killed) == 1):
+            self.killed.append(self.running)
+            self.first.set()
+            died = True
+        else:
+            died = not self.first.is_set()
+            await self.first.wait()
+        self.running -= 1
+        return LineResult(ok=not died, body=b"{}", retry="died" if died else "no", retry_after_s=0.001)
+
+
 async def test_a_line_that_ends_two_engines_is_failed_and_those_that_ran_with_it_are_not(lane: Lane) -> None:
     runner = OneEngine()
     job = await lane.create([*rows(6), {"id": "poison"}, *({"id": f"l{n}"} for n in range(6))])
@@ -151,6 +175,15 @@ async def test_a_line_that_ends_two_engines_is_failed_and_those_that_ran_with_it
     assert runner.tries["poison"] == 2
     assert job.counts == Counts(13, succeeded=12, failed=1)
     assert runner.most_died == 1, "the second time it was alone"
+
+
+async def test_a_second_kill_by_an_operator_fails_at_most_the_line_that_ran_alone(lane: Lane) -> None:
+    runner = KilledTwice()
+    job = await lane.create(rows(8))
+    async with lane.gateway(runner):
+        job = await lane.ended(job)
+    assert runner.killed == [4, 1]
+    assert job.counts == Counts(8, succeeded=7, failed=1)
 
 
 async def test_a_line_that_ends_its_gateway_each_time_is_failed(lane: Lane) -> None:
