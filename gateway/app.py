@@ -25,8 +25,7 @@ from gateway.api.replays import REPLAYS
 from gateway.api.routes import build_app
 from gateway.config import Settings
 from gateway.engines.bundled import BundledEngine
-from gateway.engines.figures import EngineFigures
-from gateway.engines.registry import Registry
+from gateway.engines.registry import EngineFigures, Registry
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.index.memory_index import MemoryIndex

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, Final
 
 import aiohttp
+import orjson
 
 from engine.protocol import (
     PURGE_LIMIT_S,
@@ -26,7 +27,7 @@ PURGE_TIMEOUT_S: Final = PURGE_LIMIT_S + 5.0
 
 
 async def fetch_tokenizer(session: aiohttp.ClientSession, hello: Hello, timeout_s: float) -> TokenizerFiles:
-    """timeout_s is between two pieces of the answer. Raises ProtocolError for files that are not those of `hello`."""
+    """timeout_s is between two chunks of the answer. Raises ProtocolError for files that are not those of `hello`."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
     async with session.get(TOKENIZER_PATH, timeout=timeout, raise_for_status=True) as response:
         body = await _read(response, MAX_TOKENIZER_BYTES)
@@ -38,8 +39,6 @@ async def fetch_tokenizer(session: aiohttp.ClientSession, hello: Hello, timeout_
 
 async def fetch_stats(session: aiohttp.ClientSession, timeout_s: float) -> dict[str, Any] | None:
     """The engine's counters, or None when it does not answer within timeout_s with a JSON object. Never raises."""
-    import orjson
-
     try:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with session.get(STATS_PATH, timeout=timeout, raise_for_status=True) as response:
@@ -52,8 +51,6 @@ async def fetch_stats(session: aiohttp.ClientSession, timeout_s: float) -> dict[
 async def ask_purge(session: aiohttp.ClientSession | None, salt_prefix: str) -> dict[str, Any]:
     """The engine's report, with `complete` (docs/engine.md). `session` is None while the engine is away. Raises
     EngineLostError when there is no answer within PURGE_TIMEOUT_S, or none that is a report."""
-    import orjson
-
     if session is None:
         raise EngineLostError("It is away.")
     try:
@@ -71,16 +68,13 @@ async def ask_purge(session: aiohttp.ClientSession | None, salt_prefix: str) -> 
 
 async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
     """The body, cut off at the limit."""
-    pieces, left = list[bytes](), limit_bytes
-    while left and (piece := await response.content.read(left)):
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
+    body = bytearray()
+    while len(body) < limit_bytes and (chunk := await response.content.read(limit_bytes - len(body))):
+        body += chunk
+    return bytes(body)
 
 
 def _parse_tokenizer(body: bytes) -> TokenizerFiles:
-    import orjson
-
     try:
         data: dict[str, Any] = orjson.loads(body)
         return TokenizerFiles.from_json(data)

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _STORE: Final = "announcements of engines"
 
 MAX_DISCOVERED: Final = 1024
+FRESH_S: Final = 1.0
+"""Seconds for which counters are new enough: two scrapes at a time cost an engine one answer."""
+
 MAX_MODELS: Final = 4096
 """Models remembered after their engines left; the oldest is forgotten first."""
 
@@ -197,6 +200,45 @@ class Registry:
             self._mixed.add(model)
             log.warning("engines that serve %s differ in weights, tokeniser, context or block size", model)
         return max(groups.values(), key=lambda group: (len(group), max(client.hello.created for client in group)))
+
+
+class EngineFigures:
+    """The engines' own counters, fetched for /metrics and /admin/stats, at most once every FRESH_S. An engine that is
+    unreachable or does not answer in time has none. Belongs to one event loop."""
+
+    def __init__(
+        self, engines: Callable[[], Sequence[BundledEngine]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engines = engines
+        self._clock = clock
+        self._figures: dict[str, Mapping[str, Any]] = {}  # by URL
+        self._fetched_s: float | None = None
+        self._fetching: asyncio.Task[None] | None = None
+
+    async def refresh(self) -> None:
+        """Returns when every engine has answered or had its time, at once if they did a moment ago."""
+        if self._fetched_s is not None and self._clock() - self._fetched_s < FRESH_S:
+            return
+        if self._fetching is None:
+            self._fetching = tasks.spawn(self._fetch(), name="engine figures")
+        await asyncio.shield(self._fetching)  # others may wait for the same answers
+
+    def of(self, url: str) -> Mapping[str, Any]:
+        """The engine's last answer, empty without one. Must not be changed."""
+        return self._figures.get(url, {})
+
+    async def close(self) -> None:
+        """Ends what is being fetched."""
+        await tasks.cancel(self._fetching)
+
+    async def _fetch(self) -> None:
+        try:
+            engines = list(self._engines())
+            answers = await asyncio.gather(*(engine.fetch_stats() for engine in engines))
+            self._figures = {engine.url: stats for engine, stats in zip(engines, answers, strict=True) if stats}
+            self._fetched_s = self._clock()
+        finally:
+            self._fetching = None
 
 
 async def announced(redis: Redis) -> dict[str, str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic
 
 from engine.protocol import Lane
 from gateway.config import QueueSettings
@@ -40,17 +40,14 @@ class WaitingRequest(Waiting):
     session: Session | None = None  # of which it is the next turn
 
 
-W = TypeVar("W", bound=WaitingRequest)
-
-
-class EngineQueue(Generic[E, W]):
+class EngineQueue(Generic[E]):
     """The requests of one lane for engines that are alike."""
 
     def __init__(self, settings: QueueSettings, name: Lane = "online") -> None:
         self.engine_slots: dict[str, EngineSlots[E]] = {}  # by incarnation
         self.name = name
         self._settings = settings
-        self._waiting: FairQueue[W] = FairQueue(settings.tier_s)
+        self._waiting: FairQueue[WaitingRequest] = FairQueue(settings.tier_s)
         self._affinity = PrefixAffinity()
         self._numbers = 0
         self._now_s = 0.0
@@ -63,11 +60,11 @@ class EngineQueue(Generic[E, W]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[W]:
+    def __iter__(self) -> Iterator[WaitingRequest]:
         """All that wait, tenant by tenant. The queue must not change meanwhile."""
         return iter(self._waiting)
 
-    def enter(self, waiter: W) -> list[tuple[W, EngineSlots[E]]]:
+    def enter(self, waiter: WaitingRequest) -> list[tuple[WaitingRequest, EngineSlots[E]]]:
         """It waits from now on. Returns what `assign` returns: it may get a slot at once, or change what others get."""
         snapshot = self._snapshot()
         self._numbers += 1
@@ -89,7 +86,7 @@ class EngineQueue(Generic[E, W]):
             waiter.session.waiting += 1
         return self._assign(snapshot)
 
-    def remove(self, waiter: W) -> bool:
+    def remove(self, waiter: WaitingRequest) -> bool:
         """It waits no more. False when it did not."""
         if not self._waiting.remove(waiter):
             return False
@@ -98,7 +95,7 @@ class EngineQueue(Generic[E, W]):
         self.held_back *= bool(self._waiting)
         return True
 
-    def assign(self, now_s: float) -> list[tuple[W, EngineSlots[E]]]:
+    def assign(self, now_s: float) -> list[tuple[WaitingRequest, EngineSlots[E]]]:
         """Takes out the requests that get a slot now, and counts the slots as taken."""
         self.pass_time(now_s)
         return self._assign(self._snapshot()) if self._waiting else []
@@ -112,12 +109,12 @@ class EngineQueue(Generic[E, W]):
         if not self.overload.look(self._now_s, idle_engines, goes_on=self.held_back > 0):
             self._open_to_all.clear()
 
-    def _assign(self, snapshot: LoadSnapshot[E]) -> list[tuple[W, EngineSlots[E]]]:
+    def _assign(self, snapshot: LoadSnapshot[E]) -> list[tuple[WaitingRequest, EngineSlots[E]]]:
         engine_slots = self.engine_slots
         open_slots = {name for name, slots in engine_slots.items() if self._is_open(slots, snapshot)}
         if not open_slots and not any(slots.held_back for slots in engine_slots.values()):
             return []
-        assigned: list[tuple[W, EngineSlots[E]]] = []
+        assigned: list[tuple[WaitingRequest, EngineSlots[E]]] = []
         refused, tenants = set[str](), self._waiting.count_tenants()
         looked_at = held_back = 0
         admission = self._admission() if self.overload.holds else None
@@ -150,7 +147,7 @@ class EngineQueue(Generic[E, W]):
         self.held_back = held_back
         return assigned
 
-    def _order_s(self, waiter: W) -> float:
+    def _order_s(self, waiter: WaitingRequest) -> float:
         if self.name == "batch":
             return 0.0
         cost_s = 0.0 if waiter.ask.tier == "priority" else waiter.cost_s
@@ -169,14 +166,14 @@ class EngineQueue(Generic[E, W]):
         slots.held_back = slots.free > 0 and slots.taken > 0 and not snapshot.is_ready(slots.incarnation)
         return slots.free > 0 and not slots.held_back
 
-    def _may_pass(self, waiter: W, slots: EngineSlots[E], snapshot: LoadSnapshot[E]) -> bool:
+    def _may_pass(self, waiter: WaitingRequest, slots: EngineSlots[E], snapshot: LoadSnapshot[E]) -> bool:
         """Whether it gets a slot that is held back: it may go to no other engine, or has little in front of it."""
         if slots.free <= 0:
             return False
         passes = self.name == "online" and snapshot.passes_backlog(slots.incarnation, waiter.ask)
         return waiter.ask.only is not None or passes
 
-    def _free_slots_now(self, waiter: W, snapshot: LoadSnapshot[E]) -> EngineSlots[E] | None:
+    def _free_slots_now(self, waiter: WaitingRequest, snapshot: LoadSnapshot[E]) -> EngineSlots[E] | None:
         """What `_assign` would come to if no other request waited."""
         if (engine := snapshot.choose(waiter.ask)) is None:
             return None
@@ -186,7 +183,7 @@ class EngineQueue(Generic[E, W]):
         self._take(waiter, slots, snapshot)
         return slots
 
-    def _take(self, waiter: W, slots: EngineSlots[E], snapshot: LoadSnapshot[E]) -> None:
+    def _take(self, waiter: WaitingRequest, slots: EngineSlots[E], snapshot: LoadSnapshot[E]) -> None:
         ask, cached = waiter.ask, waiter.ask.cached_tokens.get(slots.incarnation, 0)
         slots.taken += 1
         slots.given_tokens += max(0, ask.prompt_tokens - cached)
@@ -198,7 +195,7 @@ class EngineQueue(Generic[E, W]):
         elif ask.digests:
             self.sessions.sent(waiter.session, ask.digests, slots.incarnation, self._now_s)
 
-    def _find(self, waiter: W) -> None:
+    def _find(self, waiter: WaitingRequest) -> None:
         """Looks for its session, and for how much of its prompt was sent before."""
         ask = waiter.ask
         if self.name == "batch":
@@ -211,7 +208,7 @@ class EngineQueue(Generic[E, W]):
                 if ask.cached_tokens.get(session.incarnation, 0) < waiter.known_tokens / 2:
                     self.sessions.lost(session)
 
-    def _follow(self, waiter: W) -> None:
+    def _follow(self, waiter: WaitingRequest) -> None:
         """Counts a prefix that was sent to an engine before as cached there."""
         ask = waiter.ask
         if ask.digests and (found := self._affinity.find(ask.digests, self._now_s)):

@@ -66,18 +66,18 @@ class QueueStatus:
 class _Group(Generic[E]):
     """The queues in front of engines that are alike, and how quickly the online one moves."""
 
-    queues: dict[Lane, EngineQueue[E, WaitingRequest]]
+    queues: dict[Lane, EngineQueue[E]]
     model: str
     overloaded: bool = False  # as last logged
     look: asyncio.TimerHandle | None = None  # at requests that are held back
     pace: Pace = field(default_factory=Pace)
 
     @property
-    def online(self) -> EngineQueue[E, WaitingRequest]:
+    def online(self) -> EngineQueue[E]:
         return self.queues["online"]
 
     @property
-    def batch(self) -> EngineQueue[E, WaitingRequest]:
+    def batch(self) -> EngineQueue[E]:
         return self.queues["batch"]
 
 
@@ -200,7 +200,7 @@ class SlotQueue(Generic[E]):
         late, leave = partial(self._late, group, queue), partial(self._leave, group, ask.lane)
         return await gate.wait(waiter, queue, timeout_s, late=late, leave=leave)
 
-    def _late(self, group: _Group[E], queue: EngineQueue[E, WaitingRequest]) -> DeadlineError:
+    def _late(self, group: _Group[E], queue: EngineQueue[E]) -> DeadlineError:
         return DeadlineError.without_slot(group.pace.wait_s(len(queue), self._clock()))
 
     def _leave(self, group: _Group[E], lane: Lane, slots: EngineSlots[E] | None) -> None:
@@ -227,7 +227,7 @@ class SlotQueue(Generic[E]):
             key = _alike(engines[0].hello)
             if (group := self._groups.get(key)) is None:
                 lanes: tuple[Lane, ...] = ("online", "batch")
-                queues = {lane: EngineQueue[E, WaitingRequest](self._settings, lane) for lane in lanes}
+                queues = {lane: EngineQueue[E](self._settings, lane) for lane in lanes}
                 group = self._groups[key] = _Group(queues, engines[0].hello.model)
         for engine in engines:
             if engine.hello.incarnation not in group.online.engine_slots:

@@ -103,7 +103,7 @@ class Gateway:
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._engines = [Reported(server) for server in servers]
-        self._lane: EngineQueue[Reported, Waiting] = EngineQueue(QueueSettings())
+        self._lane: EngineQueue[Reported] = EngineQueue(QueueSettings())
         self._lane.engine_slots = {
             engine.hello.incarnation: EngineSlots(engine, engine.hello.incarnation, total=1) for engine in self._engines
         }

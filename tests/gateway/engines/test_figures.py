@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.engines.bundled import BundledEngine
-from gateway.engines.figures import KEEP_S, EngineFigures
+from gateway.engines.registry import FRESH_S, EngineFigures
 from tests.fakes.clock import Clock
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.waiting import until
@@ -52,7 +52,7 @@ async def test_figures_are_new_for_a_moment_and_then_asked_for_again() -> None:
     for client in clients:
         client.go.set()
     await figures.refresh()
-    clock.now_s += KEEP_S - 0.01
+    clock.now_s += FRESH_S - 0.01
     await figures.refresh()
     assert told.asked == 1
     told.stats, clock.now_s = None, clock.now_s + 0.01

@@ -28,7 +28,7 @@ class Rig:
     places: int = 1
     aging: float = 0.05
     overload_share: float = 0.4
-    lane: EngineQueue[FakeEngine, WaitingRequest] = field(init=False)
+    lane: EngineQueue[FakeEngine] = field(init=False)
 
     def __post_init__(self) -> None:
         limits = tuned(

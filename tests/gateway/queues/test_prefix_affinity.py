@@ -46,8 +46,8 @@ def test_what_was_sent_long_ago_makes_room() -> None:
     assert affinity.find(digests(10), 0.0) == {"a": 1}
 
 
-def lane_of(*names: str) -> EngineQueue[FakeEngine, WaitingRequest]:
-    lane: EngineQueue[FakeEngine, WaitingRequest] = EngineQueue(QueueSettings(), "batch")
+def lane_of(*names: str) -> EngineQueue[FakeEngine]:
+    lane: EngineQueue[FakeEngine] = EngineQueue(QueueSettings(), "batch")
     for name in names:
         load = Load(prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
         lane.engine_slots[name] = EngineSlots(FakeEngine(hello(incarnation=name), name, load), name, 8)

@@ -227,24 +227,6 @@ def test_a_client_that_leaves_while_waiting_leaves_the_line() -> None:
     run(work)
 
 
-def test_a_place_given_to_a_client_that_left_in_the_same_turn_goes_on_to_the_next() -> None:
-    async def work() -> None:
-        guests = Guests(queue_of())
-        holder = guests.queue.slot(guests.engines, ask())
-        await holder.__aenter__()
-        waiter = guests.come("b")
-        guests.come("c")
-        await turn()
-        await holder.__aexit__(None, None, None)  # b has the place and has not run yet
-        waiter.cancel()
-        await turn()
-        assert guests.served == ["c"]
-        await guests.go("c")
-        assert guests.queue.status().in_flight == {}
-
-    run(work)
-
-
 def test_an_engine_that_goes_away_sends_its_line_elsewhere_at_once() -> None:
     async def work() -> None:
         guests = Guests(queue_of())

@@ -92,22 +92,6 @@ def test_a_free_slot_is_taken_without_an_await() -> None:
     run(work)
 
 
-def test_one_request_is_next_however_many_another_tenant_has_sent() -> None:
-    async def work() -> None:
-        guests = Guests(most=2)
-        for number in range(100):
-            guests.come(f"n{number}")
-        await turn()
-        guests.come("one", SOUTH)
-        await turn()
-        assert guests.served == ["n0", "n1"]
-        await guests.go("n0")
-        assert guests.served[2:] == ["one"]
-        assert len(await guests.all_go()) == 101
-
-    run(work)
-
-
 def test_tenants_who_wait_take_turns_and_each_is_served_in_the_order_in_which_it_came() -> None:
     async def work() -> None:
         guests = Guests()
@@ -230,41 +214,6 @@ def test_a_full_line_refuses_at_once_and_one_tenants_full_line_is_not_anothers()
         assert full.value.retry_after_s == pytest.approx(1.0)
         del guests.tasks["d"], guests.tasks["f"]
         await guests.all_go()
-
-    run(work)
-
-
-def test_a_client_that_leaves_while_it_waits_frees_its_place_in_the_line() -> None:
-    async def work() -> None:
-        guests = Guests(limits=QueueSettings(max_waiting=1))
-        guests.come("a")
-        gone = guests.come("b")
-        await turn()
-        gone.cancel()
-        await turn()
-        assert guests.waiting == {}
-        guests.come("c")
-        await turn()
-        await guests.go("a", "c")
-        assert guests.served == ["a", "c"]
-
-    run(work)
-
-
-def test_a_place_given_to_a_client_that_left_in_the_same_turn_goes_to_the_next() -> None:
-    async def work() -> None:
-        guests = Guests()
-        ask = Ask(NORTH, 0, FAR)
-        await guests.slots.take(ask)
-        gone = guests.come("b")
-        guests.come("c")
-        await turn()
-        guests.slots.release(ask)  # b has the slot and has not run yet
-        gone.cancel()
-        await turn()
-        assert guests.served == ["c"]
-        await guests.go("c")
-        assert guests.slots.taken["online"] == 0
 
     run(work)
 
