@@ -97,7 +97,7 @@ def _lease_writes(points: Sequence[Breakpoint], read: int, end: int) -> Iterator
 
 
 def _told_cached(trace: Trace, *, only_leased: bool) -> int:
-    """Nobody is told of less than a lease promised, however much of it was computed again."""
+    """Never less than a lease promised, however much of it was computed again."""
     reused = 0 if only_leased else trace.cached_tokens
     return min(max(reused, trace.lease_read_tokens), trace.prompt_tokens)
 

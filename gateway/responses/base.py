@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from gateway.types import FinishReason, Hit, Lookup, Request, Reuse, Scope, Trace, UpstreamRequest
@@ -144,9 +144,16 @@ class Query(ABC, Generic[Item]):
     def generate(self, trace: Trace) -> AsyncGenerator[Item, None]:
         """A new answer, metered into this trace. The last item is a Finished, or END."""
 
-    @abstractmethod
     def off_path(self) -> Query[Item]:
         """The same for a comparison, with a trace of its own: it runs in what the online queue leaves."""
+        now, request = time.monotonic(), self.request
+        deadline_s, changes = now + request.deadline_s - request.received_s, self._off_path()
+        changed = replace(request, received_s=now, deadline_s=deadline_s, lane="batch", trace=Trace(), **changes)
+        return replace(self, request=changed)
+
+    @abstractmethod
+    def _off_path(self) -> dict[str, Any]:
+        """What else is another in the request of a comparison."""
 
     @abstractmethod
     def read(self, body: bytes, *, shared: bool) -> Stored[Item] | None:

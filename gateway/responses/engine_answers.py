@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.protocol import Hello
 from gateway.config import ResponseCacheSettings
@@ -65,11 +65,8 @@ class EngineQuery(Query[Event]):
     def generate(self, trace: Trace) -> AsyncGenerator[Event, None]:
         return self.steps(replace(self.request, trace=trace))
 
-    def off_path(self) -> EngineQuery:
-        now, request = time.monotonic(), self.request
-        deadline_s = now + request.deadline_s - request.received_s
-        changed = replace(request, received_s=now, deadline_s=deadline_s, group=None, lane="batch", trace=Trace())
-        return replace(self, request=changed)
+    def _off_path(self) -> dict[str, Any]:
+        return {"group": None}
 
     def read(self, body: bytes, *, shared: bool) -> Stored[Event] | None:
         """All at once: in the chunks that it came in, for requests that stream."""

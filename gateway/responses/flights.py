@@ -33,7 +33,7 @@ _COMPUTED: Final = tuple(one.name for one in fields(Trace) if one.name not in _O
 
 
 class Bill:
-    """Who pays for a generation that several requests share: the one that has been there for longest, until it leaves;
+    """Which request pays for a generation that several share: the one that has been there for longest, until it leaves;
     then the next. So all that was computed is accounted for once, with a request that was there when it was.
 
     work   the trace that is filled in on its way
@@ -87,7 +87,7 @@ class Flight(Generic[_T]):
 
     key      by which others find it; None: no other request does
     leader   the request that launched it
-    bill     who pays for what is computed
+    bill     which request pays for what is computed
     found    what the cache had for it, set by its work before the first item; None: nothing
     begun_s  monotonic clock
     """
@@ -162,7 +162,7 @@ class Flight(Generic[_T]):
             raise
 
     async def read(self) -> AsyncGenerator[_T, None]:
-        """Everything, as it comes. Raises what ended the flight, and OverloadedError for who is too slow."""
+        """Everything, as it comes. Raises what ended the flight, and OverloadedError for a reader that is too slow."""
         reader = object()
         self._places[reader] = 0
         try:

@@ -37,9 +37,9 @@ IGNORED: Final[Mapping[type, frozenset[str]]] = {
             "tier",
             "priority",
             "affinity",
-            "use_cache",  # who asks for no reuse gets none here, either: eligibility.py
+            "use_cache",  # a request without reuse gets none here, either: engine_answers.py
             "only_leased",
-            "fit",  # who asks for more tokens than fit gets the answer that needed fewer
+            "fit",  # more tokens than fit get the answer that needed fewer
             "group",
             "stream",
             "trace",

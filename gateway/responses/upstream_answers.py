@@ -5,7 +5,6 @@ client wants the form that they came in, and through their API's converter where
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -106,12 +105,8 @@ class UpstreamQuery(Query[_Item]):
                     yield chunk
         yield END
 
-    def off_path(self) -> UpstreamQuery:
-        now, request = time.monotonic(), self.request
-        deadline_s = now + request.deadline_s - request.received_s
-        headers = tuple(item for item in request.headers if item[0] not in ONCE)
-        changed = replace(request, received_s=now, deadline_s=deadline_s, headers=headers, lane="batch", trace=Trace())
-        return replace(self, request=changed)
+    def _off_path(self) -> dict[str, Any]:
+        return {"headers": tuple(item for item in self.request.headers if item[0] not in ONCE)}
 
     def read(self, body: bytes, *, shared: bool) -> Stored[_Item] | None:
         recording = decode_upstream(body)

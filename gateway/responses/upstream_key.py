@@ -101,7 +101,7 @@ _CHATS: Final[Mapping[str, _Chat]] = {
 """By route (`route_of`)."""
 
 _SPEAKERS: Final = frozenset(("user", "assistant", "model", "system", "developer"))
-"""Who says texts. What tools say is something else."""
+"""Roles of messages that are texts. Results of tools are something else."""
 
 _MORE_THAN_TEXT: Final = ("tool_calls", "function_call", "audio")
 """Of a turn."""
@@ -227,7 +227,7 @@ def _is_sse(request: UpstreamRequest) -> bool:
 
 def _find_odd(request: UpstreamRequest) -> str | None:
     """Parsers differ in which of two names they take, and in how they read long numbers: the upstream might answer
-    another request than the one that was looked for here, and its answer would be kept for who asks the latter."""
+    another request than the one that was looked for here, and its answer would be stored for the latter."""
     if is_large(request) or orjson.dumps(request.values) == request.body:  # as most clients write it
         return None
     try:
@@ -332,7 +332,7 @@ def _cut(values: Mapping[str, Any], chat: _Chat) -> tuple[str, dict[str, Any]] |
 
 
 def _says_texts(turn: Any, chat: _Chat) -> bool:
-    """Whether a turn is somebody's who says texts, and nothing else."""
+    """True if the message consists of text parts only."""
     if not isinstance(turn, dict) or str(turn.get("role", "user")) not in _SPEAKERS:
         return False
     if turn.get("type", "message") != "message" or any(turn.get(name) for name in _MORE_THAN_TEXT):

@@ -45,8 +45,8 @@ CLOSED_FROM: Final = 0.8
 """Share of the bound, over all requests so far, from which on nothing is a hit."""
 
 MAX_EXACT: Final = 0.25
-"""Requests that the exact cache answered, for each that was looked up, that count at most: however often somebody
-repeats one question, what is looked up is wrong in no more than 1.25 times the bound."""
+"""Requests that the exact cache answered, for each that was looked up, that count at most: however often one
+question is repeated, what is looked up is wrong in no more than 1.25 times the bound."""
 
 Z: Final = 1.96
 """Of a two-sided interval of 95%."""

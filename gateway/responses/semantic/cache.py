@@ -113,7 +113,7 @@ class SemanticCache:
         if vector is None:
             return "not-embedded", None
         shared = self._spaces.open(query.owner, query.model, self._vectors.encoder)
-        # For who wants nothing to be generated there is nothing to learn from, neither an answer nor an audit.
+        # Where nothing may be generated there is nothing to learn from, neither an answer nor an audit.
         counts = not query.reuse.only_kept
         question = shared.space.question(situation.digest, text, vector)
         sight = shared.space.look(question, least=query.reuse.similarity or 0.0, counts=counts)

@@ -45,7 +45,7 @@ LARGEST_NUMBER: Final = 1 << 53
 _STORE: Final = "questions"
 
 BUDGET_S: Final = 30 * 86400
-"""Seconds that what was learned is kept when nobody asks any more; at most some 500 KB for an owner and model."""
+"""Seconds that what was learned is kept after the last question; at most some 500 KB for an owner and model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class RedisQuestions:
 
     async def changes(self, name: str, since: int) -> tuple[int, Sequence[tuple[bytes, bytes]]]:
         """Keys and bodies of what changed after this number, oldest first and READ_AT_A_TIME at most; and the number of
-        the last of them. A Redis that lost everything begins with 1 again, and so does who asks it."""
+        the last of them. A Redis that lost everything begins with 1 again, and so does its reader."""
         changes, questions, sequence, _ = _keys(name)
         last: Any = await self._calls.ask_or_skip(_STORE, self._redis.get(sequence), None)
         if since > (read_or_skip(_STORE, lambda: int(last or 0)) or 0):
