@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
-from gateway.batch_cli.arguments import add_parser as add_batch_parser
-from gateway.batch_cli.arguments import add_purge_parser
+from gateway.client.arguments import add_parser as add_batch_parser
+from gateway.client.arguments import add_purge_parser
 from gateway.config import Settings
 from gateway.engine_processes import BAD_SETTING_EXIT, EngineStartError
 from gateway.logs import flush, set_up
@@ -102,9 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _client(options: argparse.Namespace) -> int:
-    from gateway.batch_cli import commands, purge
+    from gateway.client import commands
 
-    run = purge.run if options.command == "purge" else commands.run
+    run = commands.purge if options.command == "purge" else commands.run
     try:
         return run(options, os.environ)
     except KeyboardInterrupt:

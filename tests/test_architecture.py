@@ -92,8 +92,8 @@ def test_imports_follow_the_pipeline(path: Path) -> None:
         allowed_rooms = ("gateway.api", "gateway.admin", "gateway.pipeline", "gateway.stages")
         outside = {name for name in used if not name.startswith(allowed_rooms)} - PROMISES
         assert outside <= FOUNDATION | {"engine.protocol"}, "the dialects import the pipeline, not its stages"
-    elif room == "batch_cli":
-        outside = {name for name in used if not name.startswith("gateway.batch_cli")}
+    elif room == "client":
+        outside = {name for name in used if not name.startswith("gateway.client")}
         assert outside <= {"gateway.api.openai.batches.rows"}, "it is a client, which knows how a file has to be"
     elif module not in ("gateway.app", "gateway.redis_or_memory", "gateway.serving", "gateway.cli"):
         assert used <= FOUNDATION | {"engine.protocol", "engine.config"}, f"{module}: a room of its own"

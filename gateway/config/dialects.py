@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from engine.config import Section
-from gateway.config.kept import StoredResponseSettings
+from gateway.config.stored import StoredResponseSettings
 from gateway.config.units import Duration, duration_s, split
 
 

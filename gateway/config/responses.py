@@ -1,4 +1,4 @@
-"""Answers that are given again: the response cache."""
+"""Answers that are given again: the response cache, and questions that mean the same."""
 
 from __future__ import annotations
 
@@ -62,3 +62,66 @@ class ResponseCacheSettings(Section):
         if self.ttl_s > self.max_ttl_s:
             raise ValueError("ttl_s is more than max_ttl_s")
         return self
+
+
+class SemanticCacheSettings(Section):
+    """[semantic_cache]: answers to questions that mean the same. Needs the extra `semantic`, and the response cache."""
+
+    mode: Literal["on", "ask", "off"] = Field(
+        "off",
+        description="Which requests it is for: `on` for all that fit, `ask` for those that ask, `off` for none.",
+    )
+    bound: Annotated[float, Field(gt=0, le=0.2)] = Field(
+        0.01,
+        description="Accepted wrong hits, as a share of requests that are looked up (and of a fifth of literal "
+        "repeats).",
+    )
+    judged: bool = Field(
+        True,
+        description="Whether answers are compared to learn which hits are right; else `unjudged_similarity` decides.",
+    )
+    unjudged_similarity: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.915, description="Cosine that a hit needs where no answers are compared."
+    )
+    min_similarity: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.8, description="Cosine that every hit needs at least; requests may only raise it."
+    )
+    strict: bool = Field(False, description="Whether the same words in another order are another question.")
+    audit_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.03, description="Requests whose hit is compared with a fresh answer, as a share of all, about."
+    )
+    max_audits: ClassVar = 4
+    """Audits at the same time; beyond, a hit that is due for one is answered afresh."""
+    max_judging: ClassVar = 64
+    """Answers that wait to be compared: a burst; beyond, what they would have taught is not learned."""
+    max_temperature: Annotated[float, Field(ge=0)] = Field(
+        0.3, description="Requests with a higher temperature are not looked up."
+    )
+    max_text_tokens: ClassVar = 256
+    """Wordpieces of a question; longer texts say more than one vector holds, and are not looked up."""
+    max_text_chars: ClassVar = 4000
+    """The same in characters, before anything is tokenised."""
+    ttl_s: Annotated[float, Field(gt=0)] = Field(
+        3600.0, description="Seconds from its answer after which a question is forgotten; being used adds nothing."
+    )
+    max_models: ClassVar = 64
+    """Models of one tenant whose questions are kept: clients may make up names where a pattern serves them."""
+    max_entries: ClassVar = 100_000
+    """Questions of one tenant to one model; `max_memory_bytes` is reached long before."""
+    max_scope_entries: ClassVar = 20_000
+    """Questions that differ in the last message alone, so that one situation leaves room for others."""
+    max_bytes: ClassVar = 1 << 30
+    """Of the questions of one tenant to one model; `max_memory_bytes` bounds all of them."""
+    max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
+        1 << 30,
+        description="Bytes of all questions in a gateway's memory, about. The tenant with most loses its least "
+        "recently used.",
+    )
+    max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
+        32 << 20, description="Bytes of questions in Redis of one tenant and model; 0 keeps none there."
+    )
+    lookup_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        0.25, description="Seconds that a look-up may take; then the request is answered afresh."
+    )
+    sync_s: ClassVar = 1.0
+    """From one look at what other gateways keep in Redis to the next."""

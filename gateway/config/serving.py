@@ -1,4 +1,4 @@
-"""The HTTP side, Redis, and the engines."""
+"""The HTTP side, the log, Redis, and the engines."""
 
 from __future__ import annotations
 
@@ -64,6 +64,14 @@ class ServerSettings(Section):
     @classmethod
     def _split_origins(cls, data: object) -> object:
         return split(data, "cors_origins")
+
+
+class LogSettings(Section):
+    """[logs]: how lines are written. What is logged is said by `log_level` of [server] and [engine]."""
+
+    format: Literal["text", "json"] = Field(
+        "text", description="How lines are written. `json`: an object per line, with the empty fields of requests, too."
+    )
 
 
 class RedisSettings(Section):

@@ -5,18 +5,22 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from engine.config import REMOVED, SHORT_FLAGS, EngineSettings
-from gateway.config.batches import BatchSettings
 from gateway.config.dialects import AnthropicSettings, ApiSettings, EmbeddingSettings, GeminiSettings
-from gateway.config.kept import FileSettings, LeaseSettings, StoredResponseSettings
-from gateway.config.ledger import LedgerSettings, PriceSettings
-from gateway.config.limits import LimitSettings
-from gateway.config.logs import LogSettings
 from gateway.config.removed import REMOVED_SETTINGS
-from gateway.config.responses import ResponseCacheSettings
-from gateway.config.semantic import SemanticCacheSettings
-from gateway.config.serving import EnginesSettings, RedisSettings, ServerSettings
+from gateway.config.responses import ResponseCacheSettings, SemanticCacheSettings
+from gateway.config.serving import EnginesSettings, LogSettings, RedisSettings, ServerSettings
 from gateway.config.stages import PromptSettings, QueueSettings
-from gateway.config.tenants import EVERYBODY, PRIVATE, AuthSettings, NamespaceSettings, TenantSettings
+from gateway.config.stored import BatchSettings, FileSettings, LeaseSettings, StoredResponseSettings
+from gateway.config.tenants import (
+    EVERYBODY,
+    PRIVATE,
+    AuthSettings,
+    LedgerSettings,
+    LimitSettings,
+    NamespaceSettings,
+    PriceSettings,
+    TenantSettings,
+)
 from gateway.config.units import duration_s
 from gateway.config.upstreams import UpstreamSettings
 from gateway.types import ANONYMOUS

@@ -1,14 +1,50 @@
-"""Who may ask, and who shares what."""
+"""Who may ask, for how much, who shares what, and what it costs."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from decimal import Decimal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from engine.config import Section
-from gateway.config.limits import PerMinute
 from gateway.config.stages import CacheKeyMode
+from gateway.config.units import Duration
+
+MOST = 10**9
+"""Of any limit per minute; times are kept in microseconds, in which what is more could not be told apart."""
+
+PerMinute = Annotated[int, Field(ge=0, le=MOST)]
+
+
+class LimitSettings(Section):
+    """[limits]: what each tenant may ask for in the online lane, over all gateways that share a Redis."""
+
+    requests_per_minute: PerMinute = Field(0, description="Requests of one tenant per minute; 0 is no limit.")
+    tokens_per_minute: PerMinute = Field(
+        0, description="Tokens of one tenant's prompts and completions per minute; 0 is no limit."
+    )
+    input_tokens_per_minute: PerMinute = Field(
+        0, description="Tokens of one tenant's prompts per minute; 0 is no limit."
+    )
+    output_tokens_per_minute: PerMinute = Field(
+        0, description="Tokens of one tenant's completions per minute; 0 is no limit."
+    )
+    max_in_flight: Annotated[int, Field(ge=0)] = Field(
+        0, description="Requests of one tenant that wait or are answered at a time, streamed or not; 0 is no limit."
+    )
+    burst_s: Annotated[float, Field(gt=0, le=60)] = Field(
+        60.0,
+        description="Seconds' worth of a limit that may be used at once: no minute has more than 1 + burst_s / 60 of "
+        "it.",
+    )
+    count_cached_tokens: bool = Field(
+        False, description="Whether tokens of prompts that were reused count against the limits of tokens."
+    )
+    assumed_completion_tokens: ClassVar = 256
+    """That are set aside for an answer whose request names no maximum; most answers are shorter."""
+    lease_s: ClassVar = 60.0
+    """After which the requests of a gateway that was killed are no longer in flight."""
 
 
 class AuthSettings(Section):
@@ -79,4 +115,42 @@ class NamespaceSettings(Section):
     )
     default: bool = Field(
         False, description="Whether requests of these tenants use it that ask for no namespace; one per tenant."
+    )
+
+
+class LedgerSettings(Section):
+    """[ledger]: what was used and what was saved, by day."""
+
+    retention_days: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        400, description="Days (UTC) that the ledger keeps, today among them."
+    )
+    flush_s: Annotated[float, Field(gt=0)] = Field(
+        5.0,
+        description="Seconds from one write to Redis to the next; a gateway that is killed loses no more than that.",
+    )
+    max_rows: ClassVar = 10_000
+    """Of one day (tenant, model, lane, currency); further models are summed as `other`."""
+
+
+Money = Annotated[Decimal, Field(ge=0, le=1_000_000, decimal_places=9)]
+"""For a million tokens."""
+
+
+class PriceSettings(Section):
+    """[[prices]]: what a million tokens of a model cost. Without one, tokens and time are counted and no money."""
+
+    model: Annotated[str, Field(min_length=1)] = Field(
+        ..., description="Name of the model, or a pattern such as `gpt-*`; the name itself goes before any pattern."
+    )
+    currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")] = Field("USD", description="Three letters, as in ISO 4217.")
+    input: Money = Field(..., description="A million tokens of prompts, and of texts that are embedded.")
+    output: Money = Field(Decimal(0), description="A million tokens of answers.")
+    cached_read: Money | None = Field(
+        None, description="A million tokens of prompts that were read from a cache; as `input` when not set."
+    )
+    cache_write: Money | None = Field(
+        None, description="A million tokens of prompts that were written to a cache; as `input` when not set."
+    )
+    cache_write_of: dict[Duration, Money] = Field(
+        {}, description="The same for single times to live, as in `{ 1h = 6.0 }`."
     )

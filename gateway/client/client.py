@@ -1,4 +1,6 @@
-"""The OpenAI API of a gateway, as far as batches need it, and its purge. Files go up and come down piece by piece."""
+"""The OpenAI API of a gateway, as far as batches need it, its purge, and what a user is told when that fails. Files go
+up and come down piece by piece.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,40 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 from urllib.parse import quote
 
 import aiohttp
 import orjson
 from aiohttp.payload import BufferedReaderPayload
 
-from gateway.batch_cli.errors import BatchCommandError, PassingError, opened
-
 PIECE_BYTES: Final = 1 << 20
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 120.0
+
+
+FAILED: Final = 1
+BAD_INPUT: Final = 2
+
+
+class BatchCommandError(Exception):
+    """What a user is told; `status` is that of the process."""
+
+    def __init__(self, message: str, status: int = FAILED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class PassingError(BatchCommandError):
+    """Worth another try."""
+
+
+def opened(path: Path, mode: str) -> BinaryIO:
+    """Raises BatchCommandError."""
+    try:
+        return path.open(mode)  # type: ignore[return-value]
+    except OSError as error:
+        raise BatchCommandError(f"{path}: {error.strerror}", BAD_INPUT) from error
 
 
 class Client:

@@ -1,4 +1,4 @@
-"""What the commands of `kvasir batch` do."""
+"""What `kvasir batch` and `kvasir purge` do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TextIO
 
-from gateway.batch_cli.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
-from gateway.batch_cli.client import Client
-from gateway.batch_cli.errors import BAD_INPUT, FAILED, BatchCommandError, PassingError
-from gateway.batch_cli.files import check_file, check_output, writing
-from gateway.batch_cli.progress import Progress, listed, told
+from gateway.client.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
+from gateway.client.client import BAD_INPUT, FAILED, BatchCommandError, Client, PassingError
+from gateway.client.files import check_file, check_output, writing
+from gateway.client.progress import Progress, listed, told
 
 ENDS: Final = ("completed", "failed", "expired", "cancelled")
 MISSED_POLLS: Final = 30
@@ -26,10 +25,10 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Runs one of them. Returns the exit status: 0 done, and nothing failed; 1 something failed; 2 a bad file."""
     key = options.key or environ.get(KEY_VARIABLE) or ""
     name = f"batch {options.batch_command}"
-    return run_client(name, options.url, environ, key, lambda client: _run(client, options))
+    return _run_client(name, options.url, environ, key, lambda client: _run(client, options))
 
 
-def run_client(
+def _run_client(
     name: str,
     url: str | None,
     environ: Mapping[str, str],
@@ -145,6 +144,44 @@ async def wait(client: Client, batch_id: str, progress: Progress, poll_s: float)
                 if batch["status"] in ENDS:
                     return batch
             await asyncio.sleep(poll_s)
+
+
+def purge(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Returns the exit status: 0 all is gone; 1 it is not, or nobody knows; 2 a bad URL."""
+    kind = "tenant" if options.tenant is not None else "namespace"
+    chosen = {kind: getattr(options, kind)}
+    key = environ.get(options.api_key_env, "")
+    return _run_client("purge", options.url, environ, key, lambda client: _purge(client, chosen))
+
+
+async def _purge(client: Client, chosen: dict[str, str]) -> int:
+    answer = await client.purge(chosen)
+    if not isinstance(answer.get("engines"), list):
+        raise BatchCommandError("what answered is no gateway that can purge")
+    for line in _lines(answer):
+        _say(line)
+    if answer["complete"]:
+        return 0
+    _warn(f"kvasir purge: {answer['message']}")
+    return FAILED
+
+
+def _lines(answer: Mapping[str, Any]) -> Iterator[str]:
+    """One for each engine, and for each folder whose engine did not answer."""
+    for engine in answer["engines"]:
+        state = "complete" if engine["complete"] else "NOT COMPLETE"
+        yield f"{engine['name']}: {state}: {engine.get('reason') or _amounts(engine)}"
+    for owner in answer["in_use"]:
+        yield f"NOT COMPLETE: a folder of blocks is in use by engine {owner or 'unknown'}, which did not answer"
+
+
+def _amounts(engine: Mapping[str, Any]) -> str:
+    amounts = {**engine.get("tiers", {}), "files": engine.get("files")}
+    told = [f"{name} {one['blocks']} blocks, {one['bytes']} bytes" for name, one in amounts.items() if one]
+    told.append(f"{engine.get('leases', 0)} leases")
+    if engine.get("left"):
+        told.append(f"{engine['left']} files could not be deleted")
+    return "; ".join(told)
 
 
 def _say(text: str) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from gateway import cli
-from gateway.batch_cli.commands import wait
-from gateway.batch_cli.errors import BatchCommandError, PassingError
-from gateway.batch_cli.progress import Progress, told
+from gateway.client.client import BatchCommandError, PassingError
+from gateway.client.commands import wait
+from gateway.client.progress import Progress, told
 from gateway.config import TenantSettings
 from tests.fakes.batch_sdk import BODY, row, rows, settings
 from tests.fakes.gateway import Gateway, running

@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 import orjson
 
 from gateway.api.openai.batches.rows import ENDPOINTS, RowLimits, check, skip_mark
-from gateway.batch_cli.errors import BAD_INPUT, BatchCommandError, opened
+from gateway.client.client import BAD_INPUT, BatchCommandError, opened
 
 TOLD_ERRORS: Final = 10
 
