@@ -242,7 +242,7 @@ async def test_a_tenant_waits_for_its_own_generation_while_another_one_has_the_s
         cache = pipeline.responses
         asking = [asyncio.create_task(client.ask(PLAIN, key)) for key in (NORTH, SOUTH, NORTH, SOUTH)]
         await until(lambda: cache.stats()["waiting"] == 4)
-        assert cache.in_flight == 2
+        assert cache.stats()["in_flight"] == 2
         pipeline.hold_before.set()
         whose = [said(text).split()[0] for _, text, _ in [await one for one in asking]]
     assert whose == ["north", "south", "north", "south"]
