@@ -1,8 +1,8 @@
 """The engines that `kvasir serve` starts on this machine: started, watched, started again, ended.
 
 Knows processes and sockets, nothing of the stream: gateway/engines/bundled.py connects to what runs here. Each engine
-is `kvasir engine` in a process of its own, told its settings through the environment (a secret has no business on a
-command line), and ends by itself when this process is gone.
+is `kvasir engine` in a process of its own, with its settings in the environment (a secret has no business on a command
+line), and ends by itself when this process is gone.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ RATE_SAMPLES: Final = 64
 
 MIN_RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 60.0
-"""SDKs do not retry at all when they are told to wait for minutes."""
+"""SDKs do not retry at all when Retry-After is minutes."""
 
 Order = tuple[int, float, int]
 

@@ -1,5 +1,5 @@
-"""Background tasks that cannot get lost: kept, named, and logged when they fail. Waiting with patience, and work that
-is too long for the event loop.
+"""Background tasks that cannot get lost: referenced, named, and logged when they fail. Timeouts on a busy loop, and
+work that is too long for the event loop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _rested_s = 0.0
 """Monotonic time at which that thread has rested; written by itself alone."""
 
 LOOKS: Final = 8
-"""So often the loop has to come round before somebody who does not answer is given up."""
+"""Turns of the loop within a time limit before it is over."""
 
 _running: set[asyncio.Task[Any]] = set()
 
@@ -98,7 +98,7 @@ async def cancel(task: asyncio.Task[Any] | None) -> None:
 
 
 def was_cancelled() -> bool:
-    """Whether the running task has been told to end, even if it never saw a CancelledError.
+    """Whether the running task was cancelled, even if it never saw a CancelledError.
 
     Loops that call foreign code ask this at each turn: before Python 3.12 asyncio.wait_for, which redis-py waits with,
     drops a cancellation that arrives together with its result, and `cancel` would wait for ever.
@@ -110,7 +110,7 @@ def was_cancelled() -> bool:
 @asynccontextmanager
 async def patience(timeout_s: float, *, looks: int = LOOKS) -> AsyncIterator[None]:
     """As asyncio.timeout, for answers that a busy loop may not have got round to reading: in a burst of requests one
-    turn of it takes longer than a whole time limit, and with one timer everybody who is asked would seem to be away.
+    turn of it takes longer than a whole time limit, and with one timer every server would seem to be unreachable.
     The task is cancelled at each later look, too, until it leaves: foreign code may drop it (see was_cancelled)."""
     loop, task, seen, cancels = asyncio.get_running_loop(), asyncio.current_task(), 0, 0
     timer: asyncio.TimerHandle

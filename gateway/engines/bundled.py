@@ -3,7 +3,7 @@
 Connects, and again when the engine was away, sorts each step's frames into the sequences that wait for them, and tells
 the memory index what the engine holds. The other end is engine/server.py; the messages are those of engine/protocol/.
 
-    joined   the engine said hello and its tokeniser is loaded; only then is it chosen
+    joined   the engine sent its hello and its tokeniser is loaded; only then is it chosen
     lost     the connection ended or fell silent: every sequence on it gets EngineLostError, the next hello may be
              another incarnation
 """
@@ -84,7 +84,7 @@ class BundledEngine:
                       take its time, and may raise to refuse the engine
         on_blocks     called for an incarnation's block events, in order
         on_lost       called once for each incarnation whose connection ended
-        on_load       called with this object when it has joined, and whenever the engine has said how busy it is
+        on_load       called with this object when it has joined, and whenever the engine has reported its load
         prefix        leading blocks of packed digests that an incarnation holds, as far as this gateway knows
         """
         self.name = name
@@ -102,8 +102,8 @@ class BundledEngine:
         self._connection: Connection | None = None  # only while joined
         self._session: aiohttp.ClientSession | None = None  # that of the connection
         self._joined = asyncio.Event()
-        self._left_on_purpose = False  # the last connection was to an engine that said it would end
-        self._told = False  # the present outage has been logged
+        self._left_on_purpose = False  # the last connection was to an engine that announced its end
+        self._is_away_logged = False  # the present outage has been logged
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
 
@@ -236,7 +236,7 @@ class BundledEngine:
             try:
                 await self._connect()
             except* _CONNECTION_ERRORS as group:
-                self._tell_away(_first(group))
+                self._log_away(_first(group))
             except* Exception as group:
                 log.error("engine %s: connecting failed", self.name, exc_info=_first(group))
             if self._stopping.is_set():  # a task group whose child fails while it is cancelled forgets that it was
@@ -293,7 +293,7 @@ class BundledEngine:
         self._hello = hello
         self._connection, self._session = connection, session
         self._joined.set()
-        self._told = False
+        self._is_away_logged = False
         log.info("engine %s joined: %s, incarnation %s", self.name, hello.model, hello.incarnation)
         self._on_load(self)
 
@@ -318,10 +318,10 @@ class BundledEngine:
         lost.died = not self._left_on_purpose
         connection.fail(lost)
 
-    def _tell_away(self, error: BaseException) -> None:
-        if self._told:
+    def _log_away(self, error: BaseException) -> None:
+        if self._is_away_logged:
             return
-        self._told = True
+        self._is_away_logged = True
         lost = self._hello is not None and not self._left_on_purpose
         what = "was lost" if lost else "has ended" if self._hello else "is not there yet (as while it starts)"
         log.log(

@@ -134,7 +134,7 @@ class Connection:
         self.unstarted.pop(stream.seq, None)
 
     def abort(self, stream: Stream) -> None:
-        """Tells the engine that nobody wants the sequence any more. Nothing happens when it has ended."""
+        """Aborts the sequence at the engine. Nothing happens when it has ended."""
         if self.streams.pop(stream.seq, None) is not None:
             self.unseen.pop(stream.seq, None)
             self.unstarted.pop(stream.seq, None)

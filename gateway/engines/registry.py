@@ -55,12 +55,12 @@ class Registry:
     ) -> None:
         """
         connect        makes a client from a name and a URL, without starting it
-        retry_after_s  what a client is told whose model has no engine at the moment
+        retry_after_s  Retry-After for a client whose model has no engine at the moment
         redis          where engines announce themselves; None switches discovery off
         breaker        of all calls of this gateway
         discover_s     seconds between looks at the announcements, and how long one look may take
         start_timeout_s  how long an engine that was never reached may turn out to serve any model
-        on_unused      told the fingerprint of a tokeniser that no known engine has any more; one that is away for a
+        on_unused      called with the fingerprint of a tokeniser that no known engine has any more; one away for a
                        moment is known, one that was announced and is gone is not
         """
         self._connect = connect
@@ -75,8 +75,8 @@ class Registry:
         self._clients: dict[str, BundledEngine] = {}  # by URL
         self._discovered: set[str] = set()  # URLs found in Redis
         self._models: dict[str, int] = {}  # model -> Unix second of the start of its newest engine
-        self._tokenizers: set[str] = set()  # fingerprints that engines have, or had when somebody last looked
-        self._mixed: set[str] = set()  # models whose engines differ, and that has been said
+        self._tokenizers: set[str] = set()  # fingerprints that engines have, or had at the last look
+        self._mixed: set[str] = set()  # models whose engines differ, as the log says
         self._looking: asyncio.Task[None] | None = None
 
     # -- questions ----------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Registry:
     # -- models -------------------------------------------------------------------------------------------------------
 
     def _remember(self) -> None:
-        """Notes what the engines serve now, and gives up tokenisers that none of them has any more."""
+        """Notes what the engines serve now, and reports tokenisers that none of them has any more."""
         tokenizers = set()
         for client in self._clients.values():
             if (model := client.model) is not None:

@@ -63,8 +63,8 @@ class Overload:
         self._again_s += again_s
 
     def look(self, now_s: float, idle_engines: int, *, goes_on: bool = False) -> bool:
-        """Whether it holds now. `idle_engines` are those that had nobody waiting for them since the last look. What
-        `goes_on` does not end, however little is computed again: that is so because somebody is kept waiting."""
+        """Whether it holds now. `idle_engines` are those that no request waited for since the last look. What
+        `goes_on` does not end, however little is recomputed: that is so because requests are held back."""
         passed_s = max(0.0, now_s - self._now_s)
         self._now_s = max(self._now_s, now_s)
         kept = math.exp(-passed_s / MEMORY_S)

@@ -123,7 +123,7 @@ class LoadSnapshot(Generic[E]):
         return in_front / outlook.tokens_per_s <= MAX_BACKLOG_S
 
     def add(self, incarnation: str, ask: Ask) -> None:
-        """The engine will have this request before any that is asked about from now on."""
+        """The engine will have this request before any later one."""
         outlook = self._outlooks[incarnation]
         outlook.add(_own_tokens(ask, incarnation), ask.tenant)
 
@@ -174,7 +174,7 @@ class _Outlook(Generic[E]):
             running -= load.batch_running
             waiting -= load.batch_waiting
         self.backlog_s = backlog / tokens_per_s
-        self.prefilling_now: dict[str, int] | None = None  # tokens by tenant, when it has been asked for
+        self.prefilling_now: dict[str, int] | None = None  # tokens by tenant, once it is needed
         self.step_s = running / decode_tokens_per_s
         self.busy = max(running + waiting, slots.taken)  # those of all gateways; a load may be a moment old
         self.slots = min(hello.max_sequences, slots.total)

@@ -28,16 +28,16 @@ AFFINITY_S: Final = 60.0
 """So long a prefix is taken to be where it was sent; every line that follows renews it."""
 
 MAX_SESSIONS: Final = 2048
-"""Of all engines, with some 25 digests for a prompt of 100,000 tokens; who came longest ago is forgotten first."""
+"""Of all engines, with some 25 digests for a prompt of 100,000 tokens; the oldest is forgotten first."""
 
 SESSION_S: Final = 1800.0
-"""Who comes back later than that is not known any more."""
+"""A session that comes back later is a new one."""
 
 SOON_S: Final = 30.0
-"""Who is more likely than not to be back within that time is waited for."""
+"""Blocks of a session are kept that is more likely than not to be back within that time."""
 
 KEPT_S: Final = (1.0, 120.0)
-"""Shortest and longest time that somebody who is away is waited for."""
+"""Shortest and longest time for which the blocks of a session that is away are kept."""
 
 GAPS: Final = 256
 """Times between turns that are learned from."""
@@ -87,7 +87,7 @@ class Sessions:
     """Of one lane."""
 
     def __init__(self) -> None:
-        self.kept_s = KEPT_S[1]  # so long a session that is away is waited for
+        self.kept_s = KEPT_S[1]  # so long blocks of a session that is away are kept
         self._sessions: OrderedDict[Session, None] = OrderedDict()  # the newest last, as in the next two
         self._by_position: dict[bytes, Session] = {}  # the last one that passed there
         self._cached: dict[str, OrderedDict[Session, None]] = {}  # by engine; none is empty
@@ -155,8 +155,8 @@ class Sessions:
 
 
 def worth_waiting_s(gaps: list[float]) -> float:
-    """The least time after which fewer than half of those who are still away come back within SOON_S. Of gaps in
-    order, at least one; those who never came back are not among them."""
+    """The least time after which fewer than half of the sessions that are still away come back within SOON_S. Of gaps
+    in order, at least one; sessions that never came back are not among them."""
     for index, gap in enumerate(gaps[:-1]):
         later = len(gaps) - index - 1
         if bisect_right(gaps, gap + SOON_S) - index - 1 < later / 2:

@@ -2,9 +2,9 @@
 
 Single event loop, no locks: every change happens between two awaits. engine_queue.py decides which request goes where,
 the gate (gateway/gate.py) holds those that wait; this gives them a clock, deadlines and limits. The pipeline asks for a
-slot; app.py reports when an engine has joined, is gone, or has said how busy it is.
+slot; app.py reports when an engine has joined, is gone, or has reported its load.
 
-    admit     a slot is free and nobody is before this request: taken at once, without an await
+    admit     a slot is free and no request is before this one: taken at once, without an await
     wait      requests for one model wait together, whatever engine they will go to
     refuse    too many wait: QueueFullError with the time after which trying again makes sense
 
@@ -130,7 +130,7 @@ class SlotQueue(Generic[E]):
                 del self._groups[key]
 
     def heard(self, engine: E) -> None:
-        """An engine has joined, or said how busy it is: requests that waited for that may be sent to it."""
+        """An engine has joined, or reported its load: requests that waited for that may be sent to it."""
         waiting = any(gate.waiting for gate in self._gates.values())
         if not waiting or (group := self._groups.get(_alike(engine.hello))) is None:
             return

@@ -1,6 +1,6 @@
 """A request is sent to one upstream, and its answer read: its body as it comes, watched, metered into the request's
 trace, and searched for a secret of the gateway. What goes wrong with a connection becomes an error of ours here, and
-upstream.py is told how it ended.
+reported to upstream.py.
 """
 
 from __future__ import annotations
@@ -273,5 +273,5 @@ def too_late(name: str) -> UpstreamTimeoutError:
 
 def quoting(name: str) -> AttemptFailed:
     """The failure of an answer that has a secret of ours in it, which is in the log from now on."""
-    log.warning("upstream %s quotes a secret of the gateway in an answer; clients are not told", name)
+    log.warning("upstream %s quotes a secret of the gateway in an answer; it is not passed on", name)
     return AttemptFailed("key", f"{name} failed", again=False)

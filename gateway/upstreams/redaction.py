@@ -73,7 +73,7 @@ def visible(headers: Iterable[tuple[str, str]], secrets: Secrets) -> tuple[tuple
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds until the upstream wants to be asked again, when it says so: in milliseconds, seconds, or as a date."""
+    """Seconds until the upstream wants another request, where it says so: in milliseconds, seconds, or as a date."""
     for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:
             seconds = float(headers.get(name, "")) * unit_s

@@ -1,4 +1,4 @@
-"""Which upstreams a model is asked of, in order. Pure: settings and names in, routes out.
+"""Which upstreams serve a model, in order. Pure: settings and names in, routes out.
 
 Exact names win over patterns: an upstream that names a model is never backed by one whose pattern happens to match, so
 that prompts go nowhere else than where the operator sent this model. A pattern matches printable names only: a name
@@ -17,7 +17,7 @@ from typing import Final
 from gateway.config import EVERYBODY, ServedModel, UpstreamSettings
 
 MAX_NAME_CHARS: Final = 1024
-"""Of a model. No upstream is asked for a longer one, which patterns would be matched with for long."""
+"""Of a model. A longer one is no upstream's: matching patterns with it would take long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Routes:
             if upstream.name == name and may(upstream.tenants, tenant)
         ]
 
-    def listed(self, dialect: str, tenant: str, told: Mapping[str, Iterable[str]]) -> list[str]:
-        """Names of models that can be asked for in this dialect: the exact ones of the settings, and of what upstreams
-        told (by upstream) those that lead back to them."""
+    def listed(self, dialect: str, tenant: str, lists: Mapping[str, Iterable[str]]) -> list[str]:
+        """Names of models for requests of this dialect: the exact ones of the settings, and of the upstreams' own lists
+        (by upstream) those that lead back to them."""
         names: dict[str, None] = {}
         for upstream, every in self._served:
             if upstream.dialect != dialect or not may(upstream.tenants, tenant):
@@ -77,7 +77,7 @@ class Routes:
             names |= dict.fromkeys(served.item.served for served in every if not served.item.is_pattern)
             names |= dict.fromkeys(
                 name
-                for model in told.get(upstream.name, ())
+                for model in lists.get(upstream.name, ())
                 for served in every
                 if served.item.is_pattern and (name := served.found_as(model)) is not None
             )
@@ -117,7 +117,7 @@ class _Served:
         return upstream.replace("*", _starred(self.item.served, model) or "")
 
     def found_as(self, model: str) -> str | None:
-        """What clients ask for, who mean this model of the upstream; None when none of them can."""
+        """The client's name for this model of the upstream; None where there is none."""
         upstream = self.item.upstream
         if upstream is None:
             return model if self.matches(model) else None

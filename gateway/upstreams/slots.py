@@ -27,7 +27,7 @@ from gateway.gate import FairQueue, Gate, Pace, Waiting
 from gateway.types import Ask
 
 REQUEST_S: Final = 1.0
-"""What a request counts as in its tenant's turns: nobody knows how long its answer will be."""
+"""What a request counts as in its tenant's turns: how long its answer will be is not known."""
 
 LONGEST_S: Final = 3600.0
 """That an upstream is believed which asks to be left alone."""

@@ -204,7 +204,7 @@ class Accounts:
         """The routes to where everything is kept that the request names. What was made for the tenant is where it was
         made; anything else goes on where the tenant has the account to itself, or may name what others made.
 
-        Raises BadRequestError when no route is left, OverloadedError when it cannot be known who made something.
+        Raises BadRequestError when no route is left, OverloadedError when it is unknown which upstream made something.
         """
         tenant, maker, left = request.tenant.name, request.maker, list(routes)
         if maker is None or not self._have_to_be_known(left, tenant):
@@ -239,9 +239,7 @@ def _not_known(stored: StoredId, maker: str | None) -> BadRequestError:
         message = f"Previous response with id '{stored.id[:64]}' not found."
         return BadRequestError(message, param=stored.path, code="previous_response_not_found")
     if maker is not None:
-        why = (
-            f"it is kept by the upstream {maker}, which is not asked for this model, or not for all ids of the request"
-        )
+        why = f"it is kept by the upstream {maker}, which does not serve this model, or not for all ids of the request"
     else:
         why = (
             "nothing with this id was made for this tenant through this gateway, and others share the upstream's key "

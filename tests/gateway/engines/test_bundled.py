@@ -264,9 +264,9 @@ async def test_the_loss_of_an_engine_is_said_once(
 ) -> None:
     caplog.set_level(logging.INFO, "gateway.engines.bundled")
     failures: list[BaseException] = []
-    tell_away = BundledEngine._tell_away
+    tell_away = BundledEngine._log_away
     monkeypatch.setattr(
-        BundledEngine, "_tell_away", lambda self, error: (failures.append(error), tell_away(self, error))[1]
+        BundledEngine, "_log_away", lambda self, error: (failures.append(error), tell_away(self, error))[1]
     )
     async with FakeEngine() as fake, connected(fake.url) as client:
         await client.joined()
