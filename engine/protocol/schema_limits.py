@@ -20,6 +20,8 @@ MAX_REFERENCE_CHAIN: Final = 256
 """References that lead to one another. The compiler follows each on its stack; 1,000 are too many for it."""
 MAX_PROPERTIES: Final = 5_000
 """Of all schemas in a schema, as OpenAI allows; the compiler's time grows with their square."""
+MAX_NUMBERS: Final = 2_000
+"""Schemas of the types integer and number, each of which is a pattern of its own for the compiler: some 4 s."""
 MAX_PATTERNS: Final = 500
 MAX_PATTERN_CHARS: Final = 2_000
 
@@ -54,7 +56,7 @@ class _Walk:
         self.ends: list[int] = []
         self.references: list[tuple[int, str]] = []
         self._parents: list[tuple[int, str]] = []  # of each number: the parent's number, and the key in it
-        self._values = self._properties = self._patterns = 0
+        self._values = self._properties = self._patterns = self._numbers = 0
         self._visit(root)
         self.references.sort(key=lambda one: one[0])  # a `$ref` may stand behind the objects beside it
 
@@ -123,6 +125,10 @@ class _Walk:
                 raise SchemaError(self.path(number, key), f"a schema may have {MAX_REFERENCES} references")
         elif key == "pattern":
             self._count_pattern(value, number, key)
+        elif value in ("integer", "number") and "type" in (key, self._parents[number][1]):
+            self._numbers += 1
+            if self._numbers > MAX_NUMBERS:
+                raise SchemaError(self.path(number, key), f"a schema may have {MAX_NUMBERS} numbers altogether")
 
 
 def follow_reference(root: Any, reference: Any) -> Any:

@@ -7,6 +7,7 @@ thread. engine/sampling/grammar_server.py is the program, grammar_pool.py who as
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import selectors
 import socket
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Final
 
 from engine.sampling.grammar_frames import CONTROL, EXITED, FAILED, KILL, READY, SPAWN, Options
@@ -158,6 +161,8 @@ class SocketWatcher:
     def __init__(self, post: Callable[[Call], object]) -> None:
         self._post = post
         self._tasks: deque[Call] = deque()
+        self._timers: list[tuple[float, int, Call]] = []  # a heap
+        self._numbers = count()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
@@ -177,6 +182,10 @@ class SocketWatcher:
         """Posts the call once, when the socket can be read, or written if that is asked for, too."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
         self.run(lambda: self._register(sock, events, call))
+
+    def call_at(self, deadline_s: float, call: Call) -> None:
+        """Posts the call at a time of the monotonic clock, unless it is stopped before."""
+        self.run(lambda: heapq.heappush(self._timers, (deadline_s, next(self._numbers), call)))
 
     def close_socket(self, sock: socket.socket) -> None:
         """Forgets it first: its number may be another socket's at once."""
@@ -208,12 +217,15 @@ class SocketWatcher:
 
     def _main(self) -> None:
         while not self._stopping:
-            for key, _ in self._selector.select():
+            left_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            for key, _ in self._selector.select(left_s):
                 if key.data is None:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(4096)
                 else:
                     self._selector.unregister(key.fileobj)
                     self._post(key.data)
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                self._post(heapq.heappop(self._timers)[-1])
             while self._tasks and not self._stopping:
                 self._tasks.popleft()()

@@ -31,7 +31,12 @@ _OUTPUT: Final[Any] = {
     "key_separator": ": ?",
     "json_allowed_escapes": '"\\bfnrt',  # no \\u and no \\/: a key that may not be there cannot be spelled otherwise
 }
-_LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_LIMITS: Final = llguidance.LLParserLimits(
+    max_lexer_states=50_000,
+    max_items_in_row=24_000,  # four for each property that may be left out, of 5,000
+    initial_lexer_fuel=20_000_000,  # 10,000 for each number with a name; time and memory are bounded elsewhere
+    verbose_errors=False,
+)
 _MESSAGE_CHARS: Final = 300
 _REF_ELSEWHERE: Final = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 COMPILE_S: Final = 10.0
 """Processor seconds of one grammar. 5,000 properties take some 4."""
+LATE_S: Final = 45.0
+"""Without a word of a worker that compiles, which the kernel ends after 3 times COMPILE_S, or of a fork server that
+loads the tokeniser, the fork server hangs."""
 MASK_S: Final = 5.0
 """Processor seconds of one mask; the compiler's own limits end almost all after some 20 ms."""
 MEMORY_BYTES: Final = 256 << 20
@@ -185,6 +189,8 @@ class GrammarPool:
         worker.watch = partial(self._watch, worker)
         self._by_number[number] = worker
         worker.watch()
+        if self._watcher is not None:
+            self._watcher.call_at(time.monotonic() + LATE_S, partial(self._end_hanging, server, worker))
 
     def _try_again(self, job: Job) -> None:
         if job.tries + 1 < MAX_TRIES:
@@ -292,6 +298,13 @@ class GrammarPool:
         self._ready = False
         self._server = ForkServer(self._watcher, on_ready=self._loaded, on_exited=self._exited, on_lost=self._lost)
         self._server.start(self._tokenizer_json, self._options)
+        self._watcher.call_at(time.monotonic() + LATE_S, partial(self._end_hanging, self._server, None))
+
+    def _end_hanging(self, server: ForkServer, worker: GrammarWorker | None) -> None:
+        """Ends a fork server that has not forked the worker by now, or not begun."""
+        if server is self._server and (not self._ready if worker is None else self._find_job(worker) is not None):
+            log.error("the process that forks those of grammars has said nothing for %g s", LATE_S)
+            server.lose()
 
     def _loaded(self, reason: str | None) -> None:
         if reason is None:

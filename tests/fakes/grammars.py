@@ -96,8 +96,8 @@ def many_terminals(count: int) -> Grammar:
     return Grammar("lark", "\n".join(["start: " + " | ".join(f"T{n}" for n in range(count)), *terminals]))
 
 
-def many_properties(count: int) -> Grammar:
-    """An object with so many properties, each a string."""
-    properties = {f"p{number}": {"type": "string"} for number in range(count)}
+def many_properties(count: int, **named: Any) -> Grammar:
+    """An object with so many properties, strings where nothing else is said, all of which may be left out."""
+    properties = {f"p{number}": named or {"type": "string"} for number in range(count)}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return Grammar("json_schema", json.dumps(schema))

@@ -323,6 +323,7 @@ def test_sequences_of_one_grammar_do_not_disturb_each_other() -> None:
         (unit_rules(3_500), "1000"),
         (many_terminals(5_000), "1000"),
         (many_properties(5_001), "5000"),
+        (many_properties(2_001, type=["integer", "null"]), "2000"),
         (Grammar("lark", f"start: %json {reference_chain(1_500).text}"), "256"),
         (Grammar("lark_schemas", json.dumps({"lark": unit_rules(3_500).text, "schemas": {}})), "1000"),
         (nested("start: @chain", chain=json.loads(reference_chain(1_500).text)), "256"),
@@ -346,6 +347,19 @@ def test_a_grammar_beyond_a_limit_is_refused_with_the_limit_before_the_compiler_
 @pytest.mark.parametrize("grammar", [reference_chain(250), unit_rules(990), many_terminals(990), many_properties(300)])
 def test_a_grammar_within_the_limits_is_compiled(grammar: Grammar) -> None:
     grammars().compile(grammar)
+
+
+@pytest.mark.parametrize("named", [{"type": "string"}, {"type": "number"}, {"enum": ["a", "b"]}, {"type": "boolean"}])
+def test_a_thousand_properties_that_may_be_left_out_are_written(named: dict[str, Any]) -> None:
+    matcher = grammars().compile(many_properties(1_000, **named))
+    value = {"string": '"x"', "number": "7", "boolean": "true"}.get(named.get("type", ""), '"a"')
+    text = f'{{"p0": {value}, "p500": {value}, "p999": {value}}}'
+    for token in tokenizer().encode(text, add_special_tokens=False).ids:
+        bits = matcher.bits()
+        assert bits is not None
+        assert bits[token >> 3] >> (token & 7) & 1
+        matcher.consume([token])
+    assert matcher.is_complete
 
 
 @pytest.mark.parametrize("eos", [(), (2,)])

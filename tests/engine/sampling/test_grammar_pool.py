@@ -224,6 +224,37 @@ def test_the_fork_server_is_replaced_and_what_was_compiled_comes_back() -> None:
         assert masks_of(desk, matcher)
 
 
+def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_pool, "LATE_S", 3.0)
+    with GrammarDesk() as desk:
+        desk.compile(regex("a+"))
+        first = desk.pool._server
+        assert first is not None
+        assert first._process is not None
+        os.kill(first._process.pid, signal.SIGSTOP)
+        assert desk.compile(regex("b+")).find(0)
+        assert desk.pool._server is not first
+
+
+def test_a_fork_server_that_hangs_before_it_begins_refuses_what_waits_and_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(grammar_pool, "LATE_S", 3.0)
+    program = f"""
+import os, pathlib, signal
+hung = pathlib.Path({str(tmp_path / "hung")!r})
+if not hung.exists():
+    hung.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    with desk_where(program) as desk:
+        waiting = desk.begin(regex("b+"))
+        desk.run_until(lambda: waiting.answered)
+        assert waiting.refusal is not None
+        assert waiting.refusal.path is None  # not its fault
+        assert desk.compile(regex("c+")).find(0)
+
+
 def kill_server(desk: GrammarDesk) -> None:
     """As the kernel does when memory is short; the pool has not heard of it yet."""
     assert desk.pool._server is not None
