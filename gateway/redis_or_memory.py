@@ -1,4 +1,4 @@
-"""What the gateway keeps, and where: in Redis, which all gateways share, or in its own memory where there is none.
+"""Where the gateway stores what outlives a request: in Redis, which all gateways share, or in memory without one.
 
 One method for each store. Some are both: memory first, or memory for as long as Redis is unreachable. What is None
 without Redis is only for other gateways. app.py hands them to their stages.
@@ -26,6 +26,7 @@ from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
+from gateway.storage.redis_calls import RedisCalls
 
 REDIS_RETRY_S: Final = 1.0
 """Without Redis after a failure, before it is asked again: a gateway notices its return within a second."""
@@ -43,9 +44,9 @@ class RedisOrMemory:
         self.breaker = RedisBreaker(retry_s=REDIS_RETRY_S)
 
     @property
-    def _calls(self) -> dict[str, Any]:
-        """How each store asks Redis."""
-        return {"timeout_s": self.settings.redis.timeout_s, "breaker": self.breaker}
+    def _calls(self) -> RedisCalls | None:
+        """Of one store: none waits for a turn behind another. None without Redis."""
+        return None if self.redis is None else RedisCalls(self.redis, self.settings.redis.timeout_s, self.breaker)
 
     def figures(self) -> dict[str, Any]:
         """For /metrics and /admin/stats."""
@@ -53,23 +54,24 @@ class RedisOrMemory:
 
     def index(self, memory: MemoryIndex) -> PrefixIndex:
         """Which engine holds which blocks. `memory` is fed by the engines themselves."""
-        return PrefixIndex(memory, self.redis, retry_s=REDIS_RETRY_S, **self._calls)
+        return PrefixIndex(memory, self._calls, retry_s=REDIS_RETRY_S)
 
     def counters(self) -> SharedCounters:
         """What counts tenants' requests and tokens."""
-        lease_s = self.settings.limits.lease_s
-        shared = None if self.redis is None else RedisCounters(self.redis, lease_s=lease_s, **self._calls)
+        lease_s, calls = self.settings.limits.lease_s, self._calls
+        shared = None if calls is None else RedisCounters(calls, lease_s=lease_s)
         return SharedCounters(shared, MemoryCounters(lease_s=lease_s))
 
     def contents(self) -> Contents:
-        """What clients of the Gemini API have us keep."""
-        limits, quota = self.settings.gemini, contents.quota_of(self.settings.gemini)
-        shared = None if self.redis is None else RedisBytes(self.redis, contents.STORE, quota, time.time, **self._calls)
+        """Cached contents of the Gemini API."""
+        limits, calls = self.settings.gemini, self._calls
+        quota = contents.quota_of(limits)
+        shared = None if calls is None else RedisBytes(calls, contents.STORE, quota, time.time)
         return Contents(limits, time.time, MemoryBytes(quota, time.time), shared)
 
     def book(self) -> Book:
         """The rows of the ledger."""
-        return MemoryBook() if self.redis is None else RedisBook(self.redis, **self._calls)
+        return MemoryBook() if (calls := self._calls) is None else RedisBook(calls)
 
     def stored_responses(self) -> ByteStore:
         """Responses that clients may ask for again, or continue."""
@@ -80,28 +82,22 @@ class RedisOrMemory:
         return self._bytes("fingerprints", self.settings.anthropic.fingerprints)
 
     def answers(self) -> RedisEntries | None:
-        """Answers that are kept, for all gateways."""
-        own = self.settings.response_cache
-        if self.redis is None or not own.max_redis_bytes:
-            return None
-        return RedisEntries(self.redis, own, now=time.time, **self._calls)
+        """Remembered answers, for all gateways."""
+        own, calls = self.settings.response_cache, self._calls
+        return None if calls is None or not own.max_redis_bytes else RedisEntries(calls, own, time.time)
 
     def questions(self) -> RedisQuestions | None:
         """Questions that were answered, for the semantic caches of all gateways."""
-        own = self.settings.semantic_cache
-        if self.redis is None or not own.max_redis_bytes:
-            return None
-        return RedisQuestions(self.redis, own, **self._calls)
+        own, calls = self.settings.semantic_cache, self._calls
+        return None if calls is None or not own.max_redis_bytes else RedisQuestions(calls, own)
 
     def removals(self) -> RemovalEpoch | None:
         """Counts what operators removed, for all gateways to hear of."""
-        return None if self.redis is None else RemovalEpoch(self.redis, **self._calls)
+        return None if (calls := self._calls) is None else RemovalEpoch(calls)
 
     def _bytes(self, name: str, limits: StoredResponseSettings) -> ByteStore:
-        quota = quota_of(limits)
-        if self.redis is None:
-            return MemoryBytes(quota, time.time)
-        return RedisBytes(self.redis, name, quota, time.time, **self._calls)
+        calls, quota = self._calls, quota_of(limits)
+        return MemoryBytes(quota, time.time) if calls is None else RedisBytes(calls, name, quota, time.time)
 
 
 def quota_of(limits: StoredResponseSettings) -> Quota:

@@ -65,8 +65,7 @@ class Registry:
         """
         self._connect = connect
         self._retry_after_s = retry_after_s
-        self._redis = redis
-        self._calls = RedisCalls(max(discover_s, 1.0), breaker)
+        self._calls = None if redis is None else RedisCalls(redis, max(discover_s, 1.0), breaker)
         self._discover_s = discover_s
         self._start_timeout_s = start_timeout_s
         self._on_unused = on_unused
@@ -130,8 +129,8 @@ class Registry:
 
     def start(self) -> None:
         """Begins to look for announcements, if there is a Redis to look in."""
-        if self._redis is not None:
-            self._looking = tasks.spawn(self._look(self._redis), name="discover engines")
+        if self._calls is not None:
+            self._looking = tasks.spawn(self._look(self._calls), name="discover engines")
 
     async def stop(self) -> None:
         """Disconnects from every engine."""
@@ -140,10 +139,10 @@ class Registry:
 
     # -- discovery ----------------------------------------------------------------------------------------------------
 
-    async def _look(self, redis: Redis) -> None:
+    async def _look(self, calls: RedisCalls) -> None:
         while not tasks.was_cancelled():
             with suppress(RedisDownError):
-                await self._follow(await self._calls.ask(announced(redis)))
+                await self._follow(await calls.ask(announced(calls.redis)))
             await asyncio.sleep(self._discover_s)
 
     async def _follow(self, urls: Mapping[str, str]) -> None:

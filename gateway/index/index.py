@@ -17,30 +17,22 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from redis.asyncio import Redis
-
 from engine.protocol import blocks_key
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
-from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls, script
+from gateway.storage.redis_calls import RedisCalls
 
 
 class PrefixIndex:
     """Never raises."""
 
-    def __init__(
-        self, memory: MemoryIndex, redis: Redis | None, *, timeout_s: float, breaker: RedisBreaker, retry_s: float
-    ) -> None:
-        """`memory` is fed by the engines themselves. `redis` is the caller's: it is not closed here. `timeout_s` bounds
-        every call. Redis is probed every `retry_s`."""
+    def __init__(self, memory: MemoryIndex, calls: RedisCalls | None, *, retry_s: float) -> None:
+        """`memory` is fed by the engines themselves. Redis is probed every `retry_s`."""
         self._memory = memory
-        self._redis = redis
-        self._breaker = breaker
         self._retry_s = retry_s
-        self._calls = RedisCalls(timeout_s, breaker)
-        self._script = None if redis is None else redis.register_script(script(__package__, "find.lua"))
+        self._calls = calls
+        self._script = None if calls is None else calls.script(__package__, "find.lua")
         self._watching: asyncio.Task[None] | None = None
 
     async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
@@ -54,7 +46,7 @@ class PrefixIndex:
         if not digests or not incarnations:
             return {}
         held: dict[str, int] = {}
-        if self._script is not None and self._breaker.up:
+        if self._calls is not None and self._script is not None and self._calls.breaker.up:
             keys = [blocks_key(model, name) for name in incarnations]
             with suppress(RedisDownError):
                 counts = await self._calls.ask(self._script(keys=keys, args=[digests]))
@@ -65,15 +57,15 @@ class PrefixIndex:
 
     def start(self) -> None:
         """Begins to probe Redis: it comes back, and goes away, without a request."""
-        if self._redis is not None:
-            self._watching = tasks.spawn(self._watch(self._redis), name="watch redis")
+        if self._calls is not None:
+            self._watching = tasks.spawn(self._watch(self._calls), name="watch redis")
 
     async def close(self) -> None:
         """Stops probing."""
         await tasks.cancel(self._watching)
 
-    async def _watch(self, redis: Redis) -> None:
+    async def _watch(self, calls: RedisCalls) -> None:
         while not tasks.was_cancelled():
-            await asyncio.sleep(self._breaker.wait_s() or self._retry_s)
+            await asyncio.sleep(calls.breaker.wait_s() or self._retry_s)
             with suppress(RedisDownError):
-                await self._calls.ask(redis.execute_command("PING"))  # type: ignore[no-untyped-call]
+                await calls.ask(calls.redis.execute_command("PING"))  # type: ignore[no-untyped-call]

@@ -15,11 +15,8 @@ from functools import partial
 from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote
 
-from redis.asyncio import Redis
-
 from gateway.ledger.base import COLUMNS, Figures, Row, add_up, capped
-from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls, read_or_skip, script
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 NUMBERS: Final = 1000
 """Of what was added, that a book in memory remembers."""
@@ -84,11 +81,10 @@ class MemoryBook:
 class RedisBook:
     """See Book."""
 
-    def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
-        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every command."""
-        self._redis = redis
-        self._calls = RedisCalls(timeout_s, breaker)
-        self._add = redis.register_script(script(__package__, "add.lua"))
+    def __init__(self, calls: RedisCalls) -> None:
+        self._redis = calls.redis
+        self._calls = calls
+        self._add = calls.script(__package__, "add.lua")
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
         days = sorted({row.day for row, _ in rows})

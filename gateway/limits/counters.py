@@ -30,13 +30,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from gateway import tasks
 from gateway.errors import RedisDownError
-from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls, script, skipped
+from gateway.storage.redis_calls import RedisCalls, skipped
 from gateway.types import LimitKind, Room
 
 _STORE: Final = "counters of limits"
@@ -165,23 +163,13 @@ class MemoryCounters:
 class RedisCounters:
     """See Counters. One script call for each decision, by Redis's own clock, on which gateways agree."""
 
-    def __init__(
-        self,
-        redis: Redis,
-        *,
-        lease_s: float,
-        timeout_s: float,
-        breaker: RedisBreaker | None = None,
-        now_us: Callable[[], int] | None = None,
-    ) -> None:
-        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `now_us` None: Redis's own
-        clock."""
+    def __init__(self, calls: RedisCalls, *, lease_s: float, now_us: Callable[[], int] | None = None) -> None:
+        """`now_us` None: Redis's own clock."""
         self._lease_us = round(lease_s * 1e6)
-        self._calls = RedisCalls(timeout_s, breaker)
+        self._calls = calls
         self._now_us = now_us
         self._take, self._give_back, self._renew = (
-            redis.register_script(script(__package__, "counters.lua", f"{name}.lua"))
-            for name in ("take", "give_back", "renew")
+            calls.script(__package__, "counters.lua", f"{name}.lua") for name in ("take", "give_back", "renew")
         )
 
     async def take(self, tenant: str, take: Take) -> Taken:

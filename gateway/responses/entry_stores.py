@@ -7,15 +7,13 @@ from functools import partial
 from typing import Final
 
 import orjson
-from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings
 from gateway.responses.entries import About, Entry
-from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import UNLIMITED, Quota
 from gateway.storage.memory_bytes import Memory
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import read_or_skip
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 _NAME: Final = "answers"
 
@@ -56,20 +54,11 @@ class MemoryEntries(Memory[Entry]):
 class RedisEntries:
     """See Entries."""
 
-    def __init__(
-        self,
-        redis: Redis,
-        settings: ResponseCacheSettings,
-        *,
-        timeout_s: float,
-        breaker: RedisBreaker | None = None,
-        now: Callable[[], float],
-    ) -> None:
-        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call. `now` is in seconds since
-        1970, as in entries."""
+    def __init__(self, calls: RedisCalls, settings: ResponseCacheSettings, now: Callable[[], float]) -> None:
+        """`now` is in seconds since 1970, as in entries."""
         quota = Quota(bytes=settings.max_redis_bytes_per_tenant, total_bytes=settings.max_redis_bytes, by_use=True)
         self._now = now
-        self._bytes = RedisBytes(redis, _NAME, quota, now, timeout_s=timeout_s, breaker=breaker)
+        self._bytes = RedisBytes(calls, _NAME, quota, now)
         self.owners = self._bytes.owners
         self.remove = self._bytes.remove
 

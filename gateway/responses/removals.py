@@ -25,13 +25,11 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import orjson
-from redis.asyncio import Redis
 
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.responses.entries import About, Chosen, Entries, Entry
 from gateway.responses.entry_stores import MemoryEntries
-from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 log = logging.getLogger(__name__)
@@ -65,10 +63,9 @@ class Removal:
 class RemovalEpoch:
     """The epoch in Redis. Methods raise RedisDownError."""
 
-    def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
-        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
-        self._redis = redis
-        self._calls = RedisCalls(timeout_s, breaker)
+    def __init__(self, calls: RedisCalls) -> None:
+        self._redis = calls.redis
+        self._calls = calls
 
     async def advance(self, removal: Removal) -> int:
         """The epoch that begins with this removal."""

@@ -20,7 +20,7 @@ local function drop(one)
   redis.call('ZREM', ends, one)
   redis.call('HDEL', about, one)
   if redis.call('HDEL', sizes, one) == 1 then
-    redis.call('HINCRBY', sizes, '', -size)
+    redis.call('HINCRBY', sizes, '', 0 - size) -- of 0 it would else be -0, which Redis refuses
   end
   return redis.call('DEL', bodies .. one)
 end

@@ -39,7 +39,7 @@ for _, one in ipairs(over) do
   end
 end
 if redis.call('HEXISTS', sizes, key) == 1 then
-  redis.call('HINCRBY', sizes, '', -size_of(key))
+  redis.call('HINCRBY', sizes, '', 0 - size_of(key))
 end
 redis.call('ZREM', used, key)
 if redis.call('ZCARD', used) == 0 then

@@ -20,43 +20,29 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from redis.asyncio import Redis
-
-from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import UNLIMITED, Put, Quota
-from gateway.storage.redis_calls import RedisCalls, read_or_skip, script
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 
 class RedisBytes:
     """See ByteStore."""
 
-    def __init__(
-        self,
-        redis: Redis,
-        name: str,
-        quota: Quota,
-        now: Callable[[], float],
-        *,
-        timeout_s: float,
-        breaker: RedisBreaker | None = None,
-    ) -> None:
-        """`redis` is the caller's: it is not closed here. `now` is in seconds since 1970. `timeout_s` bounds every
-        call."""
-        self._redis = redis
+    def __init__(self, calls: RedisCalls, name: str, quota: Quota, now: Callable[[], float]) -> None:
+        """`name` is that of the keys. `now` is in seconds since 1970."""
+        self._redis = calls.redis
         self._name = name
         self._quota = quota
         self._now = now
-        self._calls = RedisCalls(timeout_s, breaker)
+        self._calls = calls
         self._put, self._find, self._extend, self._remove = (
-            redis.register_script(script(__package__, "lists.lua", f"{name}.lua"))
-            for name in ("put", "find", "extend", "remove")
+            calls.script(__package__, "lists.lua", f"{name}.lua") for name in ("put", "find", "extend", "remove")
         )
         self.evicted = 0
 
     @property
     def up(self) -> bool:
         """Whether Redis is reachable, as far as is known."""
-        return self._calls.up
+        return self._calls.breaker.up
 
     async def put(
         self,

@@ -25,6 +25,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError, ResponseError
 
 from gateway import tasks
@@ -82,12 +83,6 @@ async def warn_of_eviction(redis: Redis) -> None:
         )
 
 
-def script(package: str | None, *names: str) -> str:
-    """The Lua source of these files of a package (`__package__` of its user), one behind the other."""
-    assert package is not None
-    return "".join(files(package).joinpath(name).read_text(encoding="utf-8") for name in names)
-
-
 def read_or_skip(store: str, read: Callable[[], _T]) -> _T | None:
     """What `read` makes of something from Redis; None when that cannot be read."""
     try:
@@ -123,18 +118,21 @@ def _is_strange(error: BaseException | None) -> bool:
 class RedisCalls:
     """The calls of one part of the gateway. Every failure is a RedisDownError, whose cause says why."""
 
-    def __init__(self, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
-        """timeout_s  bounds every call, from its turn on
+    def __init__(self, redis: Redis, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
+        """redis      the caller's: it is not closed here
+        timeout_s  bounds every call, from its turn on
         breaker    of all calls of this gateway; None: a breaker for these calls alone
         """
+        self.redis = redis
+        self.breaker = breaker or RedisBreaker()
         self._timeout_s = timeout_s
-        self._breaker = breaker or RedisBreaker()
         self._turns = asyncio.Semaphore(MAX_CALLS)
 
-    @property
-    def up(self) -> bool:
-        """Whether Redis is reachable, as far as is known."""
-        return self._breaker.up
+    def script(self, package: str | None, *names: str) -> AsyncScript:
+        """The Lua source in these files of a package (`__package__` of its user), one behind the other."""
+        assert package is not None
+        source = "".join(files(package).joinpath(name).read_text(encoding="utf-8") for name in names)
+        return self.redis.register_script(source)
 
     async def ask(self, call: Awaitable[_T]) -> _T:
         """What the call returns. Raises RedisDownError; what was asked for may have been done all the same."""
@@ -172,25 +170,25 @@ class RedisCalls:
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     async def _ask(self, call: Awaitable[_T]) -> _T:
-        asked, failures = False, self._breaker.failures
+        asked, failures = False, self.breaker.failures
         try:
             async with self._turn():
-                if failures != self._breaker.failures:
+                if failures != self.breaker.failures:
                     raise TimeoutError("a call before this one was not answered")
-                with self._breaker.call():
+                with self.breaker.call():
                     asked = True
                     async with tasks.patience(self._timeout_s):
                         return await call
         except UNREACHABLE as error:
             why = str(error) or type(error).__name__
-            raise RedisDownError(why, asked=asked, retry_after_s=self._breaker.retry_s or 1.0) from error
+            raise RedisDownError(why, asked=asked, retry_after_s=self.breaker.retry_s or 1.0) from error
         finally:
             if not asked and asyncio.iscoroutine(call):
                 call.close()
 
     def _note_refusal(self, error: RedisDownError) -> None:
         if isinstance(error.__cause__, ResponseError):
-            self._breaker.refused(error.__cause__)
+            self.breaker.refused(error.__cause__)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from engine.protocol import BlockEvents, blocks_key, split_digests
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls
 from tests.fakes.redis_process import RedisProcess
 
 OTHER_BLOCKS = 20_000
@@ -51,9 +51,9 @@ async def time_us(call: Callable[[], Awaitable[object]], rounds: int) -> tuple[f
 async def run(url: str, rounds: int) -> None:
     source = random.Random(1)
     redis: Redis = Redis.from_url(url)
-    redis_index = PrefixIndex(MemoryIndex(), redis, timeout_s=5.0, breaker=RedisBreaker(), retry_s=1.0)
+    redis_index = PrefixIndex(MemoryIndex(), RedisCalls(redis, 5.0), retry_s=1.0)
     memory = MemoryIndex()
-    memory_index = PrefixIndex(memory, None, timeout_s=5.0, breaker=RedisBreaker(), retry_s=1.0)
+    memory_index = PrefixIndex(memory, None, retry_s=1.0)
     naive = redis.register_script(_NAIVE)
     print(f"{'blocks':>7} {'engines':>8} {'redis us':>9} {'p95':>7} {'naive us':>9} {'memory us':>10} {'ping us':>8}")
     for blocks in (100, 1600, 6400):

@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from gateway.config import LimitSettings
 from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import ANONYMOUS, Need, Usage
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.pipeline import FakePipeline
@@ -45,7 +45,7 @@ ROUNDS = 7
 
 
 def limits_of(settings: LimitSettings, redis: Redis | None) -> TenantLimits:
-    shared = None if redis is None else RedisCounters(redis, lease_s=60, timeout_s=1)
+    shared = None if redis is None else RedisCounters(RedisCalls(redis, 1), lease_s=60)
     return TenantLimits(settings, (), SharedCounters(shared, MemoryCounters(lease_s=60)))
 
 

@@ -34,11 +34,10 @@ from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions
-from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess
 
 TIMEOUT_S = RedisSettings().timeout_s
@@ -46,15 +45,15 @@ TIMEOUT_S = RedisSettings().timeout_s
 
 def stores(redis: Redis) -> dict[str, Callable[[], Awaitable[object]]]:
     """A call of each."""
-    counters = RedisCounters(redis, lease_s=60, timeout_s=TIMEOUT_S)
-    store = RedisBytes(redis, "bytes", Quota(ttl_s=60.0), time.time, timeout_s=TIMEOUT_S)
-    entries = RedisEntries(redis, ResponseCacheSettings(), timeout_s=TIMEOUT_S, now=time.time)
-    questions = RedisQuestions(redis, SemanticCacheSettings(), timeout_s=TIMEOUT_S)
+    counters = RedisCounters(RedisCalls(redis, TIMEOUT_S), lease_s=60)
+    store = RedisBytes(RedisCalls(redis, TIMEOUT_S), "bytes", Quota(ttl_s=60.0), time.time)
+    entries = RedisEntries(RedisCalls(redis, TIMEOUT_S), ResponseCacheSettings(), time.time)
+    questions = RedisQuestions(RedisCalls(redis, TIMEOUT_S), SemanticCacheSettings())
     limits = GeminiSettings()
-    shared = RedisBytes(redis, STORE, quota_of(limits), time.time, timeout_s=TIMEOUT_S)
+    shared = RedisBytes(RedisCalls(redis, TIMEOUT_S), STORE, quota_of(limits), time.time)
     contents = Contents(limits, time.time, MemoryBytes(quota_of(limits), time.time), shared)
-    book = RedisBook(redis, timeout_s=TIMEOUT_S)
-    index = PrefixIndex(MemoryIndex(), redis, timeout_s=TIMEOUT_S, breaker=RedisBreaker(), retry_s=1.0)
+    book = RedisBook(RedisCalls(redis, TIMEOUT_S))
+    index = PrefixIndex(MemoryIndex(), RedisCalls(redis, TIMEOUT_S), retry_s=1.0)
     scripts = RedisScripts(redis, timeout_s=BatchSettings().redis_timeout_s)
     return {
         "limits": lambda: counters.take("a", Take({"requests": 1})),

@@ -16,7 +16,7 @@ from gateway.errors import RedisDownError
 from gateway.storage.byte_store import ByteStore, Put, Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.clock import Clock
 from tests.fakes.redis_process import RedisProcess
 
@@ -35,7 +35,7 @@ def clock() -> Clock:
 def make(request: pytest.FixtureRequest, redis: Redis, clock: Clock) -> Make:
     if request.param == "memory":
         return lambda quota: MemoryBytes(quota, clock)
-    return lambda quota: RedisBytes(redis, "bytes", quota, clock, timeout_s=LIMIT_S)
+    return lambda quota: RedisBytes(RedisCalls(redis, LIMIT_S), "bytes", quota, clock)
 
 
 @pytest.fixture
@@ -90,6 +90,8 @@ async def test_what_was_removed_is_gone_and_makes_room(store: ByteStore, clock: 
     assert not await store.remove("a", "1")
     await put(store, clock, "2", "3", size=50)
     assert await held(store) == ["2", "3"]
+    assert await put(store, clock, "4", "4", size=0) == ["stored", "stored"]
+    assert await store.remove("a", "4")
 
 
 async def test_a_body_replaces_the_expected_one_and_no_other(store: ByteStore, clock: Clock) -> None:
@@ -211,7 +213,7 @@ def test_memory_and_redis_store_the_same(
         clock, quota = Clock(float(int(time.time()))), Quota(entries=3, bytes=100, ttl_s=600.0, by_use=by_use)
         redis: Redis = Redis.from_url(redis_url)
         await redis.flushall()
-        stores = MemoryBytes(quota, clock), RedisBytes(redis, "bytes", quota, clock, timeout_s=LIMIT_S)
+        stores = MemoryBytes(quota, clock), RedisBytes(RedisCalls(redis, LIMIT_S), "bytes", quota, clock)
         for what, owner, key, size in history:
             clock.now_s += 100 if what == "wait" else 1
             match what:
@@ -236,7 +238,7 @@ def test_memory_and_redis_store_the_same(
 
 
 async def test_what_was_removed_with_a_mark_is_not_restored(redis: Redis, clock: Clock) -> None:
-    store = RedisBytes(redis, "bytes", QUOTA, clock, timeout_s=LIMIT_S)
+    store = RedisBytes(RedisCalls(redis, LIMIT_S), "bytes", QUOTA, clock)
     await store.put("a", "1", b"x")
     assert await store.remove("a", "1", mark_s=100.0)
     assert await store.look("a", "1") == (None, True)
@@ -250,7 +252,7 @@ async def test_what_was_removed_with_a_mark_is_not_restored(redis: Redis, clock:
 @pytest.mark.parametrize("lost", [":1", ".used", ".ends", ".sizes", ".about"])
 async def test_a_redis_that_lost_half_of_it_is_written_to_as_before(redis: Redis, clock: Clock, lost: str) -> None:
     """One that is full evicts what has a time to live; another one may have been flushed in the middle."""
-    store = RedisBytes(redis, "bytes", Quota(entries=2, bytes=100, ttl_s=60.0), clock, timeout_s=LIMIT_S)
+    store = RedisBytes(RedisCalls(redis, LIMIT_S), "bytes", Quota(entries=2, bytes=100, ttl_s=60.0), clock)
     await put(store, clock, "1", size=60)
     await redis.delete("kvasir:{bytes:a}" + lost)
     assert await put(store, clock, *"234", size=50) == ["stored"] * 3
@@ -258,7 +260,7 @@ async def test_a_redis_that_lost_half_of_it_is_written_to_as_before(redis: Redis
 
 
 async def test_nothing_of_an_owner_stays_behind(redis: Redis, clock: Clock) -> None:
-    store = RedisBytes(redis, "bytes", QUOTA, clock, timeout_s=LIMIT_S)
+    store = RedisBytes(RedisCalls(redis, LIMIT_S), "bytes", QUOTA, clock)
     await put(store, clock, "1", "2")
     assert await redis.hget("kvasir:{bytes:a}.sizes", "") == b"2"  # type: ignore[misc]
     assert 59_000 < await redis.pttl("kvasir:{bytes:a}:1") <= 60_000
@@ -270,7 +272,7 @@ async def test_nothing_of_an_owner_stays_behind(redis: Redis, clock: Clock) -> N
 
 async def test_a_redis_that_is_full_is_read_all_the_same(own_redis: RedisProcess, clock: Clock) -> None:
     redis = connect(own_redis.url, LIMIT_S)
-    store = RedisBytes(redis, "bytes", Quota(ttl_s=60.0, by_use=True), clock, timeout_s=LIMIT_S)
+    store = RedisBytes(RedisCalls(redis, LIMIT_S), "bytes", Quota(ttl_s=60.0, by_use=True), clock)
     try:
         await store.put("a", "1", b"x")
         await redis.config_set("maxmemory", 1)

@@ -15,7 +15,7 @@ from gateway.errors import OverloadedError, QuotaError
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import CachedContent
 from tests.fakes.clock import Clock
 from tests.fakes.redis_process import RedisProcess
@@ -41,7 +41,7 @@ def make(clock: Clock, redis: Redis | None, timeout_s: float = LIMIT_S) -> Conte
     memory = MemoryBytes(quota, clock)
     if redis is None:
         return Contents(LIMITS, clock, memory)
-    shared = RedisBytes(redis, "contents", quota, clock, timeout_s=timeout_s, breaker=breaker)
+    shared = RedisBytes(RedisCalls(redis, timeout_s, breaker), "contents", quota, clock)
     return Contents(LIMITS, clock, memory, shared)
 
 

@@ -21,7 +21,7 @@ from engine.protocol import BlockEvents, split_digests
 from engine.publish import Publisher, ResidencyTable
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls
 from tests.fakes.fake_engine import make_hello
 
 LIMIT_S = 30.0
@@ -65,7 +65,7 @@ class Held:
 
 
 def index_of(memory: MemoryIndex, redis: Redis | None = None) -> PrefixIndex:
-    return PrefixIndex(memory, redis, timeout_s=LIMIT_S, breaker=RedisBreaker(), retry_s=1.0)
+    return PrefixIndex(memory, None if redis is None else RedisCalls(redis, LIMIT_S), retry_s=1.0)
 
 
 class Memory:

@@ -17,7 +17,7 @@ from gateway.ledger.base import COLUMNS, LARGEST, Entry, Row
 from gateway.ledger.books import Book, MemoryBook, RedisBook
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 30.0
@@ -31,7 +31,7 @@ async def book(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[
         yield MemoryBook()
         return
     redis = connect(redis_url, LIMIT_S)
-    yield RedisBook(redis, timeout_s=LIMIT_S)
+    yield RedisBook(RedisCalls(redis, LIMIT_S))
     await redis.aclose()
 
 
@@ -110,7 +110,7 @@ BREAKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 async def test_whichever_write_fails_a_batch_is_added_as_a_whole_or_not_at_all(own_redis: RedisProcess) -> None:
     redis = connect(own_redis.url, LIMIT_S)
-    book, tomorrow = RedisBook(redis, timeout_s=LIMIT_S), ROW._replace(day="2026-11-23")
+    book, tomorrow = RedisBook(RedisCalls(redis, LIMIT_S)), ROW._replace(day="2026-11-23")
     rows = [(ROW, {"requests": 1, "prompt_tokens": 2}), (tomorrow, {"requests": 1})]
     await book.add("0", rows)
     for count, (name, (broken, repaired)) in enumerate(BREAKS.items(), start=1):
@@ -134,7 +134,7 @@ async def test_a_field_that_holds_no_number_begins_again_and_is_counted(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     redis: Redis = Redis.from_url(redis_url)
-    book = RedisBook(redis, timeout_s=LIMIT_S)
+    book = RedisBook(RedisCalls(redis, LIMIT_S))
     await book.add("1", [(ROW, {"requests": 1, "prompt_tokens": 1})])
     (field,) = [one for one in await redis.hkeys(DAY) if one.endswith(b"|requests")]  # type: ignore[misc]
     await redis.hset(DAY, field, "junk")  # type: ignore[misc]
@@ -153,7 +153,7 @@ async def test_a_field_that_holds_no_number_begins_again_and_is_counted(
 
 async def test_nothing_of_the_ledger_is_given_up_by_a_redis_that_is_full(redis_url: str) -> None:
     redis: Redis = Redis.from_url(redis_url)
-    await RedisBook(redis, timeout_s=LIMIT_S).add("1", [(ROW, {"requests": 1})])
+    await RedisBook(RedisCalls(redis, LIMIT_S)).add("1", [(ROW, {"requests": 1})])
     lives = {key.decode(): await redis.ttl(key) for key in await redis.keys("*")}
     await redis.aclose()
     assert lives.pop("kvasir:{ledger}.added:1") > 0
@@ -162,7 +162,7 @@ async def test_nothing_of_the_ledger_is_given_up_by_a_redis_that_is_full(redis_u
 
 async def test_what_a_newer_gateway_counts_is_left_alone(redis_url: str) -> None:
     redis: Redis = Redis.from_url(redis_url)
-    book = RedisBook(redis, timeout_s=LIMIT_S)
+    book = RedisBook(RedisCalls(redis, LIMIT_S))
     await book.add("1", [(ROW, {"requests": 1, "of_tomorrow": 3})])
     await redis.hset("kvasir:{ledger}:2026-11-22", "a|b|c|d|e|requests", "1")  # type: ignore[misc]
     assert await book.read(ROW.day, ROW.day) == {ROW: {"requests": 1}}
@@ -172,7 +172,7 @@ async def test_what_a_newer_gateway_counts_is_left_alone(redis_url: str) -> None
 async def test_two_gateways_add_up(redis_url: str) -> None:
     clients = [connect(redis_url, LIMIT_S) for _ in range(2)]
     ledgers = [
-        Ledger(LedgerSettings(), PRICES, RedisBook(client, timeout_s=LIMIT_S), lambda: 0.0) for client in clients
+        Ledger(LedgerSettings(), PRICES, RedisBook(RedisCalls(client, LIMIT_S)), lambda: 0.0) for client in clients
     ]
     for ledger in ledgers:
         for _ in range(50):
@@ -186,7 +186,7 @@ async def test_two_gateways_add_up(redis_url: str) -> None:
 
 async def test_what_was_counted_while_redis_was_away_is_there_when_it_is_back(own_redis: RedisProcess) -> None:
     redis = connect(own_redis.url, LIMIT_S)
-    ledger = Ledger(LedgerSettings(), PRICES, RedisBook(redis, timeout_s=LIMIT_S), lambda: 0.0)
+    ledger = Ledger(LedgerSettings(), PRICES, RedisBook(RedisCalls(redis, LIMIT_S)), lambda: 0.0)
     own_redis.kill()
     for _ in range(3):
         ledger.add(Entry("north", "m", prompt_tokens=1))
@@ -201,7 +201,7 @@ async def test_what_was_counted_while_redis_was_away_is_there_when_it_is_back(ow
 
 async def test_a_redis_that_is_full_is_one_that_is_away(own_redis: RedisProcess) -> None:
     redis = connect(own_redis.url, LIMIT_S)
-    ledger = Ledger(LedgerSettings(), PRICES, RedisBook(redis, timeout_s=LIMIT_S), lambda: 0.0)
+    ledger = Ledger(LedgerSettings(), PRICES, RedisBook(RedisCalls(redis, LIMIT_S)), lambda: 0.0)
     ledger.add(Entry("north", "m", prompt_tokens=1))
     await redis.config_set("maxmemory", 1)
     assert not await ledger.flush()

@@ -21,7 +21,7 @@ from gateway.limits.counters import (
     wait_us,
 )
 from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import connect, unreadable
+from gateway.storage.redis_calls import RedisCalls, connect, unreadable
 from gateway.types import LimitKind
 from tests.fakes.limits import Clock
 from tests.fakes.redis_process import RedisProcess
@@ -39,7 +39,7 @@ def clock() -> Clock:
 def counters(request: pytest.FixtureRequest, redis: Redis, clock: Clock) -> Counters:
     if request.param == "memory":
         return MemoryCounters(lease_s=LEASE_S, now_us=clock)
-    return RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S, now_us=clock)
+    return RedisCounters(RedisCalls(redis, LIMIT_S), lease_s=LEASE_S, now_us=clock)
 
 
 def requests(amount: int, limit: int = 60) -> Take:
@@ -174,7 +174,7 @@ async def test_redis_and_its_twin_say_the_same(redis: Redis, clock: Clock) -> No
     """Random requests, ends and pauses, with limits from one per minute to more than the clock can tell apart."""
     twins: tuple[Counters, Counters] = (
         MemoryCounters(lease_s=LEASE_S, now_us=clock),
-        RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S, now_us=clock),
+        RedisCounters(RedisCalls(redis, LIMIT_S), lease_s=LEASE_S, now_us=clock),
     )
     chance = random.Random(7)
     kinds: tuple[LimitKind, ...] = ("requests", "tokens", "input_tokens")
@@ -203,7 +203,7 @@ async def test_redis_and_its_twin_say_the_same(redis: Redis, clock: Clock) -> No
 
 
 async def test_keys_in_redis_end_when_nothing_in_them_matters(redis: Redis) -> None:
-    counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S)
+    counters = RedisCounters(RedisCalls(redis, LIMIT_S), lease_s=LEASE_S)
     assert (await counters.take("north", Take({"requests": cost_us(30, 60)}, "a", 1))).admitted
     assert sorted(await redis.keys("*")) == [b"kvasir:limits:{north}", b"kvasir:limits:{north}:flights"]
     assert 29_000 < await redis.pttl("kvasir:limits:{north}") <= 31_000
@@ -215,7 +215,7 @@ async def test_keys_in_redis_end_when_nothing_in_them_matters(redis: Redis) -> N
 async def test_redis_that_is_away_or_cannot_do_it_is_down(own_redis: RedisProcess) -> None:
     redis = connect(own_redis.url, 0.5)
     try:
-        counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=0.5)
+        counters = RedisCounters(RedisCalls(redis, 0.5), lease_s=LEASE_S)
         await redis.config_set("maxmemory", "1")
         with pytest.raises(RedisDownError) as refused:
             await counters.take("north", requests(1))
@@ -235,7 +235,7 @@ async def test_redis_that_is_away_or_cannot_do_it_is_down(own_redis: RedisProces
 @pytest.mark.parametrize("junk", ["x", "", "-5", "1e308", "nan", "9" * 400])
 async def test_a_bucket_that_no_gateway_wrote_is_full_and_counted(redis: Redis, junk: str) -> None:
     unreadable.clear()
-    counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S)
+    counters = RedisCounters(RedisCalls(redis, LIMIT_S), lease_s=LEASE_S)
     await redis.hset("kvasir:limits:{north}", "requests", junk)  # type: ignore[misc]
     assert (await counters.take("north", requests(60))).admitted
     assert not (await counters.take("north", requests(60))).admitted, "it counts again from then on"
@@ -249,7 +249,7 @@ async def test_a_bucket_that_no_gateway_wrote_is_full_and_counted(redis: Redis, 
 async def test_keys_of_another_type_are_passed_over_for_their_tenant_alone(redis: Redis, key: str) -> None:
     unreadable.clear()
     breaker = RedisBreaker(retry_s=1000.0)
-    counters = RedisCounters(redis, lease_s=LEASE_S, timeout_s=LIMIT_S, breaker=breaker)
+    counters = RedisCounters(RedisCalls(redis, LIMIT_S, breaker), lease_s=LEASE_S)
     shared = SharedCounters(counters, MemoryCounters(lease_s=LEASE_S))
     await redis.set(key, "something else")
     flight = Take({"requests": cost_us(60, 60)}, "a", 1)

@@ -32,7 +32,7 @@ from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import MAX_CALLS, connect
+from gateway.storage.redis_calls import MAX_CALLS, RedisCalls, connect
 
 TIMEOUT_S = 0.1
 BURST = 16 * MAX_CALLS
@@ -46,24 +46,24 @@ def ask(store: str, redis: Redis, timeout_s: float) -> Callable[[], Awaitable[ob
     """A call of this store."""
     match store:
         case "limits":
-            counters = RedisCounters(redis, lease_s=60, timeout_s=timeout_s)
+            counters = RedisCounters(RedisCalls(redis, timeout_s), lease_s=60)
             return lambda: counters.take("a", Take({"requests": 1}))
         case "bytes":
-            bytes_ = RedisBytes(redis, "bytes", Quota(ttl_s=60.0), time.time, timeout_s=timeout_s)
+            bytes_ = RedisBytes(RedisCalls(redis, timeout_s), "bytes", Quota(ttl_s=60.0), time.time)
             return lambda: bytes_.put("a", "1", b"x")
         case "answers":
-            entries = RedisEntries(redis, ResponseCacheSettings(), timeout_s=timeout_s, now=time.time)
+            entries = RedisEntries(RedisCalls(redis, timeout_s), ResponseCacheSettings(), time.time)
             return lambda: entries.find("tenant:a", "1")
         case "questions":
-            questions = RedisQuestions(redis, SemanticCacheSettings(), timeout_s=timeout_s)
+            questions = RedisQuestions(RedisCalls(redis, timeout_s), SemanticCacheSettings())
             return lambda: questions.changes("tenant:a/m", 0)
         case "contents":
             limits = GeminiSettings()
-            shared = RedisBytes(redis, STORE, quota_of(limits), time.time, timeout_s=timeout_s)
+            shared = RedisBytes(RedisCalls(redis, timeout_s), STORE, quota_of(limits), time.time)
             contents = Contents(limits, time.time, MemoryBytes(quota_of(limits), time.time), shared)
             return lambda: contents.find("a", "1")
         case "ledger":
-            book = RedisBook(redis, timeout_s=timeout_s)
+            book = RedisBook(RedisCalls(redis, timeout_s))
             return lambda: book.read("0", "9")
     return RedisJobs(RedisScripts(redis, timeout_s=timeout_s), BatchSettings()).open
 

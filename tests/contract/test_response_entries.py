@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from gateway.config import ResponseCacheSettings
 from gateway.responses.entries import OVERHEAD_BYTES, About, Entries, Entry
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
+from gateway.storage.redis_calls import RedisCalls
 from tests.fakes.clock import Clock
 
 LIMIT_S = 30.0
@@ -34,7 +35,7 @@ def entries(request: pytest.FixtureRequest, redis: Redis, clock: Clock) -> Entri
     if request.param == "memory":
         return MemoryEntries(3 * UNIT, clock)
     limits = ResponseCacheSettings(max_redis_bytes=3 * UNIT, max_redis_bytes_per_tenant=4 * UNIT)
-    return RedisEntries(redis, limits, timeout_s=LIMIT_S, now=clock)
+    return RedisEntries(RedisCalls(redis, LIMIT_S), limits, clock)
 
 
 async def held(entries: Entries, owner: str = "tenant:a") -> set[str]:
@@ -101,7 +102,7 @@ async def test_past_its_time_an_answer_is_not_found_however_it_is_asked_for(entr
 
 
 async def test_what_nobody_of_us_wrote_is_not_an_answer(redis: Redis, clock: Clock) -> None:
-    entries = RedisEntries(redis, ResponseCacheSettings(), timeout_s=LIMIT_S, now=clock)
+    entries = RedisEntries(RedisCalls(redis, LIMIT_S), ResponseCacheSettings(), clock)
     for data in (b"", b"x", bytes(56), replace(entry("x"), owner="tenant:b").to_bytes()):
         await redis.set("kvasir:{answers:tenant:a}:x", data)
         assert await entries.find("tenant:a", "x") is None

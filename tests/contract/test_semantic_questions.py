@@ -22,7 +22,7 @@ from gateway.responses.key import entry_id
 from gateway.responses.removals import Removal
 from gateway.responses.semantic.questions import AnsweredQuestion, RedisQuestions, digest_of
 from gateway.responses.semantic.spaces import APPLIED_AT_A_TIME, Background, Spaces
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import Reuse
 from tests.fakes.meanings import Kitchen, Meanings
 from tests.fakes.redis_process import RedisProcess
@@ -49,13 +49,13 @@ async def gateway(redis: Redis) -> AsyncIterator[Callable[..., Kitchen]]:
 
 
 def questions(redis: Redis, **changes: object) -> RedisQuestions:
-    return RedisQuestions(redis, tuned(SemanticCacheSettings, **{**SETTINGS, **changes}), timeout_s=LIMIT_S)
+    return RedisQuestions(RedisCalls(redis, LIMIT_S), tuned(SemanticCacheSettings, **{**SETTINGS, **changes}))
 
 
 def on(redis: Redis, chance: float = 1.0, **encoder: Any) -> Kitchen:
     own = ResponseCacheSettings()
     memory = MemoryEntries(own.max_memory_bytes, lambda: 1000.0)
-    entries = RedisEntries(redis, own, timeout_s=LIMIT_S, now=lambda: 1000.0)
+    entries = RedisEntries(RedisCalls(redis, LIMIT_S), own, lambda: 1000.0)
     exact = ExactCache(memory, entries, memory_s=60.0)
     settings = tuned(SemanticCacheSettings, **{**SETTINGS, "max_entries": 100})
     answers = {FIRST: "Yes.", SECOND: "No."}

@@ -12,6 +12,7 @@ from gateway.config import LimitSettings, TenantSettings
 from gateway.limits.counters import Counters, MemoryCounters, RedisCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
 from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls
 from tests.fakes.tuned import tuned
 
 START_US = 1_800_000_000_000_000
@@ -47,6 +48,6 @@ def tenant_limits(
     memory = MemoryCounters(lease_s=settings.lease_s, now_us=clock)
     if isinstance(redis, Redis):
         breaker = RedisBreaker(retry_s=1.0, clock=clock.seconds)
-        redis = RedisCounters(redis, lease_s=settings.lease_s, timeout_s=timeout_s, breaker=breaker, now_us=clock)
+        redis = RedisCounters(RedisCalls(redis, timeout_s, breaker), lease_s=settings.lease_s, now_us=clock)
     shared = SharedCounters(redis, memory)
     return TenantLimits(settings, tenants, shared, clock.seconds)

@@ -33,7 +33,6 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.space import Space
 from gateway.responses.stage import ResponseCache
-from gateway.storage.breaker import RedisBreaker
 from gateway.types import ChatPrompt, EmbeddingInput, EncodedPrompt, Request, Scope, Started, Tenant
 from tests.fakes import tokenisers
 from tests.fakes.shelf import Shelf
@@ -122,7 +121,7 @@ class House:
         self.engines = [
             WorkingEngine(replace(hello, incarnation=name), self.memory_index, log=self.log) for name in ("one", "two")
         ]
-        self.index = PrefixIndex(self.memory_index, None, timeout_s=1.0, breaker=RedisBreaker(), retry_s=1.0)
+        self.index = PrefixIndex(self.memory_index, None, retry_s=1.0)
         self.prompts = PromptStage(PromptSettings())
         self._files, self._hello = files, hello
         own = ResponseCacheSettings()

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import Redis
 
 from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls, script
+from gateway.storage.redis_calls import RedisCalls
 
 _T = TypeVar("_T")
 
@@ -31,8 +31,8 @@ class RedisScripts:
 
     def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
         self.redis = redis
-        self.calls = RedisCalls(timeout_s, breaker)
-        self._scripts = {name: redis.register_script(script(__package__, f"scripts/{name}.lua")) for name in SCRIPTS}
+        self.calls = RedisCalls(redis, timeout_s, breaker)
+        self._scripts = {name: self.calls.script(__package__, f"scripts/{name}.lua") for name in SCRIPTS}
 
     async def run(self, script: str, *args: bytes | str | int) -> Any:
         """What the script of this name returns. Raises RedisDownError."""

@@ -20,11 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from redis.asyncio import Redis
-
 from gateway.config import SemanticCacheSettings
-from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import RedisCalls, read_or_skip, script
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 KEPT_ANSWER_CHARS: Final = 2000
 """Of an answer, for comparing it with another. The whole answer is in the exact cache, under the key."""
@@ -106,14 +103,11 @@ def digest_of(answer: str) -> bytes:
 class RedisQuestions:
     """Methods raise RedisDownError."""
 
-    def __init__(
-        self, redis: Redis, settings: SemanticCacheSettings, *, timeout_s: float, breaker: RedisBreaker | None = None
-    ) -> None:
-        """`redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
-        self._redis = redis
+    def __init__(self, calls: RedisCalls, settings: SemanticCacheSettings) -> None:
+        self._redis = calls.redis
         self._settings = settings
-        self._calls = RedisCalls(timeout_s, breaker)
-        self._put = redis.register_script(script(__package__, "questions_put.lua"))
+        self._calls = calls
+        self._put = calls.script(__package__, "questions_put.lua")
 
     async def put(self, name: str, key: bytes, body: bytes) -> None:
         """In place of what has this key; an empty body says that it is gone."""

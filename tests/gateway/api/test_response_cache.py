@@ -17,7 +17,7 @@ from gateway.config import NamespaceSettings, ResponseCacheSettings, TenantSetti
 from gateway.errors import EngineLostError
 from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.stage import ResponseCache
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, response_cache, running
 from tests.fakes.gemini import gemini
@@ -334,7 +334,7 @@ async def test_two_gateways_share_over_redis_and_without_it_are_cold(
 ) -> None:
     with RedisProcess(tmp_path) as process:
         redis = connect(process.url, 1.0)
-        shared = [RedisEntries(redis, ResponseCacheSettings(), timeout_s=1.0, now=time.time) for _ in range(2)]
+        shared = [RedisEntries(RedisCalls(redis, 1.0), ResponseCacheSettings(), time.time) for _ in range(2)]
         one, two = (FakePipeline(PIECES, responses=response_cache(entries)) for entries in shared)
         async with running(one) as first, running(two) as second:
             await first.post(CHAT, ASK)

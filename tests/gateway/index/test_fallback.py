@@ -18,7 +18,7 @@ from engine.protocol import BlockEvents, blocks_key, split_digests
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.storage.breaker import RedisBreaker
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -49,7 +49,7 @@ async def both(url: str, timeout_s: float = 5.0) -> AsyncIterator[Both]:
     redis = connect(url, timeout_s)
     memory = MemoryIndex()
     breaker = RedisBreaker(retry_s=RETRY_S)
-    index = PrefixIndex(memory, redis, timeout_s=timeout_s, breaker=breaker, retry_s=RETRY_S)
+    index = PrefixIndex(memory, RedisCalls(redis, timeout_s, breaker), retry_s=RETRY_S)
     index.start()
     try:
         yield Both(index, memory, redis, breaker)
@@ -79,7 +79,7 @@ async def test_engines_that_redis_does_not_know_are_looked_up_in_memory(redis_ur
 
 async def test_without_a_redis_memory_answers() -> None:
     memory = MemoryIndex()
-    index = PrefixIndex(memory, None, timeout_s=5.0, breaker=RedisBreaker(), retry_s=RETRY_S)
+    index = PrefixIndex(memory, None, retry_s=RETRY_S)
     memory.apply("a", BlockEvents(stored=PROMPT[:32]))
     assert dict(await index.find("m", PROMPT, ["a"])) == {"a": 2}
     await index.close()
@@ -154,7 +154,7 @@ async def test_an_empty_question_asks_nobody(own_redis: RedisProcess) -> None:
     own_redis.kill()
     redis: Redis = Redis.from_url(own_redis.url)
     breaker = RedisBreaker(retry_s=RETRY_S)
-    index = PrefixIndex(MemoryIndex(), redis, timeout_s=5.0, breaker=breaker, retry_s=RETRY_S)
+    index = PrefixIndex(MemoryIndex(), RedisCalls(redis, 5.0, breaker), retry_s=RETRY_S)
     assert dict(await index.find("m", b"", ["a"])) == {}
     assert dict(await index.find("m", PROMPT, [])) == {}
     assert breaker.up
@@ -174,7 +174,7 @@ async def test_closing_ends_a_look_whose_cancellation_redis_py_drops() -> None:
                 await asyncio.Event().wait()
 
     deaf = cast("Redis", Deaf())
-    index = PrefixIndex(MemoryIndex(), deaf, timeout_s=60.0, breaker=RedisBreaker(), retry_s=0.01)
+    index = PrefixIndex(MemoryIndex(), RedisCalls(deaf, 60.0), retry_s=0.01)
     index.start()
     await asyncio.wait_for(asked.wait(), 30)
     await asyncio.wait_for(index.close(), 30)

@@ -13,7 +13,7 @@ from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import entry_id
 from gateway.responses.removals import KEY, LATE_S, LOOKED_AT, MAX_BYTES, Removal, RemovalEpoch, Removals
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -346,7 +346,7 @@ async def test_the_questions_of_the_semantic_cache_hear_of_it() -> None:
 
 async def test_an_epoch_begins_with_each_removal_and_names_it(redis_url: str) -> None:
     redis = connect(redis_url, LIMIT_S)
-    epoch, last = RemovalEpoch(redis, timeout_s=LIMIT_S), Removal(Chosen("tenant:ünï", "m", "0a", 1.5, None), 1000.25)
+    epoch, last = RemovalEpoch(RedisCalls(redis, LIMIT_S)), Removal(Chosen("tenant:ünï", "m", "0a", 1.5, None), 1000.25)
     first, none = await epoch.read()
     assert none is None
     assert await epoch.advance(removal()) == first + 1
@@ -363,7 +363,7 @@ async def test_an_epoch_begins_with_each_removal_and_names_it(redis_url: str) ->
 
 async def test_the_first_removal_of_all_begins_to_count(redis_url: str) -> None:
     redis = connect(redis_url, LIMIT_S)
-    epoch = RemovalEpoch(redis, timeout_s=LIMIT_S)
+    epoch = RemovalEpoch(RedisCalls(redis, LIMIT_S))
     number = await epoch.advance(removal())
     assert await epoch.read() == (number, removal())
     await redis.aclose()
@@ -371,7 +371,7 @@ async def test_the_first_removal_of_all_begins_to_count(redis_url: str) -> None:
 
 async def test_the_epoch_of_a_redis_that_is_full_is_read_all_the_same(own_redis: RedisProcess) -> None:
     redis = connect(own_redis.url, LIMIT_S)
-    epoch = RemovalEpoch(redis, timeout_s=LIMIT_S)
+    epoch = RemovalEpoch(RedisCalls(redis, LIMIT_S))
     number, _ = await epoch.read()
     await redis.config_set("maxmemory", 1)
     assert await epoch.read() == (number, None)

@@ -18,7 +18,7 @@ from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
 from gateway.responses.removals import RemovalEpoch, Removals
 from gateway.responses.stage import ResponseCache
 from gateway.responses.stored_answers import StoredAnswers
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.pipeline import FakePipeline
@@ -67,8 +67,8 @@ async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | 
         return clock[0]
 
     memory = MemoryEntries(1 << 20, now)
-    shared = None if redis is None else RedisEntries(redis, settings, timeout_s=LIMIT_S, now=now)
-    epoch = None if redis is None else RemovalEpoch(redis, timeout_s=LIMIT_S)
+    shared = None if redis is None else RedisEntries(RedisCalls(redis, LIMIT_S), settings, now)
+    epoch = None if redis is None else RemovalEpoch(RedisCalls(redis, LIMIT_S))
     removals = Removals(memory, shared, epoch, every_s=settings.removals_s)
     exact = ExactCache(memory, shared, memory_s=settings.memory_s, removals=removals)
     cache = ResponseCache(settings, {}, exact, None, now)

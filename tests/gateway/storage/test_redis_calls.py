@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
@@ -48,7 +49,7 @@ async def turns(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Turns]:
 
 @pytest.fixture
 def calls() -> RedisCalls:
-    return RedisCalls(TIMEOUT_S)
+    return RedisCalls(Redis(), TIMEOUT_S)
 
 
 async def after(seconds: float) -> str:

@@ -21,7 +21,7 @@ from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import Put
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import CallDelta, Request
 from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import LIMIT_S, Gateway, running
@@ -199,7 +199,7 @@ async def test_what_was_deleted_or_never_kept_is_not_found() -> None:
 
 async def test_a_name_that_is_no_text_is_not_found_in_redis_either(redis_url: str) -> None:
     redis: Redis = Redis.from_url(redis_url)
-    store = RedisBytes(redis, "responses", QUOTA, time.time, timeout_s=LIMIT_S)
+    store = RedisBytes(RedisCalls(redis, LIMIT_S), "responses", QUOTA, time.time)
     try:
         async with running(response_store=store) as gateway, gateway.sdk() as client:
             kept = await client.responses.create(model="demo", input="hi")
@@ -353,7 +353,7 @@ async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
     caplog.set_level(logging.INFO, "gateway.storage")
     redis, clock = connect(own_redis.url, LIMIT_S), [0.0]
     breaker = RedisBreaker(retry_s=10.0, clock=lambda: clock[0])
-    store = RedisBytes(redis, "responses", QUOTA, time.time, timeout_s=LIMIT_S, breaker=breaker)
+    store = RedisBytes(RedisCalls(redis, LIMIT_S, breaker), "responses", QUOTA, time.time)
     responses = ResponseStore(store)
     try:
         assert await responses.put("a", RESPONSE)
