@@ -5,17 +5,22 @@ read and written (`RowFormat`); lines.py answers what is in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
+from aiohttp import web
 
 from engine.protocol import TOKEN_BYTES
 from gateway.api.beginnings import Beginning
 from gateway.api.lines import OK, Answered, Line, Lines
+from gateway.api.record import TENANT
+from gateway.api.replies import reply_json
 from gateway.api.structure import work_of_json
 from gateway.api.upstream_lines import Headers
-from gateway.errors import OverloadedError
+from gateway.errors import NotFoundError, OverloadedError
 from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
+from gateway.queues.batch.store import BatchStore
 from gateway.tasks import off_loop
 from gateway.types import Tenant
 
@@ -40,6 +45,55 @@ class RowFormat(NamedTuple):
     answered: Callable[[Row, str, Answered], bytes]
     unrun: Callable[[Row, Unrun], bytes]
     headers: Callable[[Job], Headers] = lambda job: ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRoutes:
+    """What all dialects that have batches do alike with one, or with a page of them.
+
+    prefix    of ids on the wire
+    render    a job as its dialect writes it
+    no_batch  the error for an id that is none of the tenant's
+    """
+
+    batches: BatchStore
+    dialect: str
+    prefix: str
+    render: Callable[[Job], dict[str, Any]]
+    no_batch: Callable[[str], NotFoundError]
+
+    async def get(self, http: web.Request) -> web.StreamResponse:
+        """State of a batch."""
+        return reply_json(self.render(await self.find(http)))
+
+    async def find(self, http: web.Request) -> Job:
+        """The batch that the URL names. Raises NotFoundError."""
+        batch_id = http.match_info["batch_id"]
+        job = await self.batches.find(http[TENANT].name, self.dialect, self.job_id(batch_id))
+        if job is None:
+            raise self.no_batch(batch_id)
+        return job
+
+    async def cancel(self, http: web.Request) -> web.StreamResponse:
+        """The body is empty whatever its type says."""
+        batch_id = http.match_info["batch_id"]
+        job = await self.batches.cancel(http[TENANT].name, self.dialect, self.job_id(batch_id))
+        if job is None:
+            raise self.no_batch(batch_id)
+        return reply_json(self.render(job))
+
+    async def page(self, http: web.Request, limit: int, after: str | None, before: str | None = None) -> dict[str, Any]:
+        """`after` and `before` are ids of jobs."""
+        jobs, has_more = await self.batches.page(
+            http[TENANT].name, self.dialect, limit=limit, after=after, before=before
+        )
+        data = [self.render(job) for job in jobs]
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return {"data": data, **ends, "has_more": has_more}
+
+    def job_id(self, batch_id: str) -> str:
+        """Empty for what is no id of this dialect."""
+        return batch_id[len(self.prefix) :] if batch_id.startswith(self.prefix) else ""
 
 
 class BatchRunner:

@@ -16,9 +16,10 @@ from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam
 from multidict import MultiMapping
 
-from gateway.api.dialect import BYTES, FORM
+from gateway.api.dialect import BYTES, FORM, Route
 from gateway.api.fields import invalid, missing, shown
-from gateway.api.record import CLIENT_LEFT, RECORD, common_headers
+from gateway.api.record import CLIENT_LEFT, RECORD, TENANT, common_headers
+from gateway.api.replies import reply_json
 from gateway.errors import BadRequestError, NotFoundError, StorageError
 from gateway.types import StoredFile, Tenant
 
@@ -73,6 +74,47 @@ class FileStore(Protocol):
     async def delete(self, tenant: str, file_id: str) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class FileRoutes:
+    """What the dialects with forms do alike with one file.
+
+    render   a file as its dialect writes it
+    deleted  fields of the answer to its deletion, besides its id
+    """
+
+    files: FileStore
+    render: Callable[[StoredFile], dict[str, Any]]
+    deleted: Mapping[str, Any]
+
+    def routes(self) -> list[Route]:
+        one = "/v1/files/{file_id}"
+        return [
+            Route("GET", one, self.get, "Description of a file."),
+            Route("GET", f"{one}/content", self.content, "Bytes of a file.", media=(BYTES,)),
+            Route("DELETE", one, self.delete, "Deletes it."),
+        ]
+
+    async def get(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/files/{file_id}"""
+        return reply_json(self.render(await find_file(self.files, http[TENANT], http.match_info["file_id"])))
+
+    async def content(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/files/{file_id}/content: the bytes, as they were sent. Raises NotFoundError before the first of them;
+        cuts the connection where it cannot send all of them, which is the only way to tell that from a whole file."""
+        file_id = http.match_info["file_id"]
+        async with self.files.reading(http[TENANT].name, store_id(file_id)) as found:
+            if found is None:
+                raise no_such_file(file_id)
+            return await _send(http, *found)
+
+    async def delete(self, http: web.Request) -> web.StreamResponse:
+        """DELETE /v1/files/{file_id}"""
+        file_id = http.match_info["file_id"]
+        if not await self.files.delete(http[TENANT].name, store_id(file_id)):
+            raise no_such_file(file_id)
+        return reply_json({"id": file_id, **self.deleted})
+
+
 @dataclass
 class Form:
     """What came besides the bytes of the file. `filename` None: there was no file."""
@@ -104,15 +146,6 @@ async def read_form(http: web.Request, upload: Upload, timeout_s: float, on_valu
     if form.filename is None:
         raise missing("file")
     return form
-
-
-async def send_file(http: web.Request, files: FileStore, tenant: Tenant, file_id: str) -> web.StreamResponse:
-    """The bytes of the file that a client names, as they were sent. Raises NotFoundError before the first of them; cuts
-    the connection where it cannot send all of them, which is the only way to tell that from a whole file."""
-    async with files.reading(tenant.name, store_id(file_id)) as found:
-        if found is None:
-            raise no_such_file(file_id)
-        return await _send(http, *found)
 
 
 async def _send(http: web.Request, stored: StoredFile, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
@@ -174,12 +207,6 @@ async def find_file(files: FileStore, tenant: Tenant, file_id: str, param: str =
     if stored is None:
         raise no_such_file(file_id, param)
     return stored
-
-
-async def delete_file(files: FileStore, tenant: Tenant, file_id: str) -> None:
-    """Raises NotFoundError."""
-    if not await files.delete(tenant.name, store_id(file_id)):
-        raise no_such_file(file_id)
 
 
 def query_values(query: MultiMapping[str], name: str) -> list[str]:

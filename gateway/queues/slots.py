@@ -290,7 +290,7 @@ class SlotQueue(Generic[E]):
         if overload.holds:
             log.warning(
                 "KV cache thrashing on model %s: %.0f%% of the engines' time recomputes evicted prefixes; prompts "
-                "without a cached prefix now wait (queue.overload_share)",
+                "without a cached prefix now wait",
                 group.model,
                 100 * overload.share,
             )

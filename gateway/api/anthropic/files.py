@@ -10,12 +10,12 @@ from aiohttp import web
 
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT, read_page
 from gateway.api.anthropic.wire import time_text
-from gateway.api.dialect import BYTES, Route
+from gateway.api.dialect import Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read, read_query, text
 from gateway.api.record import TENANT
 from gateway.api.replies import reply_json
-from gateway.api.uploads import FileStore, delete_file, find_file, query_values, read_form, send_file, store_id
-from gateway.types import StoredFile, Tenant
+from gateway.api.uploads import FileRoutes, FileStore, query_values, read_form, store_id
+from gateway.types import StoredFile
 
 PREFIX: Final = "file_"
 PAGE_PREFIX: Final = "page_"
@@ -49,13 +49,10 @@ class AnthropicFiles:
         self._upload_timeout_s = upload_timeout_s
 
     def routes(self) -> list[Route]:
-        one = "/v1/files/{file_id}"
         return [
             Route("POST", "/v1/files", self.upload, "Uploads a file.", form=UPLOAD),
             Route("GET", "/v1/files", self.list_files, "The files that are kept, newest first.", query=LIST),
-            Route("GET", one, self.get_file, "Description of a file."),
-            Route("GET", f"{one}/content", self.content, "Bytes of a file.", media=(BYTES,)),
-            Route("DELETE", one, self.delete, "Deletes it."),
+            *FileRoutes(self._files, file_json, {"type": "file_deleted"}).routes(),
         ]
 
     async def upload(self, http: web.Request) -> web.StreamResponse:
@@ -86,23 +83,6 @@ class AnthropicFiles:
                 raise invalid("page", "it is no `next_page` of this list")
             newest_first = [stored for stored in newest_first if stored.id < cursor[len(PAGE_PREFIX) :]]
         return reply_json(_list_json(newest_first[:limit], len(newest_first) > limit))
-
-    async def get_file(self, http: web.Request) -> web.StreamResponse:
-        """GET /v1/files/{file_id}"""
-        return reply_json(file_json(await find_file(self._files, *self._asked(http))))
-
-    async def content(self, http: web.Request) -> web.StreamResponse:
-        """GET /v1/files/{file_id}/content"""
-        return await send_file(http, self._files, *self._asked(http))
-
-    async def delete(self, http: web.Request) -> web.StreamResponse:
-        """DELETE /v1/files/{file_id}"""
-        tenant, file_id = self._asked(http)
-        await delete_file(self._files, tenant, file_id)
-        return reply_json({"id": file_id, "type": "file_deleted"})
-
-    def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return http[TENANT], http.match_info["file_id"]
 
 
 def file_json(stored: StoredFile) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.dialect import BYTES, Route
+from gateway.api.dialect import Route
 from gateway.api.fields import Parameter, choice, in_url, integer, missing, read, read_query, text
 from gateway.api.record import TENANT
 from gateway.api.replies import reply_json
-from gateway.api.uploads import FileStore, delete_file, find_file, no_such_file, read_form, send_file, store_id
-from gateway.types import StoredFile, Tenant
+from gateway.api.uploads import FileRoutes, FileStore, no_such_file, read_form, store_id
+from gateway.types import StoredFile
 
 PREFIX: Final = "file-"
 PURPOSES: Final = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
@@ -55,13 +55,10 @@ class Files:
         self._upload_timeout_s = upload_timeout_s
 
     def routes(self) -> list[Route]:
-        one = "/v1/files/{file_id}"
         return [
             Route("POST", "/v1/files", self.upload, "Uploads a file.", form=UPLOAD, required=("purpose",)),
             Route("GET", "/v1/files", self.list_files, "The files that are kept.", query=LIST),
-            Route("GET", one, self.get_file, "Description of a file."),
-            Route("GET", f"{one}/content", self.content, "Bytes of a file.", media=(BYTES,)),
-            Route("DELETE", one, self.delete, "Deletes it."),
+            *FileRoutes(self._files, file_json, {"object": "file", "deleted": True}).routes(),
         ]
 
     async def upload(self, http: web.Request) -> web.StreamResponse:
@@ -85,23 +82,6 @@ class Files:
         ids = [PREFIX + stored.id for stored in data]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
         return reply_json({"object": "list", "data": [*map(file_json, data)], **ends, "has_more": has_more})
-
-    async def get_file(self, http: web.Request) -> web.StreamResponse:
-        """GET /v1/files/{file_id}"""
-        return reply_json(file_json(await find_file(self._files, *self._asked(http))))
-
-    async def content(self, http: web.Request) -> web.StreamResponse:
-        """GET /v1/files/{file_id}/content"""
-        return await send_file(http, self._files, *self._asked(http))
-
-    async def delete(self, http: web.Request) -> web.StreamResponse:
-        """DELETE /v1/files/{file_id}"""
-        tenant, file_id = self._asked(http)
-        await delete_file(self._files, tenant, file_id)
-        return reply_json({"id": file_id, "object": "file", "deleted": True})
-
-    def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return http[TENANT], http.match_info["file_id"]
 
 
 def file_json(stored: StoredFile) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from aiohttp import web
 from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
 from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.api.anthropic.wire import ANTHROPIC, read_version, time_text
+from gateway.api.batches import BatchRoutes
 from gateway.api.body import MAX_DEPTH, BodyLimit, body_pieces
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read_query, shown, text
@@ -24,7 +25,6 @@ from gateway.config import BatchSettings, ServerSettings
 from gateway.errors import BadRequestError, NotFoundError
 from gateway.queues.batch.base import Job, Order
 from gateway.queues.batch.store import BatchStore
-from gateway.types import Tenant
 
 PREFIX: Final = "msgbatch_"
 ENDPOINT: Final = "/v1/messages"
@@ -65,6 +65,7 @@ class MessageBatches:
         self._body_limit = BodyLimit(settings.max_request_bytes, "batches.max_request_bytes")
         self._namespaces = namespaces
         self._batches = batches
+        self._routes = BatchRoutes(batches, ANTHROPIC.name, PREFIX, job_json, _not_found)
         self._upload_timeout_s = upload_timeout_s
 
     def routes(self) -> list[Route]:
@@ -82,9 +83,9 @@ class MessageBatches:
                 json=False,
             ),
             Route("GET", ROOT, self.list_batches, "The batches, newest first.", query=LIST),
-            Route("GET", one, self.get_batch, "State of a batch."),
+            Route("GET", one, self._routes.get, "State of a batch."),
             Route("DELETE", one, self.delete, "Deletes a batch that has ended, with its results."),
-            Route("POST", f"{one}/cancel", self.cancel, "Cancels a batch."),
+            Route("POST", f"{one}/cancel", self._routes.cancel, "Cancels a batch."),
             Route("GET", f"{one}/results", self.results, "Results of a batch.", media=(JSONL,)),
         ]
 
@@ -116,54 +117,33 @@ class MessageBatches:
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches"""
-        tenant = http[TENANT]
         values = read_query(http.query, LIST)
         if "after_id" in values and "before_id" in values:
             raise invalid("before_id", "only one of `after_id` and `before_id` is possible")
-        jobs, has_more = await self._batches.page(
-            tenant.name,
-            ANTHROPIC.name,
-            limit=values.get("limit", DEFAULT_LIMIT),
-            after=_place(values, "after_id"),
-            before=_place(values, "before_id"),
-        )
-        data = [job_json(job) for job in jobs]
-        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return reply_json({"data": data, "has_more": has_more, **ends})
-
-    async def get_batch(self, http: web.Request) -> web.StreamResponse:
-        """GET /v1/messages/batches/{batch_id}"""
-        return reply_json(job_json(await self._get(*self._asked(http))))
-
-    async def cancel(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1/messages/batches/{batch_id}/cancel, whose body is empty whatever its type says"""
-        tenant, batch_id = self._asked(http)
-        job = await self._batches.cancel(tenant.name, ANTHROPIC.name, _job_id(batch_id))
-        return reply_json(job_json(_found(job, batch_id)))
+        after, before = self._place(values, "after_id"), self._place(values, "before_id")
+        return reply_json(await self._routes.page(http, values.get("limit", DEFAULT_LIMIT), after, before))
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/messages/batches/{batch_id}"""
-        tenant, batch_id = self._asked(http)
-        if not await self._batches.delete(tenant.name, ANTHROPIC.name, _job_id(batch_id)):
+        batch_id = http.match_info["batch_id"]
+        if not await self._batches.delete(http[TENANT].name, ANTHROPIC.name, self._routes.job_id(batch_id)):
             raise _not_found(batch_id)
         return reply_json({"id": batch_id, "type": "message_batch_deleted"})
 
     async def results(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches/{batch_id}/results"""
-        tenant, batch_id = self._asked(http)
-        job = await self._get(tenant, batch_id)
+        job, batch_id = await self._routes.find(http), http.match_info["batch_id"]
         if not job.has_ended:
             raise BadRequestError(f"The batch {batch_id} has no results yet: it is {_status(job)}.")
-        async with self._batches.results(tenant.name, ANTHROPIC.name, job.id) as found:
+        async with self._batches.results(http[TENANT].name, ANTHROPIC.name, job.id) as found:
             if found is None:
                 raise _not_found(batch_id)
             return await send_pieces(http, found[1], {"Content-Type": JSONL})
 
-    def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return http[TENANT], http.match_info["batch_id"]
-
-    async def _get(self, tenant: Tenant, batch_id: str) -> Job:
-        return _found(await self._batches.find(tenant.name, ANTHROPIC.name, _job_id(batch_id)), batch_id)
+    def _place(self, values: dict[str, Any], name: str) -> str | None:
+        if name in values and not values[name].startswith(PREFIX):
+            raise invalid(name, f"{shown(values[name])!r} is no id of a batch")
+        return self._routes.job_id(values[name]) if name in values else None
 
 
 async def _fed(reader: RequestReader, loose: bytearray) -> bytes:
@@ -208,24 +188,6 @@ def _status(job: Job) -> str:
     if job.has_ended:
         return "ended"
     return "canceling" if job.state == "cancelling" else "in_progress"
-
-
-def _place(values: dict[str, Any], name: str) -> str | None:
-    if name not in values:
-        return None
-    if not values[name].startswith(PREFIX):
-        raise invalid(name, f"{shown(values[name])!r} is no id of a batch")
-    return _job_id(values[name])
-
-
-def _job_id(batch_id: str) -> str:
-    return batch_id[len(PREFIX) :] if batch_id.startswith(PREFIX) else ""
-
-
-def _found(job: Job | None, batch_id: str) -> Job:
-    if job is None:
-        raise _not_found(batch_id)
-    return job
 
 
 def _not_found(batch_id: str) -> NotFoundError:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from gateway.api.batches import BatchRoutes
 from gateway.api.dialect import Route
 from gateway.api.fields import (
     Parameter,
@@ -37,7 +38,6 @@ from gateway.api.uploads import FileStore, find_file
 from gateway.errors import NotFoundError
 from gateway.queues.batch.base import Job, Order, State
 from gateway.queues.batch.store import BatchStore
-from gateway.types import Tenant
 
 PREFIX: Final = "batch_"
 WINDOW: Final = "24h"
@@ -112,6 +112,7 @@ class OpenAIBatches:
         self._namespaces = namespaces
         self._files = files
         self._batches = batches
+        self._routes = BatchRoutes(batches, OPENAI.name, PREFIX, job_json, _not_found)
 
     def routes(self) -> list[Route]:
         one = "/v1/batches/{batch_id}"
@@ -126,8 +127,8 @@ class OpenAIBatches:
                 example={"input_file_id": "file-0", "endpoint": ENDPOINTS[0], "completion_window": WINDOW},
             ),
             Route("GET", "/v1/batches", self.list_batches, "The batches, newest first.", query=LIST),
-            Route("GET", one, self.get_batch, "State of a batch."),
-            Route("POST", f"{one}/cancel", self.cancel, "Cancels a batch."),
+            Route("GET", one, self._routes.get, "State of a batch."),
+            Route("POST", f"{one}/cancel", self._routes.cancel, "Cancels a batch."),
         ]
 
     async def create(self, http: web.Request) -> web.StreamResponse:
@@ -154,35 +155,14 @@ class OpenAIBatches:
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/batches"""
-        tenant = http[TENANT]
         values = read_query(http.query, LIST)
         after = values.get("after")
         if after is not None and not after.startswith(PREFIX):
             raise _not_found(after, "after")
-        jobs, has_more = await self._batches.page(
-            tenant.name,
-            OPENAI.name,
-            limit=values.get("limit", DEFAULT_LIMIT),
-            after=None if after is None else _job_id(after),
+        place = None if after is None else self._routes.job_id(after)
+        return reply_json(
+            {"object": "list", **await self._routes.page(http, values.get("limit", DEFAULT_LIMIT), place)}
         )
-        data = [job_json(job) for job in jobs]
-        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return reply_json({"object": "list", "data": data, **ends, "has_more": has_more})
-
-    async def get_batch(self, http: web.Request) -> web.StreamResponse:
-        """GET /v1/batches/{batch_id}"""
-        tenant, batch_id = self._asked(http)
-        job = await self._batches.find(tenant.name, OPENAI.name, _job_id(batch_id))
-        return reply_json(job_json(_found(job, batch_id)))
-
-    async def cancel(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1/batches/{batch_id}/cancel, whose body is empty whatever its type says"""
-        tenant, batch_id = self._asked(http)
-        job = await self._batches.cancel(tenant.name, OPENAI.name, _job_id(batch_id))
-        return reply_json(job_json(_found(job, batch_id)))
-
-    def _asked(self, http: web.Request) -> tuple[Tenant, str]:
-        return http[TENANT], http.match_info["batch_id"]
 
 
 def job_json(job: Job) -> dict[str, Any]:
@@ -225,15 +205,5 @@ def _file_id(file_id: str | None) -> str | None:
     return None if file_id is None else FILE_PREFIX + file_id
 
 
-def _job_id(batch_id: str) -> str:
-    return batch_id[len(PREFIX) :] if batch_id.startswith(PREFIX) else ""
-
-
-def _found(job: Job | None, batch_id: str) -> Job:
-    if job is None:
-        raise _not_found(batch_id, "batch_id")
-    return job
-
-
-def _not_found(batch_id: str, param: str) -> NotFoundError:
+def _not_found(batch_id: str, param: str = "batch_id") -> NotFoundError:
     return NotFoundError(f"No batch found with id '{shown(batch_id)}'.", param=param)
