@@ -204,7 +204,8 @@ def build_app(
     lines = Lines(endpoints, observer, sources.all_joined, elsewhere, named, refuses_unknown)
     app[RUNNER] = BatchRunner(lines, formats)
     app.cleanup_ctx.append(LoopLag(metrics.registry).running)
-    app.on_shutdown.append(lambda _: background.close())
+    app.on_shutdown.append(lambda _: background.shut_down())
+    app.on_cleanup.append(lambda _: background.close())
     app.on_shutdown.append(lambda _: kept.close())
     # What sends a file piece by piece would do so for a HEAD as well.
     downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}

@@ -74,7 +74,7 @@ class ResponseKeeper:
 
 
 class Background:
-    """The background responses of this gateway. `close` ends them."""
+    """The background responses of this gateway. `shut_down` and `close` end them."""
 
     def __init__(self, store: ResponseStore, observer: Observer, *, most: int, shutdown_s: float) -> None:
         self._store = store
@@ -83,6 +83,7 @@ class Background:
         self._shutdown_s = shutdown_s
         self._running: dict[str, asyncio.Task[None]] = {}
         self._closing = False
+        self._ending: asyncio.Task[None] | None = None
 
     def admit(self) -> None:
         """Raises QueueFullError when there are too many already, OverloadedError when the server is being stopped."""
@@ -114,8 +115,16 @@ class Background:
             task.cancel()
             await asyncio.wait([task], timeout=CANCEL_LIMIT_S)
 
+    async def shut_down(self) -> None:
+        """Gives what runs the time of a shutdown, the same as requests have, and ends the rest, which is kept as
+        failed. Returns at once; `close` waits for it."""
+        self._ending = tasks.spawn(self._end(), name="end background responses")
+
     async def close(self) -> None:
-        """Gives what runs the time of a shutdown, and ends the rest, which is kept as failed."""
+        if self._ending is not None:
+            await asyncio.wait([self._ending])
+
+    async def _end(self) -> None:
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=self._shutdown_s)
         self._closing = True

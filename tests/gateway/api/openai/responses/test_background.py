@@ -207,12 +207,11 @@ async def test_one_that_begins_while_the_server_is_stopped_ends_with_the_others(
     async with running(pipeline, response_store=store, server=server) as gateway, gateway.sdk() as client:
         await client.responses.create(model="demo", input="hi", background=True)
         await until(lambda: pipeline.open == 1)
-        stopping = asyncio.ensure_future(gateway.app.shutdown())
-        await asyncio.sleep(0)
+        await gateway.app.shutdown()
         pipeline.hold_before = asyncio.Event()
         begun = await client.responses.create(model="demo", input="hi", background=True)
         first.set()
-        await stopping
+        await until(lambda: pipeline.open == 0)
         failed = await client.responses.retrieve(begun.id)
         assert failed.status == "failed"
         assert failed.error is not None
