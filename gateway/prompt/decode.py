@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
+import regex
 from tokenizers import Tokenizer as HfTokenizer
 
 from gateway.native import no_panic
 from gateway.prompt.byte_level import BYTE_OF
-from gateway.prompt.signs import Signs
 from gateway.types import Spelled
 
 _WINDOW_TOKENS: Final = 16
@@ -72,7 +72,10 @@ class Decoding:
 
 
 class Decoder:
-    """One answer. See reader.TextDecoder."""
+    """Tokens of one answer into text. Holds back unfinished characters and what may become a stop string.
+
+    met  the stop string that was met; what follows is not part of the answer
+    """
 
     def __init__(self, text: Characters, stop: Sequence[str]) -> None:
         self.met: str | None = None
@@ -278,3 +281,48 @@ def _spell_byte_fallback(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes.fromhex(token[3:5])
     return _spell_spaces(token)
+
+
+MAX_HELD: Final = 64
+"""Characters of one sign that are held back. The longest emoji in use has ten, a flag of tags seven."""
+
+_CLUSTER: Final = regex.compile(r"\X")
+_GOES_ON: Final = regex.compile(
+    r"[\p{Extended_Pictographic}\p{Regional_Indicator}\p{Emoji_Modifier}"
+    r"\p{M}\u200D\U000E0020-\U000E007F"  # marks, keycaps and variation selectors; joiner; tags
+    r"\p{GCB=Prepend}\p{GCB=L}\p{GCB=V}\p{GCB=T}]"  # Hangul in its parts: a whole syllable is a plain letter
+)
+
+
+class Signs:
+    """Cuts text that comes in chunks so that no extended grapheme cluster (Unicode Standard Annex 29: a family of
+    emoji, a flag, a letter with its marks) is split where that can be foreseen: the last one is held back while it is
+    of a kind that often goes on. A plain letter or digit is not: each chunk would then be a letter behind."""
+
+    def __init__(self) -> None:
+        self._held = ""  # one sign, or the rest of one
+
+    def feed(self, text: str) -> str:
+        """What was held back and `text`, but for a last sign that may go on. ASCII alone is never held back."""
+        if not self._held and (text.isascii() or not _GOES_ON.search(text)):
+            return text
+        whole = self._held + text
+        start = _last_sign(whole)
+        self._held = whole[start:]
+        if len(self._held) > MAX_HELD or not _GOES_ON.search(self._held):
+            self._held = ""
+            return whole
+        return whole[:start]
+
+    def release(self) -> str:
+        """What is held back, because no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _last_sign(text: str) -> int:
+    """Where it begins. Flags are pairs, counted from the front, so this reads forward."""
+    start = 0
+    for found in _CLUSTER.finditer(text):
+        start = found.start()
+    return start

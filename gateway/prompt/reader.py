@@ -1,52 +1,67 @@
 """Reads one answer: tokens and their log probabilities in, pieces of text and of tool calls out.
 
-Puts together what decode.py, scores.py and tool_calls.py do. Implements stages.Reader.
+Puts together what decode.py and tool_calls.py do, and releases log probabilities with their text. Implements
+stages.Reader.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from engine.protocol import TokenLogprobs
+from gateway.prompt.decode import Decoder, Decoding
 from gateway.prompt.tool_calls import CallParser, Piece
 from gateway.types import CallDelta, ScoredToken, TextDelta
 
 
-class TextDecoder(Protocol):
-    """Tokens of one answer into text. Holds back unfinished characters and what may become a stop string."""
+class Scores:
+    """Log probabilities of one answer, held back for as long as the text that they belong to.
 
-    met: str | None  # the stop string that was met; what follows is not part of the answer
+    A client is told of a token when the last of its characters was sent, so that neither half a character nor a part of
+    a stop string shows up here before it does in the text, or instead of it: a token that reaches into the stop string
+    is left out.
+    """
 
-    def feed(self, tokens: Sequence[int]) -> str:
-        """The text that became certain with these tokens, possibly empty."""
-        ...
+    def __init__(self, decoding: Decoding, keep: frozenset[str] = frozenset()) -> None:
+        """`keep` as for the decoder of the answer's text."""
+        self._spell = decoding.spell
+        self._text = decoding.characters(keep)  # a second decoding, which no stop string ends
+        self._chars = 0  # of all tokens so far
+        self._sent = 0  # of the pieces that were released
+        self._ends: deque[int] = deque()  # character behind each of the first waiting tokens; the others are unfinished
+        self._waiting: deque[ScoredToken] = deque()
 
-    def flush(self) -> str:
-        """What was held back, at the end of the answer."""
-        ...
-
-
-class TokenScores(Protocol):
-    """Log probabilities of one answer, held back for as long as the text that they belong to."""
-
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None: ...
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """`logprobs` has one for each token. Tokens that became no character yet end where the next character does."""
+        for token, found in zip(tokens, logprobs, strict=True):
+            top = tuple((self._spell(other), logprob) for other, logprob in found.top)
+            self._waiting.append(ScoredToken(self._spell(token), found.logprob, top, self._chars))
+            if text := self._text.feed([token]):
+                self._chars += len(text)
+                self._ends.extend([self._chars] * (len(self._waiting) - len(self._ends)))
 
     def release(self, text: str) -> tuple[ScoredToken, ...]:
-        """Those of tokens that are complete with this piece of the answer; the pieces come in order."""
-        ...
+        """Those of tokens that are complete with this chunk of the answer; the chunks come in order."""
+        self._sent += len(text)
+        released = []
+        while self._ends and self._ends[0] <= self._sent:
+            self._ends.popleft()
+            released.append(self._waiting.popleft())
+        return tuple(released)
 
     def flush(self) -> tuple[ScoredToken, ...]:
         """All that are left, at the end of an answer that no stop string ended."""
-        ...
+        rest = tuple(self._waiting)
+        self._waiting.clear()
+        self._ends.clear()
+        return rest
 
 
 class AnswerReader:
     """One answer. Log probabilities are told of what is text: a token that reaches into a call is left out."""
 
-    def __init__(
-        self, decoder: TextDecoder, scores: TokenScores | None = None, calls: CallParser | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, scores: Scores | None = None, calls: CallParser | None = None) -> None:
         """
         scores  None when nobody asks for log probabilities
         calls   looks for stop strings itself, so `decoder` has none; None when everything is text

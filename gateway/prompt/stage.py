@@ -22,11 +22,10 @@ from gateway.config import PromptSettings
 from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
 from gateway.native import no_panic
 from gateway.prompt.loaded import LoadedModel, load_model
-from gateway.prompt.markers import find_markers
-from gateway.prompt.reader import AnswerReader
-from gateway.prompt.scores import Scores
+from gateway.prompt.reader import AnswerReader, Scores
+from gateway.prompt.template import find_markers
 from gateway.prompt.tool_calls import CallParser
-from gateway.prompt.tool_grammar import calls_only, calls_or, calls_within
+from gateway.prompt.tool_styles import calls_only, calls_or, calls_within
 from gateway.prompt.walk import Walk
 from gateway.tasks import off_loop
 from gateway.types import (

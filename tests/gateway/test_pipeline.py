@@ -124,7 +124,7 @@ class Letters:
 
 
 class LetterScores:
-    """As gateway/prompt/scores.py, where every token is a letter."""
+    """As gateway/prompt/reader.py, where every token is a letter."""
 
     def __init__(self) -> None:
         self._waiting: list[ScoredToken] = []

@@ -1,6 +1,8 @@
 """`tools` and `tool_choice` of the Anthropic API into types.Tool and types.ToolUse. Pure.
 
-A strict tool's schema is in the API's subset of JSON Schema, as that of `output_config.format`.
+A strict tool's schema is in the API's subset of JSON Schema, as that of `output_config.format`. Of the tools that the
+client runs and whose arguments Anthropic has published (bash, the text editor, memory) a request names only the type:
+the model is offered functions with those arguments, and calls of them are `tool_use` blocks like any other.
 """
 
 from __future__ import annotations
@@ -8,9 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from gateway.api.anthropic import client_tools
 from gateway.api.anthropic.blocks import check_control
 from gateway.api.anthropic.structured import MAX_OPTIONAL, read_schema
 from gateway.api.fields import (
@@ -35,6 +36,76 @@ from gateway.api.tools import leave_out_tool
 from gateway.api.unknown_fields import leave_out
 from gateway.errors import UnsupportedError
 from gateway.types import Tool, ToolUse
+
+_text_schema: Final = {"type": "string"}
+_integer_schema: Final = {"type": "integer"}
+_range: Final = {"type": "array", "items": _integer_schema, "minItems": 2, "maxItems": 2}
+
+
+class ClientTool(NamedTuple):
+    description: str
+    schema: dict[str, Any]
+
+
+def _commands(*names: str, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"command": {"type": "string", "enum": list(names)}, **properties},
+        "required": ["command"],
+    }
+
+
+_EDITS: Final = {
+    "path": _text_schema,
+    "file_text": _text_schema,
+    "old_str": _text_schema,
+    "new_str": _text_schema,
+    "insert_line": _integer_schema,
+    "insert_text": _text_schema,
+    "view_range": _range,
+}
+
+BY_PREFIX: Final = {
+    "bash_": ClientTool(
+        "Runs a command in a bash session on the user's machine, or restarts the session.",
+        {"type": "object", "properties": {"command": _text_schema, "restart": {"type": "boolean"}}},
+    ),
+    "text_editor_": ClientTool(
+        "Views, creates and edits text files on the user's machine.",
+        _commands("view", "create", "str_replace", "insert", "undo_edit", **_EDITS),
+    ),
+    "memory_": ClientTool(
+        "Views and edits the files below /memories, which are kept between conversations.",
+        _commands(
+            "view",
+            "create",
+            "str_replace",
+            "insert",
+            "delete",
+            "rename",
+            **_EDITS,
+            old_path=_text_schema,
+            new_path=_text_schema,
+        ),
+    ),
+}
+"""By what their types begin with; a date follows."""
+
+SERVER_TOOLS: Final = (
+    "web_search_",
+    "web_fetch_",
+    "code_execution_",
+    "computer_",
+    "tool_search_tool_",
+    "mcp_toolset",
+)
+"""What types of tools begin with that Anthropic runs, or that need more than text."""
+
+
+def find_client_tool(kind: str) -> ClientTool | None:
+    """The tool of this type, if it is one that the client runs."""
+    return next((tool for prefix, tool in BY_PREFIX.items() if kind.startswith(prefix)), None)
+
 
 MAX_TOOLS: Final = 512
 MAX_STRICT: Final = 20
@@ -87,7 +158,7 @@ _every: Final[dict[str, Check[Any]]] = {
 }
 _TOOL: Final = record("name", "input_schema", input_schema=_input_schema, **_every)
 _CLIENT_TOOL: Final = record("name", input_schema=anything, max_characters=anything, **_every)
-_SERVER_TYPES: Final[JsonSchema] = {"type": "string", "pattern": f"^({'|'.join(client_tools.SERVER_TOOLS)})"}
+_SERVER_TYPES: Final[JsonSchema] = {"type": "string", "pattern": f"^({'|'.join(SERVER_TOOLS)})"}
 _SERVER_TOOL: Final[JsonSchema] = object_schema({"type": _SERVER_TYPES}, "type")
 
 
@@ -120,7 +191,7 @@ def read_tools(value: Any, path: str) -> list[DefinedTool]:
     for index, item in enumerate(value):
         where = f"{path}[{index}]"
         kind = an_object(item, where).get("type")
-        if type(kind) is str and kind.startswith(client_tools.SERVER_TOOLS):
+        if type(kind) is str and kind.startswith(SERVER_TOOLS):
             leave_out_tool(kind, f"{where}.type")
             continue
         defined, more = _read_tool(item, where)
@@ -140,7 +211,7 @@ def _read_tool(item: dict[str, Any], path: str) -> tuple[DefinedTool, int]:
     """And how many properties a strict one has that are not required."""
     known = None
     if (kind := item.get("type")) not in (None, "custom"):
-        known = client_tools.find(_string(kind, f"{path}.type"))
+        known = find_client_tool(_string(kind, f"{path}.type"))
         if known is None:
             why = "Of tools with a type, only those that the client runs are known: bash, text_editor and memory."
             raise UnsupportedError(why, param=f"{path}.type", reason=why)

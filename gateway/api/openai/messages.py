@@ -29,7 +29,7 @@ from gateway.api.fields import (
     wrong_type,
 )
 from gateway.api.openai.caching import check_breakpoint, check_control
-from gateway.api.openai.custom_tools import arguments_of
+from gateway.api.openai.tools import arguments_of
 from gateway.api.structure import count_structure
 from gateway.errors import BadRequestError, UnsupportedError
 

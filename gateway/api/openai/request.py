@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from engine.protocol import Sampling
@@ -20,6 +20,7 @@ from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt
 
 DEFAULT_COMPLETION_TOKENS = 16
+_SAMPLING = tuple(one.name for one in fields(Sampling))
 _CONSTRAINTS = (
     "response_format",
     "structured_outputs",
@@ -103,21 +104,15 @@ def _call(
 
 def read_sampling(values: dict[str, Any], max_tokens: int, logprobs: int | None) -> Sampling:
     """`values` as parameters.py has checked them."""
+    sampling = {name: values[name] for name in _SAMPLING if name in values}
     return Sampling(
-        max_tokens=max_tokens,
-        temperature=values.get("temperature", 1.0),
-        top_p=values.get("top_p", 1.0),
-        top_k=max(values.get("top_k", 0), 0),
-        min_p=values.get("min_p", 0.0),
-        seed=values.get("seed"),
-        presence_penalty=values.get("presence_penalty", 0.0),
-        frequency_penalty=values.get("frequency_penalty", 0.0),
-        repetition_penalty=values.get("repetition_penalty", 1.0),
-        logit_bias=values.get("logit_bias", ()),
-        stop_ids=values.get("stop_token_ids", ()),
-        ignore_eos=values.get("ignore_eos", False),
-        min_tokens=values.get("min_tokens", 0),
-        logprobs=logprobs,
+        **sampling
+        | {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "top_k": max(values.get("top_k", 0), 0),
+            "stop_ids": values.get("stop_token_ids", ()),
+        }
     )
 
 

@@ -15,8 +15,8 @@ import xxhash
 
 from engine.protocol import Hello, Namespace
 from gateway.api.answering import AnswerShape
-from gateway.api.openai.custom_tools import input_of
 from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
+from gateway.api.openai.tools import input_of
 from gateway.api.openai.wire import error_json
 from gateway.api.replies import Answer, Stamp, data, json_line, json_text, new_id
 from gateway.errors import KvasirError

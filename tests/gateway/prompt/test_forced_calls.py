@@ -22,7 +22,7 @@ from engine.sampling.grammar import GrammarError, Grammars
 from gateway.config import PromptSettings
 from gateway.errors import BadRequestError
 from gateway.prompt.stage import PromptStage
-from gateway.prompt.tool_grammar import MAX_CALLS
+from gateway.prompt.tool_styles import MAX_CALLS
 from gateway.types import CallDelta, ChatPrompt, Constraint, Event, Request, Tenant, TextDelta, Tool, ToolUse
 from tests.fakes import tokenisers, tool_templates
 from tests.fakes.grammars import fill_mask

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from engine.protocol import TokenLogprobs
 from gateway.prompt.decode import Decoding
-from gateway.prompt.scores import Scores
+from gateway.prompt.reader import Scores
 from gateway.types import ScoredToken, Spelled
 from tests.fakes import tokenisers
 

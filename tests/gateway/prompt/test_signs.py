@@ -9,7 +9,7 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prompt.signs import MAX_HELD, Signs
+from gateway.prompt.decode import MAX_HELD, Signs
 
 FAMILY, RAINBOW, SCOTLAND = "👩‍👩‍👧‍👦", "🏳️‍🌈", "🏴\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f"
 EMOJI = (FAMILY, RAINBOW, SCOTLAND, "🇮🇸", "🇩🇪", "👍🏽", "🧑🏿‍🚀", "❤️", "©️", "🙂")

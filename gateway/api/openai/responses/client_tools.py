@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 
-from gateway.api.openai.custom_tools import arguments_of, as_text, input_of, read_arguments
+from gateway.api.openai.tools import arguments_of, as_text, input_of, read_arguments
 from gateway.types import Tool
 
 Form = Literal["function", "custom", "local_shell", "shell", "apply_patch"]

@@ -27,10 +27,9 @@ from gateway.api.fields import (
     takes,
     text,
 )
-from gateway.api.openai.custom_tools import custom, with_grammar
 from gateway.api.openai.responses.client_tools import BUILT_IN, Declared, joined
 from gateway.api.openai.strict_schema import check_strict
-from gateway.api.openai.tools import SERVER_TOOLS
+from gateway.api.openai.tools import SERVER_TOOLS, custom, with_grammar
 from gateway.api.tools import (
     MAX_TOOLS,
     ToolChoice,

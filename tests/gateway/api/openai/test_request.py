@@ -199,7 +199,7 @@ WRONG = [
     ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm", "unknown_parameter"),
     ({"prompt_cache_retention": "in-memory"}, "prompt_cache_retention", "invalid_value"),
     ({"response_format": "text"}, "response_format", "invalid_type"),
-    ({"response_format": {}}, "response_format.type", "invalid_type"),
+    ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"tool_choice": "always"}, "tool_choice", "invalid_value"),
     ({"modalities": ["smell"]}, "modalities[0]", "invalid_value"),
