@@ -46,7 +46,7 @@ class Intake:
     ) -> None:
         self.draining = False  # these three are also read without the lock, by the loop's thread
         self.stopping = False
-        self.online_came = False  # a sequence of the online queue is among the commands
+        self.online_arrived = False  # a sequence of the online queue is among the commands
         self.errors = 0  # sequences that could not be taken for a reason that was not foreseen
         self._scheduler = scheduler
         self._grammars = grammars
@@ -72,7 +72,7 @@ class Intake:
                 message = replace(message, tokens=b"", digests=b"")
             self._pending += 1
             # Together with its command: a step that began without the one would not hear of the other.
-            self.online_came = self.online_came or (message.lane == "online" and refusal is None)
+            self.online_arrived = self.online_arrived or (message.lane == "online" and refusal is None)
             self.post(partial(self._take, owner, message, self._clock(), refusal))
 
     def drain(self) -> None:
@@ -113,7 +113,7 @@ class Intake:
         with self._changed:
             commands, self._commands = self._commands, deque()
             self._pending = 0
-            self.online_came = False
+            self.online_arrived = False
         return commands
 
     def sleep(self, timeout_s: float | None, *, idle: bool, restored: bool) -> bool:

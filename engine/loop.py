@@ -44,7 +44,7 @@ RATE_MEMORY_S = 30.0
 
 STOPPED = "the engine was stopped"
 
-NOBODY = ""
+NO_OWNER = ""
 """Owner of a frame that has no updates: only the load changed."""
 
 
@@ -53,7 +53,7 @@ class EngineLoop:
 
     grammars    where grammars are compiled; without one, sequences that have one are refused
     on_blocks   what became findable or ceased to be; called before the frames of the same step
-    on_frames   owner -> what a step did for its sequences; also called with NOBODY when only the load changed
+    on_frames   owner -> what a step did for its sequences; also called with NO_OWNER when only the load changed
     max_pending submits that are posted and not yet looked at; more are refused, like those beyond max_waiting
 
     Both callbacks run on the loop's thread, at most once per step (on_blocks once for each tier), and must not block.
@@ -257,7 +257,7 @@ class EngineLoop:
     def _compute(self, step: Step, began_s: float) -> None:
         can_give_up = self._scheduler.can_give_up(step)
         if can_give_up and self._given_up < MAX_GIVEN_UP:
-            step = replace(step, unwanted=lambda: self._intake.online_came)
+            step = replace(step, unwanted=lambda: self._intake.online_arrived)
         try:
             results = self._runner.run(step)
             if len(results) != step.num_results:
@@ -291,7 +291,7 @@ class EngineLoop:
         self._load = load
         frames = {owner: StepFrame(updates, load) for owner, updates in self._scheduler.take_updates().items()}
         if not frames and load != before:
-            frames = {NOBODY: StepFrame([], load)}
+            frames = {NO_OWNER: StepFrame([], load)}
         if frames:
             self._obey(partial(self._on_frames, frames), "a callback of the engine's loop")
 

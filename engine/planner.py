@@ -87,11 +87,12 @@ class Planner:
         if self._batch_passed == BATCH_TURN_STEPS:
             self._batch_passed = 0
             self._plan_decodes("batch", plan)
-        self._plan_online(plan)
+        self._plan_lane("online", plan, self._shared_tokens if self._lanes.has_several_tenants("online") else None)
         if plan.has_prefill or plan.too_small:
             self._batch_passed += 1
         else:
-            self._plan_batch(plan)
+            self._batch_passed = 0
+            self._plan_lane("batch", plan, self._batch_tokens)
         if plan.is_empty:  # everything was preempted, or nothing ran: whoever waits longest has the pool to itself
             self._tables.settle()  # a block that was to be copied may be all that was missing
             plan.blocked = False
@@ -100,36 +101,25 @@ class Planner:
                     self._plan_prefills(lane, plan)
         return plan
 
-    def _plan_lane(self, lane: Lane, plan: Plan) -> None:
+    def _plan_lane(self, lane: Lane, plan: Plan, prefill_tokens: int | None = None) -> None:
+        """The queue's decodes, and so many tokens of its prefills; as many as the budget has when not given."""
+        kept_back = 0
+        if prefill_tokens is not None:
+            kept_back = max(0, plan.budget - self._lanes.count_running(lane) - prefill_tokens)
+        plan.budget -= kept_back
         if lane in self._prefills_first:
             self._plan_prefills(lane, plan)
             self._plan_decodes(lane, plan)
         else:
             self._plan_decodes(lane, plan)
             self._plan_prefills(lane, plan)
+        plan.budget += kept_back
         # A prefill that decodes leave too little room for goes first the next time, and decodes take what it leaves.
         if plan.first_too_small:
             self._prefills_first.add(lane)
         else:
             self._prefills_first.discard(lane)
         plan.first_too_small = False
-
-    def _plan_online(self, plan: Plan) -> None:
-        if self._lanes.has_several_tenants("online"):
-            self._plan_small("online", plan, self._shared_tokens)
-        else:
-            self._plan_lane("online", plan)
-
-    def _plan_batch(self, plan: Plan) -> None:
-        self._batch_passed = 0
-        self._plan_small("batch", plan, self._batch_tokens)
-
-    def _plan_small(self, lane: Lane, plan: Plan, prefill_tokens: int) -> None:
-        """The lane's decodes, and so many tokens of its prefills."""
-        kept_back = max(0, plan.budget - self._lanes.count_running(lane) - prefill_tokens)
-        plan.budget -= kept_back
-        self._plan_lane(lane, plan)
-        plan.budget += kept_back
 
     # -- decodes ------------------------------------------------------------------------------------------------------
 
@@ -256,9 +246,9 @@ class Planner:
                     self._start(sequence, plan.now, source)
                     plan.add_fresh(fresh)
                     return True
-            if sequence.lane == "online" and self._lanes.runs("batch") and not plan.too_small and not preempts:
+            if sequence.lane == "online" and self._lanes.count_running("batch") and not plan.too_small and not preempts:
                 preempts = self._fits_without_batch(sequence, plan.now, source)
-            if preempts and self._lanes.runs("batch"):
+            if preempts and self._lanes.count_running("batch"):
                 self._preempt(self._lanes.choose_victim(), plan)
             elif self._lanes.num_running or not has_slot or self._waits_for_copies(plan.now):
                 return False  # whoever runs or is copied will end
@@ -439,10 +429,6 @@ class Lanes:
         tenants = itertools.chain(self._waiting[lane], (sequence.tenant for sequence in self._running[lane]))
         first = next(tenants, None)
         return any(tenant != first for tenant in tenants)
-
-    def runs(self, lane: Lane) -> bool:
-        """Whether any sequence of a lane runs."""
-        return bool(self._running[lane])
 
     def _of_tenant(self, lane: Lane, tenant: str, running: list[Sequence], count: int) -> Iterator[Sequence]:
         yield from running

@@ -1,6 +1,7 @@
 """The life of the engine's process: the model, its loop, the server; then until a signal; then a drain, and the end.
 
-`serve` is what `kvasir engine` runs. building.py makes the parts.
+`serve` is what `kvasir engine` runs. The composition root of the engine: nothing else knows which eviction, which tiers
+and which grammars there are. torch is imported when something is made, so that a gateway without it can import this.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Three files read, each where it can: on a processor with bfloat16 products the compiled attention of
 engine/compute/paged.py, for layers whose scores are capped engine/compute/capped.py, and in all other cases
-engine/compute/flash.py with torch's kernels. transformers' models arrive here through
-engine/compute/attention.py, our own fused forward directly. Knows nothing about tokens or scheduling:
+engine/compute/flash.py with torch's kernels. Our own fused forward calls StepAttention directly. transformers' models
+call `paged_attention` by name, which is registered here: everything that a model asks of its attention is either done
+or refused; an argument whose meaning is not implemented is never ignored. Knows nothing about tokens or scheduling:
 engine/compute/batch.py says which rows belong to which blocks, engine/compute/kv_cache.py holds them.
 """
 

@@ -1,7 +1,7 @@
-"""Which rows of a step attend together when torch's kernels do it, and where their keys lie. Made once for a step.
+"""Which rows of a step attend together when torch's kernels do it, where their keys lie, and additive masks.
 
 Decodes of about the same short length form a padded batch: one call over a copy of their blocks. All other rows
-attend alone. Knows spans and blocks; engine/compute/flash.py makes the calls.
+attend alone. Made once for a step. Knows spans and blocks; engine/compute/flash.py makes the calls.
 """
 
 from __future__ import annotations

@@ -5,7 +5,10 @@ read at all of it, which decides how fast a CPU decodes. The original weights ar
 except where an embedding is tied to the output layer. On a GPU, or where oneDNN cannot pack, layers stay as they are.
 
 In fp32 a packed layer computes a row the same way, bit for bit, whatever other rows are in the batch, as long as there
-are two or more. engine/compute/fused.py builds a whole forward of these; engine/compute/model.py packs all other
+are two or more. Operators of torch that are not public are found by name, and missed with a message instead of an
+error: a slower way is taken then. The range of versions that they were seen in is in pyproject.toml.
+
+engine/compute/fused.py builds a whole forward of these; engine/compute/model.py packs all other
 models.
 """
 

@@ -1,8 +1,13 @@
-"""Plans and makes the calls of the compiled attention: which rows read which run of keys, once for a step.
+"""The compiled attention: plans which rows read which run of keys, once for a step, and makes the calls.
 
 Rows of sequences that begin with the same blocks read those blocks together, then each sequence reads the rest alone
 and goes on from the sums so far (cascade: arXiv 2402.05099). Knows spans and blocks; engine/compute/attention.py asks
-it where engine/compute/paged.py has something to call, and engine/compute/flash.py elsewhere.
+it where there is something to call, and engine/compute/flash.py elsewhere.
+
+engine/compute/paged_attention.c is compiled with the system's C compiler, once for a machine. The library is kept in
+the user's cache folder under a name made of the source and the compiler's flags, so a new version of the source is a
+new file. Where anything is missing (the compiler, the processor's instructions, a folder to write to) there is no
+library, and the log says once why not. Never raises for that.
 """
 
 from __future__ import annotations

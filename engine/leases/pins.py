@@ -4,6 +4,9 @@ Budgets count blocks, each once, in the pool where a lease is pinned: a share fo
 tenant. One tree of each pool counts for all, one for each tenant in it. A lease that does not fit any more is degraded:
 it keeps no block, and ordinary eviction may take what it kept.
 
+A lease keeps the block it ends in and everything that hangs above it, so leases of one conversation nest and those of
+one system prompt meet: each block counts once, however many leases keep it.
+
 Knows nothing about requests and times to live, but that a lease has a value. engine/leases/leases.py says what is to be
 kept and when it ends; engine/pool/blocks.py holds the blocks.
 """

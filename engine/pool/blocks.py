@@ -148,7 +148,7 @@ class BlockPool:
             spare = len(self._free) + short - count
             ahead = max(0, min(EVICT_AHEAD, self.num_blocks // SPARE_SHARE - spare))
             for _ in range(min(short + ahead, self._num_evictable)):
-                self._evict()
+                self.evict()
         blocks = self._free.take(count, after)
         for block in blocks:
             self._refs[block] = 1
@@ -157,8 +157,12 @@ class BlockPool:
         return blocks
 
     def evict(self) -> None:
-        """Gives up the next cached leaf though nothing needs its place. There must be one."""
-        self._evict()
+        """Gives up the next cached leaf. There must be one."""
+        block = self._policy.pop()
+        self._num_evictable -= 1
+        self.evictions += 1
+        self._unregister(block)
+        self._free.add(block)
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -290,13 +294,6 @@ class BlockPool:
             block = self._parent[block]
             if block == ROOT:
                 return
-
-    def _evict(self) -> None:
-        block = self._policy.pop()
-        self._num_evictable -= 1
-        self.evictions += 1
-        self._unregister(block)
-        self._free.add(block)
 
     def _unregister(self, block: int) -> None:
         """Takes a leaf out of the index. The caller says what becomes of the block."""

@@ -7,8 +7,13 @@ hits per second of its place that keeping it can bring,
     max over H of  P(used again within H | age) / E[min(time to its use, H)]
 
 which is Gittins' index for a job with this distribution, and the hit density of Beckmann, Chen and Cidon (NSDI 2018)
-with the best horizon instead of the block's whole life. Numbers only: engine/pool/reuse_rates.py says what happened,
-engine/pool/hit_density.py what the classes mean and what the scores are for. No clock.
+with the best horizon instead of the block's whole life.
+
+A sample of the blocks is watched for how long each goes unused, also after it was evicted (`Lifetimes`): what an
+eviction policy learns must not depend on what it evicted. Blocks are sampled by their digests, so that one that comes
+back is known again, and ever fewer of them until the records reach back far enough.
+
+engine/pool/hit_density.py knows what the classes mean and what the scores are for. No clock: `now` comes in.
 """
 
 from __future__ import annotations

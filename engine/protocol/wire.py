@@ -13,19 +13,26 @@ import struct
 from itertools import chain
 from typing import Any, Final
 
-from engine.protocol.identity import DIGEST_BYTES, TOKEN_BYTES
-from engine.protocol.index_keys import TIER_CODES
-from engine.protocol.reports import (
+from engine.protocol.values import (
+    DIGEST_BYTES,
     PROTOCOL_VERSION,
+    TIER_CODES,
+    TOKEN_BYTES,
+    Abort,
     BlockEvents,
+    Breakpoint,
     EngineMessage,
+    GatewayMessage,
+    Grammar,
+    Group,
     Hello,
     Load,
+    Sampling,
     SequenceUpdate,
     StepFrame,
+    Submit,
     TokenLogprobs,
 )
-from engine.protocol.requests import Abort, Breakpoint, GatewayMessage, Grammar, Group, Sampling, Submit
 
 _HEADER = struct.Struct("<I")
 _NO_HEADER: Final = _HEADER.pack(0)

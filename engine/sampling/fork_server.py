@@ -1,7 +1,9 @@
 """The engine's end of the fork server: a process that has the tokeniser and forks a worker for each grammar.
 
-Started on the watcher's thread, because it ends with the thread that started it. What it says is brought to the loop's
-thread. engine/sampling/grammar_server.py is the program, grammar_pool.py who asks for workers.
+A thread says when a socket can be read or written, so that the engine's loop need not wait for one. It reads and writes
+nothing itself. Each socket is looked at until it is ready once; the call that is posted then reads, and asks again. The
+fork server is started on that thread, because it ends with the thread that started it.
+engine/sampling/grammar_server.py is the program, engine/sampling/grammar_pool.py asks for workers.
 """
 
 from __future__ import annotations

@@ -5,8 +5,14 @@ A mask depends on nothing but the tokens that were sampled already, so it can be
 step, and the state of a matcher can be made again from the tokens. White space between JSON tokens is at most one blank
 behind `,` and `:`, so that a weak model's output comes to an end.
 
-llguidance does the work, which is native code that a grammar may crash or keep busy. So this runs in the processes of
-engine/sampling/grammar_server.py and nowhere else. No torch and no numpy, to keep them small.
+llguidance writes text that has to come as the tokeniser would, and the tokeniser takes "<|im_end|>" in a constant for
+the end of the answer. So added tokens that are not ordinary text get names that cannot be written; text is then spelled
+with all other tokens. Grammars say such a token by its id, and those that say it by its name are rewritten.
+
+Rules, terminals and nesting are counted before the compiler follows them; schemas have their limits in
+engine/protocol/schema_limits.py. llguidance does the work, which is native code that a grammar may crash or keep busy.
+So this runs in the processes of engine/sampling/grammar_server.py and nowhere else. No torch and no numpy, to keep them
+small.
 """
 
 from __future__ import annotations
@@ -45,15 +51,15 @@ class GrammarError(SchemaError):
     """A grammar that cannot be carried out. `path` leads to the reason inside of a schema; empty otherwise."""
 
 
-class Matcher:
+class GrammarState:
     """Where one sequence is in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
 
-    def copy(self) -> Matcher:
+    def copy(self) -> GrammarState:
         """Another one at the same place. Cheap: they share what is compiled."""
-        return Matcher(self._matcher.deep_copy())
+        return GrammarState(self._matcher.deep_copy())
 
     def consume(self, tokens: Iterable[int]) -> None:
         """Goes on by tokens that the mask allowed. Others leave a matcher that has failed."""
@@ -94,9 +100,9 @@ class Grammars:
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise GrammarError("", f"this model's tokeniser cannot be constrained: {_short(str(error))}") from None
 
-    def compile(self, grammar: Grammar) -> Matcher:
+    def compile(self, grammar: Grammar) -> GrammarState:
         """A matcher at the beginning. Milliseconds, for the hardest schemas seconds. Raises GrammarError."""
-        return Matcher(self._compile(grammar))
+        return GrammarState(self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:

@@ -27,7 +27,7 @@ import time
 from typing import Any, Final
 
 from engine.protocol import Grammar
-from engine.sampling.grammar import GrammarError, Grammars, Matcher
+from engine.sampling.grammar import GrammarError, Grammars, GrammarState
 from engine.sampling.grammar_frames import (
     COMPILE,
     COMPILED,
@@ -73,10 +73,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what workers share stays shared
     control.sendall(CONTROL.pack(READY, 0, 0))
-    ForkServer(control, grammars, options, libc).run()
+    ServerProcess(control, grammars, options, libc).run()
 
 
-class ForkServer:
+class ServerProcess:
     def __init__(self, control: socket.socket, grammars: Grammars, options: Options, libc: Any) -> None:
         self._control = control
         self._grammars = grammars
@@ -126,7 +126,7 @@ class ForkServer:
             self._control.close()
             for unused in others:
                 os.close(unused)
-            Worker(socket.socket(fileno=fd), self._grammars, self._options).run()
+            WorkerProcess(socket.socket(fileno=fd), self._grammars, self._options).run()
         finally:
             os._exit(0)
 
@@ -145,15 +145,15 @@ class ForkServer:
             self._control.sendall(CONTROL.pack(EXITED, self._pids.pop(pid), ended))
 
 
-class Worker:
+class WorkerProcess:
     """One grammar, in a process of its own."""
 
     def __init__(self, sock: socket.socket, grammars: Grammars, options: Options) -> None:
         self._socket = sock
         self._grammars = grammars
         self._options = options
-        self._start: Matcher | None = None
-        self._matchers: dict[int, Matcher] = {}
+        self._start: GrammarState | None = None
+        self._matchers: dict[int, GrammarState] = {}
         self._base_bytes = _address_bytes()
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if os.path.exists("/proc/self/statm") else -1
 

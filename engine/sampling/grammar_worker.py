@@ -1,8 +1,11 @@
-"""The engine's end of one worker process: a compiled grammar, and the sequences that follow it.
+"""The engine's end of one worker process: a compiled grammar, the sequences that follow it, and their masks in a step.
 
-Every call returns at once: what the socket does not take is sent later, and answers are read when they are there. Used
-by the loop's thread alone. engine/sampling/grammar_server.py is the other end, grammar_pool.py decides which workers
-there are.
+Every call returns at once: what the socket does not take is sent later, and answers are read when they are there.
+engine/sampling/grammar_server.py is the other end, engine/sampling/grammar_pool.py decides which workers there are.
+
+A mask depends on the tokens that were sampled already and not on the step that is being computed. So the masks of a
+step are asked for before the model computes, and taken when the logits are there (`StepMasks`); the workers compute
+them meanwhile. A mask that is late keeps its sequence out of the step and no other. Used by the loop's thread alone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ and wherever the sequence was preempted. A request without a seed draws from the
 
 Order of operations: logit bias, repetition penalty, penalties over generated tokens, what may not come yet
 (min_tokens), what a grammar forbids, temperature, top-k, top-p, min-p; those that transformers has too are in its
-order. Knows tensors of logits and sequences; its neighbour is engine/compute/runner.py.
+order. Log probabilities are those of the model's own distribution, before all of these. Knows tensors of logits and
+sequences; its neighbour is engine/compute/runner.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
-"""The numbers of a JSON Schema, as the compiler has to see them: bounds that it keeps, and digits that come to an end.
+"""The values that a JSON Schema allows: numbers that come to an end, and schemas that only endless values satisfy.
 
-A number that nobody bounded would go on for ever with a weak model, and one with many digits may be rounded across its
+A number that nothing bounds would go on for ever with a weak model, and one with many digits may be rounded across its
 bound when it is read. So integers stay within 64 bits, and other numbers too, without an exponent and with few digits
-behind the point. engine/sampling/schema.py asks for every schema by itself; pure.
+behind the point.
+
+Endless are an object that requires itself, an array of at least one of itself. Every schema gets the kinds of values
+that it can have; those of recursive ones follow from each other. Growing from nothing gives the kinds of finite values,
+shrinking from everything those of all values; where only the second has any, a text would never end.
+
+Pure; engine/sampling/schema.py asks.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Saving:
             blocks = pool.prefixes.find(chain.salt, chain.tokens, digests, start=start, behind=job.block)
             if blocks:
                 return blocks
-        self._let_go(job)
+        self._release_source(job)
         for source in reversed(self._tiers[: tier.number]):
             blocks = source.pool.prefixes.find(chain.salt, chain.tokens, digests)
             if len(blocks) > start:
@@ -206,7 +206,7 @@ class Saving:
     def _copied(self, tier: Tier, job: _Save, copied: Copied) -> None:
         """Makes findable what was copied, unless it ceased to be trusted meanwhile."""
         if job.fence is None:
-            self._came_late(tier, job)
+            self._end_late(tier, job)
             return
         job.fence = None
         assert job.source is not None, "a part was copied from nowhere"
@@ -251,9 +251,9 @@ class Saving:
             tier.late += 1
             job.source.pool.release(job.blocks)
             job.blocks, job.fence = [], None
-            self._let_go(job)
+            self._release_source(job)
 
-    def _came_late(self, tier: Tier, job: _Save) -> None:
+    def _end_late(self, tier: Tier, job: _Save) -> None:
         """A part that was given up has ended."""
         tier.late -= 1
         tier.pool.release(job.slots)
@@ -264,14 +264,14 @@ class Saving:
         if left := [key.digest for key in keys if tier.pool.prefixes.find_block(key.digest) is None]:
             self._account.drop(tier, left)
 
-    def _let_go(self, job: _Save) -> None:
+    def _release_source(self, job: _Save) -> None:
         """Of the source."""
         if job.source is not None and job.block is not None:
             job.source.pool.release([job.block])
         job.source = job.block = None
 
     def _end(self, tier: Tier, job: _Save) -> None:
-        self._let_go(job)
+        self._release_source(job)
         if job.slot is not None:
             tier.pool.release([job.slot])
         del self._jobs[tier]

@@ -1,7 +1,8 @@
 """Builds the tiers that an engine's settings ask for: the model's own blocks, host memory, disk.
 
-The one place that knows which store stands behind which tier, and how large each is. Called once, by
-engine/serving.py.
+The one place that knows which store stands behind which tier, and how large each is. Called once, by engine/serving.py.
+Has the two stores in memory: the cache's blocks are only read while a reference keeps them as they are, and only
+written while they belong to no sequence; engine/tiers/tiers.py sees to that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """POST /admin/cache/blocks/purge: a tenant's or a namespace's KV blocks and leases go from all engines of this gateway.
 
-Each engine is asked by itself (engine/protocol/endpoints.py:PURGE_PATH) and can purge its own folder of blocks, and
+Each engine is asked by itself (engine/protocol/values.py:PURGE_PATH) and can purge its own folder of blocks, and
 those of engines that are gone. So a purge is complete when all engines have answered that theirs is, and no folder that
 they share belongs to an engine that was not asked. Repeating one does no harm.
 """

@@ -1,6 +1,6 @@
 -- How many leading blocks of one prompt does each engine hold?
 --
--- KEYS     blocks_key of each candidate incarnation (engine/protocol/index_keys.py): a hash with the block digests as fields
+-- KEYS     blocks_key of each candidate incarnation (engine/protocol/values.py): a hash with the block digests as fields
 -- ARGV[1]  the prompt's block digests, 16 bytes each, one after the other
 -- returns  one integer for each key: leading digests that are fields of it; -1 when there is no such key
 --

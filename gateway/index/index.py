@@ -5,7 +5,7 @@ Presence is prefix-closed: an engine that holds block i of a chain holds every b
 parents before children and remove children before parents. So the end of a prefix is found by bisection. An answer is a
 hint: the engine compares the tokens before it reuses anything.
 
-Redis has what engine/publish.py writes; keys and values are described there and in engine/protocol/index_keys.py. All
+Redis has what engine/publish.py writes; keys and values are described there and in engine/protocol/values.py. All
 digests travel packed in one argument, because a Redis command pays for each argument and not for its bytes. An outage
 costs the requests that were waiting when it began one time limit each, and later ones nothing: a task probes Redis in
 the background, for all parts of the gateway.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.loop import NOBODY, EngineLoop
+from engine.loop import NO_OWNER, EngineLoop
 from engine.protocol import BlockEvents, Breakpoint, Load, Sampling, SequenceUpdate, StepFrame, Submit, split_digests
 from engine.sequence import Step
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
@@ -236,7 +236,7 @@ def test_load_is_told_when_an_abort_changed_it() -> None:
         desk.loop.abort("g", 1)
         desk.gate.open.set()
         desk.wait_for(lambda: bool(desk.loads) and desk.loads[-1][1].running == 0)
-        assert desk.loads[-1][0] == NOBODY
+        assert desk.loads[-1][0] == NO_OWNER
 
 
 def test_draining_refuses_the_new_and_finishes_the_old() -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from engine.demo import MODEL_DIR
 from engine.protocol import Grammar, Lane
-from engine.sampling.grammar import Matcher as LocalMatcher
+from engine.sampling.grammar import GrammarState
 from engine.sampling.grammar_pool import GrammarPool
 from engine.sampling.grammar_worker import Matcher, Refusal
 
@@ -68,7 +68,7 @@ class Asked:
         self.answered, self.refusal = True, refusal
 
 
-def fill_mask(matcher: LocalMatcher, out: npt.NDArray[np.bool_]) -> bool:
+def fill_mask(matcher: GrammarState, out: npt.NDArray[np.bool_]) -> bool:
     """Which tokens may come next, (vocab_size,) bool. False, and nothing is allowed, when the matcher has failed."""
     bits = matcher.bits()
     if bits is None:

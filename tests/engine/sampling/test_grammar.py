@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from engine.demo import MODEL_DIR
 from engine.protocol import Grammar
-from engine.sampling.grammar import GrammarError, Grammars, Matcher
+from engine.sampling.grammar import GrammarError, Grammars, GrammarState
 from tests.fakes.grammars import fill_mask, many_properties, many_terminals, reference_chain, unit_rules
 from tests.fakes.schemas import HARD, REFUSED, schemas, validate, wild_schemas
 
@@ -42,11 +42,11 @@ def closers() -> np.ndarray[Any, Any]:
     return np.array([bool(re.search(r'["\]}]', text)) for text in texts])
 
 
-def compile_schema(schema: Any) -> Matcher:
+def compile_schema(schema: Any) -> GrammarState:
     return grammars().compile(Grammar("json_schema", json.dumps(schema)))
 
 
-def walk(matcher: Matcher, seed: int, limit: int = LIMIT) -> str | None:
+def walk(matcher: GrammarState, seed: int, limit: int = LIMIT) -> str | None:
     """A text of random tokens; those that end or close something are often preferred. None when it did not end."""
     rng, tokens, mask = random.Random(seed), [], np.empty(VOCABULARY, np.bool_)
     for _ in range(limit):
@@ -107,7 +107,7 @@ def test_a_schema_that_cannot_be_carried_out_is_refused_with_the_path_of_the_rea
         assert caught.value.path == path, caught.value
 
 
-def accepts(matcher: Matcher, text: str) -> bool:
+def accepts(matcher: GrammarState, text: str) -> bool:
     """Whether the text may be said, token by token, and be the whole of it."""
     mask = np.empty(VOCABULARY, np.bool_)
     for token in tokenizer().encode(text, add_special_tokens=False).ids:

@@ -47,8 +47,8 @@ def desk_where(program: str, **options: Any) -> Iterator[GrammarDesk]:
 
 MISBEHAVE = """
 import os, time
-from engine.sampling.grammar import Grammars, Matcher
-compile, bits = Grammars.compile, Matcher.bits
+from engine.sampling.grammar import Grammars, GrammarState
+compile, bits = Grammars.compile, GrammarState.bits
 def misbehave(self, grammar):
     text = grammar.text
     if text.startswith("stand-in"):
@@ -69,7 +69,7 @@ def bits_of(self):
     count += 1
     if count > 1: time.sleep(3600)
     return bits(self)
-Matcher.bits = bits_of
+GrammarState.bits = bits_of
 """
 )
 

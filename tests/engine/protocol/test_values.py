@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol import DIGEST_BYTES, HASHES, Namespace, chain_digests, split_digests
+from engine.protocol import DIGEST_BYTES, HASHES, Namespace, TokenizerFiles, blocks_key, chain_digests, split_digests
 from tests.fakes.messages import SOME, namespaces, token_ids
 
 
@@ -64,3 +64,21 @@ def test_a_chain_may_be_computed_in_parts(tokens: list[int]) -> None:
     whole = chain_digests(SOME.root(), data, 16)
     head = chain_digests(SOME.root(), data[: 2 * 16 * 4], 16)
     assert whole == head + chain_digests(head[-16:], data[2 * 16 * 4 :], 16)
+
+
+def test_all_keys_of_a_model_lie_in_one_cluster_slot() -> None:
+    one, other = blocks_key("some/model", "a"), blocks_key("some/model", "b")
+    assert one != other
+    assert one[one.index("{") : one.index("}")] == other[other.index("{") : other.index("}")]
+
+
+def test_the_fingerprint_of_a_tokeniser_covers_all_of_it() -> None:
+    files = TokenizerFiles("{}", "template", {"bos_token": "<s>"}, add_bos=False)
+    others = [
+        replace(files, tokenizer_json="{ }"),
+        replace(files, chat_template=None),
+        replace(files, special_tokens={}),
+        replace(files, add_bos=True),
+    ]
+    assert len({files.fingerprint(), *(other.fingerprint() for other in others)}) == 5
+    assert TokenizerFiles.from_json(files.to_json()).fingerprint() == files.fingerprint()
