@@ -1,7 +1,7 @@
 """Requests that no HTTP request brought: the lines of batches, each asked of one of the endpoints that generate.
 
-An endpoint is made by the dialect that has it (`endpoints()` of its handlers), and `Elsewhere` answers for models of
-upstreams. `Lines` gives a line what the middleware gives a request: an id, its line in the log, its place in the
+An endpoint is made by the dialect that has it (`endpoints()` of its handlers); upstream_lines.py answers for models
+of upstreams. `Lines` gives a line what the middleware gives a request: an id, its line in the log, its place in the
 metrics, and errors in its dialect's shape.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 
@@ -23,7 +23,7 @@ from gateway.api.middleware import noted
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
 from gateway.api.tenants import Namespaces
 from gateway.api.unknown_fields import IgnoredFields, collected
-from gateway.api.upstream_lines import Came, Headers, Target
+from gateway.api.upstream_lines import Headers, Target, UpstreamLines
 from gateway.errors import (
     BadRequestError,
     DeadlineError,
@@ -137,18 +137,6 @@ class Answered(NamedTuple):
     retry_after_s: float | None = None
 
 
-class Elsewhere(Protocol):
-    """Who answers for models that are none of our engines'."""
-
-    def serves(self, body: Body, tenant: Tenant) -> bool:
-        """Whether a line is for it."""
-        ...
-
-    async def answer(self, record: Record, tenant: Tenant, body: Body, target: Target) -> Came:
-        """What it said, errors included. Raises KvasirError when it said nothing."""
-        ...
-
-
 class Lines:
     """Answers lines, each as one request of the batch lane."""
 
@@ -157,7 +145,7 @@ class Lines:
         endpoints: Mapping[str, Endpoint],
         observer: Observer,
         all_joined: Callable[[], bool],
-        elsewhere: Elsewhere,
+        upstreams: UpstreamLines,
         namespaces: Namespaces,
         refuses_unknown: Callable[[str], bool],
     ) -> None:
@@ -166,7 +154,7 @@ class Lines:
         """
         self._refuses_unknown = refuses_unknown
         self._all_joined = all_joined
-        self._elsewhere = elsewhere
+        self._upstreams = upstreams
         self._namespaces = namespaces
         self._endpoints = endpoints
         self._observer = observer
@@ -194,7 +182,7 @@ class Lines:
         if call is None:
             return None
         try:
-            if self._elsewhere.serves(line.body, line.tenant):
+            if self._upstreams.serves(line.body, line.tenant):
                 return await off_loop(line.work, lambda: beginning_of_body(line.body))
             record = self._record(line)
             with no_panic(), collected(record.ignored):
@@ -212,17 +200,17 @@ class Lines:
     async def _asked(self, line: Line, record: Record) -> Answered:
         """Raises KvasirError."""
         endpoint = self._endpoints[line.endpoint]
-        if not self._elsewhere.serves(line.body, line.tenant):
+        if not self._upstreams.serves(line.body, line.tenant):
             told = await endpoint.answer(record, line.tenant, line.body)
             record.status = OK
             return Answered(OK, told, _usage(record))
         check_body(line.body)
         target = Target(endpoint.target.path, (*endpoint.target.headers, *line.headers))
-        came = await self._elsewhere.answer(record, line.tenant, line.body, target)
-        record.status = came.status
-        retry = _retry_of(came.status)
-        after_s = None if retry == "no" else came.retry_after_s or PAUSE_S
-        return Answered(came.status, came.body, _usage(record), retry, after_s)
+        reply = await self._upstreams.answer(record, line.tenant, line.body, target)
+        record.status = reply.status
+        retry = _retry_of(reply.status)
+        after_s = None if retry == "no" else reply.retry_after_s or PAUSE_S
+        return Answered(reply.status, reply.body, _usage(record), retry, after_s)
 
     def _may_join(self, error: KvasirError) -> bool:
         """Whether the model that was not found may still be that of an engine."""

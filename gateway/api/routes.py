@@ -195,13 +195,13 @@ def build_app(
     app[UNLISTED] = frozenset(route.path for own in docs.routes.values() for route in own if route.refuses)
     row_limits = RowLimits(batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, MAX_DEPTH)
     formats = {OPENAI.name: row_format(row_limits), ANTHROPIC.name: ROWS}
-    elsewhere = UpstreamLines(
+    upstream_lines = UpstreamLines(
         passthrough,
         upstreams,
         timeout_s=batches.line_timeout_s,
         max_answer_bytes=batches.max_answer_bytes,
     )
-    lines = Lines(endpoints, observer, sources.all_joined, elsewhere, named, refuses_unknown)
+    lines = Lines(endpoints, observer, sources.all_joined, upstream_lines, named, refuses_unknown)
     app[RUNNER] = BatchRunner(lines, formats)
     app.cleanup_ctx.append(LoopLag(metrics.registry).running)
     app.on_shutdown.append(lambda _: background.shut_down())

@@ -31,7 +31,7 @@ class Target(NamedTuple):
     headers: Headers = ()
 
 
-class Came(NamedTuple):
+class UpstreamReply(NamedTuple):
     """What an upstream answered: one row of JSON."""
 
     status: int
@@ -55,7 +55,7 @@ class UpstreamLines:
         model = body.get("model")
         return type(model) is str and self._passthrough.serves(model, tenant)
 
-    async def answer(self, record: Record, tenant: Tenant, body: dict[str, Any], target: Target) -> Came:
+    async def answer(self, record: Record, tenant: Tenant, body: dict[str, Any], target: Target) -> UpstreamReply:
         """Whole. Raises KvasirError when no upstream answered, or none with JSON."""
         written = await off_loop(record.work, lambda: orjson.dumps(body))
         request = UpstreamRequest(
@@ -82,7 +82,7 @@ class UpstreamLines:
         try:
             async with asyncio.timeout(self._timeout_s), self._upstreams.answer(request) as answer:
                 record.model = answer.label
-                return Came(answer.status, await self._read(answer), answer.retry_after_s)
+                return UpstreamReply(answer.status, await self._read(answer), answer.retry_after_s)
         except TimeoutError:
             raise DeadlineError("The answer took longer than a line may (batches.line_timeout_s).") from None
 
