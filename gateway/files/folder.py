@@ -1,8 +1,8 @@
 """Files of all tenants in one folder, durable and shared: whatever is killed at whatever moment, a file is there whole
 or not at all. Blocking: store.py calls this from threads.
 
-    ROOT/TENANT/lock           held (flock) by whoever adds, removes or sweeps
-    ROOT/TENANT/NAME.part      an upload; locked by whoever writes it, for as long as they live
+    ROOT/TENANT/lock           held (flock) while files are added, removed or swept
+    ROOT/TENANT/NAME.part      an upload; locked by the process that writes it
     ROOT/TENANT/ID.data        the bytes
     ROOT/TENANT/ID.json        everything else; a file is there from when this one is, until this one is gone
 
@@ -208,7 +208,7 @@ def too_many_bytes(max_bytes: int) -> QuotaError:
 
 
 def _full() -> StorageFullError:
-    return StorageFullError("There is no room for this file on the server's disk; nothing of it was kept.")
+    return StorageFullError("There is no room for this file on the server's disk; nothing of it was stored.")
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Upload:
             await self._flush()
 
     async def finish(self, filename: str, mime_type: str, ttl_s: float | None) -> StoredFile:
-        """It is kept when this returns. `ttl_s` None: as long as files of its purpose are. Raises as `write`."""
+        """It is stored when this returns. `ttl_s` None: the time to live of its purpose. Raises as `write`."""
         self._check(self._num_bytes)
         await self._flush()
         if ttl_s is None and self.purpose == "batch":
@@ -125,8 +125,8 @@ class FileStore:
         ttl_s: float | None,
         pieces: AsyncIterator[bytes],
     ) -> StoredFile:
-        """A file that we made, of JSON lines. What has its id already stays as it is, and is what comes back: whoever
-        was killed meanwhile does the same again. `ttl_s` None: as long as batch files are kept. Raises QuotaError,
+        """A file that we made, of JSON lines. A file that has its id already stays as it is, and is returned:
+        the same may be done again after a crash. `ttl_s` None: that of batch files. Raises QuotaError,
         StorageFullError and StorageError."""
         if (there := await self.find(tenant, file_id)) is not None:
             return there
@@ -180,12 +180,12 @@ class FileStore:
     def _check_uploads(self, tenant: str) -> None:
         settings = self.settings
         limits = (
-            (self._uploads.total(), settings.max_uploads, "files.max_uploads"),
-            (self._uploads[tenant], settings.max_uploads_per_tenant, "files.max_uploads_per_tenant"),
+            (self._uploads.total(), settings.max_uploads, "at a gateway"),
+            (self._uploads[tenant], settings.max_uploads_per_tenant, "of a tenant"),
         )
-        for running, limit, name in limits:
+        for running, limit, scope in limits:
             if running >= limit:
-                message = f"{running} files are being uploaded at the moment, as many as may be ({name})."
+                message = f"Uploads {scope}: {running} are running, which is the limit."
                 raise QueueFullError(message, retry_after_s=RETRY_AFTER_S)
 
     async def _acquired(self, acquire: Callable[[], _T], *, undo: Callable[[_T], None]) -> _T:

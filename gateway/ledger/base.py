@@ -20,7 +20,7 @@ LARGEST: Final = 2**63 - 1
 """Figure of a row, above or below zero: Redis counts in 64 bits."""
 
 OTHER: Final = "other"
-"""The model of rows that are one too many to be told apart."""
+"""The model of rows past ledger.max_rows."""
 
 AUDIT: Final = "audit"
 RowLane = Lane | Literal["audit"]
@@ -63,9 +63,9 @@ class Entry(NamedTuple):
     """What one finished request used and saved, or one audit of the semantic cache.
 
     prompt_tokens   of its prompts, with `cached_tokens` and `writes` among them: each token is of one kind
-    cached_tokens   as the client was told, which is what is paid
-    writes          time to live in seconds (0: none was asked for), tokens written to the cache, as told
-    reused_tokens   of the prompts, those that were not computed again; they may be more than what is told
+    cached_tokens   as reported to the client, which is what is paid
+    writes          time to live in seconds (0: none was asked for), tokens written to the cache, as reported
+    reused_tokens   of the prompts, those that were not computed again; they may be more than what is reported
     reused_ms       that computing those would have taken
     reused_by       whose cache it was
     by_upstream     a hosted API answered, or had answered what was remembered; it knows nothing of our batch lane

@@ -22,7 +22,7 @@ NUMBERS: Final = 1000
 """Of what was added, that a book in memory remembers."""
 
 REMEMBERED_S: Final = 86_400
-"""Seconds for which a number is known to have been added: whoever tries again does so within them."""
+"""Seconds for which a number is known to have been added: a retry comes within them."""
 
 READ_AT_ONCE: Final = 2000
 """Fields of a day that are read in one command, so that others have their turn."""

@@ -49,7 +49,7 @@ class Ledger:
         self._now = now
         self._added: list[Entry] = []  # today, and in no row yet
         self._day_number, self._day = -1.0, ""
-        self._known: set[Row] = set()  # rows of today that are told apart
+        self._known: set[Row] = set()  # rows of today that have their own model
         self._rows: dict[Row, Figures] = {}
         self._open: dict[tuple[str, str, str], tuple[Tariff | None, Figures]] = {}  # those of whom asks now
         self._sending: deque[_Batch] = deque()
@@ -147,8 +147,8 @@ class Ledger:
         """Once a day."""
         today = self._today()
         if self._forgotten != today:
-            kept = timedelta(days=self._settings.retention_days - 1)
-            await self._book.forget((date.fromisoformat(today) - kept).isoformat())
+            retained = timedelta(days=self._settings.retention_days - 1)
+            await self._book.forget((date.fromisoformat(today) - retained).isoformat())
             self._forgotten = today
 
     def _today(self) -> str:
@@ -176,12 +176,12 @@ class Ledger:
     def _begin(self, entry: Entry, tariff: Tariff | None) -> Figures | None:
         """The row that an entry belongs to; None when none is left."""
         row = Row(self._day, entry.tenant, entry.model, entry.lane, tariff.currency if tariff else "")
-        row = self._told_apart(row)
+        row = self._bounded(row)
         if row not in self._rows and self._waiting >= 2 * self._settings.max_rows:
             return None
         return self._rows.setdefault(row, {})
 
-    def _told_apart(self, row: Row) -> Row:
+    def _bounded(self, row: Row) -> Row:
         """The row itself, or that of all further models."""
         if row not in self._known:
             if len(self._known) >= self._settings.max_rows:

@@ -1,6 +1,6 @@
 """What tokens cost: the price of a model, and what an entry comes to. Pure, in whole numbers: no error adds up.
 
-Each token of a prompt is paid at exactly one rate: input, cached read, or cache write. What is told as saved is the
+Each token of a prompt is paid at exactly one rate: input, cached read, or cache write. What is reported as saved is the
 difference to a request of the online lane whose tokens are all input.
 """
 

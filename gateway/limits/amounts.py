@@ -50,9 +50,9 @@ def limits_of(settings: LimitSettings, tenants: Sequence[TenantSettings]) -> Ite
     """Every tenant that has any, by name. What a tenant does not say is as in [limits]."""
     own = {tenant.name: tenant.model_dump(exclude_none=True) for tenant in tenants} or {ANONYMOUS: {}}
     for name, theirs in own.items():
-        told = settings.model_dump() | theirs
-        per_minute = {kind: told[f"{kind}_per_minute"] for kind in KINDS if told[f"{kind}_per_minute"]}
-        if limits := Limits(per_minute, told["max_in_flight"], round(settings.burst_s * 1e6)):
+        merged = settings.model_dump() | theirs
+        per_minute = {kind: merged[f"{kind}_per_minute"] for kind in KINDS if merged[f"{kind}_per_minute"]}
+        if limits := Limits(per_minute, merged["max_in_flight"], round(settings.burst_s * 1e6)):
             yield name, limits
 
 

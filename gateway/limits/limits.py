@@ -1,6 +1,6 @@
 """The limits of every tenant: what a request may take is set aside before it is answered, and put right behind it.
 
-Knows no wire format and no Redis: counters count, amounts.py says how much, the dialects write what they are told. A
+Knows no wire format and no Redis: counters count, amounts.py says how much, the dialects write what came of it. A
 tenant without limits costs nothing; one with limits, one call of the counters before the answer and one behind it.
 """
 
@@ -142,13 +142,13 @@ class TenantLimits:
 
     def _figures(self, tenant: str) -> dict[str, Any]:
         account = self._accounts[tenant]
-        told: dict[str, Any] = {
+        figures: dict[str, Any] = {
             kind: {"limit": one.limit, "remaining": one.remaining, "reset_s": round(one.reset_s, 3)}
             for kind, one in self.rooms(tenant).items()
         }
         if most := account.limits.max_in_flight:
-            told["in_flight"] = {"limit": most, "of_this_gateway": len(account.flights)}
-        return {**told, "refused": dict(account.refused)}
+            figures["in_flight"] = {"limit": most, "of_this_gateway": len(account.flights)}
+        return {**figures, "refused": dict(account.refused)}
 
     async def _renew_always(self) -> None:
         while not tasks.was_cancelled():

@@ -67,7 +67,7 @@ def connect(url: str, timeout_s: float) -> Redis:
 
 async def warn_of_eviction(redis: Redis) -> None:
     """Says so when this Redis gives up keys without a time to live, which jobs, leases and the ledger have. Quiet where
-    it cannot be asked: whoever needs it finds out."""
+    it cannot be asked."""
     try:
         memory: Any = await redis.info("memory")
         policy, most = str(memory.get("maxmemory_policy", "")), int(memory.get("maxmemory", 0))

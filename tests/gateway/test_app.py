@@ -328,7 +328,7 @@ async def test_what_an_audit_has_used_is_in_the_ledger_when_the_gateway_is_close
 def test_without_the_extra_the_semantic_cache_says_so_and_exact_answers_are_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gateway.app.find_spec", lambda name: None)
+    monkeypatch.setattr("gateway.responses.embedding.text_model.find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
         gateway = Gateway(Settings.model_validate({"semantic_cache": {"mode": "on"}}), None, None)
     assert gateway.semantic_cache is None
