@@ -34,7 +34,7 @@ from engine.protocol import (
 )
 from gateway import tasks
 from gateway.engines.connection import Connection
-from gateway.engines.questions import ask_purge, fetch_stats, fetch_tokenizer
+from gateway.engines.http_calls import fetch_stats, fetch_tokenizer, request_purge
 from gateway.errors import DeadlineError, EngineLostError
 from gateway.types import EncodedPrompt, Request
 
@@ -178,8 +178,8 @@ class BundledEngine:
         return await fetch_stats(self._session, self._stats_timeout_s) if self._session else None
 
     async def purge(self, salt_prefix: str) -> dict[str, Any]:
-        """See questions.ask_purge."""
-        return await ask_purge(self._session, salt_prefix)
+        """See http_calls.request_purge."""
+        return await request_purge(self._session, salt_prefix)
 
     async def generate(
         self, prompt: EncodedPrompt, sampling: Sampling, request: Request

@@ -1,4 +1,4 @@
-"""What a gateway asks an engine beside the stream, over plain HTTP: its tokeniser, its own counters, and a purge."""
+"""HTTP calls to an engine beside the stream: its tokeniser, its own counters, and a purge."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def fetch_stats(session: aiohttp.ClientSession, timeout_s: float) -> dict[
     return stats if isinstance(stats, dict) else None
 
 
-async def ask_purge(session: aiohttp.ClientSession | None, salt_prefix: str) -> dict[str, Any]:
+async def request_purge(session: aiohttp.ClientSession | None, salt_prefix: str) -> dict[str, Any]:
     """The engine's report, with `complete` (docs/engine.md). `session` is None while the engine is away. Raises
     EngineLostError when there is no answer within PURGE_TIMEOUT_S, or none that is a report."""
     if session is None:
