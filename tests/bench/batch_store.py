@@ -22,9 +22,8 @@ from redis.asyncio import Redis
 from engine.protocol import DIGEST_BYTES
 from gateway.config import BatchSettings
 from gateway.queues.batch.base import Job, LinePlan
-from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.queues.batch.redis_jobs import RedisJobs, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
-from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.storage.redis_calls import connect
 from tests.fakes.batches import FakeRunner, Lane
 from tests.fakes.redis_process import RedisProcess

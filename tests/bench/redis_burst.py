@@ -30,8 +30,7 @@ from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.books import RedisBook
 from gateway.limits.counters import RedisCounters, Take
-from gateway.queues.batch.redis_jobs import RedisJobs
-from gateway.queues.batch.redis_scripts import RedisScripts
+from gateway.queues.batch.redis_jobs import RedisJobs, RedisScripts
 from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.byte_store import Quota

@@ -12,8 +12,7 @@ from gateway.config import BatchSettings
 from gateway.errors import QuotaError
 from gateway.queues.batch.base import Counts, Job, JobError
 from gateway.queues.batch.jobs import Jobs, MemoryJobs
-from gateway.queues.batch.redis_jobs import RedisJobs
-from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
+from gateway.queues.batch.redis_jobs import PREFIX, RedisJobs, RedisScripts
 from gateway.types import Usage
 from tests.fakes.tuned import tuned
 

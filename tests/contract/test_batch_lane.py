@@ -13,9 +13,8 @@ from gateway.config import BatchSettings
 from gateway.queues.batch.base import Counts
 from gateway.queues.batch.jobs import Jobs
 from gateway.queues.batch.lines import Lines
-from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.queues.batch.redis_jobs import PREFIX, RedisJobs, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
-from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
 from gateway.storage.redis_calls import connect
 from tests.fakes.batches import FakeRunner, Lane
 from tests.fakes.redis_process import RedisProcess

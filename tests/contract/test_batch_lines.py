@@ -17,8 +17,8 @@ from gateway.queues.batch.base import Counts, LinePlan
 from gateway.queues.batch.job import Progress
 from gateway.queues.batch.lines import QUANTUM_TOKENS, Claim, Lines, MemoryLines, Result
 from gateway.queues.batch.paths import Ref
+from gateway.queues.batch.redis_jobs import PREFIX, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
-from gateway.queues.batch.redis_scripts import PREFIX, RedisScripts
 from gateway.types import Usage
 from tests.fakes.redis_process import RedisProcess
 

@@ -23,8 +23,7 @@ from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.books import RedisBook
 from gateway.limits.counters import MemoryCounters, RedisCounters, Take
-from gateway.queues.batch.redis_jobs import RedisJobs
-from gateway.queues.batch.redis_scripts import RedisScripts
+from gateway.queues.batch.redis_jobs import RedisJobs, RedisScripts
 from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions

@@ -12,9 +12,8 @@ from gateway.queues.batch.base import Runner
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.jobs import MemoryJobs
 from gateway.queues.batch.lines import MemoryLines
-from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.queues.batch.redis_jobs import RedisJobs, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
-from gateway.queues.batch.redis_scripts import RedisScripts
 from gateway.queues.batch.store import BatchStore, Files, Stores
 from gateway.queues.batch.worker import Worker
 from gateway.storage.breaker import RedisBreaker

@@ -6,6 +6,9 @@ kvasir:{batches}:open                set of jobs for which something is left to 
 kvasir:{batches}:ended               sorted set of all others, by the millisecond at which they may be forgotten
 kvasir:{batches}:quota               hash: jobs:TENANT and lines:TENANT, of those that are open
 kvasir:{batches}:leases              hash: job -> millisecond at which its lease ends, and owner
+
+All keys begin with the same hash tag, so that one script may touch all of them in a cluster, too. None has a time to
+live: the embedded Redis, which appends what it is told to a file, never evicts those.
 """
 
 from __future__ import annotations
@@ -13,18 +16,52 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
+
+from redis.asyncio import Redis
 
 from gateway.config import BatchSettings
 from gateway.queues.batch.base import Job, State
 from gateway.queues.batch.jobs import read, too_many_jobs, too_many_lines, written
-from gateway.queues.batch.redis_scripts import PREFIX, STORE, RedisScripts
-from gateway.storage.redis_calls import read_or_skip
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.redis_calls import RedisCalls, read_or_skip
+
+_T = TypeVar("_T")
+
+PREFIX: Final = "kvasir:{batches}:"
+STORE: Final = "batches"
+"""What they are called where Redis holds something that is none of them."""
+
+SCRIPTS: Final = (
+    *("stage", "queue", "claim", "take_over", "renew", "put_back", "complete", "drop_staged", "drop_waiting"),
+    *("create", "update", "reserve", "close", "forget", "lease", "release"),
+)
 
 READ_AT_ONCE: Final = 100
 
 _NO_TIME_S: Final = 250e9
 """A second since 1970 that no clock shows: Python's dates end before it."""
+
+
+class RedisScripts:
+    """One Redis. `redis` is the caller's: it is not closed here. `timeout_s` bounds every call."""
+
+    def __init__(self, redis: Redis, *, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
+        self.redis = redis
+        self.calls = RedisCalls(redis, timeout_s, breaker)
+        self._scripts = {name: self.calls.script(__package__, f"scripts/{name}.lua") for name in SCRIPTS}
+
+    async def run(self, script: str, *args: bytes | str | int) -> Any:
+        """What the script of this name returns. Raises RedisDownError."""
+        return await self.ask(self.call(script, *args))
+
+    def call(self, script: str, *args: bytes | str | int) -> Awaitable[Any]:
+        """For `ask`, or one of those that `calls` has."""
+        return self._scripts[script](keys=[PREFIX], args=args)
+
+    async def ask(self, call: Awaitable[_T]) -> _T:
+        """Raises RedisDownError. What was asked for may have been done all the same."""
+        return await self.calls.ask(call)
 
 
 class RedisJobs:

@@ -27,7 +27,7 @@ from gateway.queues.batch.base import Counts, LinePlan
 from gateway.queues.batch.job import Progress
 from gateway.queues.batch.lines import QUANTUM_TOKENS, Back, Claim, Kind, Result, lane_of
 from gateway.queues.batch.paths import MAX_TOKENS, Ref, path_of, ref_at, ref_bytes, ref_of
-from gateway.queues.batch.redis_scripts import PREFIX, STORE, RedisScripts
+from gateway.queues.batch.redis_jobs import PREFIX, STORE, RedisScripts
 from gateway.storage.redis_calls import read_or_skip
 from gateway.types import Usage
 
