@@ -259,21 +259,6 @@ def at_most(most: int, value: list[Any], path: str) -> list[Any]:
 # -- the fields of an object -----------------------------------------------------------------------------------------
 
 
-def check_names(item: Mapping[str, Any], known: Collection[str], path: str) -> None:
-    """Ignores fields that are none of these, or raises BadRequestError. null is "not given"."""
-    for key, value in item.items():
-        if value is not None and key not in known:
-            unknown(f"{path}.{key}", key, known, item)
-
-
-def only(item: Mapping[str, Any], known: Collection[str], path: str) -> None:
-    """Raises BadRequestError for a field that is none of these, where ignoring one would change what was asked for.
-    null is "not given"."""
-    for key, value in item.items():
-        if value is not None and key not in known:
-            _refuse(f"{path}.{key}", key, known, item)
-
-
 def _refuse(path: str, name: str, known: Collection[str], given: Collection[str]) -> None:
     raise unknown_parameter(path, typo_of(name, known, given))
 
@@ -313,14 +298,6 @@ def a_list(value: Any, path: str) -> list[Any]:
     if type(value) is not list:
         raise wrong_type(path, "an array", value)
     return at_most(MAX_ITEMS, value, path)
-
-
-@takes({"type": "array", "minItems": 1, "maxItems": MAX_ITEMS})
-def an_array(value: Any, path: str) -> list[Any]:
-    """A list that is neither empty nor longer than MAX_ITEMS."""
-    if not (items := a_list(value, path)):
-        raise empty_array(path)
-    return items
 
 
 def integer(low: int, high: int) -> Check[int]:

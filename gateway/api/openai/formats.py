@@ -12,20 +12,7 @@ from typing import Any, Final
 import orjson
 
 from gateway.api.constraints import constraint, json_object, json_schema
-from gateway.api.fields import (
-    Check,
-    JsonSchema,
-    an_array,
-    an_object,
-    boolean,
-    closed_record,
-    invalid,
-    made,
-    only,
-    tagged,
-    takes,
-    text,
-)
+from gateway.api.fields import Check, an_object, array_of, boolean, closed_record, invalid, made, tagged, takes, text
 from gateway.api.openai.strict_schema import check_strict
 from gateway.types import Constraint
 
@@ -78,55 +65,36 @@ text_format: Final = tagged(
 )
 """`text.format` of the Responses API, which is flat."""
 
-_STRUCTURED: Final[dict[str, JsonSchema]] = {
-    "json": {"type": ["object", "boolean", "string"]},
-    "json_object": {"const": True},
-    "regex": {"type": "string"},
-    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
-    "grammar": {"type": "string"},
-}
 
-
-@takes(
-    {
-        "type": "object",
-        "properties": _STRUCTURED,
-        "additionalProperties": False,
-        "minProperties": 1,
-        "maxProperties": 1,
-    }
-)
-def structured_outputs(value: Any, path: str) -> Constraint | None:
-    """One of `json`, `json_object`, `regex`, `choice` and `grammar` (Lark)."""
-    given = {key: item for key, item in an_object(value, path).items() if item is not None}
-    only(given, _STRUCTURED, path)
-    if len(given) != 1:
-        raise invalid(path, "exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar' is expected")
-    ((kind, item),) = given.items()
-    return _structured(kind, item, f"{path}.{kind}")
-
-
-def guided(kind: str) -> Check[Constraint | None]:
-    """One of them as a parameter of its own, as older clients of vLLM send it."""
-    return Check(partial(_structured, kind), _STRUCTURED[kind])
-
-
-def _structured(kind: str, item: Any, where: str) -> Constraint | None:
-    if kind == "json":
-        return json_schema(orjson_loads(item, where) if type(item) is str else item, where)
-    if kind == "json_object":
-        return json_object(where) if boolean(item, where) else None
-    if kind == "choice":
-        if len(an_array(item, where)) > MAX_CHOICES:
-            raise invalid(where, f"at most {MAX_CHOICES} choices are possible")
-        choices = [_string(one, f"{where}[{index}]") for index, one in enumerate(item)]
-        return constraint("regex", "|".join(re.escape(one) for one in choices), where)
-    return constraint("regex" if kind == "regex" else "lark", _string(item, where), where)
-
-
-def orjson_loads(value: str, path: str) -> Any:
-    """A schema that is written as a string."""
+@takes({"type": ["object", "boolean", "string"]})
+def _json(value: Any, path: str) -> Constraint:
+    """A schema, which may be written as a string."""
     try:
-        return orjson.loads(value)
+        return json_schema(orjson.loads(value) if type(value) is str else value, path)
     except orjson.JSONDecodeError as error:
         raise invalid(path, f"the string is not JSON: {error}") from None
+
+
+def _choice(choices: list[str], path: str) -> Constraint:
+    return constraint("regex", "|".join(map(re.escape, choices)), path)
+
+
+STRUCTURED: Final[dict[str, Check[Constraint | None]]] = {
+    "json": _json,
+    "json_object": made(boolean, lambda wanted, path: json_object(path) if wanted else None),
+    "regex": made(_string, partial(constraint, "regex")),
+    "choice": made(array_of(_string, 1, MAX_CHOICES), _choice),
+    "grammar": made(_string, partial(constraint, "lark")),
+}
+"""What a text has to be, as in vLLM; older clients send each as a parameter of its own."""
+
+
+def _only_one(given: dict[str, Any], path: str) -> Constraint | None:
+    if len(given) != 1:
+        raise invalid(path, "exactly one of 'json', 'json_object', 'regex', 'choice' and 'grammar' is expected")
+    (found,) = given.values()
+    wanted: Constraint | None = found
+    return wanted
+
+
+structured_outputs: Final = made(closed_record(**STRUCTURED), _only_one)

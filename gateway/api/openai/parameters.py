@@ -32,7 +32,7 @@ from gateway.api.fields import (
     wrong_type,
 )
 from gateway.api.openai.caching import check_options
-from gateway.api.openai.formats import guided, response_format, structured_outputs
+from gateway.api.openai.formats import STRUCTURED, response_format, structured_outputs
 from gateway.api.openai.messages import parse_messages
 from gateway.api.openai.tools import function_call, functions, tool_choice, tools
 from gateway.errors import BadRequestError
@@ -168,7 +168,7 @@ _SHARED = (
     *(
         used(
             f"guided_{kind}",
-            guided(kind),
+            STRUCTURED[kind],
             f"as `structured_outputs.{kind}`",
             "Extension, as in vLLM: an older form of `structured_outputs`.",
         )

@@ -103,7 +103,7 @@ WRONG = [
     ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "invalid_type"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "empty_array"),
     ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "invalid_type"),
-    ({"structured_outputs": {"choice": ["a"] * 1001}}, "structured_outputs.choice", "invalid_value"),
+    ({"structured_outputs": {"choice": ["a"] * 1001}}, "structured_outputs.choice", "array_above_max_length"),
     ({"structured_outputs": {"words": ["a"]}}, "structured_outputs.words", "unknown_parameter"),
     (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
