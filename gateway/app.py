@@ -125,18 +125,8 @@ class Gateway:
         )
 
     def web_app(self) -> web.Application:
-        settings = self.settings
         return build_app(
-            server=settings.server,
-            leases=settings.leases,
-            api=settings.api,
-            anthropic=settings.anthropic,
-            gemini=settings.gemini,
-            auth=settings.auth,
-            tenants=settings.tenants,
-            namespaces=settings.namespaces,
-            cache_key=settings.prompt.cache_key,
-            embeddings=settings.embeddings,
+            self.settings,
             pipeline=self.pipeline,
             models=self.registry,
             decoders=self.prompts,
@@ -144,16 +134,11 @@ class Gateway:
             embedder=self.embedder,
             responses=self.responses,
             fingerprints=self.stores.fingerprints(),
-            stored_responses=settings.stored_responses,
             contents=self.contents,
             files=self.files,
-            upload_timeout_s=settings.files.upload_timeout_s,
-            batches=settings.batches,
             jobs=self.batches.store,
             now=time.time,
-            ledger=self.ledger,
             answers=self.answers,
-            rendered_bytes=settings.response_cache.max_rendered_bytes,
             limits=self.limits,
             engines=lambda: self.registry.engines,
             sources=Sources(

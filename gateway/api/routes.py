@@ -16,7 +16,7 @@ from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
 from gateway.admin.metrics import Metrics
 from gateway.admin.purge import Engine, PurgePage
-from gateway.admin.sources import Ledger, Sources
+from gateway.admin.sources import Sources
 from gateway.admin.tallies import LoopLag
 from gateway.api.answering import Answering
 from gateway.api.anthropic.batches.handlers import MessageBatches
@@ -56,20 +56,7 @@ from gateway.api.tenants import Auth, Limits, Namespaces
 from gateway.api.unknown_fields import refusing
 from gateway.api.uploads import FileStore
 from gateway.api.upstream_lines import UpstreamLines
-from gateway.config import (
-    AnthropicSettings,
-    ApiSettings,
-    AuthSettings,
-    BatchSettings,
-    CacheKeyMode,
-    EmbeddingSettings,
-    GeminiSettings,
-    LeaseSettings,
-    NamespaceSettings,
-    ServerSettings,
-    StoredResponseSettings,
-    TenantSettings,
-)
+from gateway.config import ServerSettings, Settings
 from gateway.pipeline import Pipeline
 from gateway.queues.batch.store import BatchStore
 from gateway.responses.entries import Answers
@@ -84,17 +71,8 @@ RUNNER: web.AppKey[BatchRunner] = web.AppKey("runner", BatchRunner)
 
 
 def build_app(
+    settings: Settings,
     *,
-    server: ServerSettings,
-    leases: LeaseSettings,
-    api: ApiSettings,
-    gemini: GeminiSettings,
-    auth: AuthSettings,
-    tenants: Sequence[TenantSettings],
-    namespaces: Sequence[NamespaceSettings],
-    cache_key: CacheKeyMode,
-    embeddings: EmbeddingSettings,
-    anthropic: AnthropicSettings,
     pipeline: Pipeline,
     models: Registry,
     decoders: Prompts,
@@ -102,45 +80,38 @@ def build_app(
     embedder: Embedder,
     responses: ResponseStore,
     fingerprints: ByteStore,
-    stored_responses: StoredResponseSettings,
     contents: ContentStore,
     files: FileStore,
-    upload_timeout_s: float,
-    batches: BatchSettings,
     jobs: BatchStore,
     now: Callable[[], float],
-    ledger: Ledger,
     limits: Limits,
     answers: Answers,
-    rendered_bytes: int,
     engines: Callable[[], Sequence[Engine]],
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
 
     pipeline, models, decoders   the pipeline, the registry and the prompt stage
-    upstreams                  answer for the models that are theirs
-    embedder                   for /v1/embeddings
-    responses                  what /v1/responses keeps
-    fingerprints               keeps hashes of prompts, for Anthropic's diagnostics
-    files, upload_timeout_s    what /v1/files keeps; seconds that an upload may take
-    jobs                       the batch lane; its runner is the application's `RUNNER`
-    contents, now              the store of cached contents, and the clock that it goes by, in seconds since 1970
-    ledger                     takes what requests used and saved, and tells it by day
-    limits                     what tenants may ask for
-    answers                    what the response cache remembers, for /admin/cache
-    rendered_bytes             of its answers, that are kept as they were written
-    engines                    all that are known, for a purge of their blocks
-    sources                    what /health, /metrics and /admin/stats show
+    upstreams      answer for the models that are theirs
+    embedder       for /v1/embeddings
+    responses      what /v1/responses stores
+    fingerprints   stores hashes of prompts, for Anthropic's diagnostics
+    files, jobs    of /v1/files, and of batches, whose runner is the application's `RUNNER`
+    contents, now  the store of cached contents, and the clock that it goes by, in seconds since 1970
+    limits         what tenants may ask for
+    answers        what the response cache remembers, for /admin/cache
+    engines        all that are known, for a purge of their blocks
+    sources        what /health, /metrics, /admin/stats and /admin/ledger show
     """
-    keys = Auth(auth, tenants)
+    server, batches = settings.server, settings.batches
+    keys = Auth(settings.auth, settings.tenants)
     metrics = Metrics(sources)
-    observer = Observers(metrics, Accounting(ledger.add, sources.prefill_tokens_per_s))
-    named = Namespaces(namespaces, tenants, cache_key)
+    observer = Observers(metrics, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
+    named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
     there = KeptThere(responses)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, there)
-    refuses_unknown = refusing(api, tenants)
-    resends = ResendCache(rendered_bytes, models, passthrough.serves, limits)
+    refuses_unknown = refusing(settings.api, settings.tenants)
+    resends = ResendCache(settings.response_cache.max_rendered_bytes, models, passthrough.serves, limits)
     prologue = Prologue(server, keys, limits, resends, passthrough, refuses_unknown)
     answering = Answering(
         server,
@@ -153,26 +124,29 @@ def build_app(
         passthrough,
         line_timeout_s=batches.line_timeout_s,
     )
-    kept = GeminiFiles(server, files, upload_timeout_s)
-    cached = CachedContents(gemini, answering, kept, contents, now)
-    background = Background(responses, observer, most=stored_responses.max_background, shutdown_s=server.shutdown_s)
-    chats = OpenAI(leases, answering)
-    items = Responses(server, leases, answering, responses, background)
-    vectors = Embeddings(embeddings, answering, embedder)
-    messages = Anthropic(leases, anthropic, answering, fingerprints)
+    timeout_s = settings.files.upload_timeout_s
+    kept = GeminiFiles(server, files, timeout_s)
+    cached = CachedContents(settings.gemini, answering, kept, contents, now)
+    background = Background(
+        responses, observer, most=settings.stored_responses.max_background, shutdown_s=server.shutdown_s
+    )
+    chats = OpenAI(settings.leases, answering)
+    items = Responses(server, settings.leases, answering, responses, background)
+    vectors = Embeddings(settings.embeddings, answering, embedder)
+    messages = Anthropic(settings.leases, settings.anthropic, answering, fingerprints)
     endpoints = {**chats.endpoints(), **items.endpoints(), **vectors.endpoints(), **messages.endpoints()}
     by_dialect = {
         OPENAI.name: [
             *chats.routes(),
             *items.routes(),
             *vectors.routes(),
-            *Files(files, upload_timeout_s).routes(),
+            *Files(files, timeout_s).routes(),
             *OpenAIBatches(named, files, jobs).routes(),
         ],
         ANTHROPIC.name: [
             *messages.routes(),
-            *AnthropicFiles(files, upload_timeout_s).routes(),
-            *MessageBatches(server, batches, named, jobs, upload_timeout_s).routes(),
+            *AnthropicFiles(files, timeout_s).routes(),
+            *MessageBatches(server, batches, named, jobs, timeout_s).routes(),
         ],
         GEMINI.name: [
             *Gemini(answering, cached, kept).routes(),
@@ -182,9 +156,9 @@ def build_app(
         ],
         OWN: [
             *Admin(sources, metrics).routes(),
-            *LedgerPage(ledger, now).routes(),
-            *CachePages(answers, now, content=auth.admin_content).routes(),
-            *PurgePage(namespaces, engines).routes(),
+            *LedgerPage(sources.ledger, now).routes(),
+            *CachePages(answers, now, content=settings.auth.admin_content).routes(),
+            *PurgePage(settings.namespaces, engines).routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)

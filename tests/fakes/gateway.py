@@ -37,9 +37,11 @@ from gateway.config import (
     LimitSettings,
     NamespaceSettings,
     PriceSettings,
+    PromptSettings,
     QueueSettings,
     ResponseCacheSettings,
     ServerSettings,
+    Settings,
     StoredResponseSettings,
     TenantSettings,
     UpstreamSettings,
@@ -76,6 +78,10 @@ from tests.fakes.purged import FakePurged
 from tests.fakes.tuned import tuned
 
 LIMIT_S = 30.0
+SECTIONS = (
+    *("server", "leases", "api", "anthropic", "gemini", "auth", "tenants", "namespaces"),
+    *("stored_responses", "files", "batches"),
+)
 
 
 @dataclass
@@ -207,17 +213,14 @@ def make_app(
     limits = given.limits = given.limits or limits_of(given)
     upstreams = upstreams or Upstreams(given.upstreams, {})
     responses = ResponseStore(given.response_store or MemoryBytes(quota_of(given.stored_responses), given.now))
-    return build_app(
-        server=given.server,
-        leases=given.leases,
-        api=given.api,
-        anthropic=given.anthropic,
-        gemini=given.gemini,
-        auth=given.auth,
-        tenants=given.tenants,
-        namespaces=given.namespaces,
-        cache_key=given.cache_key,
+    settings = Settings.model_construct(  # some tests have sections together that the whole refuses
+        **{name: getattr(given, name) for name in SECTIONS},
         embeddings=given.embedder.settings,
+        prompt=PromptSettings(cache_key=given.cache_key),
+        response_cache=ResponseCacheSettings(max_rendered_bytes=given.rendered_bytes),
+    )
+    return build_app(
+        settings,
         pipeline=pipeline or FakePipeline(),
         models=models or FakeModels(),
         decoders=FakeDecoders(),
@@ -225,17 +228,12 @@ def make_app(
         embedder=given.embedder,
         responses=responses,
         fingerprints=given.fingerprints or MemoryBytes(quota_of(given.anthropic.fingerprints), given.now),
-        stored_responses=given.stored_responses,
         contents=Contents(given.gemini, given.now, MemoryBytes(contents_quota(given.gemini), given.now)),
         files=files,
-        upload_timeout_s=given.files.upload_timeout_s,
-        batches=given.batches,
         jobs=jobs or make_lane(given, Path("/nowhere"), files).store,
         now=given.now,
-        ledger=ledger,
         limits=limits,
         answers=given.answers,
-        rendered_bytes=given.rendered_bytes,
         engines=lambda: given.engines,
         sources=Sources(
             refresh=_nothing_to_fetch,
