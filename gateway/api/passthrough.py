@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from aiohttp import web
@@ -151,15 +150,12 @@ class Passthrough:
         async with self._upstreams.answer(request) as answer:
             record.model = answer.label
             record.stream = SSE in dict(lower(answer.headers)).get("content-type", "")
-            if (keep := find_keeper(http)) is None:
-                return await _pass_back(http, record, answer, request.deadline_s)
-            pieces: list[bytes] = []
-            response = await _pass_back(
-                http, record, replace(answer, pieces=_noting(answer.pieces, pieces)), request.deadline_s
-            )
-            if not record.status:
+            keep = find_keeper(http)
+            chunks: list[bytes] | None = None if keep is None else []
+            response = await _pass_back(http, record, answer, request.deadline_s, chunks)
+            if keep is not None and chunks is not None and not record.status:
                 headers = {**dict(answer.headers), **(_UNBUFFERED if record.stream else {})}
-                keep(Rendered(model, None, need, headers, b"".join(pieces)))
+                keep(Rendered(model, None, need, headers, b"".join(chunks)))
             return response
 
     def _request(
@@ -192,17 +188,20 @@ class Passthrough:
 
 
 async def _pass_back(
-    http: web.Request, record: Record, answer: UpstreamAnswer, deadline_s: float
+    http: web.Request, record: Record, answer: UpstreamAnswer, deadline_s: float, chunks: list[bytes] | None = None
 ) -> web.StreamResponse:
-    """Each write waits until the client has room for it, and so does reading from the upstream."""
+    """Each write waits until the client has room for it, and so does reading from the upstream. `chunks` gets what was
+    written."""
     response = web.StreamResponse(status=answer.status, headers=_told(record, answer))
     try:
         async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
             with no_panic():
                 await response.prepare(http)
                 if http.method != "HEAD":  # aiohttp would write the body
-                    async for piece in answer.pieces:
-                        await response.write(piece)
+                    async for chunk in answer.pieces:
+                        if chunks is not None:
+                            chunks.append(chunk)
+                        await response.write(chunk)
                 await response.write_eof()
     except ConnectionResetError:
         record.status = CLIENT_LEFT
@@ -264,12 +263,6 @@ _UNBUFFERED: Final[Mapping[str, str]] = {"X-Accel-Buffering": "no"}
 
 def _tells_limits(name: str) -> bool:
     return name.lower().startswith(("x-ratelimit-", "anthropic-ratelimit-"))
-
-
-async def _noting(pieces: AsyncGenerator[bytes, None], noted: list[bytes]) -> AsyncGenerator[bytes, None]:
-    async for piece in pieces:
-        noted.append(piece)
-        yield piece
 
 
 def _dialect(endpoint: str) -> str:
