@@ -269,9 +269,9 @@ def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:
     """Checks the prompt against the context and settles max_tokens, where 0 stands for all that is left, unless nothing
     is to be generated."""
     room = model.context_tokens - prompt.num_tokens
-    asked = min(request.sampling.max_tokens, max(room, 1)) if request.fit else request.sampling.max_tokens
-    if room < (0 if request.prewarm else max(asked, 1)):
-        raise ContextLengthError(model.context_tokens, prompt.num_tokens, asked, param=request.prompt_param)
-    if request.prewarm or asked == request.sampling.max_tokens != 0:
+    max_tokens = min(request.sampling.max_tokens, max(room, 1)) if request.fit else request.sampling.max_tokens
+    if room < (0 if request.prewarm else max(max_tokens, 1)):
+        raise ContextLengthError(model.context_tokens, prompt.num_tokens, max_tokens, param=request.prompt_param)
+    if request.prewarm or max_tokens == request.sampling.max_tokens != 0:
         return request.sampling
-    return replace(request.sampling, max_tokens=asked or room)
+    return replace(request.sampling, max_tokens=max_tokens or room)

@@ -132,24 +132,24 @@ class Answering:
         record.model = name
         return model
 
-    async def answer(self, http: web.Request, asked: Generation, *, media_type: str = SSE) -> web.StreamResponse:
+    async def answer(self, http: web.Request, generation: Generation, *, media_type: str = SSE) -> web.StreamResponse:
         """Whole, or as a stream that is complete when this returns. Raises only while nothing was sent.
 
         media_type  of a stream
         """
-        call, model, shape, account, _ = asked
+        call, model, shape, account, _ = generation
         if not call.stream:
-            body = await self.whole(http[RECORD], http[TENANT], asked)
-            self._remember(http, asked, {"Content-Type": JSON}, [body])
+            body = await self.whole(http[RECORD], http[TENANT], generation)
+            self._remember(http, generation, {"Content-Type": JSON}, [body])
             return reply(body, kvasir_headers(http[RECORD]))
         noted: list[bytes] = []
         response = await self.stream(http, call, model, shape, media_type=media_type, account=account, noted=noted)
-        self._remember(http, asked, stream_headers(media_type), noted)
+        self._remember(http, generation, stream_headers(media_type), noted)
         return response
 
-    async def whole(self, record: Record, tenant: Tenant, asked: Generation) -> bytes:
+    async def whole(self, record: Record, tenant: Tenant, generation: Generation) -> bytes:
         """The body of an answer that is no stream."""
-        call, model, shape, account, _ = asked
+        call, model, shape, account, _ = generation
         requests = await self.begun(record, tenant, call, model)
         answers, usage = await self.collect(requests, call, model, account=account)
         return shape.body(answers, usage)
@@ -237,15 +237,15 @@ class Answering:
         return record.received_s + (self._line_timeout_s if record.lane == "batch" else self._server.request_timeout_s)
 
     def _remember(
-        self, http: web.Request, asked: Generation, headers: Mapping[str, str], pieces: Sequence[bytes]
+        self, http: web.Request, generation: Generation, headers: Mapping[str, str], chunks: Sequence[bytes]
     ) -> None:
         """For the resend path."""
         record, keep = http[RECORD], find_keeper(http)
-        if keep is None or asked.stamp is None or record.status:
+        if keep is None or generation.stamp is None or record.status:
             return
-        call, model = asked.call, asked.model
+        call, model = generation.call, generation.model
         need = need_of(call, record.body_bytes, model.context_tokens)
-        keep(Rendered(call.model, model, need, headers, b"".join(pieces), asked.stamp))
+        keep(Rendered(call.model, model, need, headers, b"".join(chunks), generation.stamp))
 
     def _echo(self, call: Call, model: Hello) -> Echo:
         if not call.echo:

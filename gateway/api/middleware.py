@@ -2,8 +2,8 @@
 
 No answer leaves without its request id, no error in another shape than its dialect's, and no request without its line.
 Three APIs share one port, and some of their paths are the same: the dialect of a request is found here. A URL that is
-none of ours is told which one was meant. Pages of other origins (the Fetch standard) may read answers if the operator
-names them; keys come in headers and never in cookies, so nothing is said of credentials.
+none of ours gets a 404 that names the one that was meant. Pages of other origins (the Fetch standard) may read answers
+if the operator names them; keys come in headers and never in cookies, so no header speaks of credentials.
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ def _refuse(error: KvasirError, record: Record, headers: Mapping[str, str] | Non
 
 
 def _record(http: web.Request) -> Record:
-    asked = http.headers.get("X-Request-Id", "")
+    own_id = http.headers.get("X-Request-Id", "")
     resource = http.match_info.route.resource
     return Record(
-        request_id=asked if asked and _SANE_ID.fullmatch(asked) else f"req_{new_id()}",
+        request_id=own_id if own_id and _SANE_ID.fullmatch(own_id) else f"req_{new_id()}",
         endpoint=resource.canonical if resource is not None else "unknown",
         received_s=time.monotonic(),
         dialect=dialect_of(http),
@@ -190,27 +190,27 @@ def _log(record: Record) -> None:
 def _fields(record: Record) -> Fields:
     """Of the request's line."""
     # What one trace says is what the record would say of it, in a third of the time.
-    told: Record | Trace = record.traces[0] if len(record.traces) == 1 else record
-    lease, lookup = told.lease, told.lookup
+    source: Record | Trace = record.traces[0] if len(record.traces) == 1 else record
+    lease, lookup = source.lease, source.lookup
     return Fields(
         request_id=record.request_id,
         tenant=record.tenant,
         endpoint=record.endpoint,
         model=record.model,
-        engine=told.engine,
+        engine=source.engine,
         lane=record.lane if record.traces else "",
         stream=int(record.stream),
-        prompt_tokens=told.prompt_tokens,
-        cached_tokens=told.cached_tokens,
+        prompt_tokens=source.prompt_tokens,
+        cached_tokens=source.cached_tokens,
         lease=lease and lease.state,
-        lease_read_tokens=told.lease_read_tokens,
-        lease_write_tokens=told.lease_write_tokens,
-        completion_tokens=told.completion_tokens,
-        queue_ms=round(told.queue_ms, 1),
-        overhead_ms=round(told.overhead_ms, 2),
+        lease_read_tokens=source.lease_read_tokens,
+        lease_write_tokens=source.lease_write_tokens,
+        completion_tokens=source.completion_tokens,
+        queue_ms=round(source.queue_ms, 1),
+        overhead_ms=round(source.overhead_ms, 2),
         hit=lookup and lookup.outcome,
         embedded_tokens=record.embedded_tokens,
-        first_token_ms=round(told.first_token_ms or 0.0, 1),
+        first_token_ms=round(source.first_token_ms or 0.0, 1),
         total_ms=round(record.total_ms, 1),
         retries=sum(trace.retries for trace in record.traces),
         status=record.status,
@@ -242,8 +242,8 @@ class Cors:
     def preflight(self, http: web.Request) -> web.Response | None:
         """The answer to a preflight of an origin that is allowed, without `headers`. It asks for no key and no route:
         the request itself will."""
-        asked = http.headers.get("Access-Control-Request-Method")
-        if http.method != "OPTIONS" or asked is None or not self.headers(http):
+        method = http.headers.get("Access-Control-Request-Method")
+        if http.method != "OPTIONS" or method is None or not self.headers(http):
             return None
         headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": str(MAX_AGE_S)}
         if wanted := http.headers.get("Access-Control-Request-Headers"):
@@ -272,7 +272,7 @@ async def _meant(http: web.Request) -> str | None:
     for begin in range(len(parts)):
         tail = "/".join(parts[begin:])
         for path in (f"/{tail}", f"/v1/{tail}"):
-            asked = http.clone(rel_url=URL.build(path=path, encoded=True))
-            if (await http.app.router.resolve(asked)).http_exception is None:
+            other = http.clone(rel_url=URL.build(path=path, encoded=True))
+            if (await http.app.router.resolve(other)).http_exception is None:
                 return path
     return None

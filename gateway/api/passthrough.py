@@ -209,8 +209,8 @@ async def _pass_back(
         if not response.prepared:
             raise
         late = isinstance(error, TimeoutError) and scope.expired()
-        told = UpstreamTimeoutError("The client read too slowly.") if late else _known(error, record)
-        await _cut(http, record, response, told)
+        shown = UpstreamTimeoutError("The client read too slowly.") if late else _known(error, record)
+        await _cut(http, record, response, shown)
     return response
 
 
@@ -227,11 +227,11 @@ async def _cut(http: web.Request, record: Record, response: web.StreamResponse, 
     event is complete, else by closing the connection."""
     failed(record, error)
     if isinstance(error, UpstreamLostError) and error.between_events:
-        told = record.dialect.error_json(error, record.request_id)
+        body = record.dialect.error_json(error, record.request_id)
         name = record.dialect.error_event
         try:
             async with asyncio.timeout(LAST_WRITE_S):
-                await response.write_eof(data(told) if name is None else event(name, told))
+                await response.write_eof(data(body) if name is None else event(name, body))
                 return
         except (TimeoutError, ConnectionResetError):
             record.status = CLIENT_LEFT

@@ -153,7 +153,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several of them, told one after the other."""
+    """Several of them, called one after the other."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
@@ -219,8 +219,8 @@ def cache_headers(record: Record) -> dict[str, str]:
     else at the same time is an exact one, and new."""
     if (lookup := record.lookup) is None:
         return {}
-    told = "exact" if lookup.outcome == "shared" else lookup.outcome
-    headers = {"x-kvasir-cache": f"{told}; reason={lookup.reason}" if lookup.reason else told}
+    outcome = "exact" if lookup.outcome == "shared" else lookup.outcome
+    headers = {"x-kvasir-cache": f"{outcome}; reason={lookup.reason}" if lookup.reason else outcome}
     if lookup.found:
         headers["Age"] = str(int(lookup.age_s))
     if lookup.entry:

@@ -57,17 +57,17 @@ class Answer:
     stop: str | None = None  # the stop string that ended it
 
 
-def join_calls(pieces: Iterable[TextDelta | CallDelta]) -> tuple[ToolCall, ...]:
-    """The calls among the pieces of an answer, in order."""
+def join_calls(deltas: Iterable[TextDelta | CallDelta]) -> tuple[ToolCall, ...]:
+    """The calls among the deltas of an answer, in order."""
     calls: list[tuple[str, int, list[str]]] = []
     chars = 0
-    for piece in pieces:
-        if isinstance(piece, TextDelta):
-            chars += len(piece.text)
+    for delta in deltas:
+        if isinstance(delta, TextDelta):
+            chars += len(delta.text)
         else:
-            if piece.call == len(calls):
-                calls.append((piece.name, chars, []))
-            calls[piece.call][2].append(piece.arguments)
+            if delta.call == len(calls):
+                calls.append((delta.name, chars, []))
+            calls[delta.call][2].append(delta.arguments)
     return tuple(ToolCall(name, "".join(arguments), offset) for name, offset, arguments in calls)
 
 

@@ -103,12 +103,12 @@ async def collect(
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
     async def one(index: int, request: Request) -> Answer:
-        pieces: list[TextDelta | CallDelta] = []
+        deltas: list[TextDelta | CallDelta] = []
         prompt: tuple[ScoredToken, ...] = ()
         async with aclosing(pipeline.answer(request)) as events:
             async for event in events:
                 if type(event) is TextDelta or type(event) is CallDelta:
-                    pieces.append(event)
+                    deltas.append(event)
                 elif type(event) is Started:
                     prompt = event.scored
                     if account is not None:
@@ -116,16 +116,16 @@ async def collect(
                 elif type(event) is Finished:
                     end = await _finished(event, request, account)
                     echoed = echo(index)
-                    said = [piece for piece in pieces if isinstance(piece, TextDelta)]
-                    scored = tuple(one for piece in said for one in piece.scored)
+                    texts = [delta for delta in deltas if isinstance(delta, TextDelta)]
+                    scored = tuple(one for delta in texts for one in delta.scored)
                     return Answer(
-                        text=echoed + "".join([piece.text for piece in said]),
+                        text=echoed + "".join([delta.text for delta in texts]),
                         reason=end.reason,
                         usage=end.usage,
                         scored=None if request.sampling.logprobs is None else scored,
                         echoed=len(echoed),
                         prompt=prompt,
-                        calls=join_calls(pieces),
+                        calls=join_calls(deltas),
                         stop=end.stop,
                     )
         raise KvasirError("The answer ended without a reason.")

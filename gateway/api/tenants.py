@@ -137,14 +137,14 @@ class Namespaces:
         self._tenants = {namespace.name: frozenset(namespace.tenants) for namespace in namespaces}
         self._defaults = [namespace for namespace in namespaces if namespace.default]
 
-    def scope(self, asked: str, tenant: Tenant, *, key: str = "", cache_salt: str = "") -> Scope:
-        """`asked` is what the request's header names, or nothing. `key` and `cache_salt` are the client's, and separate
-        requests inside of a namespace too; the key only where it is not a hint.
+    def scope(self, requested: str, tenant: Tenant, *, key: str = "", cache_salt: str = "") -> Scope:
+        """`requested` is what the request's header names, or nothing. `key` and `cache_salt` are the client's, and
+        separate requests inside of a namespace too; the key only where it is not a hint.
 
         Raises ForbiddenError for a namespace that does not exist or is not for this tenant; which, is not told.
         """
         key = self.separating_key(tenant, key)
-        name = asked or self._default(tenant)
+        name = requested or self._default(tenant)
         if name == PRIVATE:
             return _scope(tenant.name, "", key, cache_salt)
         if not _may_use(tenant, self._tenants.get(name, frozenset())):

@@ -69,8 +69,8 @@ class Diagnosis:
         missed = max(0, before.cached_tokens - cached.read)
         if change is not None:
             path = None if change.path is None else dotted(change.path)
-            told = {"path": path, "word": change.word, "text": change.text}
-            known = {key: value for key, value in told.items() if value is not None}
+            fields = {"path": path, "word": change.word, "text": change.text}
+            known = {key: value for key, value in fields.items() if value is not None}
             return _reason(f"{change.section or 'model'}_changed", cache_missed_input_tokens=missed, **known)
         if not missed or not (request.trace.breakpoints or request.trace.lease):
             return None
@@ -127,5 +127,5 @@ class MessageAccount:
 
     async def _entries(self, request: Request, places: tuple[Marker, ...]) -> set[int]:
         assert isinstance(request.prompt, ChatPrompt)
-        asked = replace(request, prompt=replace(request.prompt, markers=places))
-        return {point.tokens for point in await self._pipeline.breakpoints(asked)}
+        nearer = replace(request, prompt=replace(request.prompt, markers=places))
+        return {point.tokens for point in await self._pipeline.breakpoints(nearer)}

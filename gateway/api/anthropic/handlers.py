@@ -99,8 +99,8 @@ class Anthropic:
         asked = parse_message(body, version, self._settings, self._leases)
         call = asked.call
         model = self._answering.model(call.model, record)
-        told: ServiceTier = "batch" if record.lane == "batch" else TOLD_TIERS[grant(call.tier, record)]
-        shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=told)
+        served: ServiceTier = "batch" if record.lane == "batch" else TOLD_TIERS[grant(call.tier, record)]
+        shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=served)
         diagnosis = Diagnosis(self._fingerprints, asked.question, shape.message_id) if asked.question else None
         account = MessageAccount(self._answering.pipeline, asked.caching, shape, diagnosis)
         # Each call has an id of its own, and a diagnosis is told once.

@@ -47,8 +47,8 @@ class Page:
 
 def read_page(query: MultiMapping[str], ids: Sequence[str]) -> Page:
     """The page of `ids` that the query asks for. All are active. Raises BadRequestError with the parameter's name."""
-    asked = [item for key in ("lifecycle", "lifecycle[]") for item in query.getall(key, [])]
-    stages = {_lifecycle(stage, "lifecycle") for stage in asked}
+    wanted = [item for key in ("lifecycle", "lifecycle[]") for item in query.getall(key, [])]
+    stages = {_lifecycle(stage, "lifecycle") for stage in wanted}
     if stages and "active" not in stages:
         ids = ()
     values = read_query(query, MODELS)

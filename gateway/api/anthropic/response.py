@@ -104,8 +104,8 @@ class MessageShape(AnswerShape):
         """The end of the last block, and why there is no other."""
         end = _end(finished.reason, finished.stop, finished.usage, self._max_tokens)
         usage = self._usage(finished.usage)
-        told = {"type": "message_delta", "delta": end, "usage": {key: usage[key] for key in _CUMULATIVE}}
-        return self._stop() + event("message_delta", told)
+        reported = {"type": "message_delta", "delta": end, "usage": {key: usage[key] for key in _CUMULATIVE}}
+        return self._stop() + event("message_delta", reported)
 
     def ending(self, usage: Usage) -> bytes:
         return _MESSAGE_STOP
@@ -163,10 +163,10 @@ def _input(arguments: str) -> Any:
 
 def _end(reason: FinishReason, stop: str | None, usage: Usage, max_tokens: int) -> dict[str, Any]:
     """Fewer tokens than were asked for: the context had no more."""
-    told = "stop_sequence" if stop is not None else _REASONS[reason]
+    reported = "stop_sequence" if stop is not None else _REASONS[reason]
     if reason == "length" and usage.completion_tokens < max_tokens:
-        told = "model_context_window_exceeded"
-    return {"stop_reason": told, "stop_sequence": stop, "stop_details": None}
+        reported = "model_context_window_exceeded"
+    return {"stop_reason": reported, "stop_sequence": stop, "stop_details": None}
 
 
 def model_json(model: str, created: int, context_tokens: int | None) -> dict[str, Any]:

@@ -44,13 +44,13 @@ _INDEX: Final = re.compile(r"\[(\d+)\]")
 
 def read_version(http: web.Request) -> Version:
     """The version that the request asks for. Raises BadRequestError without one, and for one that is not known."""
-    asked = http.headers.get(VERSION_HEADER, "").strip()
-    if not asked:
+    version = http.headers.get(VERSION_HEADER, "").strip()
+    if not version:
         raise BadRequestError("header is required", param=VERSION_HEADER, reason="header is required")
-    if asked not in VERSIONS:
-        why = f'"{shown(asked)}" is not a valid version; this server knows {" and ".join(VERSIONS)}'
+    if version not in VERSIONS:
+        why = f'"{shown(version)}" is not a valid version; this server knows {" and ".join(VERSIONS)}'
         raise BadRequestError(why, param=VERSION_HEADER, reason=why)
-    return cast("Version", asked)
+    return cast("Version", version)
 
 
 def status(error: KvasirError) -> int:
@@ -64,10 +64,10 @@ def error_json(error: KvasirError, request_id: str) -> dict[str, Any]:
     """The body of an error answer, and of an error event."""
     code = status(error)
     kind = _TYPES.get(code, "api_error" if code >= 500 else "invalid_request_error")
-    told: dict[str, Any] = {"type": kind, "message": printable(_message(error))}
+    error_fields: dict[str, Any] = {"type": kind, "message": printable(_message(error))}
     if error.code in _TOLD_CODES:
-        told["details"] = {"error_code": error.code}
-    return {"type": "error", "error": told, "request_id": request_id}
+        error_fields["details"] = {"error_code": error.code}
+    return {"type": "error", "error": error_fields, "request_id": request_id}
 
 
 def dotted(path: str) -> str:

@@ -100,15 +100,15 @@ class Gemini:
         tenant = http[TENANT]
         body, name = http[BODY], model_name(http.match_info["model"])
         await self._files.put_texts(http[RECORD], tenant, body)
-        asked, kept, told = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
+        asked, kept, cached = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
         if asked.cached_content is not None:
             content, kept = await self._cached.use(tenant, asked.cached_content, name)
             http[RECORD].work += content.num_bytes
-            told = {"cachedContentTokenCount": content.tokens}
+            cached = {"cachedContentTokenCount": content.tokens}
         call = await parsed(http[RECORD], lambda _, body: to_call(name, asked, kept, max_answers=MAX_CANDIDATES), body)
         tokens = await self._answering.count(http[RECORD], tenant, call, self._answering.model(name, http[RECORD]))
         details = [{"modality": "TEXT", "tokenCount": tokens}]
-        return reply_json({"totalTokens": tokens, "promptTokensDetails": details, **told})
+        return reply_json({"totalTokens": tokens, "promptTokensDetails": details, **cached})
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""

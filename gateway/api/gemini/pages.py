@@ -23,8 +23,8 @@ PAGE: Final = table(
 def page(items: Mapping[str, _T], query: Mapping[str, str]) -> tuple[Sequence[tuple[str, _T]], str]:
     """The items of the page that is asked for, in the order of their keys, and the token of the next one, empty at the
     end. A token stays valid while items come and go. Raises BadRequestError for a size or token that is none."""
-    asked = read_query(query, PAGE)
-    size, after = min(asked.get("pageSize") or DEFAULT_SIZE, MAX_SIZE), _after(asked)
+    values = read_query(query, PAGE)
+    size, after = min(values.get("pageSize") or DEFAULT_SIZE, MAX_SIZE), _after(values)
     keys = sorted(key for key in items if after is None or key > after)
     shown = keys[:size]
     token = base64.urlsafe_b64encode(shown[-1].encode()).decode() if len(keys) > size else ""

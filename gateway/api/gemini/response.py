@@ -24,13 +24,13 @@ METHODS = ("generateContent", "countTokens", "createCachedContent")
 
 def usage_json(usage: Usage) -> dict[str, Any]:
     """promptTokenCount is the whole prompt, what was cached included."""
-    told: dict[str, Any] = {"promptTokenCount": usage.prompt_tokens, "candidatesTokenCount": usage.completion_tokens}
-    told["totalTokenCount"] = usage.total_tokens
-    told["promptTokensDetails"] = _text_tokens(usage.prompt_tokens)
+    fields: dict[str, Any] = {"promptTokenCount": usage.prompt_tokens, "candidatesTokenCount": usage.completion_tokens}
+    fields["totalTokenCount"] = usage.total_tokens
+    fields["promptTokensDetails"] = _text_tokens(usage.prompt_tokens)
     if usage.cached_tokens:
-        told["cachedContentTokenCount"] = usage.cached_tokens
-        told["cacheTokensDetails"] = _text_tokens(usage.cached_tokens)
-    return told
+        fields["cachedContentTokenCount"] = usage.cached_tokens
+        fields["cacheTokensDetails"] = _text_tokens(usage.cached_tokens)
+    return fields
 
 
 def _text_tokens(count: int) -> list[dict[str, Any]]:
@@ -97,10 +97,10 @@ class GeminiShape(AnswerShape):
         return orjson.dumps({"candidates": candidates, "usageMetadata": usage_json(usage), **self._base})
 
     def _chunk(self, candidate: dict[str, Any], usage: Usage | None = None) -> bytes:
-        told: dict[str, Any] = {"candidates": [candidate]}
+        fields: dict[str, Any] = {"candidates": [candidate]}
         if usage is not None:
-            told["usageMetadata"] = usage_json(usage)
-        return self._element({**told, **self._base}) if self._array else data({**told, **self._base})
+            fields["usageMetadata"] = usage_json(usage)
+        return self._element({**fields, **self._base}) if self._array else data({**fields, **self._base})
 
     def _element(self, value: Any) -> bytes:
         before, self._begun = b",\n" if self._begun else b"", True
@@ -157,21 +157,21 @@ def _reason(reason: FinishReason, *, broken: bool) -> dict[str, Any]:
 
 def _whole(index: int, answer: Answer) -> dict[str, Any]:
     parts = [_call_part(call) for call in answer.calls]
-    told = [part for part in parts if part is not None]
-    said = [{"text": answer.text}] if answer.text or not told else []
-    reason = _reason(answer.reason, broken=len(told) < len(parts))
-    return _candidate(index, said + told, answer.scored) | reason
+    calls = [part for part in parts if part is not None]
+    texts = [{"text": answer.text}] if answer.text or not calls else []
+    reason = _reason(answer.reason, broken=len(calls) < len(parts))
+    return _candidate(index, texts + calls, answer.scored) | reason
 
 
 def _candidate(
     index: int, parts: Sequence[dict[str, Any]], scored: Sequence[ScoredToken] | None = None
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {"content": {"parts": parts, "role": "model"}, "index": index}
+    fields: dict[str, Any] = {"content": {"parts": parts, "role": "model"}, "index": index}
     if scored is not None:
         total = sum(one.logprob for one in scored)
-        told["avgLogprobs"] = total / len(scored) if scored else 0.0
-        told["logprobsResult"] = _logprobs(scored, total)
-    return told
+        fields["avgLogprobs"] = total / len(scored) if scored else 0.0
+        fields["logprobsResult"] = _logprobs(scored, total)
+    return fields
 
 
 def _logprobs(scored: Sequence[ScoredToken], total: float) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _logprobs(scored: Sequence[ScoredToken], total: float) -> dict[str, Any]:
 
 def model_json(name: str, model: Hello | None) -> dict[str, Any]:
     """A model. Its limits are known while one of its engines is there."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": f"models/{name}",
         "baseModelId": name,
         "version": "001",
@@ -199,5 +199,5 @@ def model_json(name: str, model: Hello | None) -> dict[str, Any]:
         "topP": 1.0,
     }
     if model is not None:
-        told |= {"inputTokenLimit": model.context_tokens, "outputTokenLimit": model.context_tokens}
-    return told
+        fields |= {"inputTokenLimit": model.context_tokens, "outputTokenLimit": model.context_tokens}
+    return fields

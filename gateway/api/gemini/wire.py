@@ -102,10 +102,10 @@ def unknown(http: web.Request) -> bool:
 def error_json(error: KvasirError, request_id: str = "") -> dict[str, Any]:
     """The body of an error answer, and of an error in a stream. The request's id is in a header."""
     status = _status(error)
-    told: dict[str, Any] = {"code": status, "message": printable(error.message), "status": _name(status)}
+    status_json: dict[str, Any] = {"code": status, "message": printable(error.message), "status": _name(status)}
     if details := _details(error):
-        told["details"] = details
-    return {"error": told}
+        status_json["details"] = details
+    return {"error": status_json}
 
 
 def _status(error: KvasirError) -> int:

@@ -32,10 +32,10 @@ def completion_logprobs(
     first, and the first of them has null for both: nothing comes before it.
     """
     if prompt:
-        told = completion_logprobs(prompt, 0)
-        told["token_logprobs"][0] = told["top_logprobs"][0] = None
+        scores = completion_logprobs(prompt, 0)
+        scores["token_logprobs"][0] = scores["top_logprobs"][0] = None
         answer = completion_logprobs(scored, before)
-        return {key: values + answer[key] for key, values in told.items()}
+        return {key: values + answer[key] for key, values in scores.items()}
     return {
         "tokens": [_name(one.token) for one in scored],
         "token_logprobs": [one.logprob for one in scored],

@@ -157,10 +157,10 @@ class ChatShape(_ChoicesShape):
         function = {"name": delta.name, "arguments": delta.arguments} if delta.name else {"arguments": delta.arguments}
         if self._calls is Calls.FUNCTION:
             return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(function))
-        told: dict[str, Any] = {"index": delta.call, "function": function}
+        fields: dict[str, Any] = {"index": delta.call, "function": function}
         if delta.name:
-            told = {"index": delta.call, "id": new_call_id(), "type": "function", "function": function}
-        return before + self._call(index, told)
+            fields = {"index": delta.call, "id": new_call_id(), "type": "function", "function": function}
+        return before + self._call(index, fields)
 
     def _open_custom(self, index: int, delta: CallDelta) -> bytes:
         self._inputs[index] = (delta.call, [delta.arguments])
@@ -174,8 +174,8 @@ class ChatShape(_ChoicesShape):
         number, written = self._inputs.pop(index)
         return self._call(index, {"index": number, "custom": {"input": input_of("".join(written))}})
 
-    def _call(self, index: int, told: dict[str, Any]) -> bytes:
-        return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % json_line(told))
+    def _call(self, index: int, fields: dict[str, Any]) -> bytes:
+        return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % json_line(fields))
 
     def closing(self, index: int, finished: Finished) -> bytes:
         return self._input(index) + self._chunk(index, b'"delta":{}', b'"%b"' % self._reason(finished.reason).encode())
