@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT, read_page
-from gateway.api.anthropic.wire import time_text
+from gateway.api.anthropic.wire import DEFAULT_LIMIT, MAX_LIMIT, read_page, time_text
 from gateway.api.dialect import Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read, read_query, text
 from gateway.api.record import TENANT

@@ -10,11 +10,10 @@ from aiohttp import web
 
 from gateway.api.answering import Answering, Generation, parsed
 from gateway.api.anthropic.accounting import Diagnosis, MessageAccount
-from gateway.api.anthropic.pages import MODELS, read_page
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
 from gateway.api.anthropic.request import check_line, parse_count, parse_message
 from gateway.api.anthropic.response import TOLD_TIERS, MessageShape, ServiceTier, model_json
-from gateway.api.anthropic.wire import ANTHROPIC, VERSIONS, Version, read_version
+from gateway.api.anthropic.wire import ANTHROPIC, MODELS, VERSIONS, Version, read_page, read_version
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.lines import Endpoint, asking
 from gateway.api.record import BODY, RECORD, TENANT, Record

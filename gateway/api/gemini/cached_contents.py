@@ -26,9 +26,9 @@ from gateway.api.gemini.caching import (
     resource_json,
 )
 from gateway.api.gemini.files import VERSIONS, GeminiFiles
-from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.proto import read
 from gateway.api.gemini.request import Kept, model_name
+from gateway.api.gemini.wire import PAGE, page
 from gateway.api.record import BODY, RECORD, TENANT, kvasir_headers
 from gateway.api.replies import reply_json
 from gateway.config import GeminiSettings

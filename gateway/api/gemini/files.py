@@ -24,9 +24,8 @@ from gateway import tasks
 from gateway.api.body import BodyLimit, body_pieces
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import anything, no_effect, refused, shown, table, text, used
-from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.proto import message, read
-from gateway.api.gemini.wire import timestamp
+from gateway.api.gemini.wire import PAGE, page, timestamp
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
 from gateway.api.uploads import UNNAMED, FileStore, Upload

@@ -14,10 +14,10 @@ from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import table, text, used
 from gateway.api.gemini.cached_contents import CachedContents
 from gateway.api.gemini.files import VERSIONS, GeminiFiles
-from gateway.api.gemini.pages import PAGE, page
 from gateway.api.gemini.parameters import COUNT, GENERATE, MAX_CANDIDATES
 from gateway.api.gemini.request import model_name, parse_count, parse_generate, to_call
 from gateway.api.gemini.response import GeminiShape, model_json
+from gateway.api.gemini.wire import PAGE, page
 from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
 from gateway.errors import ModelNotFoundError

@@ -1,4 +1,4 @@
-"""Errors and headers as the Gemini API writes them, and which requests are its own.
+"""Errors, headers, times and pages of lists as the Gemini API has them, and which requests are its own.
 
 Errors have the shape of google.rpc.Status: a number, a message, a name for the number, and details that say which
 field was wrong and when to try again.
@@ -6,14 +6,17 @@ field was wrong and when to try again.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
 from gateway.api.dialect import Dialect, printable
-from gateway.api.fields import Check, closed_object, made, text
+from gateway.api.fields import Check, closed_object, in_url, integer, made, read_query, table, text, used
 from gateway.errors import BadRequestError, KvasirError, UnauthorizedError
 
 _DURATION: Final = re.compile(r"(-?[0-9]{1,12})(?:\.([0-9]{1,9}))?s")
@@ -44,6 +47,15 @@ _STATUS: Final = {
     504: "DEADLINE_EXCEEDED",
 }
 _TYPE: Final = "type.googleapis.com/google.rpc."
+
+_T = TypeVar("_T")
+DEFAULT_SIZE: Final = 50
+MAX_SIZE: Final = 1000
+
+PAGE: Final = table(
+    used("pageSize", in_url(integer(0, 2**31 - 1)), "integer, default 50", "Items of a page, 1000 at most."),
+    used("pageToken", text(), "string", "The `nextPageToken` of the page before."),
+)
 
 
 def _duration_s(written: str, path: str) -> float:
@@ -162,3 +174,23 @@ GEMINI = Dialect(
     unknown=unknown,
     tells_writes=False,
 )
+
+
+def page(items: Mapping[str, _T], query: Mapping[str, str]) -> tuple[Sequence[tuple[str, _T]], str]:
+    """The items of the page that is asked for, in the order of their keys, and the token of the next one, empty at the
+    end. A token stays valid while items come and go. Raises BadRequestError for a size or token that is none."""
+    values = read_query(query, PAGE)
+    size, after = min(values.get("pageSize") or DEFAULT_SIZE, MAX_SIZE), _after(values)
+    keys = sorted(key for key in items if after is None or key > after)
+    shown = keys[:size]
+    token = base64.urlsafe_b64encode(shown[-1].encode()).decode() if len(keys) > size else ""
+    return [(key, items[key]) for key in shown], token
+
+
+def _after(query: Mapping[str, Any]) -> str | None:
+    if not (written := query.get("pageToken")):
+        return None
+    try:
+        return base64.b64decode(written.encode(), b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise BadRequestError("Invalid 'pageToken': it is none that was given out.", param="pageToken") from None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -15,12 +16,11 @@ import xxhash
 
 from engine.protocol import Hello, Namespace
 from gateway.api.answering import AnswerShape
-from gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.api.openai.tools import input_of
 from gateway.api.openai.wire import error_json
 from gateway.api.replies import Answer, Stamp, data, json_line, json_text, new_id
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, Started, TextDelta, Tier, Usage
+from gateway.types import CallDelta, Finished, ScoredToken, Spelled, Started, TextDelta, Tier, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -261,3 +261,49 @@ def model_json(model: str, created: int) -> dict[str, Any]:
 def _fingerprint(namespace: Namespace) -> str:
     """Changes when the weights or what they are computed in change."""
     return f"fp_{xxhash.xxh3_64_hexdigest(namespace.root())[:10]}"
+
+
+def chat_logprobs(scored: Sequence[ScoredToken]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat: `token` is for reading, `bytes` is exact."""
+    content = [
+        {
+            **_entry(one.token, one.logprob),
+            "top_logprobs": [_entry(token, logprob) for token, logprob in one.top],
+        }
+        for one in scored
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    scored: Sequence[ScoredToken], before: int, prompt: Sequence[ScoredToken] = ()
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion. `before` is how many characters of the choice's text are not the answer's.
+
+    The chosen token is among `top_logprobs`, also where it was not among the likeliest. Tokens of the prompt come
+    first, and the first of them has null for both: nothing comes before it.
+    """
+    if prompt:
+        scores = completion_logprobs(prompt, 0)
+        scores["token_logprobs"][0] = scores["top_logprobs"][0] = None
+        answer = completion_logprobs(scored, before)
+        return {key: values + answer[key] for key, values in scores.items()}
+    return {
+        "tokens": [_name(one.token) for one in scored],
+        "token_logprobs": [one.logprob for one in scored],
+        "top_logprobs": [
+            {_name(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))} for one in scored
+        ],
+        "text_offset": [before + one.offset for one in scored],
+    }
+
+
+def _entry(token: Spelled, logprob: float) -> dict[str, Any]:
+    return {"token": token.text, "logprob": logprob, "bytes": None if token.bytes is None else list(token.bytes)}
+
+
+def _name(token: Spelled) -> str:
+    """Its text; a token that is no text by itself is told by its bytes, as this route always did."""
+    if token.bytes is None or token.bytes == token.text.encode():
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)

@@ -11,8 +11,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
-from gateway.api.anthropic.pages import DEFAULT_LIMIT, MAX_LIMIT
-from gateway.api.anthropic.wire import ANTHROPIC, read_version, time_text
+from gateway.api.anthropic.wire import ANTHROPIC, DEFAULT_LIMIT, MAX_LIMIT, read_version, time_text
 from gateway.api.batches import BatchRoutes
 from gateway.api.body import MAX_DEPTH, BodyLimit, body_pieces
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route

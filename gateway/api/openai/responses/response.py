@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gateway.api.dialect import printable
-from gateway.api.openai.logprobs import chat_logprobs
+from gateway.api.openai.response import chat_logprobs
 from gateway.api.openai.responses.request import Asked
 from gateway.api.openai.responses.tools import Tools
 from gateway.config import LeaseSettings, duration_s

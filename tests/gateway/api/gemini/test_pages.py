@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.gemini.pages import page
+from gateway.api.gemini.wire import page
 from gateway.errors import BadRequestError
 
 
