@@ -17,7 +17,7 @@ from gateway.api.passthrough import Passthrough
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import Answer, Stamp, reply
 from gateway.api.resend import Rendered, find_keeper
-from gateway.api.stream import Account, Echo, Keeper, Shape, collect, stream, stream_headers
+from gateway.api.stream import NO_ACCOUNT, Account, Echo, Shape, collect, stream, stream_headers
 from gateway.api.tenants import ONLY_COUNTED, Limits, Namespaces, need_of, set_aside
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
@@ -56,7 +56,7 @@ class Generation(NamedTuple):
     call: Call
     model: Hello
     shape: AnswerShape
-    account: Account | None = None
+    account: Account = NO_ACCOUNT
     stamp: Stamp | None = None
 
 
@@ -161,9 +161,8 @@ class Answering:
         model: Hello,
         shape: Shape,
         *,
-        keeper: Keeper | None = None,
         media_type: str = SSE,
-        account: Account | None = None,
+        account: Account = NO_ACCOUNT,
         noted: list[bytes] | None = None,
     ) -> web.StreamResponse:
         """A stream that is complete when this returns. Raises only while nothing was sent. `noted` gets what was
@@ -179,13 +178,12 @@ class Answering:
             at_once=PROMPTS_AT_ONCE,
             first_byte_s=self._server.first_byte_s,
             account=account,
-            keeper=keeper,
             media_type=media_type,
             noted=noted,
         )
 
     async def collect(
-        self, requests: list[Request], call: Call, model: Hello, *, account: Account | None = None
+        self, requests: list[Request], call: Call, model: Hello, *, account: Account = NO_ACCOUNT
     ) -> tuple[list[Answer], Usage]:
         """The answers to the call's own requests that are told, and the usage of all that were generated."""
         echo = self._echo(call, model)

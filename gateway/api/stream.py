@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
@@ -77,28 +77,27 @@ class Shape:
         raise NotImplementedError
 
 
-class Account(Protocol):
-    """What a dialect finds out about an answer, for its usage."""
+class Account:
+    """What a dialect does beside an answer, such as finding out its usage or storing it. This one does nothing."""
 
     async def started(self, request: Request) -> None:
-        """Before its first byte is written."""
-        ...
+        """Before the first byte of its answer is written."""
 
     async def finished(self, request: Request) -> None:
         """Before its last."""
-        ...
+
+    async def completed(self, usage: Usage) -> None:
+        """After all choices of a stream, before its client knows. Never raises, as `failed`."""
+
+    async def failed(self, error: KvasirError) -> None:
+        """In place of `completed`, of a stream that has begun."""
 
 
-class Keeper(Protocol):
-    """Who keeps what a stream tells: told how it ended before the client is. Never raises."""
-
-    async def completed(self, usage: Usage) -> None: ...
-
-    async def failed(self, error: KvasirError) -> None: ...
+NO_ACCOUNT: Final = Account()
 
 
 async def collect(
-    pipeline: Pipeline, requests: Sequence[Request], echo: Echo, *, at_once: int, account: Account | None = None
+    pipeline: Pipeline, requests: Sequence[Request], echo: Echo, *, at_once: int, account: Account = NO_ACCOUNT
 ) -> list[Answer]:
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
@@ -111,8 +110,7 @@ async def collect(
                     deltas.append(event)
                 elif type(event) is Started:
                     prompt = event.scored
-                    if account is not None:
-                        await account.started(request)
+                    await account.started(request)
                 elif type(event) is Finished:
                     end = await _finished(event, request, account)
                     echoed = echo(index)
@@ -142,15 +140,14 @@ async def stream(
     *,
     at_once: int,
     first_byte_s: float = 0.0,
-    account: Account | None = None,
-    keeper: Keeper | None = None,
+    account: Account = NO_ACCOUNT,
     media_type: str = SSE,
     noted: list[bytes] | None = None,
 ) -> web.StreamResponse:
     """Answers over SSE, or what else the shape writes, complete, and ended as it has to be. Raises only while nothing
     was sent. `noted` gets all that was written, of one answer that may come again. `first_byte_s`: see
     server.first_byte_s."""
-    sse = _Sse(http, shape, account, keeper, media_type, alone=len(requests) == 1, noted=noted)
+    sse = _Sse(http, shape, account, media_type, alone=len(requests) == 1, noted=noted)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(pipeline.answer(request)) as events:
@@ -162,8 +159,7 @@ async def stream(
         with no_panic():
             ends = await _within(requests, _all(one, requests, at_once))
         usage = sum((usage for _, usage in ends), Usage(0, 0))
-        if keeper is not None:
-            await keeper.completed(usage)
+        await account.completed(usage)
         return await sse.end(ends[-1][0] + shape.ending(usage))
     except ConnectionResetError:
         return sse.left()
@@ -190,10 +186,9 @@ def stream_headers(media_type: str) -> dict[str, str]:
     return {"Content-Type": f"{media_type}; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def _finished(event: Finished, request: Request, account: Account | None) -> Finished:
+async def _finished(event: Finished, request: Request, account: Account) -> Finished:
     """What is reported of an end. The prompt of a group is counted with its first request."""
-    if account is not None:
-        await account.finished(request)
+    await account.finished(request)
     if not request.number:
         return event
     trace = request.trace
@@ -241,8 +236,7 @@ class _Sse:
         self,
         http: web.Request,
         shape: Shape,
-        account: Account | None,
-        keeper: Keeper | None,
+        account: Account,
         media_type: str,
         *,
         alone: bool,
@@ -251,7 +245,7 @@ class _Sse:
         """`alone`: there is one choice."""
         self.record: Record = http[RECORD]
         self.response: web.StreamResponse | None = None
-        self._http, self._shape, self._account, self._keeper = http, shape, account, keeper
+        self._http, self._shape, self._account = http, shape, account
         self._media_type, self._alone = media_type, alone
         self._may_note = noted
         self._noted: list[bytes] | None = None
@@ -265,8 +259,7 @@ class _Sse:
         started = await anext(events)
         if type(started) is not Started:
             raise KvasirError("The answer began with something else.")
-        if self._account is not None:
-            await self._account.started(request)
+        await self._account.started(request)
         if self._alone and request.trace.repeat is not None:
             self._noted = self._may_note
         response = await self.begin(index, echo(index), started)
@@ -338,8 +331,7 @@ class _Sse:
     async def fail(self, error: KvasirError) -> web.StreamResponse:
         """Ends the stream with an error event; gives up on a client that does not read it."""
         failed(self.record, error)
-        if self._keeper is not None:
-            await self._keeper.failed(error)
+        await self._account.failed(error)
         try:
             async with asyncio.timeout(LAST_WRITE_S):
                 return await self.end(self._shape.failure(error))

@@ -16,6 +16,7 @@ from gateway.api.anthropic.caching import DEFAULT_TTL, HOUR_S, Cached, Caching, 
 from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
 from gateway.api.anthropic.response import MessageShape
 from gateway.api.anthropic.wire import dotted
+from gateway.api.stream import Account
 from gateway.config import duration_s
 from gateway.errors import RedisDownError
 from gateway.pipeline import Pipeline
@@ -89,8 +90,8 @@ def _reason(kind: str, **more: Any) -> dict[str, Any]:
     return {"cache_miss_reason": {"type": kind, **more}}
 
 
-class MessageAccount:
-    """A stream.Account, of one message."""
+class MessageAccount(Account):
+    """Of one message."""
 
     def __init__(self, pipeline: Pipeline, caching: Caching, shape: MessageShape, diagnosis: Diagnosis | None) -> None:
         """`diagnosis` None: nobody asks for one, and nothing is remembered."""

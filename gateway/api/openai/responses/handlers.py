@@ -113,11 +113,12 @@ class Responses:
             return reply(await self._whole(record, tenant, asked, wanted), kvasir_headers(record))
         call, model, shape, _ = wanted
         keeper = self._keeper(tenant, asked, wanted)
+        if keeper is None:
+            return await self._answering.stream(http, call, model, shape)
         try:
-            return await self._answering.stream(http, call, model, shape, keeper=keeper)
+            return await self._answering.stream(http, call, model, shape, account=keeper)
         finally:
-            if keeper is not None:
-                keeper.abandoned()
+            keeper.abandoned()
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""

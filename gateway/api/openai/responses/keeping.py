@@ -23,6 +23,7 @@ from gateway.api.openai.responses.shape import ResponseShape
 from gateway.api.openai.responses.store import Kept, ResponseStore
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
 from gateway.api.replies import Answer
+from gateway.api.stream import Account
 from gateway.errors import KvasirError, OverloadedError, QueueFullError
 from gateway.native import no_panic
 from gateway.types import Usage
@@ -41,8 +42,8 @@ CANCEL_LIMIT_S: Final = 5.0
 Work = Coroutine[Any, Any, tuple[list[Answer], Usage]]
 
 
-class ResponseKeeper:
-    """A stream.Keeper, of one response. Its object says `store: false` in the end if it could not be kept."""
+class ResponseKeeper(Account):
+    """Of one response. Its object says `store: false` in the end if it could not be kept."""
 
     def __init__(self, store: ResponseStore, tenant: str, shape: ResponseShape, items: Sequence[Item]) -> None:
         self._store = store
