@@ -21,6 +21,16 @@ TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60
 OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
+TOKENS: Final = {
+    "prompt": "Tokens of prompts, cached ones included.",
+    "cached": "Tokens of prompts whose blocks were reused.",
+    "lease_read": "Tokens of prompts that began with a lease, up to its breakpoint.",
+    "lease_write": "Tokens of prompts beyond those, up to the last breakpoint that was kept.",
+    "completion": "Tokens generated.",
+    "tokenized": "Tokens of prompts that had to be tokenised, because their segments were new.",
+}
+"""Of traces and totals, where `_tokens` is in their names."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 COUNTED_AT_ONCE: Final = 64
@@ -61,15 +71,7 @@ class Metrics:
         )
         tenant_model = ("model", "tenant")
         self._tokens = {
-            kind: self._counts(f"{kind}_tokens", text, tenant_model)
-            for kind, text in (
-                ("prompt", "Tokens of prompts, cached ones included."),
-                ("cached", "Tokens of prompts whose blocks were reused."),
-                ("lease_read", "Tokens of prompts that began with a lease, up to its breakpoint."),
-                ("lease_write", "Tokens of prompts beyond those, up to the last breakpoint that was kept."),
-                ("completion", "Tokens generated."),
-                ("tokenized", "Tokens of prompts that had to be tokenised, because their segments were new."),
-            )
+            f"{kind}_tokens": self._counts(f"{kind}_tokens", text, tenant_model) for kind, text in TOKENS.items()
         }
         self._embedded = self._counts("embedded_tokens", "Tokens of texts that were embedded.", tenant_model)
         self._breakpoints = self._counts(
@@ -150,12 +152,8 @@ class Metrics:
                 totals.response_hits += 1
                 totals.completion_tokens += trace.paid_tokens
                 continue
-            totals.prompt_tokens += trace.prompt_tokens
-            totals.cached_tokens += trace.cached_tokens
-            totals.lease_read_tokens += trace.lease_read_tokens
-            totals.lease_write_tokens += trace.lease_write_tokens
-            totals.completion_tokens += trace.completion_tokens
-            totals.tokenized_tokens += trace.tokenized_tokens
+            for name in self._tokens:
+                setattr(totals, name, getattr(totals, name) + getattr(trace, name))
 
     def _meter(self, record: Record, model: str, tenant: str) -> None:
         if (children := self._children.get((model, tenant))) is None:
@@ -164,14 +162,10 @@ class Metrics:
             if trace.lookup is not None:
                 self._lookups.of(model, tenant, trace.lookup.outcome).value += 1
             if trace.hit is not None:  # no engine worked, and its figures would look as if one had
-                children.completion.value += trace.paid_tokens
+                children.tokens["completion_tokens"].value += trace.paid_tokens
                 continue
-            children.prompt.value += trace.prompt_tokens
-            children.cached.value += trace.cached_tokens
-            children.lease_read.value += trace.lease_read_tokens
-            children.lease_write.value += trace.lease_write_tokens
-            children.completion.value += trace.completion_tokens
-            children.tokenized.value += trace.tokenized_tokens
+            for name, count in children.tokens.items():
+                count.value += getattr(trace, name)
             if trace.lease is not None:
                 self._breakpoints.of(model, tenant, trace.lease.state).value += 1
             if trace.missed_by_key:
@@ -185,9 +179,9 @@ class Metrics:
         children.duration.add(record.total_ms / 1e3)
 
     def _labelled(self, model: str, tenant: str) -> _Children:
-        tokens = {kind: counts.of(model, tenant) for kind, counts in self._tokens.items()}
+        tokens = {name: counts.of(model, tenant) for name, counts in self._tokens.items()}
         return _Children(
-            **tokens,
+            tokens=tokens,
             first_token=self._first_token.of(model),
             queue=self._queue.of(model),
             overhead=self._overhead.of(model),
@@ -209,12 +203,7 @@ class Metrics:
 class _Children:
     """The metrics of one model and tenant: looking labels up costs more than counting."""
 
-    prompt: Count
-    cached: Count
-    lease_read: Count
-    lease_write: Count
-    completion: Count
-    tokenized: Count
+    tokens: Mapping[str, Count]
     first_token: Seconds
     queue: Seconds
     overhead: Seconds
