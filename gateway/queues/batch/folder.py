@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 import shutil
 import struct
 import threading
@@ -80,11 +79,7 @@ class JobFolder:
 
     def put_input(self, job: Job, rows: disk.Part) -> None:
         """Its folder, with what was sent as its rows. Durable when this returns. Raises StorageError."""
-        rows.sync()
-        path = self.make(job)
-        with translated():
-            os.rename(rows.path, path)
-            disk.sync_folder(path.parent)
+        self._keep(rows, self.make(job))
 
     @contextmanager
     def rows(self, job: Job) -> Iterator[BinaryIO]:
@@ -94,9 +89,9 @@ class JobFolder:
 
     def put_lines(self, job: Job, lines: Sequence[Line]) -> None:
         """Where its lines are. Raises StorageFullError and StorageError."""
-        with self._writing(self._of(job) / "lines") as writing:
-            writing.write(b"".join(_ENTRY.pack(*line) for line in lines))
-            writing.keep()
+        with self.writing(job) as part:
+            part.write(b"".join(_ENTRY.pack(*line) for line in lines))
+            self._keep(part, self._of(job) / "lines")
 
     def read_lines(self, job: Job, start: int, count: int, max_bytes: int | None = None) -> list[bytes]:
         """The rows of so many lines from one on; as many of them as have `max_bytes` together, but one at least. Raises
@@ -150,10 +145,17 @@ class JobFolder:
         return found
 
     @contextmanager
-    def writing(self, job: Job) -> Iterator[Writing]:
-        """All results of a job, in place of those that were there. Raises StorageFullError and StorageError."""
-        with self._writing(self._of(job) / "results.jsonl") as writing:
-            yield writing
+    def writing(self, job: Job) -> Iterator[disk.Part]:
+        """A file of a job that is whole or not there at all. Raises StorageFullError and StorageError."""
+        part = disk.Part(self._of(job), lambda _, more_bytes: self.check_room(more_bytes), translated)
+        try:
+            yield part
+        finally:
+            part.discard()
+
+    def put_results(self, job: Job, part: disk.Part) -> None:
+        """All results of a job, in place of those that were there. Durable when this returns. Raises StorageError."""
+        self._keep(part, self._of(job) / "results.jsonl")
 
     def open_results(self, job: Job) -> BinaryIO | None:
         """They stay readable until they are closed. None when there are none. Raises StorageError."""
@@ -225,40 +227,11 @@ class JobFolder:
     def _input(self, job: Job) -> BinaryIO:
         return (self._of(job) / "input.jsonl").open("rb", buffering=0)
 
-    @contextmanager
-    def _writing(self, path: Path) -> Iterator[Writing]:
+    def _keep(self, part: disk.Part, path: Path) -> None:
+        part.sync()
         with translated():
-            part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            yield Writing(self, descriptor, part, path)
-        finally:
-            os.close(descriptor)
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-
-
-class Writing:
-    """A file that is there, whole, from `keep` on, and not at all without it."""
-
-    def __init__(self, folder: JobFolder, descriptor: int, part: Path, path: Path) -> None:
-        self._folder = folder
-        self._descriptor = descriptor
-        self._part = part
-        self._path = path
-
-    def write(self, data: bytes) -> None:
-        """Raises StorageFullError and StorageError."""
-        with translated():
-            self._folder.check_room(len(data))
-            disk.write_all(self._descriptor, data)
-
-    def keep(self) -> None:
-        """Durable when this returns. Raises StorageFullError and StorageError."""
-        with translated():
-            os.fsync(self._descriptor)
-            os.rename(self._part, self._path)
-            disk.sync_folder(self._path.parent)
+            os.rename(part.path, path)
+            disk.sync_folder(path.parent)
 
 
 class _Spools:

@@ -229,11 +229,11 @@ class Steps:
             await self._files.add(job.tenant, file_id, filename, FILE_PURPOSE, job.output_ttl_s, pieces)
 
     async def _put_results(self, job: Job) -> None:
-        with self._folder.writing(job) as writing:
+        with self._folder.writing(job) as part:
             async with aclosing(self._results(job, (*OK, *NOT_OK))) as pieces:
                 async for piece in pieces:
-                    await asyncio.to_thread(writing.write, piece)
-            await asyncio.to_thread(writing.keep)
+                    await asyncio.to_thread(part.write, piece)
+            await asyncio.to_thread(self._folder.put_results, job, part)
 
     async def _results(self, job: Job, kinds: Collection[Kind]) -> AsyncGenerator[bytes]:
         """JSON lines, in the order of the job's."""

