@@ -76,6 +76,15 @@ class OwnFolder:
     path: Path
     file: int  # open for its lock
 
+    @property
+    def is_held(self) -> bool:
+        """False when the lock was deleted or moved, alone or with its folder: others would not find it. Raises
+        OSError."""
+        try:
+            return os.path.samestat(os.stat(self.path / _LOCK), os.fstat(self.file))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def release(self) -> None:
         os.close(self.file)
 

@@ -213,7 +213,10 @@ class DiskStore:
 
     @property
     def _own(self) -> Path:
-        """This engine's folder. Raises OSError when there is none to be had."""
+        """This engine's folder; another one when somebody has deleted it. Raises OSError when there is none to be
+        had."""
+        if self._claimed is not None and not self._claimed.is_held:
+            self.close()
         if self._claimed is None:
             self._claimed = disk_folders.claim(self._folder, self._root, self.owner)
         return self._claimed.path
@@ -238,8 +241,7 @@ class DiskStore:
         try:
             return os.open(path, flags, 0o600)
         except FileNotFoundError:
-            for folder in (self._own, Path(path).parent):
-                folder.mkdir(mode=0o700, exist_ok=True)
+            Path(path).parent.mkdir(mode=0o700, exist_ok=True)
             return os.open(path, flags, 0o600)
 
     def _path(self, digest: bytes) -> str:

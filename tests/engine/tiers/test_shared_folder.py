@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.leases.file import WRITE_INTERVAL_S
-from engine.protocol import split_digests
+from engine.protocol import Namespace, chain_digests, split_digests
+from engine.tiers import disk_folders
+from engine.tiers.copying import BlockKey
+from engine.tiers.disk_store import DiskStore
 from tests.fakes.life_bench import Folder, LifeBench, start
 from tests.fakes.oracle_runner import Prefixes
 from tests.fakes.scheduler_bench import SIZE, prompt
@@ -163,3 +169,147 @@ def test_two_engines_whatever_they_do_lose_nothing_to_each_other(
         for engine in engines.engines.values():
             engine.finish()
         engines.check()
+
+
+def test_engines_whose_folder_was_deleted_go_on_in_one_of_their_own(tmp_path: Path) -> None:
+    with fleet(tmp_path / "blocks") as engines:
+        for number in (0, 1):
+            engines.start(number).settle()
+            engines.ask(number, number, 24, ttl_s=9e3)
+            engines.rest(number)
+        shutil.rmtree(tmp_path / "blocks")
+        for number in (0, 1):
+            engines.ask(number, 10 + number, 24)
+        engines.kill(1)
+        engines.start(1).settle()
+        for number in (0, 1):
+            engines.flood(number)
+            assert engines.ask(number, 10 + number, 24 + SIZE) == 24
+        assert len({engine.disk.store._own for engine in engines.engines.values()}) == 2
+
+
+SALTS = ("a", "b")
+
+
+class Stores:
+    """Three stores over one folder, and what must be in each engine's folder by now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stores: list[DiskStore | None] = [None] * 3
+        self.files: dict[Path, set[bytes]] = {}
+
+    def keys(self, salt: str, kind: int) -> list[BlockKey]:
+        """Of three blocks."""
+        packed, width = array("I", prompt(3 * SIZE, kind)).tobytes(), SIZE * 4
+        namespace = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE, salt=salt)
+        digests = split_digests(chain_digests(namespace.root(), packed, SIZE))
+        parents = [None, *digests]
+        tokens = [packed[start : start + width] for start in range(0, len(packed), width)]
+        return [BlockKey(digests[i], parents[i], i, salt, tokens[i]) for i in range(3)]
+
+    def own(self, store: DiskStore) -> set[bytes]:
+        assert not disk_folders.is_abandoned(store._own)
+        return self.files.setdefault(store._own, set())
+
+    def start(self, number: int, most: int = 100) -> None:
+        """Takes over what is whole."""
+        self.stop(number)
+        namespace = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE)
+        store = self.stores[number] = DiskStore(self.path, namespace, "8", 8)
+        found = {key.digest for key in store.scan(most, 1 << 30, 86400.0).found}
+        own, whole = self.own(store), set[bytes]()
+        for key in (key for salt in SALTS for kind in range(3) for key in self.keys(salt, kind)):
+            if key.digest in own and (key.parent is None or key.parent in whole):
+                whole.add(key.digest)
+        assert found <= whole
+        assert len(found) == min(most, len(whole))
+        self.files[store._own] = found
+
+    def stop(self, number: int) -> None:
+        if (store := self.stores[number]) is not None:
+            store.close()
+        self.stores[number] = None
+
+    def write(self, store: DiskStore, salt: str, kind: int) -> None:
+        keys = self.keys(salt, kind)
+        store.write([0] * 3, keys, self.rows(keys))
+        self.own(store).update(key.digest for key in keys)
+
+    def read(self, store: DiskStore, salt: str, kind: int) -> None:
+        keys = self.keys(salt, kind)
+        rows, there = store.read([0] * 3, keys), [key.digest in self.own(store) for key in keys]
+        assert len(rows) == [*there, False].index(False)
+        assert (rows == self.rows(keys)[: len(rows)]).all()
+
+    def rows(self, keys: list[BlockKey]) -> np.ndarray:
+        return np.array([list(key.digest[:8]) for key in keys], np.uint8)
+
+    def drop(self, store: DiskStore, salt: str, kind: int) -> None:
+        store.drop([self.keys(salt, kind)[2].digest])
+        self.own(store).discard(self.keys(salt, kind)[2].digest)
+
+    def purge(self, store: DiskStore, salt: str) -> None:
+        """Of this engine's and of those that nobody has."""
+        held = {other._claimed.path for other in self.stores if other and other._claimed and other._claimed.is_held}
+        digests = {key.digest for kind in range(3) for key in self.keys(salt, kind)}
+        for part in store.find_own_parts():
+            store.remove(store.find_salted(part, salt))
+        for part in store.find_parts():
+            assert (store.purge(salt, part).owner is not None) == (Path(part.folder) in held)
+        for path in self.files.keys() - (held - {store._own}):
+            self.files[path] -= digests
+
+    def delete(self, store: DiskStore, what: str) -> None:
+        """By somebody else."""
+        own = store._own
+        if what == "all":
+            shutil.rmtree(self.path)
+            self.files.clear()
+        elif what == "own":
+            shutil.rmtree(own)
+            self.files.pop(own, None)
+        elif what == "lock":
+            (own / "lock").unlink()
+        elif what == "choice":
+            (self.path / "lock").unlink(missing_ok=True)
+        else:
+            for file in sorted(own.rglob("*.kv"))[:1]:
+                file.unlink()
+                self.files[own].remove(bytes.fromhex(file.stem))
+
+
+KIND = (st.sampled_from(SALTS), st.integers(0, 2))
+ACT = st.one_of(
+    st.tuples(st.just("write"), *KIND),
+    st.tuples(st.just("read"), *KIND),
+    st.tuples(st.just("drop"), *KIND),
+    st.tuples(st.just("purge"), KIND[0]),
+    st.tuples(st.just("delete"), st.sampled_from(["all", "own", "lock", "choice", "file"])),
+    st.tuples(st.just("start"), st.sampled_from([100, 2])),
+    st.tuples(st.just("stop")),
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(acts=st.lists(st.tuples(st.integers(0, 2), ACT), min_size=5, max_size=40))
+def test_whatever_others_do_or_delete_a_store_has_what_it_wrote_and_a_folder_of_its_own(
+    tmp_path_factory: object, acts: list[tuple[int, tuple[object, ...]]]
+) -> None:
+    stores = Stores(tmp_path_factory.mktemp("blocks") / "shared")  # type: ignore[attr-defined]
+    for number in range(3):
+        stores.start(number)
+    for number, (name, *values) in acts:
+        store = stores.stores[number]
+        if name in ("start", "stop"):
+            getattr(stores, name)(number, *values)
+        elif store is not None:
+            getattr(stores, str(name))(store, *values)
+    living = [store for store in stores.stores if store is not None]
+    assert len({store._own for store in living}) == len(living)
+    for store in living:
+        for salt in SALTS:
+            for kind in range(3):
+                stores.read(store, salt, kind)
+    for number in range(3):
+        stores.stop(number)
