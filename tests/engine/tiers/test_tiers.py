@@ -332,6 +332,64 @@ def test_a_save_that_hangs_keeps_no_block_of_the_model_either() -> None:
     bench.check_contents()
 
 
+def live_with_a_hang(host: int, point: int) -> bool:
+    """Saves, restores and evictions, where the disk hangs before or after one of its calls for longer than a copy may
+    take, while others use every block of the model. False when there are fewer such points."""
+    bench = make(num_blocks=16, host=host, disk=24)
+    disk, calls = bench.workers["copy-disk"], itertools.count()
+    others = [worker for worker in bench.workers.values() if worker is not disk]
+
+    def meanwhile() -> None:
+        if next(calls) != point:
+            return
+        began_s = bench.now
+        bench.now += COPY_LIMIT_S
+        for seq, tokens in ((100, prompt(56, 7)), (101, prompt(40)), (102, prompt(56, 8))):
+            bench.submit(seq, tokens, max_tokens=1)
+            while not bench.answer(seq):
+                if not bench.step() and not any(worker.work() or worker.deliver() for worker in others):
+                    bench.now += 1.0
+                assert bench.now - began_s <= 2 * COPY_LIMIT_S, "a sequence waits for a disk that hangs"
+            assert bench.answer(seq) == expected(tokens, 1)
+        bench.listen()
+
+    def slow(call: Any) -> Any:
+        def hang(*arguments: Any) -> Any:
+            meanwhile()
+            result = call(*arguments)
+            meanwhile()
+            return result
+
+        return hang
+
+    for name in ("read", "write", "drop"):
+        setattr(bench.disk, name, slow(getattr(bench.disk, name)))
+    for seq, kind in enumerate((0, 1, 0, 1, 2, 0)):
+        bench.ask(seq, prompt(40, kind), max_tokens=1)
+        bench.forget_device()
+    for seq in (10, 11):
+        bench.submit(seq, prompt(32, seq % 2), max_tokens=1)
+    bench.finish()
+    if next(calls) <= point:
+        return False
+    bench.now += PAUSE_S
+    bench.listen()
+    bench.check_contents()
+    bench.ask(20, prompt(40, 5), max_tokens=1)
+    bench.forget_device()
+    assert bench.ask(21, prompt(40, 5), max_tokens=1) == 36, "the disk is used again"
+    for pool in bench.tiers.pools:
+        assert pool.check_invariants() == []
+        assert pool.allocate(pool.num_blocks) is not None, "a block leaked"
+    return True
+
+
+@pytest.mark.parametrize("host", [0, 12])
+def test_a_disk_that_hangs_at_any_of_its_calls_holds_no_sequence_up_and_is_used_again(host: int) -> None:
+    points = sum(1 for _ in itertools.takewhile(lambda point: live_with_a_hang(host, point), itertools.count()))
+    assert points > 50
+
+
 def test_leases_wait_for_copies_to_make_room_and_not_for_a_disk_that_hangs() -> None:
     for hangs in (False, True):
         bench = make(num_blocks=16, lease_share=1.0, lease_tenant_share=1.0)
