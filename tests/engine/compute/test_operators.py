@@ -10,6 +10,7 @@ import torch
 from engine.compute import flash, linear, model
 from engine.compute.linear import PackedWeight, can_pack, is_quick
 from engine.compute.model_files import ModelError
+from tests.fakes.tiny_models import Driver, make_runner, random_ids
 
 
 @pytest.fixture
@@ -40,6 +41,36 @@ def test_without_them_layers_stay_as_they_are_and_the_log_names_what_is_missing(
         "mkldnn::_linear_pointwise_that_is_gone.binary",
         "mkldnn::_is_mkldnn_bf16_supported_that_is_gone.default",
     ]
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        ("mkldnn::_reorder_linear_weight", "default"),
+        ("mkldnn::_linear_pointwise", "default"),
+        ("mkldnn::_linear_pointwise", "binary"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "default"),
+    ],
+    ids="::".join,
+)
+def test_a_model_computes_the_same_without_any_one_of_them(
+    gone: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = random_ids(300, 1)
+    whole = Driver(make_runner("llama"))
+    want = whole.prefill(whole.sequence(ids, 3), cuts=[256])
+    real = linear.find_operator
+    monkeypatch.setattr(
+        linear,
+        "find_operator",
+        lambda name, overload="default": None if (name, overload) == gone else real(name, overload),
+    )
+    if gone[0].startswith("aten"):
+        monkeypatch.setattr(flash, "_FLASH_CPU", flash._plain)
+    runner = make_runner("llama")
+    assert runner.model.is_fused is gone[0].startswith("aten")
+    driver = Driver(runner)
+    torch.testing.assert_close(driver.prefill(driver.sequence(ids, 3), cuts=[256]), want, atol=2e-4, rtol=2e-4)
 
 
 def test_all_of_them_are_in_the_torch_that_is_tested() -> None:

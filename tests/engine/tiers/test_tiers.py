@@ -338,6 +338,7 @@ def live_with_a_hang(host: int, point: int) -> bool:
     bench = make(num_blocks=16, host=host, disk=24)
     disk, calls = bench.workers["copy-disk"], itertools.count()
     others = [worker for worker in bench.workers.values() if worker is not disk]
+    answered: list[int] = []  # what is raised while a store is called is the store's failure
 
     def meanwhile() -> None:
         if next(calls) != point:
@@ -346,12 +347,11 @@ def live_with_a_hang(host: int, point: int) -> bool:
         bench.now += COPY_LIMIT_S
         for seq, tokens in ((100, prompt(56, 7)), (101, prompt(40)), (102, prompt(56, 8))):
             bench.submit(seq, tokens, max_tokens=1)
-            while not bench.answer(seq):
+            while not bench.answer(seq) and bench.now - began_s <= 2 * COPY_LIMIT_S:
                 if not bench.step() and not any(worker.work() or worker.deliver() for worker in others):
                     bench.now += 1.0
-                assert bench.now - began_s <= 2 * COPY_LIMIT_S, "a sequence waits for a disk that hangs"
-            assert bench.answer(seq) == expected(tokens, 1)
-        bench.listen()
+            bench.listen()
+            answered.extend(bench.answer(seq))
 
     def slow(call: Any) -> Any:
         def hang(*arguments: Any) -> Any:
@@ -372,6 +372,7 @@ def live_with_a_hang(host: int, point: int) -> bool:
     bench.finish()
     if next(calls) <= point:
         return False
+    assert answered == [*expected(prompt(56, 7), 1), *expected(prompt(40), 1), *expected(prompt(56, 8), 1)]
     bench.now += PAUSE_S
     bench.listen()
     bench.check_contents()
