@@ -139,7 +139,7 @@ class Restoring:
         self._account.note(tier)
         if not job.parts:
             job.segments.popleft()
-            if job.segments and not job.over:
+            if job.segments and not job.over and not job.segments[0][0].late:
                 self._read(job)
             else:
                 self._end(job)

@@ -332,6 +332,30 @@ def test_a_save_that_hangs_keeps_no_block_of_the_model_either() -> None:
     bench.check_contents()
 
 
+def test_a_restore_from_two_tiers_ends_where_the_second_one_began_to_hang_meanwhile() -> None:
+    bench = make(host=5)
+    bench.ask(1, prompt(40, 1), max_tokens=1)
+    bench.ask(2, prompt(40), max_tokens=1)
+    bench.forget_device()
+    assert [held(bench, "host", prompt(40, kind)) for kind in (0, 1)] == [5, 0]
+    bench.submit(3, prompt(40, 1), max_tokens=1)
+    assert not bench.step()
+    bench.now += COPY_LIMIT_S - 1
+    bench.submit(4, prompt(40), max_tokens=1)
+    assert not bench.step(), "its first blocks are being copied from host memory"
+    bench.now += 1
+    while bench.step():
+        pass
+    host = bench.workers["copy-host"]
+    while host.work() or host.deliver():
+        pass
+    while bench.step():
+        pass
+    assert (bench.answer(4), bench.of(4)[0].cached_tokens) == (expected(prompt(40), 1), 20)
+    bench.finish()
+    bench.check_contents()
+
+
 def live_with_a_hang(host: int, point: int) -> bool:
     """Saves, restores and evictions, where the disk hangs before or after one of its calls for longer than a copy may
     take, while others use every block of the model. False when there are fewer such points."""
