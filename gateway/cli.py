@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         usage = f"kvasir {name} [--config FILE] [--SETTING VALUE ...]"
-        told = argparse.ArgumentParser(
+        parser_of_all = argparse.ArgumentParser(
             prog=f"kvasir {name}", usage=usage, parents=[every], description=text, add_help=False
         )
         command = commands.add_parser(
@@ -188,7 +188,9 @@ def _parser() -> argparse.ArgumentParser:
             epilog=MORE,
             allow_abbrev=False,
         )
-        command.add_argument("--help-all", action=_HelpAll, nargs=0, told=told, help="show all settings, by section")
+        command.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, parser_of_all=parser_of_all, help="show all settings, by section"
+        )
         if name == "engine":
             command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
     add_batch_parser(commands)
@@ -199,12 +201,12 @@ def _parser() -> argparse.ArgumentParser:
 class _HelpAll(argparse.Action):
     """Prints another parser's help, and ends."""
 
-    def __init__(self, *args: Any, told: argparse.ArgumentParser, **options: Any) -> None:
+    def __init__(self, *args: Any, parser_of_all: argparse.ArgumentParser, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._told = told
+        self._parser_of_all = parser_of_all
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        self._told.print_help()
+        self._parser_of_all.print_help()
         parser.exit()
 
 
@@ -218,8 +220,8 @@ def _shared(*shown: str) -> argparse.ArgumentParser:
             path = f"{section}.{name}"
             default = "" if field.default in (None, PydanticUndefined, ()) else f" Default: {field.default}."
             text = f"{field.description}{default} ({variable_name(path)})".replace("%", "%%")
-            told = text if path in shown else argparse.SUPPRESS
-            group.add_argument(flag_name(path), dest=path, metavar=_unit(name, field), help=told)
+            parser_of_all = text if path in shown else argparse.SUPPRESS
+            group.add_argument(flag_name(path), dest=path, metavar=_unit(name, field), help=parser_of_all)
     return shared
 
 

@@ -83,18 +83,18 @@ class ContextLengthError(BadRequestError):
     context_tokens = 0
     prompt_tokens = 0
 
-    def __init__(self, context_tokens: int, prompt_tokens: int, asked_tokens: int, *, param: str) -> None:
+    def __init__(self, context_tokens: int, prompt_tokens: int, requested_tokens: int, *, param: str) -> None:
         self.context_tokens = context_tokens
         self.prompt_tokens = prompt_tokens
         asked = (
-            f"you requested {prompt_tokens + asked_tokens} tokens ({prompt_tokens} in the {param}, "
-            f"{asked_tokens} in the completion)"
-            if asked_tokens
+            f"you requested {prompt_tokens + requested_tokens} tokens ({prompt_tokens} in the {param}, "
+            f"{requested_tokens} in the completion)"
+            if requested_tokens
             else f"your {param} resulted in {prompt_tokens} tokens"
         )
         super().__init__(
             f"This model's maximum context length is {context_tokens} tokens. However, {asked}. "
-            f"Please reduce the length of the {param}{' or completion' if asked_tokens else ''}.",
+            f"Please reduce the length of the {param}{' or completion' if requested_tokens else ''}.",
             param=param,
         )
 

@@ -69,7 +69,7 @@ def meter_start(request: Request, prompt: EncodedPrompt, block_size: int, update
     trace.cached_tokens = update.cached_tokens or 0
     trace.lease_read_tokens = update.lease_read_tokens or 0
     trace.lease_write_tokens = update.lease_write_tokens or 0
-    trace.told_cached_tokens = _told_cached(trace, only_leased=request.only_leased)
+    trace.reported_cached_tokens = _told_cached(trace, only_leased=request.only_leased)
     if isinstance(request.prompt, ChatPrompt) and request.prompt.markers:
         points = prompt.breakpoints
         degraded = len(points) if update.leases_degraded is None else update.leases_degraded
@@ -81,10 +81,10 @@ def meter_start(request: Request, prompt: EncodedPrompt, block_size: int, update
         elif trace.lease_write_tokens:
             trace.kept_tokens = trace.lease_read_tokens + trace.lease_write_tokens
         end = min(trace.lease_read_tokens + trace.lease_write_tokens, trace.prompt_tokens)
-        trace.lease_writes = tuple(_lease_writes(points, trace.told_cached_tokens, end))
+        trace.lease_writes = tuple(_lease_writes(points, trace.reported_cached_tokens, end))
     else:
         end = prompt.num_tokens // block_size * block_size if request.use_cache else 0
-    trace.cache_write_tokens = max(0, end - trace.told_cached_tokens)
+    trace.cache_write_tokens = max(0, end - trace.reported_cached_tokens)
 
 
 def _lease_writes(points: Sequence[Breakpoint], read: int, end: int) -> Iterator[tuple[float, int]]:
@@ -107,7 +107,7 @@ def usage_of(trace: Trace) -> Usage:
     return Usage(
         prompt_tokens=trace.prompt_tokens,
         completion_tokens=trace.completion_tokens,
-        cached_tokens=trace.told_cached_tokens,
+        cached_tokens=trace.reported_cached_tokens,
         cache_write_tokens=trace.cache_write_tokens,
         lease=trace.lease.state if trace.lease else None,
         lease_read_tokens=min(trace.lease_read_tokens, trace.prompt_tokens),

@@ -90,7 +90,7 @@ def _numbers(file: Path) -> list[int]:
 log = logging.getLogger(__name__)
 
 HUGE_BYTES: Final = 2 << 20
-PIECE_BYTES: Final = 64 << 20  # moved by one call of the kernel
+CHUNK_BYTES: Final = 64 << 20  # moved by one call of the kernel
 LEAST_BYTES: Final = 8 << 20  # of a mapping that is worth it
 TIME_S: Final = 10.0  # after which the rest is left where it is: a start must not take long
 FILLED: Final = 0.95  # of a mapping that must be in memory already: what nobody touched yet must not be taken now
@@ -115,8 +115,8 @@ def collapse(smaps: Path = Path("/proc/self/smaps"), *, time_s: float = TIME_S) 
         first, last = -(-start // HUGE_BYTES) * HUGE_BYTES, end // HUGE_BYTES * HUGE_BYTES
         if end - start < LEAST_BYTES or resident < FILLED * (end - start):
             continue
-        for piece in range(first, last, PIECE_BYTES):
-            size = min(PIECE_BYTES, last - piece)
+        for piece in range(first, last, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, last - piece)
             if time.monotonic() >= deadline_s:
                 return moved
             madvise(piece, size, _MADV_HUGEPAGE)

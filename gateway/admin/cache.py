@@ -151,10 +151,10 @@ class CachePages:
 
     async def page(self, http: web.Request) -> web.Response:
         """GET /admin/cache"""
-        asked, now_s = read_query(http.query, PAGE), self._now()
-        after, limit = asked.get("after"), asked.get("limit", DEFAULT_LIMIT)
+        query, now_s = read_query(http.query, PAGE), self._now()
+        after, limit = query.get("after"), query.get("limit", DEFAULT_LIMIT)
         latest: list[tuple[Place, str, About]] = []  # a heap of one more than are asked for
-        async for kept in self._answers.scan(chosen_by(asked), now_s):
+        async for kept in self._answers.scan(chosen_by(query), now_s):
             if after is None or _place_of(kept) < after:
                 heapq.heappush(latest, (_place_of(kept), kept.owner, kept))
                 if len(latest) > limit + 1:
@@ -187,13 +187,13 @@ class CachePages:
     async def invalidate(self, http: web.Request) -> web.Response:
         """POST /admin/cache/invalidate"""
         key, body = http[ADMIN_KEY], http[BODY]
-        asked = read(body, INVALIDATE, ())
+        query = read(body, INVALIDATE, ())
         now_s = math.ceil(self._now() * 1e3) / 1e3  # as a token can say it
-        chosen = chosen_by(asked)
-        if chosen.everything != asked.get("everything", False):
+        chosen = chosen_by(query)
+        if chosen.everything != query.get("everything", False):
             why = "nothing is chosen, which has to be said" if chosen.everything else "something else is chosen, too"
             raise invalid("everything", why)
-        if (token := asked.get("confirm")) is None:
+        if (token := query.get("confirm")) is None:
             return await self._dry_run(chosen, key, now_s)
         at_s = token_time(token, key, repr(chosen), now_s)
         if at_s is None:

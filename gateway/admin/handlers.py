@@ -104,9 +104,9 @@ class Admin:
     def _degraded(self) -> list[str]:
         """What does not work, though requests can be answered."""
         engines, upstreams, redis = self._sources.engines(), self._sources.upstreams(), self._sources.redis()
-        told = [f"engine {engine.name} is {engine.state}" for engine in engines if engine.state != "ready"]
-        told += [f"upstream {name} is down" for name, one in upstreams.items() if one["breaker"] != "closed"]
-        return [*told, "redis is down"] if redis.get("outages") and not redis.get("up") else told
+        reasons = [f"engine {engine.name} is {engine.state}" for engine in engines if engine.state != "ready"]
+        reasons += [f"upstream {name} is down" for name, one in upstreams.items() if one["breaker"] != "closed"]
+        return [*reasons, "redis is down"] if redis.get("outages") and not redis.get("up") else reasons
 
     async def prometheus(self, http: web.Request) -> web.Response:
         """GET /metrics"""

@@ -79,30 +79,30 @@ class LedgerPage:
 
     async def show(self, http: web.Request) -> web.Response:
         """GET /admin/ledger"""
-        asked = read_query(http.query, QUERY)
-        first, last = self._days(asked)
+        query = read_query(http.query, QUERY)
+        first, last = self._days(query)
         rows = await self._ledger.read(first.isoformat(), last.isoformat())
-        rows = {row: figures for row, figures in rows.items() if _wanted(row, asked)}
-        by = asked.get("group_by", ("day",))
-        if _wants_csv(http, asked):
+        rows = {row: figures for row, figures in rows.items() if _wanted(row, query)}
+        by = query.get("group_by", ("day",))
+        if _wants_csv(http, query):
             return web.Response(text=as_csv(rows, by), content_type=CSV)
         return reply_json({"from": first.isoformat(), "to": last.isoformat(), **report(rows, by)})
 
-    def _days(self, asked: Mapping[str, Any]) -> tuple[date, date]:
-        last = asked.get("to") or datetime.fromtimestamp(self._now(), UTC).date()
-        first = asked.get("from") or last - timedelta(days=min(DAYS, last.toordinal()) - 1)
+    def _days(self, query: Mapping[str, Any]) -> tuple[date, date]:
+        last = query.get("to") or datetime.fromtimestamp(self._now(), UTC).date()
+        first = query.get("from") or last - timedelta(days=min(DAYS, last.toordinal()) - 1)
         if first > last:
             raise invalid("from", f"{first} is after {last}, the last day")
         return first, last
 
 
-def _wanted(row: Row, asked: Mapping[str, Any]) -> bool:
-    return all(asked.get(name) in (None, getattr(row, name)) for name in ("tenant", "model"))
+def _wanted(row: Row, query: Mapping[str, Any]) -> bool:
+    return all(query.get(name) in (None, getattr(row, name)) for name in ("tenant", "model"))
 
 
-def _wants_csv(http: web.Request, asked: Mapping[str, Any]) -> bool:
-    if "format" in asked:
-        return bool(asked["format"] == "csv")
+def _wants_csv(http: web.Request, query: Mapping[str, Any]) -> bool:
+    if "format" in query:
+        return bool(query["format"] == "csv")
     return CSV in http.headers.get("Accept", "") and JSON not in http.headers.get("Accept", "")
 
 

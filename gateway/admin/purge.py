@@ -84,24 +84,24 @@ class PurgePage:
         body = http[BODY]
         scope = self._scope(read(body, PURGE, ()))
         engines = self._engines()
-        told = _summed(await asyncio.gather(*(_ask(engine, scope.salt) for engine in engines)))
-        log.info("purge of blocks of %s complete=%s", scope.salt, told["complete"])
-        if told["complete"]:
-            return reply_json(told)
-        record, error = http[RECORD], EngineLostError(told["message"])
+        total = _summed(await asyncio.gather(*(_ask(engine, scope.salt) for engine in engines)))
+        log.info("purge of blocks of %s complete=%s", scope.salt, total["complete"])
+        if total["complete"]:
+            return reply_json(total)
+        record, error = http[RECORD], EngineLostError(total["message"])
         failed(record, error)
-        return reply_json(record.dialect.error_json(error, record.request_id) | told, status=record.status)
+        return reply_json(record.dialect.error_json(error, record.request_id) | total, status=record.status)
 
-    def _scope(self, asked: Mapping[str, str]) -> Scope:
+    def _scope(self, wanted: Mapping[str, str]) -> Scope:
         """Raises BadRequestError."""
-        if len(asked) > 1:
+        if len(wanted) > 1:
             raise invalid("namespace", "blocks are a tenant's own or a namespace's: purge one, then the other")
-        if not asked:
+        if not wanted:
             raise missing("tenant")
-        namespace = asked.get("namespace")
+        namespace = wanted.get("namespace")
         if namespace is not None and namespace not in self._namespaces:
             raise invalid("namespace", "no namespace of that name is configured")
-        return Scope(**asked)
+        return Scope(**wanted)
 
 
 async def _ask(engine: Engine, salt_prefix: str) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class Answering:
         echo = self._echo(call, model)
         answers = await collect(self.pipeline, requests, echo, at_once=PROMPTS_AT_ONCE, account=account)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
-        return call.choices.told(answers, logprobs=call.sampling.logprobs is not None), usage
+        return call.choices.best(answers, logprobs=call.sampling.logprobs is not None), usage
 
     async def prewarm(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> Usage:
         """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""

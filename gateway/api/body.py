@@ -45,7 +45,7 @@ DECODED_TOO_LARGE: Final = "request_body_too_large_after_decoding"
 ENCODING_CODES: Final = (ENCODING_UNSUPPORTED, ENCODING_INVALID, DECODED_TOO_LARGE)
 """Codes of errors of a compressed body, by their names in the Anthropic API."""
 
-PIECE_BYTES: Final = 8 << 10
+CHUNK_BYTES: Final = 8 << 10
 """Of a body that is read in pieces. Reading what is in one takes milliseconds, which others wait."""
 
 MAX_DEPTH: Final = 128
@@ -170,8 +170,8 @@ async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
     return body
 
 
-async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> AsyncGenerator[bytes]:
-    """The body piece by piece as it comes, decoded, for those that are too large for memory: PIECE_BYTES each at most,
+async def body_chunks(http: web.Request, limit: BodyLimit, timeout_s: float) -> AsyncGenerator[bytes]:
+    """The body chunk by chunk as it comes, decoded, for those that are too large for memory: CHUNK_BYTES each at most,
     and others have their turn between two. Raises as `read_json` does while it arrives."""
     limit_bytes, setting = limit
     try:
@@ -179,7 +179,7 @@ async def body_pieces(http: web.Request, limit: BodyLimit, timeout_s: float) -> 
         _ask_for_body(http)
         size = 0
         async with asyncio.timeout(timeout_s):
-            async for piece in _decoded_pieces(http, PIECE_BYTES):
+            async for piece in _decoded_chunks(http, CHUNK_BYTES):
                 if (size := size + len(piece)) > limit_bytes:
                     raise BodyTooLargeError(limit_bytes, setting=setting)
                 yield piece
@@ -196,7 +196,7 @@ def _unreadable(error: Exception, timeout: str) -> BadRequestError:
     return BadRequestError(f"The request body cannot be read: {type(error).__name__}.")
 
 
-async def _decoded_pieces(http: web.Request, most: int) -> AsyncIterator[bytes]:
+async def _decoded_chunks(http: web.Request, most: int) -> AsyncIterator[bytes]:
     """Pieces of `most` bytes at most; others have their turn between two."""
     if _encoding(http) == "identity":
         while piece := await http.content.read(most):
@@ -270,7 +270,7 @@ async def _read(http: web.Request, limit_bytes: int, claim: Claim) -> bytes:
     _ask_for_body(http)
     plain = _encoding(http) == "identity"
     body = io.BytesIO()  # which gives its bytes away without copying them
-    async for piece in http.content.iter_any() if plain else _decoded_pieces(http, DECODED_BYTES):
+    async for piece in http.content.iter_any() if plain else _decoded_chunks(http, DECODED_BYTES):
         if body.tell() + len(piece) > limit_bytes:
             raise BodyTooLargeError(limit_bytes, code=None if plain else DECODED_TOO_LARGE)
         claim.grow_to(body.tell() + len(piece))

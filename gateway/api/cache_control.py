@@ -73,7 +73,7 @@ def from_body(cache: Mapping[str, Any]) -> Reuse:
             asked=cache.get("use-cache"),
             read=not cache.get("no-cache"),
             write=not cache.get("no-store"),
-            only_kept=cache.get("only-if-cached", False),
+            only_cached=cache.get("only-if-cached", False),
             max_age_s=min(ages, default=None),
             ttl_s=cache.get("ttl"),
             partition=cache.get("namespace", ""),
@@ -93,7 +93,7 @@ def stricter(one: Reuse, other: Reuse) -> Reuse:
         asked=_both(one.asked, other.asked),
         read=one.read and other.read,
         write=one.write and other.write,
-        only_kept=one.only_kept or other.only_kept,
+        only_cached=one.only_cached or other.only_cached,
         max_age_s=_least(one.max_age_s, other.max_age_s),
         ttl_s=_least(one.ttl_s, other.ttl_s),
         partition=one.partition or other.partition,
@@ -113,7 +113,7 @@ def _standard(written: str) -> Reuse:
         Reuse(
             read=read,
             write="no-store" not in names and end,
-            only_kept="only-if-cached" in names,
+            only_cached="only-if-cached" in names,
             max_age_s=min(ages, default=None),
         )
     )
@@ -160,7 +160,7 @@ def _own(written: str) -> Reuse:
             asked=True if words & {"on", "semantic"} else False if "off" in words else None,
             read="no-cache" not in words,
             write="no-store" not in words,
-            only_kept="only-if-cached" in words,
+            only_cached="only-if-cached" in words,
             semantic=True if "semantic" in words else False if "exact" in words else None,
             max_age_s=numbers.get("max_age_s"),
             ttl_s=numbers.get("ttl_s"),

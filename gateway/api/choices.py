@@ -38,7 +38,7 @@ class Choices:
             seed = None if sampling.seed is None else sampling.seed + number
             yield number, group, replace(sampling, seed=seed) if number else sampling
 
-    def told(self, answers: Sequence[Answer], *, logprobs: bool) -> list[Answer]:
+    def best(self, answers: Sequence[Answer], *, logprobs: bool) -> list[Answer]:
         """Of the answers to all prompts, in order, those that are told; with or without their log probabilities."""
         if not self.ranked:
             return list(answers)

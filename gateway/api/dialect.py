@@ -34,7 +34,7 @@ FORM = "multipart/form-data"
 BYTES = "application/octet-stream"
 SSE = "text/event-stream"
 JSONL = "application/x-jsonl"
-PIECES = frozenset({BYTES, JSONL})
+CHUNKED = frozenset({BYTES, JSONL})
 """Media types of what is sent piece by piece, in the time that it takes."""
 
 EXAMPLE_MODEL = "demo"

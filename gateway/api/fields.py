@@ -111,15 +111,15 @@ def _accepts(schema: JsonSchema, more: str) -> str:
     *others, last = [f"`{one}`" for one in schema.get("enum", ("",))]
     if others:
         return f"{', '.join(others)} or {last}{more}"
-    said, low, high = str(schema.get("type", "")), schema.get("minimum", 0), schema.get("maximum")
+    kind_text, low, high = str(schema.get("type", "")), schema.get("minimum", 0), schema.get("maximum")
     if "maxLength" in schema:
         least = schema.get("minLength")
-        said += f" of {f'{least} to' if least else 'up to'} {schema['maxLength']} characters"
+        kind_text += f" of {f'{least} to' if least else 'up to'} {schema['maxLength']} characters"
     elif high is not None and high >= _UNLIMITED:
-        said += f" from {low}" if low >= 0 else ""
+        kind_text += f" from {low}" if low >= 0 else ""
     elif high is not None:
-        said += f" {low:g} to {high:g}"
-    return said + more
+        kind_text += f" {low:g} to {high:g}"
+    return kind_text + more
 
 
 def read(body: Mapping[str, Any], table: Table, required: tuple[str, ...]) -> dict[str, Any]:

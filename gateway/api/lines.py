@@ -86,9 +86,9 @@ def asking(
     return Endpoint(dialect, target, answer, call)
 
 
-def _checked(asked: Generation) -> Generation:
-    check_whole(asked.call.stream)
-    return asked
+def _checked(generation: Generation) -> Generation:
+    check_whole(generation.call.stream)
+    return generation
 
 
 def check_whole(stream: bool) -> None:
@@ -165,7 +165,7 @@ class Lines:
         with noted(self._observer, record):
             try:
                 with no_panic():
-                    return await self._asked(line, record)
+                    return await self._answer(line, record)
             except asyncio.CancelledError:
                 record.status = CLIENT_LEFT
                 raise
@@ -186,9 +186,9 @@ class Lines:
                 return await off_loop(line.work, lambda: beginning_of_body(line.body))
             record = self._record(line)
             with no_panic(), collected(record.ignored):
-                asked = await call(record, line.tenant, line.body)
-                key = self._namespaces.separating_key(line.tenant, asked.cache_key)
-                return await off_loop(record.work, lambda: beginning_of_call(asked, key))
+                generation = await call(record, line.tenant, line.body)
+                key = self._namespaces.separating_key(line.tenant, generation.cache_key)
+                return await off_loop(record.work, lambda: beginning_of_call(generation, key))
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
                 raise OverloadedError(error.message, retry_after_s=error.retry_after_s) from error
@@ -197,13 +197,13 @@ class Lines:
             log.exception("line %s has no prompt", line.request_id)
             return None
 
-    async def _asked(self, line: Line, record: Record) -> Answered:
+    async def _answer(self, line: Line, record: Record) -> Answered:
         """Raises KvasirError."""
         endpoint = self._endpoints[line.endpoint]
         if not self._upstreams.serves(line.body, line.tenant):
-            told = await endpoint.answer(record, line.tenant, line.body)
+            body = await endpoint.answer(record, line.tenant, line.body)
             record.status = OK
-            return Answered(OK, told, _usage(record))
+            return Answered(OK, body, _usage(record))
         check_body(line.body)
         target = Target(endpoint.target.path, (*endpoint.target.headers, *line.headers))
         reply = await self._upstreams.answer(record, line.tenant, line.body, target)
@@ -239,7 +239,7 @@ class Lines:
 
 
 def _usage(record: Record) -> Usage:
-    told_cached = sum(trace.told_cached_tokens for trace in record.traces)
+    told_cached = sum(trace.reported_cached_tokens for trace in record.traces)
     return Usage(record.prompt_tokens + record.embedded_tokens, record.completion_tokens, told_cached)
 
 

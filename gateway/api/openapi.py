@@ -109,10 +109,10 @@ def _property(parameter: Parameter, required: bool) -> JsonSchema:
     schema = parameter.check.schema
     if parameter.effect == "refused":
         harmless = ", ".join(str(value) for value in parameter.harmless)
-        told = f"Refused{f', but for {harmless}' if harmless else ''}: {parameter.does}"
-        return {"description": told, "enum": [None, *map(_plain, parameter.harmless)]}
-    told = parameter.does if parameter.effect == "used" else f"No effect: {parameter.does}"
-    return {"description": told, **(schema if required else or_null(schema))}
+        described = f"Refused{f', but for {harmless}' if harmless else ''}: {parameter.does}"
+        return {"description": described, "enum": [None, *map(_plain, parameter.harmless)]}
+    described = parameter.does if parameter.effect == "used" else f"No effect: {parameter.does}"
+    return {"description": described, **(schema if required else or_null(schema))}
 
 
 def _plain(value: Any) -> Any:
@@ -159,8 +159,8 @@ def _parameters(several: Sequence[_Operation]) -> list[JsonSchema]:
     }
     for one in several:
         for name, parameter in one.route.query.items():
-            told = {"name": name, "in": "query", "description": parameter.does, "schema": parameter.check.schema}
-            found.setdefault(f"?{name}", told)
+            described = {"name": name, "in": "query", "description": parameter.does, "schema": parameter.check.schema}
+            found.setdefault(f"?{name}", described)
     return list(found.values())
 
 

@@ -50,8 +50,8 @@ def reuse_of(values: Mapping[str, Any]) -> Reuse:
 
 def priority_of(values: Mapping[str, Any]) -> int:
     """As vLLM and SGLang call it, and as our own engines' requests have it."""
-    said = values.get("priority", 0)
-    return said if type(said) is int else 0
+    given = values.get("priority", 0)
+    return given if type(given) is int else 0
 
 
 def headers_of(http: web.Request) -> tuple[tuple[str, str], ...]:
@@ -76,9 +76,9 @@ def need_of(request: UpstreamRequest) -> Need:
         return Need(inputs)
     inside = values.get("generationConfig")
     config: Mapping[str, Any] = inside if isinstance(inside, dict) else {}
-    said = {name: config.get(name, values.get(name)) for name in (*_MOST, "n", "candidateCount")}
-    most = [said[name] for name in _MOST if type(said[name]) is int]
-    answers = next((said[name] for name in ("n", "candidateCount") if type(said[name]) is int), 1)
+    given = {name: config.get(name, values.get(name)) for name in (*_MOST, "n", "candidateCount")}
+    most = [given[name] for name in _MOST if type(given[name]) is int]
+    answers = next((given[name] for name in ("n", "candidateCount") if type(given[name]) is int), 1)
     return Need(inputs, max(0, most[0]) if most else None, min(max(1, answers), MAX_ANSWERS))
 
 

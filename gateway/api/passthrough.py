@@ -23,7 +23,6 @@ from gateway.api.body import RAW
 from gateway.api.cache_control import stricter
 from gateway.api.dialect import SSE
 from gateway.api.gemini.wire import GEMINI
-from gateway.api.kept_there import KeptThere
 from gateway.api.openai.wire import OPENAI
 from gateway.api.passed_on import headers_of, lower, need_of, priority_of, query_of, reuse_of
 from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
@@ -32,6 +31,7 @@ from gateway.api.resend import Rendered, find_keeper
 from gateway.api.stream import LAST_WRITE_S
 from gateway.api.tenants import ONLY_COUNTED, Limits, Namespaces, set_aside
 from gateway.api.tiers import find_tier
+from gateway.api.upstream_objects import UpstreamObjects
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
 from gateway.native import no_panic
@@ -70,9 +70,9 @@ class Passthrough:
         embedding_models: Mapping[str, int],
         limits: Limits,
         namespaces: Namespaces,
-        kept_there: KeptThere,
+        upstream_objects: UpstreamObjects,
     ) -> None:
-        self.kept_there = kept_there
+        self.upstream_objects = upstream_objects
         self._limits = limits
         self._namespaces = namespaces
         self._server = server
@@ -116,7 +116,7 @@ class Passthrough:
             metered=False,
             method="GET" if http.method == "HEAD" else http.method,
             only=upstream,
-            made=self.kept_there.told(tenant.name) if http.method == "GET" else None,
+            made=self.upstream_objects.recorder(tenant.name) if http.method == "GET" else None,
         )
         await set_aside(self._limits, record, lambda: ONLY_COUNTED)
         record.traces = [request.trace]
@@ -181,8 +181,8 @@ class Passthrough:
             scope=self.scope(record, tenant),
             tier=find_tier(dialect, values, tenant),
             priority=priority_of(values),
-            made=self.kept_there.made(record.endpoint, values, tenant.name),
-            maker=self.kept_there.maker(tenant.name),
+            made=self.upstream_objects.recorder_for(record.endpoint, values, tenant.name),
+            maker=self.upstream_objects.maker(tenant.name),
             work=record.work,
         )
 
@@ -192,7 +192,7 @@ async def _pass_back(
 ) -> web.StreamResponse:
     """Each write waits until the client has room for it, and so does reading from the upstream. `chunks` gets what was
     written."""
-    response = web.StreamResponse(status=answer.status, headers=_told(record, answer))
+    response = web.StreamResponse(status=answer.status, headers=_reply_headers(record, answer))
     try:
         async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
             with no_panic():
@@ -239,7 +239,7 @@ async def _cut(http: web.Request, record: Record, response: web.StreamResponse, 
         http.transport.abort()
 
 
-def _told(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
+def _reply_headers(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
     """Ours, and the upstream's in the place of those that it has as well, such as the id of the request."""
     own = kvasir_headers(record, cached=False) | {REQUEST_ID: record.request_id}
     headers = CIMultiDict(common_headers(record))

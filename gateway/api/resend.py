@@ -193,7 +193,7 @@ def _again(trace: Trace, lookup: Lookup, passed_ms: float) -> Trace:
         hit=trace.hit,
         prompt_tokens=trace.prompt_tokens,
         cached_tokens=trace.cached_tokens,
-        told_cached_tokens=trace.told_cached_tokens,
+        reported_cached_tokens=trace.reported_cached_tokens,
         cache_write_tokens=trace.cache_write_tokens,
         lease_writes=trace.lease_writes,
         completion_tokens=trace.completion_tokens,

@@ -27,14 +27,13 @@ from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.batches import BatchRunner
 from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import MAX_DEPTH, expect_continue
-from gateway.api.dialect import PIECES, UNLISTED, Route
+from gateway.api.dialect import CHUNKED, UNLISTED, Route
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents, ContentStore
 from gateway.api.gemini.embeddings import GeminiEmbeddings
 from gateway.api.gemini.files import GeminiFiles
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
-from gateway.api.kept_there import KeptThere
 from gateway.api.lines import Lines
 from gateway.api.malformed import MALFORMED
 from gateway.api.middleware import DIALECTS, Cors, observed
@@ -56,6 +55,7 @@ from gateway.api.tenants import Auth, Limits, Namespaces
 from gateway.api.unknown_fields import refusing
 from gateway.api.uploads import FileStore
 from gateway.api.upstream_lines import UpstreamLines
+from gateway.api.upstream_objects import UpstreamObjects
 from gateway.config import ServerSettings, Settings
 from gateway.pipeline import Pipeline
 from gateway.queues.batch.store import BatchStore
@@ -108,7 +108,7 @@ def build_app(
     metrics = Metrics(sources)
     observer = Observers(metrics, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
     named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
-    there = KeptThere(responses)
+    there = UpstreamObjects(responses)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, there)
     refuses_unknown = refusing(settings.api, settings.tenants)
     resends = ResendCache(settings.response_cache.max_rendered_bytes, models, passthrough.serves, limits)
@@ -182,7 +182,7 @@ def build_app(
     app.on_cleanup.append(lambda _: background.close())
     app.on_shutdown.append(lambda _: kept.close())
     # What sends a file piece by piece would do so for a HEAD as well.
-    downloads = {route.path for own in docs.routes.values() for route in own if not PIECES.isdisjoint(route.media)}
+    downloads = {route.path for own in docs.routes.values() for route in own if not CHUNKED.isdisjoint(route.media)}
     for (method, path), handler in prologue.handlers(docs.routes).items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
         if method == "GET" and path not in downloads:

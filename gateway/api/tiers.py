@@ -27,10 +27,10 @@ ANTHROPIC_TIERS: Final[Mapping[str, Tier]] = {"auto": "priority", "standard_only
 """The same; `auto` is priority for those who have it."""
 
 
-def grant(asked: Tier, record: Record) -> Tier:
+def grant(requested: Tier, record: Record) -> Tier:
     """The tier that the record's requests are served in, which it notes."""
-    allowed = asked != "priority" or record.may_have_priority
-    record.tier = asked if allowed and record.lane == "online" else "default"
+    allowed = requested != "priority" or record.may_have_priority
+    record.tier = requested if allowed and record.lane == "online" else "default"
     return record.tier
 
 
@@ -38,6 +38,6 @@ def find_tier(dialect: str, values: Mapping[str, Any], tenant: Tenant) -> Tier:
     """In which a request waits for an upstream. Nobody has checked its body: what is none of our tiers is the default
     one."""
     tiers = ANTHROPIC_TIERS if dialect == "anthropic" else OPENAI_TIERS
-    said = values.get("service_tier", "auto")
-    asked: Tier = tiers.get(said, "default") if isinstance(said, str) else "default"
-    return asked if asked != "priority" or tenant.priority else "default"
+    named = values.get("service_tier", "auto")
+    requested: Tier = tiers.get(named, "default") if isinstance(named, str) else "default"
+    return requested if requested != "priority" or tenant.priority else "default"

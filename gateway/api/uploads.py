@@ -25,12 +25,12 @@ from gateway.types import StoredFile, Tenant
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 256 << 10
+CHUNK_BYTES: Final = 256 << 10
 MAX_PARTS: Final = 16
 MAX_VALUE_BYTES: Final = 1024
 MAX_FORM_BYTES: Final = 256 << 10  # of a request, besides those of its file
 MAX_NAME_CHARS: Final = 1024
-PIECE_TIMEOUT_S: Final = 60.0
+CHUNK_TIMEOUT_S: Final = 60.0
 """For a client to take one piece of a file, which has 1 MiB at most."""
 UNNAMED: Final = "unnamed"
 
@@ -148,27 +148,27 @@ async def read_form(http: web.Request, upload: Upload, timeout_s: float, on_valu
     return form
 
 
-async def _send(http: web.Request, stored: StoredFile, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
+async def _send(http: web.Request, stored: StoredFile, chunks: AsyncIterator[bytes]) -> web.StreamResponse:
     headers = {
         "Content-Type": BYTES,
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(stored.filename, safe='')}",
         "X-Content-Type-Options": "nosniff",
     }
-    return await send_pieces(http, pieces, headers, num_bytes=stored.num_bytes)
+    return await send_chunks(http, chunks, headers, num_bytes=stored.num_bytes)
 
 
-async def send_pieces(
-    http: web.Request, pieces: AsyncIterator[bytes], headers: Mapping[str, str], *, num_bytes: int | None = None
+async def send_chunks(
+    http: web.Request, chunks: AsyncIterator[bytes], headers: Mapping[str, str], *, num_bytes: int | None = None
 ) -> web.StreamResponse:
     """Bytes as they come. Cuts the connection where it cannot send all of them: so many, where that is known."""
     response = web.StreamResponse(headers={**common_headers(http[RECORD]), **headers})
     response.content_length = left = num_bytes
     await response.prepare(http)
     try:
-        async for piece in pieces:
-            async with asyncio.timeout(PIECE_TIMEOUT_S):
-                await response.write(piece[:left])
-            left = None if left is None else left - len(piece)
+        async for chunk in chunks:
+            async with asyncio.timeout(CHUNK_TIMEOUT_S):
+                await response.write(chunk[:left])
+            left = None if left is None else left - len(chunk)
     except TimeoutError:
         return _cut_off(http, response, "its client does not read")
     except (OSError, StorageError) as error:
@@ -237,12 +237,12 @@ async def _read_part(part: BodyPartReader, form: Form, upload: Upload, on_value:
         if form.filename is not None:
             raise invalid("file", "there are two, and one request uploads one file")
         form.filename, form.mime_type = filename or UNNAMED, part.headers.get("Content-Type", BYTES)
-        while piece := await _piece(part):
-            await upload.write(piece)
+        while chunk := await _chunk(part):
+            await upload.write(chunk)
         return
     value = b""
-    while piece := await _piece(part):
-        value += piece
+    while chunk := await _chunk(part):
+        value += chunk
         if len(value) > MAX_VALUE_BYTES:
             raise invalid(shown(name), f"it is longer than {MAX_VALUE_BYTES} bytes", code="string_above_max_length")
     if name in form.values:
@@ -252,9 +252,9 @@ async def _read_part(part: BodyPartReader, form: Form, upload: Upload, on_value:
     on_value(name, form.values[name])
 
 
-async def _piece(part: BodyPartReader) -> bytes:
+async def _chunk(part: BodyPartReader) -> bytes:
     with _readable():
-        return bytes(await part.read_chunk(PIECE_BYTES))
+        return bytes(await part.read_chunk(CHUNK_BYTES))
 
 
 @contextmanager

@@ -73,8 +73,8 @@ class UpstreamLines:
             reuse=reuse_of(body),
             lane="batch",
             scope=self._passthrough.scope(record, tenant),
-            made=self._passthrough.kept_there.made(target.path, body, tenant.name),
-            maker=self._passthrough.kept_there.maker(tenant.name),
+            made=self._passthrough.upstream_objects.recorder_for(target.path, body, tenant.name),
+            maker=self._passthrough.upstream_objects.maker(tenant.name),
             work=record.work,
         )
         record.traces = [request.trace]
@@ -88,8 +88,8 @@ class UpstreamLines:
 
     async def _read(self, answer: UpstreamAnswer) -> bytes:
         whole = bytearray()
-        async for piece in answer.pieces:
-            whole += piece
+        async for chunk in answer.pieces:
+            whole += chunk
             if len(whole) > self._max_answer_bytes:
                 raise _unreadable(answer, f"more than {self._max_answer_bytes} bytes")
         body = bytes(whole)

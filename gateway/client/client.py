@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 from aiohttp.payload import BufferedReaderPayload
 
-PIECE_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 120.0
 
@@ -71,8 +71,8 @@ class Client:
             return str((await self._json("POST", "/v1/files", data=form))["id"])
 
     async def create(self, file_id: str, endpoint: str) -> dict[str, Any]:
-        asked = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
-        return await self._json("POST", "/v1/batches", json=asked)
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+        return await self._json("POST", "/v1/batches", json=body)
 
     async def batch(self, batch_id: str) -> dict[str, Any]:
         return await self._json("GET", f"/v1/batches/{quote(batch_id, safe='')}")
@@ -92,8 +92,8 @@ class Client:
             params["after"] = page["last_id"]
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        async with self._asked("GET", f"/v1/files/{file_id}/content") as answer:
-            async for piece in answer.content.iter_chunked(PIECE_BYTES):
+        async with self._response("GET", f"/v1/files/{file_id}/content") as answer:
+            async for piece in answer.content.iter_chunked(CHUNK_BYTES):
                 yield piece
 
     async def purge(self, chosen: dict[str, str]) -> dict[str, Any]:
@@ -101,12 +101,12 @@ class Client:
         return await self._json("POST", "/admin/cache/blocks/purge", takes=502, json=chosen)
 
     async def _json(self, method: str, path: str, takes: int | None = None, **options: Any) -> dict[str, Any]:
-        async with self._asked(method, path, takes, **options) as answer:
+        async with self._response(method, path, takes, **options) as answer:
             value: dict[str, Any] = await answer.json()
             return value
 
     @contextlib.asynccontextmanager
-    async def _asked(
+    async def _response(
         self, method: str, path: str, takes: int | None = None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """`takes`: a status that is no error where the answer is JSON."""

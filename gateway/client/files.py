@@ -15,7 +15,7 @@ import orjson
 from gateway.api.openai.batches.rows import ENDPOINTS, RowLimits, check, skip_mark
 from gateway.client.client import BAD_INPUT, BatchCommandError, opened
 
-TOLD_ERRORS: Final = 10
+SHOWN_ERRORS: Final = 10
 
 _MANY: Final = sys.maxsize - 1
 _NO_LIMITS: Final = RowLimits(lines=_MANY, inputs=_MANY, row_bytes=_MANY, depth=512)
@@ -35,8 +35,8 @@ def check_file(path: Path) -> str:
     if not errors:
         return endpoint
     told = [f"{path}:{one.line}: {one.message}" if one.line else f"{path}: {one.message}" for one in errors]
-    more = [f"... and at least {len(told) - TOLD_ERRORS} lines more"] if len(told) > TOLD_ERRORS else []
-    raise BatchCommandError("\n".join(["nothing was sent", *told[:TOLD_ERRORS], *more]), BAD_INPUT)
+    more = [f"... and at least {len(told) - SHOWN_ERRORS} lines more"] if len(told) > SHOWN_ERRORS else []
+    raise BatchCommandError("\n".join(["nothing was sent", *told[:SHOWN_ERRORS], *more]), BAD_INPUT)
 
 
 def check_output(path: Path) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
 BAR_CHARS: Final = 30
-TOLD_ERRORS: Final = 10
+SHOWN_ERRORS: Final = 10
 
 _FILES: Final = (("input", "input_file_id"), ("output", "output_file_id"), ("errors", "error_file_id"))
 
@@ -70,7 +70,7 @@ def told(batch: dict[str, Any]) -> str:
         cached = usage["input_tokens_details"]["cached_tokens"]
         lines.append(f"  tokens   {usage['input_tokens']} in, {cached} of them cached; {usage['output_tokens']} out")
     lines += [f"  {name:<8} {batch[key]}" for name, key in _FILES if batch[key]]
-    for one in (batch["errors"] or {"data": []})["data"][:TOLD_ERRORS]:
+    for one in (batch["errors"] or {"data": []})["data"][:SHOWN_ERRORS]:
         place = "" if one["line"] is None else f"line {one['line']}: "
         lines.append(f"  error    {place}{one['message']}")
     return "\n".join(lines)

@@ -123,7 +123,7 @@ class FileStore:
         filename: str,
         purpose: str,
         ttl_s: float | None,
-        pieces: AsyncIterator[bytes],
+        chunks: AsyncIterator[bytes],
     ) -> StoredFile:
         """A file that we made, of JSON lines. A file that has its id already stays as it is, and is returned:
         the same may be done again after a crash. `ttl_s` None: that of batch files. Raises QuotaError,
@@ -133,8 +133,8 @@ class FileStore:
         ttl_s = self.settings.batch_ttl_s if ttl_s is None else ttl_s
         part, _ = await self._acquired(lambda: self.folder.begin(tenant), undo=lambda begun: begun[0].discard())
         try:
-            async for piece in pieces:
-                await self.run(partial(part.write, piece))
+            async for chunk in chunks:
+                await self.run(partial(part.write, chunk))
             keep = partial(self.folder.keep, part, tenant, filename, purpose, JSON_LINES, ttl_s, file_id=file_id)
             return await self.run(keep)
         finally:
@@ -204,8 +204,8 @@ class FileStore:
             raise
 
     async def _pieces(self, file: BinaryIO) -> AsyncIterator[bytes]:
-        while piece := await self.run(lambda: file.read(BUFFER_BYTES)):
-            yield piece
+        while chunk := await self.run(lambda: file.read(BUFFER_BYTES)):
+            yield chunk
 
     async def _sweep_again(self) -> None:
         while not tasks.was_cancelled():

@@ -22,7 +22,7 @@ WINDOW_S: Final = 60.0
 MAX_KINDS: Final = 1000
 """Told apart in a minute; foreign code may put data into what should be the kind."""
 
-PIECE_BYTES: Final = select.PIPE_BUF
+CHUNK_BYTES: Final = select.PIPE_BUF
 """Of one write, which a pipe keeps together though other processes write into it as well (pipe(7))."""
 
 MAX_LINES: Final = 20_000
@@ -213,8 +213,8 @@ class Writer(logging.Handler):
         piece: list[bytes] = []
         num_bytes = 0
         while (line := self._take()) is not None:
-            size = PIECE_BYTES if isinstance(line, threading.Event) or line == _GAP else len(line)
-            if piece and num_bytes + size > PIECE_BYTES:
+            size = CHUNK_BYTES if isinstance(line, threading.Event) or line == _GAP else len(line)
+            if piece and num_bytes + size > CHUNK_BYTES:
                 self._write(piece)
                 piece, num_bytes = [], 0
             if isinstance(line, threading.Event):

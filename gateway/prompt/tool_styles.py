@@ -135,11 +135,11 @@ def _show(template: ChatTemplate, calls: int, *, answered: bool, call_id: str = 
             {"role": "tool", "name": PROBE.name, "tool_call_id": call["id"], "content": "There."} for call in made
         ]
     try:
-        asked = template.render([question], tools=(PROBE,), add_generation_prompt=True)
+        rendered = template.render([question], tools=(PROBE,), add_generation_prompt=True)
         shown = template.render(messages, tools=(PROBE,), add_generation_prompt=False)
     except BadRequestError:
         return ()
-    return shown, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, shown, strict=False)))
+    return shown, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(rendered, shown, strict=False)))
 
 
 def _find(style: ToolStyle, shown: str, at: int) -> re.Match[str] | None:

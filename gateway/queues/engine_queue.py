@@ -204,7 +204,7 @@ class EngineQueue(Generic[E]):
             known, session = self.sessions.find(ask.digests, self._now_s)
             waiter.known_tokens, waiter.session = known * ask.block_size, session
             if session is not None:
-                self.sessions.came(session, self._now_s)
+                self.sessions.arrived(session, self._now_s)
                 if ask.cached_tokens.get(session.incarnation, 0) < waiter.known_tokens / 2:
                     self.sessions.lost(session)
 

@@ -36,7 +36,7 @@ SESSION_S: Final = 1800.0
 SOON_S: Final = 30.0
 """Blocks of a session are kept that is more likely than not to be back within that time."""
 
-KEPT_S: Final = (1.0, 120.0)
+TTL_RANGE_S: Final = (1.0, 120.0)
 """Shortest and longest time for which the blocks of a session that is away are kept."""
 
 GAPS: Final = 256
@@ -87,7 +87,7 @@ class Sessions:
     """Of one lane."""
 
     def __init__(self) -> None:
-        self.kept_s = KEPT_S[1]  # so long blocks of a session that is away are kept
+        self.kept_s = TTL_RANGE_S[1]  # so long blocks of a session that is away are kept
         self._sessions: OrderedDict[Session, None] = OrderedDict()  # the newest last, as in the next two
         self._by_position: dict[bytes, Session] = {}  # the last one that passed there
         self._cached: dict[str, OrderedDict[Session, None]] = {}  # by engine; none is empty
@@ -103,12 +103,12 @@ class Sessions:
                 return count, session if position == session.positions[-1] else None
         return 0, None
 
-    def came(self, session: Session, now_s: float) -> None:
+    def arrived(self, session: Session, now_s: float) -> None:
         """Its next turn is here; how long it was away is learned from."""
         self._gaps.append(max(0.0, now_s - session.sent_s))
         self._turns += 1
         if self._turns % LEARN_EVERY == 0:
-            self.kept_s = min(max(worth_waiting_s(sorted(self._gaps)), KEPT_S[0]), KEPT_S[1])
+            self.kept_s = min(max(worth_waiting_s(sorted(self._gaps)), TTL_RANGE_S[0]), TTL_RANGE_S[1])
 
     def lost(self, session: Session) -> None:
         """The engine's cache turned out not to have it."""

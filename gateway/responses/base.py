@@ -125,7 +125,7 @@ class Query(ABC, Generic[Item]):
     def _flight_key(self, *wants: Hashable) -> Hashable | None:
         """What is not to be stored is not shared, either."""
         reuse = self.reuse
-        shares = reuse.read and reuse.write and not reuse.only_kept
+        shares = reuse.read and reuse.write and not reuse.only_cached
         return (self.key, self.request.lane, reuse, *wants) if shares else None
 
     def other_flights(self) -> Sequence[tuple[Hashable, Any]]:

@@ -116,7 +116,7 @@ class ResponseCache:
     def bypass(self, trace: Trace, reuse: Reuse, reason: str) -> None:
         """The cache has no part in a request. Raises NotCachedError where that is all it wants."""
         self._note(trace, Lookup("bypass", reason))
-        if reuse.only_kept:
+        if reuse.only_cached:
             raise _not_cached(reason)
 
     async def ask(self, work: int, make: Callable[[], Query[Item]]) -> AsyncGenerator[Item, None]:
@@ -193,7 +193,7 @@ class ResponseCache:
             for item in flight.found[0].items:
                 await flight.add(item)
             return
-        if query.reuse.only_kept:
+        if query.reuse.only_cached:
             self._note(query.request.trace, Lookup("miss", entry=entry_id(query.key)))
             raise _not_cached("there is no answer that will do")
         entry: Entry | None = None
@@ -234,7 +234,7 @@ class ResponseCache:
         if trace.hit is None:  # all of it was computed for this one
             return item
         work = bill.work
-        trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = work.prompt_tokens
+        trace.prompt_tokens = trace.cached_tokens = trace.reported_cached_tokens = work.prompt_tokens
         trace.completion_tokens = work.completion_tokens
         trace.finish = item.reason if isinstance(item, Finished) else None
         saved, took_ms = work.completion_tokens - trace.paid_tokens, (time.monotonic() - flight.begun_s) * 1e3
@@ -336,7 +336,7 @@ class ResponseCache:
         self._note(trace, lookup)
         trace.hit = hit
         trace.first_token_ms = trace.overhead_ms = query.age_ms
-        trace.prompt_tokens = trace.cached_tokens = trace.told_cached_tokens = hit.prompt_tokens
+        trace.prompt_tokens = trace.cached_tokens = trace.reported_cached_tokens = hit.prompt_tokens
         trace.completion_tokens = hit.completion_tokens
         trace.finish = None if stored is None else stored.finish
 

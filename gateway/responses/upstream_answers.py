@@ -51,7 +51,7 @@ class Upstreams(Protocol):
 
     def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]: ...
 
-    def whose(self, model: str, tenant: str) -> str:
+    def route_text(self, model: str, tenant: str) -> str:
         """Which upstreams and models answer; another text when the operator changes it."""
         ...
 
@@ -74,19 +74,24 @@ class UpstreamQuery(Query[_Item]):
     replay: Replay
     settings: ResponseCacheSettings
     form: Form
-    whose: str
+    route_text: str
     tiers: bytes
 
     metered_at_end = True
 
     @classmethod
     def of(
-        cls, request: UpstreamRequest, upstreams: Upstreams, replay: Replay, settings: ResponseCacheSettings, whose: str
+        cls,
+        request: UpstreamRequest,
+        upstreams: Upstreams,
+        replay: Replay,
+        settings: ResponseCacheSettings,
+        route_text: str,
     ) -> UpstreamQuery:
         form = Form(streams(request), streams(request) and (not replay.usage_on_request or include_usage(request)))
         tiers = hashlib.sha256(orjson.dumps([request.values.get(name) for name in TIERS])).digest()
-        key = upstream_key(request, whose)
-        return cls(request, key, owner_of(request.owner), upstreams, replay, settings, form, whose, tiers)
+        key = upstream_key(request, route_text)
+        return cls(request, key, owner_of(request.owner), upstreams, replay, settings, form, route_text, tiers)
 
     def _wants(self, form: Form | None = None) -> tuple[Hashable, ...]:
         return form or self.form, self.tiers
@@ -150,7 +155,7 @@ class UpstreamQuery(Query[_Item]):
 
     def find_situation(self) -> Situation | None:
         """None as well for a chat in which there is anything but text, and for a large one."""
-        return find_upstream_situation(self.request, self.whose)
+        return find_upstream_situation(self.request, self.route_text)
 
     def _read(self, items: Sequence[_Item]) -> tuple[Ending | None, str | None]:
         """How an answer ended, and the text of one that ended by itself and is nothing else. None: it is not complete,
@@ -212,8 +217,8 @@ class RememberedUpstreams:
             async with self._upstreams.answer(request) as answer:
                 yield answer
             return
-        whose = self._upstreams.whose(request.model, request.tenant.name)
-        make = partial(UpstreamQuery.of, request, self._upstreams, replay, settings, whose)
+        route_text = self._upstreams.route_text(request.model, request.tenant.name)
+        make = partial(UpstreamQuery.of, request, self._upstreams, replay, settings, route_text)
         async with aclosing(self._cache.ask(request.work, make)) as items:
             head = await anext(items)
             assert isinstance(head, UpstreamAnswer)

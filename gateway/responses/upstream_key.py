@@ -152,20 +152,20 @@ def is_large(request: UpstreamRequest) -> bool:
     return len(request.body) > LARGE_BYTES
 
 
-def upstream_key(request: UpstreamRequest, whose: str) -> bytes:
-    """32 bytes. `whose` says which upstreams and models answer it."""
+def upstream_key(request: UpstreamRequest, route_text: str) -> bytes:
+    """32 bytes. `route_text` says which upstreams and models answer it."""
     if is_large(request):
-        hashed = hashlib.sha256(_digest("large upstream", request, {}, whose))
+        hashed = hashlib.sha256(_digest("large upstream", request, {}, route_text))
         hashed.update(request.body)
         return hashed.digest()
-    return _digest("upstream", request, request.values, whose)
+    return _digest("upstream", request, request.values, route_text)
 
 
-def _digest(kind: str, request: UpstreamRequest, said: Mapping[str, Any], whose: str) -> bytes:
+def _digest(kind: str, request: UpstreamRequest, said: Mapping[str, Any], route_text: str) -> bytes:
     parts = (
         ("kvasir", kind, VERSION),
         ("scope", request.owner.salt, request.reuse.partition),
-        ("route", request.dialect, route_of(request), request.model, whose),
+        ("route", request.dialect, route_of(request), request.model, route_text),
         ("query", sorted(part for part in request.query.split("&") if part and part not in _ALT)),
         ("headers", sorted(item for item in request.headers if item[0] in HEADERS)),
         ("body", _canonical(said)),
@@ -295,14 +295,14 @@ def find_unfit(request: UpstreamRequest, max_temperature: float) -> str | None:
     return None if type(temperature) in (int, float) and temperature <= max_temperature else "sampling"
 
 
-def find_upstream_situation(request: UpstreamRequest, whose: str) -> Situation | None:
+def find_upstream_situation(request: UpstreamRequest, route_text: str) -> Situation | None:
     """See Query."""
     chat = None if is_large(request) else _CHATS.get(route_of(request))
     cut = None if chat is None else _cut(request.values, chat)
     if cut is None:
         return None
     text, without = cut
-    return Situation(_digest("upstream situation", request, without, whose), text)
+    return Situation(_digest("upstream situation", request, without, route_text), text)
 
 
 def _is_plain(section: Mapping[str, Any]) -> bool:

@@ -55,7 +55,7 @@ class Reuse:
     asked       None leaves it to the policy; False: nothing of it is looked up, shared or kept
     read        whether what was answered before will do
     write       whether the answer may be kept
-    only_kept   nothing is generated for it: it is answered from the cache, or refused
+    only_cached nothing is generated for it: it is answered from the cache, or refused
     max_age_s   of what will do
     ttl_s       for which the answer is kept, at most
     partition   separates what would be shared; of the client's making
@@ -66,7 +66,7 @@ class Reuse:
     asked: bool | None = None
     read: bool = True
     write: bool = True
-    only_kept: bool = False
+    only_cached: bool = False
     max_age_s: float | None = None
     ttl_s: float | None = None
     partition: str = ""
@@ -128,7 +128,7 @@ class Trace:
     fork: bool = False  # its prompt is accounted for with another answer's
     prompt_tokens: int = 0
     cached_tokens: int = 0  # whose blocks were physically reused
-    told_cached_tokens: int = 0  # as in Usage
+    reported_cached_tokens: int = 0  # as in Usage
     missed_by_key: bool = False  # nothing was reused, and a prompt with another prompt_cache_key began like it
     cache_write_tokens: int = 0
     lease_read_tokens: int = 0  # of the longest lease that the prompt begins with, to the token

@@ -171,7 +171,7 @@ class Answer:
             trace.untold = True
             return
         trace.prompt_tokens, trace.completion_tokens = tokens.prompt, tokens.completion
-        trace.cached_tokens = trace.told_cached_tokens = tokens.cached
+        trace.cached_tokens = trace.reported_cached_tokens = tokens.cached
         trace.cache_write_tokens, trace.lease_writes = tokens.cache_write, tokens.writes
 
 

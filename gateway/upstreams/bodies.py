@@ -40,7 +40,7 @@ _STREAMS: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 
 
 def body_for(
-    request: UpstreamRequest, route: Route, settings: UpstreamSettings, seen: SeenPrefixes
+    request: UpstreamRequest, route: Route, settings: UpstreamSettings, seen: PrefixHistory
 ) -> tuple[bytes, bool, bool]:
     """The body, whether the gateway added a request for the usage, and whether it added a hint. `seen` is that of the
     upstream. Raises BadRequestError and ModelNotFoundError."""
@@ -88,7 +88,7 @@ def with_usage(body: bytes) -> bytes:
     return replaced(body, options, {"include_usage": True})
 
 
-class SeenPrefixes:
+class PrefixHistory:
     """Digests of prefixes, each until a time; the ones that were not used for longest go first. Safe in any thread."""
 
     def __init__(self, most: int, ttl_s: float, clock: Callable[[], float]) -> None:
@@ -134,7 +134,7 @@ class Block(NamedTuple):
         return _num_marks(self.value)
 
 
-def add_hint(request: UpstreamRequest, body: bytes, seen: SeenPrefixes) -> bytes:
+def add_hint(request: UpstreamRequest, body: bytes, seen: PrefixHistory) -> bytes:
     """The body, perhaps with a hint. `seen` is that of one upstream."""
     if request.dialect == "anthropic" and request.path == "/v1/messages":
         return _marked(request, body, seen)
@@ -145,7 +145,7 @@ def add_hint(request: UpstreamRequest, body: bytes, seen: SeenPrefixes) -> bytes
     return body
 
 
-def _marked(request: UpstreamRequest, body: bytes, seen: SeenPrefixes) -> bytes:
+def _marked(request: UpstreamRequest, body: bytes, seen: PrefixHistory) -> bytes:
     blocks = list(_blocks(request))
     index = next(
         (at for at in reversed(range(len(blocks))) if blocks[at].is_markable and seen.has(blocks[at].digest)), None

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.upstreams.stored import made_ids
+from gateway.upstreams.stored import created_ids
 from gateway.upstreams.usage import MARKS, Counts, Tokens, note, tokens
 
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
@@ -179,7 +179,7 @@ class Meter:
         return False
 
     def _note_ids(self, value: Any) -> None:
-        for found in made_ids(value):
+        for found in created_ids(value):
             if found not in self._known_ids and _ID.fullmatch(found):
                 self._known_ids.add(found)
                 self.ids.append(found)

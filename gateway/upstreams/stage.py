@@ -99,7 +99,7 @@ class Upstreams:
         listed = {name: upstream.models for name, upstream in self._by_name.items()}
         return dict.fromkeys(self._routes.listed(dialect, tenant, listed), self._started)
 
-    def whose(self, model: str, tenant: str) -> str:
+    def route_text(self, model: str, tenant: str) -> str:
         """Which upstreams and models answer for a model; another text when the settings change."""
         routes = self._routes.find(model, tenant)
         return "\n".join(

@@ -24,7 +24,7 @@ from gateway.upstreams.routes import Route, may
 MAX_IDS: Final = 1000
 """That one request may name."""
 
-MAX_MADE: Final = 256
+MAX_CREATED: Final = 256
 """Of one answer, or event, that are remembered."""
 
 _MAX_DEPTH: Final = 4
@@ -123,11 +123,11 @@ def named_ids(values: Mapping[str, Any]) -> list[StoredId]:
     return list(found.values())
 
 
-def made_ids(value: Any) -> list[str]:
-    """Those of a whole answer, or of one event of a stream, MAX_MADE at most: responses, their items, containers, and
+def created_ids(value: Any) -> list[str]:
+    """At most MAX_CREATED of a whole answer, or of one event of a stream: responses, their items, containers, and
     spoken answers."""
-    found = dict.fromkeys(one for one in _made(value) if isinstance(one, str))
-    return list(found)[:MAX_MADE]
+    found = dict.fromkeys(one for one in _created(value) if isinstance(one, str))
+    return list(found)[:MAX_CREATED]
 
 
 def _ids(name: str, value: Any, path: str) -> Iterator[StoredId]:
@@ -168,14 +168,14 @@ def _is_public(uri: str) -> bool:
     return parts.scheme in ("http", "https") and not own
 
 
-def _made(value: Any, depth: int = 0) -> Iterator[Any]:
+def _created(value: Any, depth: int = 0) -> Iterator[Any]:
     if not isinstance(value, dict) or depth > _MAX_DEPTH:
         return
     for name in ("response", "message", "delta", "item"):  # what an event, or a choice, is about
-        yield from _made(value.get(name), depth + 1)
+        yield from _created(value.get(name), depth + 1)
     for name in ("output", "data", "choices"):
         for one in _list(value.get(name)):
-            yield from _made(one, depth + 1)
+            yield from _created(one, depth + 1)
     yield value.get("id")
     yield value.get("container_id")
     for name in ("container", "audio"):
@@ -207,7 +207,7 @@ class Accounts:
         Raises BadRequestError when no route is left, OverloadedError when it is unknown which upstream made something.
         """
         tenant, maker, left = request.tenant.name, request.maker, list(routes)
-        if maker is None or not self._have_to_be_known(left, tenant):
+        if maker is None or not self._must_be_recorded(left, tenant):
             return left
         for one in await off_loop(request.work, lambda: named_ids(request.values)):
             if (made_by := await maker(one.id)) is None:
@@ -216,10 +216,10 @@ class Accounts:
                 account = self._account.get(made_by)
                 left = [route for route in left if self._account[route.upstream] == account]
             if not left:
-                raise _not_known(one, made_by)
+                raise _unknown_id(one, made_by)
         return left
 
-    def _have_to_be_known(self, routes: Sequence[Route], tenant: str) -> bool:
+    def _must_be_recorded(self, routes: Sequence[Route], tenant: str) -> bool:
         """Whether the ids of a request say which of the routes it may take."""
         accounts = {self._account[route.upstream] for route in routes}
         return len(accounts) > 1 or any(self._is_guarded(route, tenant) for route in routes)
@@ -234,7 +234,7 @@ def _account(settings: UpstreamSettings, key: str | None) -> object:
     return urlsplit(settings.url).netloc, key, headers
 
 
-def _not_known(stored: StoredId, maker: str | None) -> BadRequestError:
+def _unknown_id(stored: StoredId, maker: str | None) -> BadRequestError:
     if stored.path == "previous_response_id":
         message = f"Previous response with id '{stored.id[:64]}' not found."
         return BadRequestError(message, param=stored.path, code="previous_response_not_found")

@@ -21,7 +21,7 @@ from gateway.config import QueueSettings, UpstreamSettings
 from gateway.errors import DeadlineError, QueueFullError
 from gateway.tasks import was_cancelled
 from gateway.types import Ask, UpstreamRequest
-from gateway.upstreams.bodies import SeenPrefixes
+from gateway.upstreams.bodies import PrefixHistory
 from gateway.upstreams.connections import AttemptFailed, Connections
 from gateway.upstreams.slots import UpstreamSlots
 from gateway.upstreams.usage import MAX_TOKENS
@@ -70,7 +70,7 @@ class Upstream:
         self.slots = UpstreamSlots(settings.max_in_flight or None, settings.batch_slots, queue, clock)
         self.connections = Connections(settings, key, proxy)
         self.secrets = self.connections.secrets
-        self.seen = SeenPrefixes(settings.max_hints, settings.hint_ttl_s, clock)
+        self.seen = PrefixHistory(settings.max_hints, settings.hint_ttl_s, clock)
         self.models: list[str] = []  # that it lists; for GET /v1/models alone: routes.py decides who may use what
         self.hints = 0
         self.requests = 0

@@ -27,7 +27,7 @@ TOOL: Any = {
 @pytest.fixture(scope="module")
 def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server on which a model has a least length."""
-    flags = ("--kv-cache-bytes", str(64 << 20), "--dtype", "float32", "--anthropic-min-cache-tokens-of", "demo=64")
+    flags = ("--kv-cache-bytes", str(64 << 20), "--dtype", "float32", "--anthropic-min-cache-tokens", "64")
     with Server(tmp_path_factory.mktemp("caching"), *flags) as running:
         yield running
 

@@ -152,7 +152,7 @@ class FakePipeline:
         if isinstance(request.prompt, TokenPrompt):
             prompt_tokens = len(request.prompt.tokens) // 4
         trace.engine, trace.prompt_tokens, trace.cached_tokens = "engine-1", prompt_tokens, self.cached_tokens
-        trace.told_cached_tokens = self.cached_tokens
+        trace.reported_cached_tokens = self.cached_tokens
         trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
         trace.overhead_ms = 0.5
         trace.lease = self.lease

@@ -34,9 +34,9 @@ class Telling(FakePipeline):
     """Every answer says whose it is and which: no two are the same."""
 
     async def _events(self, request: Request) -> AsyncIterator[Event]:  # type: ignore[override]
-        whose = TextDelta(f"{request.tenant.name} {len(self.requests)}")
+        route_text = TextDelta(f"{request.tenant.name} {len(self.requests)}")
         async for event in super()._events(request):
-            yield whose if type(event) is TextDelta else event
+            yield route_text if type(event) is TextDelta else event
 
 
 class Client:
@@ -244,8 +244,8 @@ async def test_a_tenant_waits_for_its_own_generation_while_another_one_has_the_s
         await until(lambda: cache.stats()["waiting"] == 4)
         assert cache.stats()["in_flight"] == 2
         pipeline.hold_before.set()
-        whose = [said(text).split()[0] for _, text, _ in [await one for one in asking]]
-    assert whose == ["north", "south", "north", "south"]
+        route_text = [said(text).split()[0] for _, text, _ in [await one for one in asking]]
+    assert route_text == ["north", "south", "north", "south"]
     assert sorted(request.tenant.name for request in pipeline.requests) == ["north", "south"]
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from gateway.api.anthropic.caching import DEFAULT_TTL, HOUR_S, Cached, Caching, account
-from gateway.api.anthropic.fingerprint import Fingerprint, Piece, compare, same_scope, store_key, take
+from gateway.api.anthropic.fingerprint import Fingerprint, PromptPart, compare, same_scope, store_key, take
 from gateway.api.anthropic.response import MessageShape
 from gateway.api.anthropic.wire import dotted
 from gateway.api.stream import Account
@@ -32,7 +32,7 @@ NEAR: Final = 4
 class Question:
     """What a client asks: how this prompt differs from that of an earlier message; None on the first turn."""
 
-    pieces: Sequence[Piece]
+    parts: Sequence[PromptPart]
     previous_message_id: str | None
 
 
@@ -60,13 +60,13 @@ class Diagnosis:
 
     async def remember(self, request: Request, cached: Cached) -> None:
         """For the next message. Never raises."""
-        pieces = self._question.pieces
-        taken = take(self._message_id, request.model, request.salt, pieces, cached.read + cached.written)
+        parts = self._question.parts
+        taken = take(self._message_id, request.model, request.salt, parts, cached.read + cached.written)
         with suppress(RedisDownError):
             await self._store.put(request.tenant.name, store_key(self._message_id), taken.to_json())
 
     def _compared(self, before: Fingerprint, previous: str, request: Request, cached: Cached) -> dict[str, Any] | None:
-        change = compare(before, previous, request.model, self._question.pieces)
+        change = compare(before, previous, request.model, self._question.parts)
         missed = max(0, before.cached_tokens - cached.read)
         if change is not None:
             path = None if change.path is None else dotted(change.path)
@@ -108,7 +108,7 @@ class MessageAccount(Account):
         """Fills the figures into the shape."""
         shape, trace = self._shape, request.trace
         shape.cached = cached = await self._cached(request)
-        trace.told_cached_tokens, trace.cache_write_tokens = cached.read, cached.written
+        trace.reported_cached_tokens, trace.cache_write_tokens = cached.read, cached.written
         trace.lease_writes = ((duration_s(DEFAULT_TTL), cached.written_5m), (HOUR_S, cached.written_1h))
         shape.lease = trace.lease.state if trace.lease is not None else None
         if self._diagnosis is not None:

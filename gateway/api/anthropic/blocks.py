@@ -90,12 +90,12 @@ def refusing(why: str) -> Check[None]:
 
 def _text(block: dict[str, Any], path: str) -> Part:
     """Nothing is done with citations; who may have some is for the version of the API to say."""
-    said = block["text"]
-    if not said:
+    content = block["text"]
+    if not content:
         raise invalid(path, "text content blocks must be non-empty")
-    if said.isspace():
+    if content.isspace():
         raise invalid(path, "text content blocks must contain non-whitespace text")
-    return Part("text", path, said, control=block.get("cache_control"), cited=bool(block.get("citations")))
+    return Part("text", path, content, control=block.get("cache_control"), cited=bool(block.get("citations")))
 
 
 def _document(block: dict[str, Any], path: str) -> Part:
@@ -103,10 +103,10 @@ def _document(block: dict[str, Any], path: str) -> Part:
     if block.get("citations", {}).get("enabled"):
         why = "Citations are not supported."
         raise UnsupportedError(why, param=f"{path}.citations", reason=why)
-    said = "\n".join(found for name in ("title", "context", "source") if (found := block.get(name)))
-    if not said or said.isspace():
+    content = "\n".join(found for name in ("title", "context", "source") if (found := block.get(name)))
+    if not content or content.isspace():
         raise invalid(path, "the document is empty")
-    return Part("text", path, said, control=block.get("cache_control"))
+    return Part("text", path, content, control=block.get("cache_control"))
 
 
 def _no_source(kind: str, path: str) -> BadRequestError | None:
@@ -127,10 +127,10 @@ def _tool_use(block: dict[str, Any], path: str) -> Part:
 
 def _tool_result(block: dict[str, Any], path: str) -> Part:
     """An error is marked as one in the text: templates have no other place for it."""
-    said = block.get("content", "")
+    content = block.get("content", "")
     if block.get("is_error"):
-        said = f"Error: {said}" if said else "Error"
-    return Part("tool_result", path, said, call_id=block["tool_use_id"], control=block.get("cache_control"))
+        content = f"Error: {content}" if content else "Error"
+    return Part("tool_result", path, content, call_id=block["tool_use_id"], control=block.get("cache_control"))
 
 
 def _joined(parts: list[Part], path: str) -> str:

@@ -69,14 +69,14 @@ class AnthropicFiles:
         tenant = http[TENANT]
         values = read_query(http.query, LIST)
         newest_first = (await self._files.all_of(tenant.name))[::-1]
-        if asked := _ids(http):
-            data = [stored for stored in newest_first if stored.id in asked]
+        if ids := _ids(http):
+            data = [stored for stored in newest_first if stored.id in ids]
             return reply_json(_list_json(data, has_more=False))
         limit, cursor = values.get("limit", DEFAULT_LIMIT), values.get("page")
         if "after_id" in values or "before_id" in values:
             page = read_page(http.query, [PREFIX + stored.id for stored in newest_first])
-            told = set(page.ids)
-            return reply_json(_list_json([one for one in newest_first if PREFIX + one.id in told], page.has_more))
+            on_page = set(page.ids)
+            return reply_json(_list_json([one for one in newest_first if PREFIX + one.id in on_page], page.has_more))
         if cursor is not None:
             if not cursor.startswith(PAGE_PREFIX):
                 raise invalid("page", "it is no `next_page` of this list")
@@ -110,9 +110,9 @@ def _list_json(data: list[StoredFile], has_more: bool) -> dict[str, Any]:
 
 
 def _ids(http: web.Request) -> set[str]:
-    asked = query_values(http.query, "ids")
-    if len(set(asked)) > MAX_IDS:
+    ids = query_values(http.query, "ids")
+    if len(set(ids)) > MAX_IDS:
         raise invalid("ids", f"at most {MAX_IDS} files can be asked for")
-    if asked and ("page" in http.query or "limit" in http.query):
+    if ids and ("page" in http.query or "limit" in http.query):
         raise invalid("ids", "it goes with neither `page` nor `limit`")
-    return {store_id(one) for one in asked}
+    return {store_id(one) for one in ids}

@@ -28,7 +28,7 @@ MAX_SHOWN_CHARS: Final = 64
 _MARK_BYTES: Final = 2
 
 
-class Piece(NamedTuple):
+class PromptPart(NamedTuple):
     """`kind` is all that makes it what it is, besides its text."""
 
     section: Section
@@ -65,42 +65,42 @@ class Fingerprint:
     scope: str
     cached_tokens: int
     words_per_mark: int
-    pieces: tuple[tuple[Section, str, bytes], ...]
+    parts: tuple[tuple[Section, str, bytes], ...]
 
     def to_json(self) -> bytes:
-        pieces = [(section, digest, base64.b64encode(marks).decode()) for section, digest, marks in self.pieces]
-        return orjson.dumps([self.model, self.scope, self.cached_tokens, self.words_per_mark, pieces])
+        parts = [(section, digest, base64.b64encode(marks).decode()) for section, digest, marks in self.parts]
+        return orjson.dumps([self.model, self.scope, self.cached_tokens, self.words_per_mark, parts])
 
     @classmethod
     def from_json(cls, written: bytes) -> Fingerprint:
-        model, scope, cached_tokens, words_per_mark, pieces = orjson.loads(written)
-        read = ((section, digest, base64.b64decode(marks)) for section, digest, marks in pieces)
+        model, scope, cached_tokens, words_per_mark, parts = orjson.loads(written)
+        read = ((section, digest, base64.b64decode(marks)) for section, digest, marks in parts)
         return cls(model, scope, cached_tokens, words_per_mark, tuple(read))
 
 
-def take(message_id: str, model: str, scope: str, pieces: Sequence[Piece], cached_tokens: int) -> Fingerprint:
+def take(message_id: str, model: str, scope: str, parts: Sequence[PromptPart], cached_tokens: int) -> Fingerprint:
     """The fingerprint of a prompt that the message with this id answers."""
     hasher = _Hasher(message_id)
-    words = sum(len(piece.text.split()) for piece in pieces)
+    words = sum(len(part.text.split()) for part in parts)
     size = 1
     while words > MAX_MARKS * size:
         size *= 2
-    hashed = ((piece.section, hasher.digest(piece), hasher.marks(piece.text, size)) for piece in pieces)
+    hashed = ((part.section, hasher.digest(part), hasher.marks(part.text, size)) for part in parts)
     return Fingerprint(hasher.name(model), hasher.name(scope), cached_tokens, size, tuple(hashed))
 
 
-def compare(before: Fingerprint, message_id: str, model: str, pieces: Sequence[Piece]) -> Change | None:
+def compare(before: Fingerprint, message_id: str, model: str, parts: Sequence[PromptPart]) -> Change | None:
     """What a request changed against one whose answer has this id. None for nothing but messages behind its last one,
     and also where only the scope is another."""
     hasher = _Hasher(message_id)
     if before.model != hasher.name(model):
         return Change(None)
     for section in SECTIONS:
-        old = [(digest, marks) for name, digest, marks in before.pieces if name == section]
-        new = [piece for piece in pieces if piece.section == section]
-        for (digest, marks), piece in zip(old, new, strict=False):
-            if digest != hasher.digest(piece):
-                return _changed_in(piece, marks, hasher, before.words_per_mark)
+        old = [(digest, marks) for name, digest, marks in before.parts if name == section]
+        new = [part for part in parts if part.section == section]
+        for (digest, marks), part in zip(old, new, strict=False):
+            if digest != hasher.digest(part):
+                return _changed_in(part, marks, hasher, before.words_per_mark)
         if len(new) < len(old) or (len(new) > len(old) and section != "messages"):
             return Change(section, new[len(old)].path if len(new) > len(old) else section)
     return None
@@ -115,15 +115,15 @@ def store_key(message_id: str) -> str:
     return hashlib.blake2b(message_id.encode(), digest_size=16, person=b"kvasir message").hexdigest()
 
 
-def _changed_in(piece: Piece, marks: bytes, hasher: _Hasher, size: int) -> Change:
-    new = hasher.marks(piece.text, size)
+def _changed_in(part: PromptPart, marks: bytes, hasher: _Hasher, size: int) -> Change:
+    new = hasher.marks(part.text, size)
     starts = range(0, max(len(marks), len(new)), _MARK_BYTES)
     at = next((at for at in starts if marks[at : at + _MARK_BYTES] != new[at : at + _MARK_BYTES]), None)
     if at is None:  # blanks, or what is no text
-        return Change(piece.section, piece.path)
+        return Change(part.section, part.path)
     word = at // _MARK_BYTES * size
-    text = " ".join(piece.text.split()[word : word + size])
-    return Change(piece.section, piece.path, word, text[:MAX_SHOWN_CHARS])
+    text = " ".join(part.text.split()[word : word + size])
+    return Change(part.section, part.path, word, text[:MAX_SHOWN_CHARS])
 
 
 class _Hasher:
@@ -135,9 +135,9 @@ class _Hasher:
     def name(self, text: str) -> str:
         return self._hash(text.encode(), 8).hex()
 
-    def digest(self, piece: Piece) -> str:
-        kind = piece.kind.encode()
-        return self._hash(len(kind).to_bytes(4, "little") + kind + piece.text.encode(), 8).hex()
+    def digest(self, part: PromptPart) -> str:
+        kind = part.kind.encode()
+        return self._hash(len(kind).to_bytes(4, "little") + kind + part.text.encode(), 8).hex()
 
     def marks(self, text: str, size: int) -> bytes:
         return b"".join(self._hash(group, _MARK_BYTES) for group in _groups(text, size))

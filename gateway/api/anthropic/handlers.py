@@ -12,7 +12,7 @@ from gateway.api.answering import Answering, Generation, parsed
 from gateway.api.anthropic.accounting import Diagnosis, MessageAccount
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
 from gateway.api.anthropic.request import check_line, parse_count, parse_message
-from gateway.api.anthropic.response import TOLD_TIERS, MessageShape, ServiceTier, model_json
+from gateway.api.anthropic.response import SERVED_TIERS, MessageShape, ServiceTier, model_json
 from gateway.api.anthropic.wire import ANTHROPIC, MODELS, VERSIONS, Version, read_page, read_version
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.lines import Endpoint, asking
@@ -91,17 +91,17 @@ class Anthropic:
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
         version = read_version(http)
-        asked = await parsed(http[RECORD], lambda record, body: self._message(record, body, version), http[BODY])
-        return await self._answering.answer(http, asked)
+        message = await parsed(http[RECORD], lambda record, body: self._message(record, body, version), http[BODY])
+        return await self._answering.answer(http, message)
 
     def _message(self, record: Record, body: dict[str, Any], version: Version) -> Generation:
-        asked = parse_message(body, version, self._settings, self._leases)
-        call = asked.call
+        message = parse_message(body, version, self._settings, self._leases)
+        call = message.call
         model = self._answering.model(call.model, record)
-        served: ServiceTier = "batch" if record.lane == "batch" else TOLD_TIERS[grant(call.tier, record)]
+        served: ServiceTier = "batch" if record.lane == "batch" else SERVED_TIERS[grant(call.tier, record)]
         shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=served)
-        diagnosis = Diagnosis(self._fingerprints, asked.question, shape.message_id) if asked.question else None
-        account = MessageAccount(self._answering.pipeline, asked.caching, shape, diagnosis)
+        diagnosis = Diagnosis(self._fingerprints, message.question, shape.message_id) if message.question else None
+        account = MessageAccount(self._answering.pipeline, message.caching, shape, diagnosis)
         # Each call has an id of its own, and a diagnosis is told once.
         may_come_again = call.tool_use is None and diagnosis is None
         return Generation(call, model, shape, account, shape.stamp() if may_come_again else None)

@@ -234,23 +234,23 @@ def _say(role: str, parts: Sequence[Part], starts: set[int] | tuple[()], convers
         plain: dict[str, Any] = {"role": role, "content": part.text}
         conversation.messages.append(plain)
         return plain
-    said: list[str] = []
+    texts: list[str] = []
     chars = 0
     calls = -1
     last = max((number for number, part in enumerate(parts) if part.kind == "text"), default=-1)
     for number, part in enumerate(parts):
         place = settled = chars
         if part.kind == "text":
-            if said and number in starts:
-                said.append(BETWEEN_TURNS)
+            if texts and number in starts:
+                texts.append(BETWEEN_TURNS)
                 chars += len(BETWEEN_TURNS)
-            said.append(part.text)
+            texts.append(part.text)
             settled = chars + (_settled_chars(part.text) if number < last else len(part.text))
             place = chars = chars + len(part.text)
         if part.kind == "tool_use":
             place = calls = calls + 1
         _end(part, len(conversation.messages), place, conversation, settled if number < last else place)
-    message: dict[str, Any] = {"role": role, "content": "".join(said)}
+    message: dict[str, Any] = {"role": role, "content": "".join(texts)}
     conversation.messages.append(message)
     return message
 

@@ -8,7 +8,7 @@ from typing import Any
 from engine.protocol import Sampling
 from gateway.api.anthropic.accounting import Question
 from gateway.api.anthropic.caching import Caching, read_caching
-from gateway.api.anthropic.fingerprint import Piece, json_text
+from gateway.api.anthropic.fingerprint import PromptPart, json_text
 from gateway.api.anthropic.messages import Block, converse
 from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING
 from gateway.api.anthropic.tools import DefinedTool, use_of
@@ -23,7 +23,7 @@ from gateway.types import ChatPrompt, Constraint
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MessageRequest:
     """A message that is asked for: the call, what it asks of the cache, and what it wants to know about it."""
 
     call: Call
@@ -31,7 +31,9 @@ class Asked:
     question: Question | None
 
 
-def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSettings, leases: LeaseSettings) -> Asked:
+def parse_message(
+    body: dict[str, Any], version: Version, settings: AnthropicSettings, leases: LeaseSettings
+) -> MessageRequest:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
     if version != "2023-06-01":
         for name in SAMPLING:
@@ -75,18 +77,18 @@ def parse_message(body: dict[str, Any], version: Version, settings: AnthropicSet
         tier=ANTHROPIC_TIERS[values.get("service_tier", "auto")],
         reuse=from_body(values.get("cache", {})),
     )
-    question = Question(_pieces(values), values["diagnostics"]) if "diagnostics" in values else None
-    return Asked(call, caching, question)
+    question = Question(_prompt_parts(values), values["diagnostics"]) if "diagnostics" in values else None
+    return MessageRequest(call, caching, question)
 
 
 def check_line(body: dict[str, Any]) -> None:
     """Raises UnsupportedError for what a message may ask for, and a line of a batch may not."""
-    for name, asked, why in (
+    for name, message, why in (
         ("stream", body.get("stream"), "a batch does not stream"),
         ("max_tokens", body.get("max_tokens") == 0, "a batch generates at least one token for each request"),
         ("speed", body.get("speed") is not None, "a batch has one speed"),
     ):
-        if asked:
+        if message:
             raise UnsupportedError(f"Unsupported parameter: '{name}': {why}.", param=name, reason=why)
 
 
@@ -120,21 +122,21 @@ def _prompt(values: dict[str, Any], settings: AnthropicSettings, leases: LeaseSe
     return prompt, caching
 
 
-def _pieces(values: dict[str, Any]) -> list[Piece]:
+def _prompt_parts(values: dict[str, Any]) -> list[PromptPart]:
     """What the prompt is made of, for comparing it with another. Where breakpoints are is no part of it."""
-    pieces = [
-        Piece(
+    parts = [
+        PromptPart(
             "tools", defined.path, "", json_text([defined.tool.name, defined.tool.description, defined.tool.parameters])
         )
         for defined in values.get("tools", ())
     ]
-    pieces += [Piece("system", part.path, "", part.text) for part in values.get("system", ())]
+    parts += [PromptPart("system", part.path, "", part.text) for part in values.get("system", ())]
     for turn in values["messages"]:
         for part in turn.parts:
             kind = f"{turn.role} {part.kind} {part.call_id}"
             said = part.text if part.call is None else json_text(part.call["function"])
-            pieces.append(Piece("messages", part.path, kind, said))
-    return pieces
+            parts.append(PromptPart("messages", part.path, kind, said))
+    return parts
 
 
 def _check_citations(values: dict[str, Any], version: Version) -> None:

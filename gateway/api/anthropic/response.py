@@ -22,7 +22,7 @@ from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
 
 ServiceTier = Literal["standard", "priority", "batch"]
-TOLD_TIERS: Final[Mapping[Tier, ServiceTier]] = {"priority": "priority", "default": "standard", "flex": "standard"}
+SERVED_TIERS: Final[Mapping[Tier, ServiceTier]] = {"priority": "priority", "default": "standard", "flex": "standard"}
 
 _REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CUMULATIVE: Final = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")

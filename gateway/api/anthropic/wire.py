@@ -39,7 +39,7 @@ _TYPES: Final = {
 ERROR_TYPES: Final = (*_TYPES.values(), "api_error", "invalid_request_error")
 
 NO_THREADS: Final = "thread_unsupported_request"
-_TOLD_CODES: Final = (*ENCODING_CODES, NO_THREADS)
+_REPORTED_CODES: Final = (*ENCODING_CODES, NO_THREADS)
 """Codes that SDKs act upon."""
 
 _INDEX: Final = re.compile(r"\[(\d+)\]")
@@ -85,7 +85,7 @@ def error_json(error: KvasirError, request_id: str) -> dict[str, Any]:
     code = status(error)
     kind = _TYPES.get(code, "api_error" if code >= 500 else "invalid_request_error")
     error_fields: dict[str, Any] = {"type": kind, "message": printable(_message(error))}
-    if error.code in _TOLD_CODES:
+    if error.code in _REPORTED_CODES:
         error_fields["details"] = {"error_code": error.code}
     return {"type": "error", "error": error_fields, "request_id": request_id}
 
@@ -146,7 +146,7 @@ _ERROR: Final = {
     "properties": {
         "type": {"enum": list(ERROR_TYPES)},
         "message": {"type": "string"},
-        "details": closed_object({"error_code": {"enum": list(_TOLD_CODES)}}),
+        "details": closed_object({"error_code": {"enum": list(_REPORTED_CODES)}}),
     },
     "required": ["type", "message"],
     "additionalProperties": False,

@@ -27,7 +27,7 @@ from gateway.api.gemini.caching import (
 )
 from gateway.api.gemini.files import VERSIONS, GeminiFiles
 from gateway.api.gemini.proto import read
-from gateway.api.gemini.request import Kept, model_name
+from gateway.api.gemini.request import CachedPrefix, model_name
 from gateway.api.gemini.wire import PAGE, page
 from gateway.api.record import BODY, RECORD, TENANT, kvasir_headers
 from gateway.api.replies import reply_json
@@ -94,7 +94,7 @@ class CachedContents:
         yield Route("PATCH", one, self.change, "Changes its end.", CHANGE, query=MASK, example={"ttl": "600s"})
         yield Route("DELETE", one, self.delete, "Deletes it.")
 
-    async def use(self, tenant: Tenant, name: str, model: str) -> tuple[CachedContent, Kept]:
+    async def use(self, tenant: Tenant, name: str, model: str) -> tuple[CachedContent, CachedPrefix]:
         """For a request to this model. Raises NotFoundError, and BadRequestError when it belongs to another model."""
         content = await self._find(tenant, name)
         if content.model != model:
@@ -104,7 +104,7 @@ class CachedContents:
                 param="cachedContent",
             )
         values = await off_loop(content.num_bytes, lambda: kept_values(content))
-        return content, Kept(values, marker(values, content.expires_s - self._now()))
+        return content, CachedPrefix(values, marker(values, content.expires_s - self._now()))
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/cachedContents"""

@@ -122,8 +122,8 @@ def _part(value: Any, path: str) -> Part | None:
     if fields.get("thought"):
         return None
     if data == ["text"]:
-        said: str = fields["text"]
-        return said
+        text: str = fields["text"]
+        return text
     inner = fields[data[0]]
     if not inner.get("name"):
         raise BadRequestError(f"'{path}.{data[0]}.name' is missing or empty.", param=f"{path}.{data[0]}.name")
@@ -185,8 +185,8 @@ def _plain(item: Any) -> Content | None:
     if type(item) is dict and len(item) == 2 and item.get("role") in _AS_THEY_ARE:
         parts = item.get("parts")
         if type(parts) is list and len(parts) == 1 and type(parts[0]) is dict and len(parts[0]) == 1:
-            said = parts[0].get("text")
-            return Content(item["role"], (said,)) if type(said) is str else None
+            text = parts[0].get("text")
+            return Content(item["role"], (text,)) if type(text) is str else None
     return None
 
 
@@ -199,9 +199,9 @@ def to_messages(system: str | None, turns: Iterable[Content]) -> list[Message]:
             _answer(messages, turn.parts, calls)
         else:
             messages += _question(turn.parts, calls)
-    for said in messages:
-        if said["role"] == "assistant":
-            said["content"] = "".join(said["content"])
+    for turned in messages:
+        if turned["role"] == "assistant":
+            turned["content"] = "".join(turned["content"])
     return messages
 
 
@@ -237,14 +237,14 @@ def _answer(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> No
         return
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
-    said = messages[-1]
+    message = messages[-1]
     for part in parts:
         if isinstance(part, FunctionCall):
             function = {"name": part.name, "arguments": part.args}
             call = {"id": calls.made(part), "type": "function", "function": function}
-            said.setdefault("tool_calls", []).append(call)
+            message.setdefault("tool_calls", []).append(call)
         elif isinstance(part, str):
-            said["content"].append(part)
+            message["content"].append(part)
 
 
 def _question(parts: Sequence[Part], calls: _Calls) -> list[Message]:

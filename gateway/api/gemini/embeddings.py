@@ -81,12 +81,12 @@ class GeminiEmbeddings:
     async def _answer(self, http: web.Request, *, batch: bool) -> web.StreamResponse:
         tenant, record = http[TENANT], http[RECORD]
         body, name = http[BODY], model_name(http.match_info["model"])
-        asked = await parsed(record, lambda _, body: _requests(body, batch=batch), body)
-        dimensions = {one.get("outputDimensionality") for _, one in asked}
+        requests = await parsed(record, lambda _, body: _requests(body, batch=batch), body)
+        dimensions = {one.get("outputDimensionality") for _, one in requests}
         if len(dimensions) > 1:
             where = "requests[].outputDimensionality"
             raise BadRequestError(f"'{where}' has to be the same in all requests.", param=where)
-        inputs = {f"{path}content": one["content"] for path, one in asked}
+        inputs = {f"{path}content": one["content"] for path, one in requests}
         vectors, tokens = await self._embeddings.embed(record, tenant, name, inputs, dimensions.pop())
         made = [{"values": array("f", vector).tolist()} for vector in vectors]
         usage = {"usageMetadata": {"promptTokenCount": tokens}}
@@ -96,14 +96,14 @@ class GeminiEmbeddings:
 def _requests(body: dict[str, Any], *, batch: bool) -> list[tuple[str, dict[str, Any]]]:
     """The path of each in the body, and its checked values; at least one. Raises BadRequestError."""
     values = read(body, BATCH if batch else EMBED)
-    asked = [("", values)]
+    requests = [("", values)]
     if batch:
-        asked = [(f"requests[{index}].", one) for index, one in enumerate(values.get("requests", ()))]
-        if not asked:
+        requests = [(f"requests[{index}].", one) for index, one in enumerate(values.get("requests", ()))]
+        if not requests:
             raise missing("requests")
-    for path, one in asked:
+    for path, one in requests:
         if one.get("content") is None:
             raise missing(f"{path}content")
         if not one["content"]:
             raise empty_text(f"{path}content")
-    return asked
+    return requests

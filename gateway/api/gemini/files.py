@@ -21,7 +21,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from gateway import tasks
-from gateway.api.body import BodyLimit, body_pieces
+from gateway.api.body import BodyLimit, body_chunks
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import anything, no_effect, refused, shown, table, text, used
 from gateway.api.gemini.proto import message, read
@@ -164,10 +164,10 @@ class GeminiFiles:
     async def _take(self, http: web.Request, going: _Resumable) -> None:
         if going.timer is not None:
             going.timer.cancel()
-        async with aclosing(body_pieces(http, _NO_LIMIT, self._upload_timeout_s)) as pieces:
-            async for piece in pieces:
-                await going.upload.write(piece)
-                going.num_bytes += len(piece)
+        async with aclosing(body_chunks(http, _NO_LIMIT, self._upload_timeout_s)) as chunks:
+            async for chunk in chunks:
+                await going.upload.write(chunk)
+                going.num_bytes += len(chunk)
 
     def _wait(self, upload_id: str) -> None:
         """For its next bytes."""
@@ -230,30 +230,30 @@ class GeminiFiles:
         async with self._files.reading(tenant.name, known[1]) as found:
             if found is None:
                 raise _not_found(known[1])
-            stored, pieces = found
+            stored, chunks = found
             if stored.num_bytes > most:
                 raise BodyTooLargeError(self._server.max_body_bytes)
             if record.body is not None:
                 record.body.grow_to(record.body.num_bytes + stored.num_bytes)
-            data = b"".join([piece async for piece in pieces])
+            data = b"".join([chunk async for chunk in chunks])
         if len(data) != stored.num_bytes:
             raise StorageError("The file cannot be read at the moment.")
         record.body_bytes += len(data)
         try:
-            said = data.decode()
+            text = data.decode()
         except UnicodeDecodeError:
-            said = "\0"
-        if "\0" in said:
+            text = "\0"
+        if "\0" in text:
             kind = shown(stored.mime_type)
             raise UnsupportedError(
                 f"'{path}': the file ({kind}) is no text in UTF-8, and only text is understood.", param=path
             )
-        return said
+        return text
 
 
 def file_json(stored: StoredFile, origin: str) -> dict[str, Any]:
     """As every route tells it."""
-    told: dict[str, Any] = {
+    file_json: dict[str, Any] = {
         "name": f"files/{stored.id}",
         "displayName": stored.filename,
         "mimeType": stored.mime_type,
@@ -265,8 +265,8 @@ def file_json(stored: StoredFile, origin: str) -> dict[str, Any]:
         "source": "UPLOADED",
     }
     if stored.expires_s is not None:
-        told["expirationTime"] = timestamp(stored.expires_s)
-    return told
+        file_json["expirationTime"] = timestamp(stored.expires_s)
+    return file_json
 
 
 def _origin(http: web.Request) -> str:

@@ -80,12 +80,12 @@ class Gemini:
         tenant = http[TENANT]
         body, name = http[BODY], model_name(http.match_info["model"])
         has_files = await self._files.put_texts(http[RECORD], tenant, body)
-        asked = await parsed(http[RECORD], lambda _, body: parse_generate(body), body)
+        wanted = await parsed(http[RECORD], lambda _, body: parse_generate(body), body)
         kept = None
-        if asked.cached_content is not None:
-            content, kept = await self._cached.use(tenant, asked.cached_content, name)
+        if wanted.cached_content is not None:
+            content, kept = await self._cached.use(tenant, wanted.cached_content, name)
             http[RECORD].work += content.num_bytes
-        call = await parsed(http[RECORD], lambda _, body: to_call(name, asked, kept, stream=stream), body)
+        call = await parsed(http[RECORD], lambda _, body: to_call(name, wanted, kept, stream=stream), body)
         model = self._answering.model(name, http[RECORD])
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)
@@ -100,12 +100,12 @@ class Gemini:
         tenant = http[TENANT]
         body, name = http[BODY], model_name(http.match_info["model"])
         await self._files.put_texts(http[RECORD], tenant, body)
-        asked, kept, cached = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
-        if asked.cached_content is not None:
-            content, kept = await self._cached.use(tenant, asked.cached_content, name)
+        wanted, kept, cached = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
+        if wanted.cached_content is not None:
+            content, kept = await self._cached.use(tenant, wanted.cached_content, name)
             http[RECORD].work += content.num_bytes
             cached = {"cachedContentTokenCount": content.tokens}
-        call = await parsed(http[RECORD], lambda _, body: to_call(name, asked, kept, max_answers=MAX_CANDIDATES), body)
+        call = await parsed(http[RECORD], lambda _, body: to_call(name, wanted, kept, max_answers=MAX_CANDIDATES), body)
         tokens = await self._answering.count(http[RECORD], tenant, call, self._answering.model(name, http[RECORD]))
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         return reply_json({"totalTokens": tokens, "promptTokensDetails": details, **cached})

@@ -25,7 +25,7 @@ def model_name(written: str) -> str:
     return written.removeprefix("models/")
 
 
-class Asked(NamedTuple):
+class GenerateRequest(NamedTuple):
     """A checked request, and its path in the body."""
 
     values: dict[str, Any]
@@ -38,44 +38,49 @@ class Asked(NamedTuple):
         return name
 
 
-class Kept(NamedTuple):
+class CachedPrefix(NamedTuple):
     """A cached content that a request names: its checked values, and the breakpoint at its end."""
 
     values: dict[str, Any]
     marker: Marker
 
 
-def parse_generate(body: dict[str, Any]) -> Asked:
+def parse_generate(body: dict[str, Any]) -> GenerateRequest:
     """generateContent and streamGenerateContent. Raises BadRequestError with the path of what is wrong,
     UnsupportedError for what is not carried out."""
-    return _with_contents(Asked(read(body, GENERATE)))
+    return _with_contents(GenerateRequest(read(body, GENERATE)))
 
 
-def parse_count(body: dict[str, Any]) -> Asked:
+def parse_count(body: dict[str, Any]) -> GenerateRequest:
     """countTokens: contents, or a whole request; never both."""
     values = read(body, COUNT)
     whole = values.pop("generateContentRequest", None)
     if whole is None:
-        return _with_contents(Asked(values))
+        return _with_contents(GenerateRequest(values))
     if values:
         raise BadRequestError("Either 'contents' or 'generateContentRequest' is expected, not both.", param="contents")
-    return _with_contents(Asked(whole, "generateContentRequest"))
+    return _with_contents(GenerateRequest(whole, "generateContentRequest"))
 
 
-def _with_contents(asked: Asked) -> Asked:
-    if not asked.values.get("contents"):
-        where = under(asked.at, "contents")
+def _with_contents(given: GenerateRequest) -> GenerateRequest:
+    if not given.values.get("contents"):
+        where = under(given.at, "contents")
         raise BadRequestError(f"'{where}' is not specified.", param=where, code="missing_required_parameter")
-    return asked
+    return given
 
 
 def to_call(
-    model: str, asked: Asked, kept: Kept | None = None, *, stream: bool = False, max_answers: int = MAX_PROMPTS
+    model: str,
+    given: GenerateRequest,
+    kept: CachedPrefix | None = None,
+    *,
+    stream: bool = False,
+    max_answers: int = MAX_PROMPTS,
 ) -> Call:
     """Raises BadRequestError for what makes no sense together."""
-    values, at = asked
+    values, at = given
     if kept is not None:
-        values = _behind(kept.values, asked)
+        values = _behind(kept.values, given)
     config, calling = values.get("generationConfig", {}), values.get("toolConfig", {})
     config_path = under(at, "generationConfig")
     declared = strict(values.get("tools", ()), calling)
@@ -103,9 +108,9 @@ def to_call(
     )
 
 
-def _behind(kept: dict[str, Any], asked: Asked) -> dict[str, Any]:
+def _behind(kept: dict[str, Any], given: GenerateRequest) -> dict[str, Any]:
     """A request behind what was kept. Raises BadRequestError for what only the cached content may have."""
-    values, at = asked
+    values, at = given
     for name in ("systemInstruction", "tools", "toolConfig"):
         if name in values:
             raise BadRequestError(

@@ -249,14 +249,14 @@ class Embeddings:
 
 
 async def _body(model: str, vectors: Sequence[bytes], encoding: Encoding, tokens: int) -> bytes:
-    pieces: list[bytes] = []
+    rows: list[bytes] = []
     for index, vector in enumerate(vectors):
         if index % ENCODED_AT_ONCE == ENCODED_AT_ONCE - 1:
             await asyncio.sleep(0)
-        told = b'"%b"' % b64encode(vector) if encoding == "base64" else orjson.dumps(array("f", vector).tolist())
-        pieces.append(b'{"object":"embedding","index":%d,"embedding":%b}' % (index, told))
+        values = b'"%b"' % b64encode(vector) if encoding == "base64" else orjson.dumps(array("f", vector).tolist())
+        rows.append(b'{"object":"embedding","index":%d,"embedding":%b}' % (index, values))
     usage = orjson.dumps({"prompt_tokens": tokens, "total_tokens": tokens})
-    return b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (b",".join(pieces), orjson.dumps(model), usage)
+    return b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (b",".join(rows), orjson.dumps(model), usage)
 
 
 def _dimensions(asked: int | None, model: EmbeddingModel) -> int:

@@ -24,7 +24,7 @@ FIRST_S: Final = 2.0
 LONGEST_S: Final = 30.0
 """Where nothing is asked for, a pause is twice as long as the one before it, from FIRST_S to LONGEST_S."""
 
-LONGEST_ASKED_S: Final = 3600.0
+MAX_REQUESTED_S: Final = 3600.0
 """That a model is left alone at a time, whatever its upstream asks for. Other tenants may have another one for it."""
 
 LONG_OVER_S: Final = 600.0
@@ -75,11 +75,11 @@ class Pauses:
         """Whether it was paused and none of its lines was answered since."""
         return model in self._pauses
 
-    def pause(self, model: str, asked_s: float | None, left_s: float) -> None:
+    def pause(self, model: str, requested_s: float | None, left_s: float) -> None:
         """Each time for longer, not less than was asked for, but not beyond what is `left_s` of the job's time, nor for
-        longer than LONGEST_ASKED_S. Lines that ran together count once."""
+        longer than MAX_REQUESTED_S. Lines that ran together count once."""
         now_s = self._clock()
-        wanted_s = min(asked_s or 0.0, max(left_s, 0.0), LONGEST_ASKED_S)
+        wanted_s = min(requested_s or 0.0, max(left_s, 0.0), MAX_REQUESTED_S)
         self._answered.pop(model, None)
         before = self._pauses.pop(model, None)
         if before is not None and before.until_s > now_s:

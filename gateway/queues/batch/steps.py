@@ -29,7 +29,7 @@ QUEUE_AT_ONCE: Final = 500
 DROP_AT_ONCE: Final = 500
 WRITE_AT_ONCE: Final = 200
 
-PIECE_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20
 """Of rows or results that are in memory at a time; one alone may have more."""
 
 SLICE_S: Final = 0.5
@@ -47,7 +47,9 @@ AWAY_S: Final = 2.0
 PATIENCE_S: Final = 300.0
 """That a job that may ask several models waits for one which nobody serves, so that its lines can be put in order."""
 
-NOBODY: Final = JobError("model_not_available", "Nobody serves its model now: the engines are away, or there are none.")
+NO_ENGINE: Final = JobError(
+    "model_not_available", "Nobody serves its model now: the engines are away, or there are none."
+)
 """What a job says whose lines cannot be planned."""
 
 OK: Final[tuple[Kind, ...]] = ("succeeded",)
@@ -160,7 +162,7 @@ class Steps:
 
     async def _plan(self, job: Job, progress: Progress) -> None:
         count = min(PLAN_AT_ONCE, job.counts.total - progress.planned)
-        rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count, PIECE_BYTES)
+        rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count, CHUNK_BYTES)
         plans = []
         for row in rows:
             began_s = self._clock()
@@ -171,7 +173,7 @@ class Steps:
         if plans:
             await self._lines.stage(job.id, progress.planned, plans)
         if len(plans) < len(rows):
-            await self._hold_up(job, NOBODY, AWAY_S)
+            await self._hold_up(job, NO_ENGINE, AWAY_S)
         elif job.errors:
             await self._jobs.update(states.held_up(job, None))
 
@@ -224,15 +226,15 @@ class Steps:
         await self._jobs.update(states.ended(job, counts, usage, *ids, self._now()))
 
     async def _add(self, job: Job, file_id: str, name: str, kinds: Collection[Kind]) -> None:
-        async with aclosing(self._results(job, kinds)) as pieces:
+        async with aclosing(self._results(job, kinds)) as chunks:
             filename = f"batch_{job.id}_{name}.jsonl"
-            await self._files.add(job.tenant, file_id, filename, FILE_PURPOSE, job.output_ttl_s, pieces)
+            await self._files.add(job.tenant, file_id, filename, FILE_PURPOSE, job.output_ttl_s, chunks)
 
     async def _put_results(self, job: Job) -> None:
         with self._folder.writing(job) as part:
-            async with aclosing(self._results(job, (*OK, *NOT_OK))) as pieces:
-                async for piece in pieces:
-                    await asyncio.to_thread(part.write, piece)
+            async with aclosing(self._results(job, (*OK, *NOT_OK))) as chunks:
+                async for chunk in chunks:
+                    await asyncio.to_thread(part.write, chunk)
             await asyncio.to_thread(self._folder.put_results, job, part)
 
     async def _results(self, job: Job, kinds: Collection[Kind]) -> AsyncGenerator[bytes]:
@@ -242,9 +244,9 @@ class Steps:
             await self._lease(job.id)
             count = min(WRITE_AT_ONCE, job.counts.total - start)
             results = await self._lines.results(job.id, start, count)
-            del results[num_fitting([0 if one is None else one.num_bytes for one in results], PIECE_BYTES) :]
-            if piece := await asyncio.to_thread(self._written, job, start, results, kinds):
-                yield piece
+            del results[num_fitting([0 if one is None else one.num_bytes for one in results], CHUNK_BYTES) :]
+            if chunk := await asyncio.to_thread(self._written, job, start, results, kinds):
+                yield chunk
             start += len(results)
 
     def _written(self, job: Job, start: int, results: list[Result | None], kinds: Collection[Kind]) -> bytes:
@@ -267,11 +269,11 @@ class Steps:
         except StorageError:
             return b""
 
-    async def _hold_up(self, job: Job, told: JobError, retry_s: float) -> NoReturn:
-        if job.errors != (told,):
-            log.warning("a batch of %s waits: %s", job.tenant, told.message)
-            await self._jobs.update(states.held_up(job, told))
-        raise HeldUpError(told.message, retry_s)
+    async def _hold_up(self, job: Job, error: JobError, retry_s: float) -> NoReturn:
+        if job.errors != (error,):
+            log.warning("a batch of %s waits: %s", job.tenant, error.message)
+            await self._jobs.update(states.held_up(job, error))
+        raise HeldUpError(error.message, retry_s)
 
     async def _clean(self, job: Job) -> None:
         await asyncio.to_thread(self._folder.clean, job)

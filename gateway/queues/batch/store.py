@@ -21,7 +21,7 @@ from gateway.queues.batch.jobs import Jobs
 from gateway.queues.batch.lines import Lines
 from gateway.types import StoredFile
 
-PIECE_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20
 MAX_TRIES: Final = 16
 """To change a job that others change, too."""
 
@@ -74,7 +74,7 @@ class Input:
     async def write(self, data: bytes) -> None:
         """The next bytes, cut anywhere. Raises StorageFullError, StorageError, and BodyTooLargeError past a limit."""
         self._buffer += data
-        if len(self._buffer) >= PIECE_BYTES:
+        if len(self._buffer) >= CHUNK_BYTES:
             await self.flush()
 
     async def flush(self) -> None:
@@ -200,5 +200,5 @@ class BatchStore:
 
 
 async def _chunks(file: BinaryIO | None) -> AsyncIterator[bytes]:
-    while file is not None and (chunk := await asyncio.to_thread(file.read, PIECE_BYTES)):
+    while file is not None and (chunk := await asyncio.to_thread(file.read, CHUNK_BYTES)):
         yield chunk

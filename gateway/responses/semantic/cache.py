@@ -114,7 +114,7 @@ class SemanticCache:
             return "not-embedded", None
         shared = self._spaces.open(query.owner, query.model, self._vectors.encoder)
         # Where nothing may be generated there is nothing to learn from, neither an answer nor an audit.
-        counts = not query.reuse.only_kept
+        counts = not query.reuse.only_cached
         question = shared.space.question(situation.digest, text, vector)
         sight = shared.space.look(question, least=query.reuse.similarity or 0.0, counts=counts)
         if counts:

@@ -33,10 +33,10 @@ def test_seeds_count_up_and_only_several_answers_are_a_group() -> None:
 def test_the_likeliest_on_average_are_told_best_first_of_each_prompt() -> None:
     first = [answer(-1.0, -1.0, -1.0), answer(-2.0), answer(), answer(-0.5, -0.9)]
     second = [answer(-3.0), answer(-4.0), answer(-2.0), answer(-9.0)]
-    told = Choices(2, 4).told([*first, *second], logprobs=True)
-    assert told == [first[3], first[0], second[2], second[0]]
-    assert [one.scored for one in Choices(2, 4).told([*first, *second], logprobs=False)] == [None] * 4
-    assert Choices(4, 4).told(first, logprobs=False) == first
+    best = Choices(2, 4).best([*first, *second], logprobs=True)
+    assert best == [first[3], first[0], second[2], second[0]]
+    assert [one.scored for one in Choices(2, 4).best([*first, *second], logprobs=False)] == [None] * 4
+    assert Choices(4, 4).best(first, logprobs=False) == first
 
 
 class Numbered(FakePipeline):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.config import LogSettings
-from gateway.logs.writer import PIECE_BYTES, Floods, Writer
+from gateway.logs.writer import CHUNK_BYTES, Floods, Writer
 
 LIMIT_S = 20.0
 DOTS = "." * 90
@@ -116,11 +116,11 @@ def test_no_line_is_cut_by_the_end_of_a_write(patient: Pipe) -> None:
     flushing.join(LIMIT_S)
     assert "".join(pieces) == "".join(f"{number} {DOTS}\n" for number in range(200))
     assert all(piece.endswith("\n") for piece in pieces)
-    assert all(PIECE_BYTES - 100 < len(piece) <= PIECE_BYTES for piece in pieces[:-1])
+    assert all(CHUNK_BYTES - 100 < len(piece) <= CHUNK_BYTES for piece in pieces[:-1])
 
 
 def test_a_line_longer_than_a_write_is_there_whole_and_alone(patient: Pipe) -> None:
-    long = "x" * 3 * PIECE_BYTES
+    long = "x" * 3 * CHUNK_BYTES
     patient.log.info("one")
     patient.log.info(long)
     patient.log.warning("two")

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from engine.protocol import DIGEST_BYTES
 from gateway.queues.sessions import (
     GAPS,
-    KEPT_S,
     LEARN_EVERY,
     MAX_SESSIONS,
     SESSION_S,
     SOON_S,
+    TTL_RANGE_S,
     Sessions,
     worth_waiting_s,
 )
@@ -137,5 +137,5 @@ def test_it_is_learned_from_those_who_come_back() -> None:
         sessions.sent(None, prompt(1 + number, 20), "a", 0.0)
         _, session = sessions.find(prompt(1 + number, 30), 7.0)
         assert session is not None
-        sessions.came(session, 7.0)
-        assert sessions.kept_s == (KEPT_S[1] if number + 1 < LEARN_EVERY else 7.0)
+        sessions.arrived(session, 7.0)
+        assert sessions.kept_s == (TTL_RANGE_S[1] if number + 1 < LEARN_EVERY else 7.0)

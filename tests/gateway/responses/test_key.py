@@ -188,7 +188,7 @@ def test_every_field_changes_the_key_or_is_known_to_change_no_answer(kind: type)
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("asked", True), ("read", False), ("write", False), ("only_kept", True), ("max_age_s", 1.0), ("ttl_s", 1.0)],
+    [("asked", True), ("read", False), ("write", False), ("only_cached", True), ("max_age_s", 1.0), ("ttl_s", 1.0)],
 )
 def test_how_an_answer_may_be_reused_does_not_change_which_it_is(name: str, value: object) -> None:
     assert request_key(replace(REQUEST, reuse=replace(Reuse(), **{name: value})), MODEL) == KEY  # type: ignore[arg-type]

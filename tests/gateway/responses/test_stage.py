@@ -313,7 +313,7 @@ async def test_an_answer_that_is_older_than_wanted_is_not_given() -> None:
 
 
 async def test_who_wants_the_cache_or_nothing_gets_either() -> None:
-    bench, only = Bench(shelf=Shelf()), Reuse(only_kept=True)
+    bench, only = Bench(shelf=Shelf()), Reuse(only_cached=True)
     with pytest.raises(NotCachedError):
         await bench.all(ask(reuse=only))
     with pytest.raises(NotCachedError):

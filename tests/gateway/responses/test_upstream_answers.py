@@ -57,7 +57,7 @@ class Stub:
     def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
         return {"m": 0}
 
-    def whose(self, model: str, tenant: str) -> str:
+    def route_text(self, model: str, tenant: str) -> str:
         return "up m"
 
     @asynccontextmanager

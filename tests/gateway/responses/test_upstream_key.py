@@ -69,13 +69,13 @@ BODIES: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
 
 
 def asked(path: str, values: dict[str, Any], tenant: str = "a", model: str = "m", **changes: Any) -> UpstreamQuery:
-    whose = changes.pop("whose", "up m")
+    route_text = changes.pop("route_text", "up m")
     request = UpstreamRequest(
         "r", Tenant(tenant), "openai", model, path, changes.pop("query", ""), changes.pop("headers", ()),
         orjson.dumps(values), values, 0.0, 9e9, **changes,
     )  # fmt: skip
     upstreams: Any = None
-    return UpstreamQuery.of(request, upstreams, REPLAYS[route_of(request)], ResponseCacheSettings(), whose)
+    return UpstreamQuery.of(request, upstreams, REPLAYS[route_of(request)], ResponseCacheSettings(), route_text)
 
 
 def put(values: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -131,7 +131,7 @@ def test_every_other_value_is_a_part_of_the_situation(name: str) -> None:
     [
         {"tenant": "b"},
         {"model": "n"},
-        {"whose": "other m"},
+        {"route_text": "other m"},
         {"query": "beta=true"},
         {"headers": (("openai-beta", "x"),)},
         {"reuse": Reuse(partition="p")},
@@ -242,6 +242,6 @@ def test_a_large_request_is_one_byte_for_byte_and_means_the_same_as_none() -> No
     for other in (
         asked(CHAT, {**values, "user": "u"}),
         asked(CHAT, values, tenant="b"),
-        asked(CHAT, values, whose="v"),
+        asked(CHAT, values, route_text="v"),
     ):
         assert other.key != one.key

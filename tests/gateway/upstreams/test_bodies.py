@@ -9,19 +9,19 @@ import orjson
 import pytest
 
 from gateway.types import Tenant, UpstreamRequest
-from gateway.upstreams.bodies import SeenPrefixes, add_hint, with_usage
+from gateway.upstreams.bodies import PrefixHistory, add_hint, with_usage
 from tests.fakes.clock import Clock
 
 
-def seen(most: int = 1000) -> SeenPrefixes:
-    return SeenPrefixes(most, 300.0, Clock())
+def seen(most: int = 1000) -> PrefixHistory:
+    return PrefixHistory(most, 300.0, Clock())
 
 
 MARK = {"type": "ephemeral"}
 
 
 def ask(
-    memory: SeenPrefixes,
+    memory: PrefixHistory,
     values: dict[str, Any],
     *,
     path: str = "/v1/messages",
@@ -106,7 +106,7 @@ def test_another_tenants_prefixes_are_nobodys() -> None:
 
 def test_a_prefix_is_forgotten_after_its_time_and_when_there_are_too_many() -> None:
     clock = Clock()
-    memory = SeenPrefixes(2, 300.0, clock)
+    memory = PrefixHistory(2, 300.0, clock)
     values = {"messages": turns("Hello.")}
     ask(memory, values)
     clock.now_s += 299

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequestError
-from gateway.upstreams.stored import MAX_IDS, MAX_MADE, made_ids, named_ids
+from gateway.upstreams.stored import MAX_CREATED, MAX_IDS, created_ids, named_ids
 
 NAMED: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"previous_response_id": "resp_1"}, {"resp_1": "previous_response_id"}),
@@ -137,12 +137,12 @@ def test_a_request_may_name_only_so_many() -> None:
     ids=str,
 )
 def test_what_was_made_is_found_in_answers_and_events(told: Any, ids: list[str]) -> None:
-    assert sorted(made_ids(told)) == ids
+    assert sorted(created_ids(told)) == ids
 
 
 def test_of_one_answer_only_so_many_are_remembered_and_no_nesting_is_too_deep() -> None:
-    assert len(made_ids({"output": [{"id": f"rs_{number}"} for number in range(MAX_MADE + 1)]})) == MAX_MADE
+    assert len(created_ids({"output": [{"id": f"rs_{number}"} for number in range(MAX_CREATED + 1)]})) == MAX_CREATED
     nested: Any = {"id": "deep"}
     for _ in range(900):
         nested = {"response": nested}
-    assert made_ids(nested) == []
+    assert created_ids(nested) == []

@@ -13,13 +13,13 @@ from aiohttp import web
 from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
 from gateway.api.anthropic.wire import ANTHROPIC, DEFAULT_LIMIT, MAX_LIMIT, read_version, time_text
 from gateway.api.batches import BatchRoutes
-from gateway.api.body import MAX_DEPTH, BodyLimit, body_pieces
+from gateway.api.body import MAX_DEPTH, BodyLimit, body_chunks
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
 from gateway.api.fields import Parameter, in_url, integer, invalid, read_query, shown, text
 from gateway.api.record import RECORD, TENANT
 from gateway.api.replies import reply_json
 from gateway.api.tenants import Namespaces
-from gateway.api.uploads import send_pieces
+from gateway.api.uploads import send_chunks
 from gateway.config import BatchSettings, ServerSettings
 from gateway.errors import BadRequestError, NotFoundError
 from gateway.queues.batch.base import Job, Order
@@ -93,11 +93,11 @@ class MessageBatches:
         tenant, version = http[TENANT], read_version(http)
         self._namespaces.scope(http[RECORD].namespace, tenant)  # one that it may use
         reader = RequestReader(self._limits)
-        arriving = body_pieces(http, self._body_limit, self._upload_timeout_s)
-        async with self._batches.input(tenant.name) as rows, aclosing(arriving) as pieces:
+        arriving = body_chunks(http, self._body_limit, self._upload_timeout_s)
+        async with self._batches.input(tenant.name) as rows, aclosing(arriving) as parts:
             loose = bytearray()
-            async for piece in pieces:
-                loose += piece
+            async for chunk in parts:
+                loose += chunk
                 if len(loose) >= reader.least_bytes:
                     await rows.write(await _fed(reader, loose))
                     loose.clear()
@@ -137,7 +137,7 @@ class MessageBatches:
         async with self._batches.results(http[TENANT].name, ANTHROPIC.name, job.id) as found:
             if found is None:
                 raise _not_found(batch_id)
-            return await send_pieces(http, found[1], {"Content-Type": JSONL})
+            return await send_chunks(http, found[1], {"Content-Type": JSONL})
 
     def _place(self, values: dict[str, Any], name: str) -> str | None:
         if name in values and not values[name].startswith(PREFIX):

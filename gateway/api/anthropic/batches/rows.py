@@ -39,8 +39,8 @@ def request(job: Job, row: Row) -> tuple[str, dict[str, Any]]:
 def answered(row: Row, request_id: str, came: Answered) -> bytes:
     """A request that ran, whatever became of it."""
     body = orjson.Fragment(came.body)
-    told = {"type": "succeeded", "message": body} if came.status == OK else {"type": "errored", "error": body}
-    return orjson.dumps({"custom_id": row["custom_id"], "result": told})
+    result = {"type": "succeeded", "message": body} if came.status == OK else {"type": "errored", "error": body}
+    return orjson.dumps({"custom_id": row["custom_id"], "result": result})
 
 
 def unrun(row: Row, why: Unrun) -> bytes:

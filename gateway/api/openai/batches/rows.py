@@ -64,9 +64,9 @@ def unrun(row: Row, why: Unrun) -> bytes:
     return _result(row, secrets.token_hex(16), {"response": None, "error": {"code": code, "message": message}})
 
 
-def _result(row: Row, request_id: str, told: dict[str, Any]) -> bytes:
+def _result(row: Row, request_id: str, why: dict[str, Any]) -> bytes:
     result_id = f"batch_req_{request_id.removeprefix('req_')}"
-    return orjson.dumps({"id": result_id, "custom_id": row.get("custom_id"), **told})
+    return orjson.dumps({"id": result_id, "custom_id": row.get("custom_id"), **why})
 
 
 class _Seen(NamedTuple):
@@ -114,16 +114,16 @@ def _beyond(num_lines: int, num_inputs: int, limits: RowLimits) -> JobError | No
     if num_lines > limits.lines:
         return JobError("too_many_tasks", f"There are more than {limits.lines} requests (batches.max_lines).")
     if num_inputs > limits.inputs:
-        told = f"There are more than {limits.inputs} texts to embed in all requests."
-        return JobError("too_many_inputs", told)
+        why = f"There are more than {limits.inputs} texts to embed in all requests."
+        return JobError("too_many_inputs", why)
     return None
 
 
 def _read(row: bytes, number: int, endpoint: str, limits: RowLimits, seen: _Seen) -> Row | JobError:
     """The row, or the first thing that is wrong with it."""
     if len(row) > limits.row_bytes:
-        told = f"This line has more than {limits.row_bytes} bytes (server.max_body_bytes)."
-        return JobError("line_too_long", told, None, number)
+        why = f"This line has more than {limits.row_bytes} bytes (server.max_body_bytes)."
+        return JobError("line_too_long", why, None, number)
     try:
         check_structure(row, "This line")
         value = orjson.loads(row)
@@ -144,11 +144,11 @@ def _wrong(value: Row, endpoint: str, seen: _Seen) -> Iterator[tuple[str, str, s
     if custom_id is None:
         yield "missing_required_parameter", "Missing required parameter: 'custom_id'.", "custom_id"
     if type(custom_id) is not str or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
-        told = f"'custom_id' has to be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
-        yield "invalid_custom_id", told, "custom_id"
+        why = f"'custom_id' has to be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
+        yield "invalid_custom_id", why, "custom_id"
     if custom_id in seen.first_of:
-        told = f"The custom_id '{shown(custom_id)}' is that of line {seen.first_of[custom_id]}, too."
-        yield "duplicate_custom_id", told, "custom_id"
+        why = f"The custom_id '{shown(custom_id)}' is that of line {seen.first_of[custom_id]}, too."
+        yield "duplicate_custom_id", why, "custom_id"
     if value.get("method") != "POST":
         yield "invalid_method", "'method' has to be POST.", "method"
     if value.get("url") != endpoint:
@@ -161,8 +161,8 @@ def _wrong(value: Row, endpoint: str, seen: _Seen) -> Iterator[tuple[str, str, s
     if type(body.get("model")) is not str:
         yield "missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model"
     if seen.models and body["model"] != seen.models[0]:
-        told = f"One batch asks one model: '{shown(seen.models[0])}' before, '{shown(body['model'])}' here."
-        yield "mismatched_model", told, "body.model"
+        why = f"One batch asks one model: '{shown(seen.models[0])}' before, '{shown(body['model'])}' here."
+        yield "mismatched_model", why, "body.model"
     if unknown := sorted(value.keys() - _FIELDS):
         yield "unknown_parameter", f"Unknown parameter: '{shown(unknown[0])}'.", shown(unknown[0])
 

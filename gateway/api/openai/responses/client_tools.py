@@ -144,8 +144,8 @@ def call_of(item: Item) -> tuple[str, str]:
 def _action(form: Form, arguments: Mapping[str, Any]) -> Item:
     key = "command" if form == "local_shell" else "commands"
     commands = arguments.get(key, [])
-    said = [as_text(one) for one in (commands if type(commands) is list else [commands])]
-    action: Item = {"type": "exec", key: said, "env": {}} if form == "local_shell" else {key: said}
+    commands_text = [as_text(one) for one in (commands if type(commands) is list else [commands])]
+    action: Item = {"type": "exec", key: commands_text, "env": {}} if form == "local_shell" else {key: commands_text}
     if form == "local_shell" and type(env := arguments.get("env")) is dict:
         action["env"] = {name: as_text(value) for name, value in env.items()}
     for name in ("timeout_ms", "max_output_length"):

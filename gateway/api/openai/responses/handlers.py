@@ -14,20 +14,20 @@ from gateway.api.answering import Answering, parsed
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
-from gateway.api.kept_there import RESPONSES
 from gateway.api.lines import Endpoint, check_body
 from gateway.api.openai.responses.items import Item, with_ids
 from gateway.api.openai.responses.keeping import RETRY_AFTER_S, Background, ResponseKeeper, settled
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
-from gateway.api.openai.responses.request import Asked, parse, parse_count, shortened, to_call, turns
+from gateway.api.openai.responses.request import ResponsesRequest, parse, parse_count, shortened, to_call, turns
 from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
-from gateway.api.openai.responses.store import Kept, ResponseStore, diagnose, resolved
+from gateway.api.openai.responses.store import ResponseStore, StoredResponse, diagnose, resolved
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import reply, reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
+from gateway.api.upstream_objects import RESPONSES
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
 from gateway.tasks import off_loop, work_of
@@ -105,14 +105,14 @@ class Responses:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses"""
         tenant, record = http[TENANT], http[RECORD]
-        asked = await parsed(record, lambda _, body: parse(body), http[BODY])
-        wanted = await self._wanted(record, tenant, asked)
-        if asked.values.get("background"):
+        query = await parsed(record, lambda _, body: parse(body), http[BODY])
+        wanted = await self._wanted(record, tenant, query)
+        if query.values.get("background"):
             return await self._begin(http, tenant, wanted)
         if not wanted.call.stream:
-            return reply(await self._whole(record, tenant, asked, wanted), kvasir_headers(record))
+            return reply(await self._whole(record, tenant, query, wanted), kvasir_headers(record))
         call, model, shape, _ = wanted
-        keeper = self._keeper(tenant, asked, wanted)
+        keeper = self._keeper(tenant, query, wanted)
         if keeper is None:
             return await self._answering.stream(http, call, model, shape)
         try:
@@ -125,23 +125,23 @@ class Responses:
         return {"/v1/responses": Endpoint(OPENAI, Target("/v1/responses"), self._answer_line, self._call_of_line)}
 
     async def _answer_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
-        asked = await parsed(record, lambda _, body: _parse_line(body), body)
-        return await self._whole(record, tenant, asked, await self._wanted(record, tenant, asked))
+        query = await parsed(record, lambda _, body: _parse_line(body), body)
+        return await self._whole(record, tenant, query, await self._wanted(record, tenant, query))
 
     async def _call_of_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> Call:
-        asked = await parsed(record, lambda _, body: _parse_line(body), body)
-        return (await self._wanted(record, tenant, asked)).call
+        query = await parsed(record, lambda _, body: _parse_line(body), body)
+        return (await self._wanted(record, tenant, query)).call
 
-    async def _wanted(self, record: Record, tenant: Tenant, asked: Asked) -> _Wanted:
-        model = self._answering.model(asked.values["model"], record)
+    async def _wanted(self, record: Record, tenant: Tenant, query: ResponsesRequest) -> _Wanted:
+        model = self._answering.model(query.values["model"], record)
         token = new_token()
-        found = await self._items(tenant, asked)
+        found = await self._items(tenant, query)
         record.work = max(record.work, work_of(0, len(found)))
         items = await off_loop(record.work, lambda: with_ids(found, token))
-        call = await self._call(record, tenant, asked, items, model)
-        diagnosis = await self._diagnosis(tenant, asked, items)
+        call = await self._call(record, tenant, query, items, model)
+        diagnosis = await self._diagnosis(tenant, query, items)
         shape = ResponseShape(
-            asked,
+            query,
             token,
             leases=self._leases,
             generated=lambda: record.completion_tokens,
@@ -150,9 +150,9 @@ class Responses:
         )
         return _Wanted(call, model, shape, items)
 
-    async def _whole(self, record: Record, tenant: Tenant, asked: Asked, wanted: _Wanted) -> bytes:
+    async def _whole(self, record: Record, tenant: Tenant, query: ResponsesRequest, wanted: _Wanted) -> bytes:
         call, model, shape, _ = wanted
-        keeper = self._keeper(tenant, asked, wanted)
+        keeper = self._keeper(tenant, query, wanted)
         requests = await self._answering.begun(record, tenant, call, model)
         (answer,), usage = await self._answering.collect(requests, call, model)
         shape.take(answer)
@@ -162,8 +162,8 @@ class Responses:
             await keeper.completed(usage)
         return orjson.dumps(shape.response)
 
-    def _keeper(self, tenant: Tenant, asked: Asked, wanted: _Wanted) -> ResponseKeeper | None:
-        if not asked.values.get("store", True):
+    def _keeper(self, tenant: Tenant, query: ResponsesRequest, wanted: _Wanted) -> ResponseKeeper | None:
+        if not query.values.get("store", True):
             return None
         return ResponseKeeper(self._store, tenant.name, wanted.shape, wanted.items)
 
@@ -181,9 +181,9 @@ class Responses:
     async def input_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens"""
         tenant = http[TENANT]
-        asked = await parsed(http[RECORD], lambda _, body: parse_count(body), http[BODY])
-        model = self._answering.model(asked.values["model"], http[RECORD])
-        call = await self._call(http[RECORD], tenant, asked, await self._items(tenant, asked), model)
+        query = await parsed(http[RECORD], lambda _, body: parse_count(body), http[BODY])
+        model = self._answering.model(query.values["model"], http[RECORD])
+        call = await self._call(http[RECORD], tenant, query, await self._items(tenant, query), model)
         tokens = await self._answering.count(http[RECORD], tenant, call, model)
         return reply_json({"object": "response.input_tokens", "input_tokens": tokens})
 
@@ -194,8 +194,8 @@ class Responses:
     async def retrieve(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}"""
         tenant = http[TENANT]
-        if (told := await self._kept_elsewhere(http, tenant)) is not None:
-            return told
+        if (reply := await self._reply_of_upstream(http, tenant)) is not None:
+            return reply
         read_query(http.query, IN_RESPONSE_URL)
         return reply_json((await self._get(http, tenant)).response)
 
@@ -203,10 +203,10 @@ class Responses:
         """DELETE /v1/responses/{response_id}"""
         tenant = http[TENANT]
         response_id = http.match_info["response_id"]
-        if (told := await self._kept_elsewhere(http, tenant)) is not None:
-            if told.status == 200:
+        if (reply := await self._reply_of_upstream(http, tenant)) is not None:
+            if reply.status == 200:
                 await self._store.forget_upstream(tenant.name, response_id)
-            return told
+            return reply
         if not await self._store.delete(tenant.name, response_id):
             raise _not_found(response_id)
         await self._background.cancel(response_id)
@@ -215,44 +215,44 @@ class Responses:
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{response_id}/cancel"""
         tenant = http[TENANT]
-        if (told := await self._kept_elsewhere(http, tenant, "/cancel")) is not None:
-            return told
-        kept = await self._get(http, tenant)
-        if not kept.response["background"]:
+        if (reply := await self._reply_of_upstream(http, tenant, "/cancel")) is not None:
+            return reply
+        stored = await self._get(http, tenant)
+        if not stored.response["background"]:
             raise BadRequestError("Only a response that runs in the background can be cancelled; close the stream.")
-        if kept.response["status"] == "in_progress":
-            await self._background.cancel(kept.response["id"])
-            kept = await self._get(http, tenant)
-        if kept.response["status"] == "in_progress":  # another gateway works on it, and will find it cancelled
-            kept = await self._cancelled(http, tenant, kept)
-        return reply_json(kept.response)
+        if stored.response["status"] == "in_progress":
+            await self._background.cancel(stored.response["id"])
+            stored = await self._get(http, tenant)
+        if stored.response["status"] == "in_progress":  # another gateway works on it, and will find it cancelled
+            stored = await self._cancelled(http, tenant, stored)
+        return reply_json(stored.response)
 
-    async def _cancelled(self, http: web.Request, tenant: Tenant, kept: Kept) -> Kept:
+    async def _cancelled(self, http: web.Request, tenant: Tenant, stored: StoredResponse) -> StoredResponse:
         """The response, which may be complete by now. Raises NotFoundError for one that was deleted meanwhile."""
-        cancelled = Kept({**kept.response, "status": "cancelled"}, kept.items)
-        if await self._store.replace(tenant.name, kept.body, cancelled):
+        cancelled = StoredResponse({**stored.response, "status": "cancelled"}, stored.items)
+        if await self._store.replace(tenant.name, stored.body, cancelled):
             return cancelled
-        kept = await self._get(http, tenant)
-        if kept.response["status"] == "in_progress":  # it was not written
+        stored = await self._get(http, tenant)
+        if stored.response["status"] == "in_progress":  # it was not written
             raise OverloadedError("Stored responses cannot be reached at the moment.", retry_after_s=RETRY_AFTER_S)
-        return kept
+        return stored
 
     async def input_items(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}/input_items"""
         tenant = http[TENANT]
-        if (told := await self._kept_elsewhere(http, tenant, "/input_items")) is not None:
-            return told
-        asked = read_query(http.query, IN_ITEMS_URL)
+        if (reply := await self._reply_of_upstream(http, tenant, "/input_items")) is not None:
+            return reply
+        query = read_query(http.query, IN_ITEMS_URL)
         items = (await self._get(http, tenant)).items
-        if asked.get("order", "desc") == "desc":
+        if query.get("order", "desc") == "desc":
             items = items[::-1]
-        if (after := asked.get("after")) is not None:
+        if (after := query.get("after")) is not None:
             items = _after(items, after)
-        page = items[: asked.get("limit", 20)]
+        page = items[: query.get("limit", 20)]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
         return reply_json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
-    async def _kept_elsewhere(self, http: web.Request, tenant: Tenant, what: str = "") -> web.StreamResponse | None:
+    async def _reply_of_upstream(self, http: web.Request, tenant: Tenant, what: str = "") -> web.StreamResponse | None:
         """The answer of the upstream that keeps the response of the URL; None for one that is ours, or nobody's."""
         response_id = http.match_info["response_id"]
         if (upstream := await self._store.find_upstream(tenant.name, response_id)) is None:
@@ -260,67 +260,69 @@ class Responses:
         path = f"{RESPONSES}/{response_id}{what}"
         return await self._answering.passthrough.kept(http, tenant, upstream, path)
 
-    async def _get(self, http: web.Request, tenant: Tenant) -> Kept:
+    async def _get(self, http: web.Request, tenant: Tenant) -> StoredResponse:
         """The response of the URL. Raises NotFoundError."""
         response_id = http.match_info["response_id"]
-        if (kept := await self._store.find(tenant.name, response_id)) is None:
+        if (stored := await self._store.find(tenant.name, response_id)) is None:
             raise _not_found(response_id)
-        return settled(kept, self._server.request_timeout_s)
+        return settled(stored, self._server.request_timeout_s)
 
-    async def _items(self, tenant: Tenant, asked: Asked) -> list[Item]:
-        previous = await self._find_previous(tenant, asked)
-        return [*previous, *await resolved(self._store, tenant.name, asked.items)]
+    async def _items(self, tenant: Tenant, query: ResponsesRequest) -> list[Item]:
+        previous = await self._find_previous(tenant, query)
+        return [*previous, *await resolved(self._store, tenant.name, query.items)]
 
-    async def _find_previous(self, tenant: Tenant, asked: Asked) -> list[Item]:
+    async def _find_previous(self, tenant: Tenant, query: ResponsesRequest) -> list[Item]:
         """The conversation of the response that is gone on from; nothing without one."""
-        previous = asked.values.get("previous_response_id")
+        previous = query.values.get("previous_response_id")
         if previous is None:
             return []
-        if (kept := await self._store.find(tenant.name, previous)) is None:
+        if (stored := await self._store.find(tenant.name, previous)) is None:
             raise BadRequestError(
                 f"Previous response with id '{shown(previous)}' not found.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        if settled(kept, self._server.request_timeout_s).response["status"] == "in_progress":
+        if settled(stored, self._server.request_timeout_s).response["status"] == "in_progress":
             raise BadRequestError(
                 f"The response '{previous}' is still in progress.", param="previous_response_id", code="invalid_value"
             )
-        return kept.conversation
+        return stored.conversation
 
-    async def _diagnosis(self, tenant: Tenant, asked: Asked, items: list[Item]) -> Diagnose | None:
+    async def _diagnosis(self, tenant: Tenant, query: ResponsesRequest, items: list[Item]) -> Diagnose | None:
         """None where no comparison is asked for."""
-        compared = asked.values.get("prompt_cache_options", {}).get("comparison_response_id")
+        compared = query.values.get("prompt_cache_options", {}).get("comparison_response_id")
         if compared is None:
             return None
         try:
-            kept = await self._store.find(tenant.name, compared)
+            stored = await self._store.find(tenant.name, compared)
         except OverloadedError:
             return lambda response, usage: {"type": "unavailable"}
         keyed = bool(self._answering.namespaces.separating_key(tenant, "any"))
-        return lambda response, usage: diagnose(response, items, kept, usage, keyed=keyed)
+        return lambda response, usage: diagnose(response, items, stored, usage, keyed=keyed)
 
-    async def _call(self, record: Record, tenant: Tenant, asked: Asked, items: list[Item], model: Hello) -> Call:
+    async def _call(
+        self, record: Record, tenant: Tenant, query: ResponsesRequest, items: list[Item], model: Hello
+    ) -> Call:
         """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""
         size = record.work
-        whole = await off_loop(size, lambda: to_call(asked, items, self._leases))
+        whole = await off_loop(size, lambda: to_call(query, items, self._leases))
         starts = turns(items)
-        if asked.values.get("truncation") != "auto" or await self._fits(record, tenant, whole, model):
+        if query.values.get("truncation") != "auto" or await self._fits(record, tenant, whole, model):
             return whole
         first, last = 1, len(starts)  # the turn to begin with is one of these; the last is none
         while first < last:
             middle = (first + last) // 2
-            shorter = await off_loop(size, partial(self._shortened, asked, items, starts[middle]))
+            shorter = await off_loop(size, partial(self._shortened, query, items, starts[middle]))
             if await self._fits(record, tenant, shorter, model):
                 last = middle
             else:
                 first = middle + 1
         if first == len(starts):
             return whole
-        return await off_loop(size, partial(self._shortened, asked, items, starts[first]))
+        return await off_loop(size, partial(self._shortened, query, items, starts[first]))
 
-    def _shortened(self, asked: Asked, items: list[Item], start: int) -> Call:
-        return to_call(asked, shortened(items, start), self._leases)
+    def _shortened(self, query: ResponsesRequest, items: list[Item], start: int) -> Call:
+        return to_call(query, shortened(items, start), self._leases)
 
     async def _fits(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bool:
         try:
@@ -337,11 +339,11 @@ def _after(items: Sequence[Item], after: str) -> list[Item]:
     raise BadRequestError(f"There is no item with the id '{shown(after)}'.", param="after", code="invalid_value")
 
 
-def _parse_line(body: dict[str, Any]) -> Asked:
+def _parse_line(body: dict[str, Any]) -> ResponsesRequest:
     """Raises BadRequestError, also for what cannot be asked for in a batch."""
-    asked = parse(body)
-    check_body(asked.values)
-    return asked
+    query = parse(body)
+    check_body(query.values)
+    return query
 
 
 def _not_found(response_id: str) -> NotFoundError:

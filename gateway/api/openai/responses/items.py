@@ -74,7 +74,7 @@ def item_id(kind: str, token: str, number: str) -> str:
 
 def _item(item: Any, path: str) -> Item:
     if type(item) is dict and len(item) == 2 and type(item.get("content")) is str and item.get("role") in ROLES:
-        part = _told if item["role"] == "assistant" else _asked  # as nearly all of a long conversation are
+        part = _output_text if item["role"] == "assistant" else _input_text  # as nearly all of a long conversation are
         return {"type": "message", "status": "completed", "role": item["role"], "content": [part(item["content"])]}
     kind = an_object(item, path).get("type")
     if kind is None:
@@ -89,12 +89,12 @@ def _item(item: Any, path: str) -> Item:
     return check.function(item, path)
 
 
-def _asked(said: str) -> Item:
-    return {"type": "input_text", "text": said}
+def _input_text(text: str) -> Item:
+    return {"type": "input_text", "text": text}
 
 
-def _told(said: str) -> Item:
-    return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+def _output_text(text: str) -> Item:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _no_media(kind: str, path: str) -> BadRequestError | None:
@@ -152,7 +152,7 @@ _assistant_part: Final = tagged(
     {
         "output_text": made(
             record("text", type=_string, text=_string, annotations=anything, logprobs=anything, parsed=anything),
-            lambda part, _: _told(part["text"]),
+            lambda part, _: _output_text(part["text"]),
         ),
         "refusal": record("refusal", type=_string, refusal=_string),
     },
@@ -165,10 +165,10 @@ def _message(part: Check[Item], wrap: Callable[[str], Item]) -> Check[Item]:
     return _kind("message", "content", role=_string, content=content, phase=choice("commentary", "final_answer"))
 
 
-_users: Final = _message(_input_part, _asked)
+_users: Final = _message(_input_part, _input_text)
 _messages: Final = tagged(
     "role",
-    {role: _message(_assistant_part, _told) if role == "assistant" else _users for role in ROLES},
+    {role: _message(_assistant_part, _output_text) if role == "assistant" else _users for role in ROLES},
 )
 _reference: Final = made(
     record("id", type=_string, id=_string), lambda item, _: {"type": "item_reference", "id": item["id"]}

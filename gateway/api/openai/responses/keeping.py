@@ -20,7 +20,7 @@ from gateway.api.middleware import noted
 from gateway.api.openai.responses.items import Item
 from gateway.api.openai.responses.response import failed_response
 from gateway.api.openai.responses.shape import ResponseShape
-from gateway.api.openai.responses.store import Kept, ResponseStore
+from gateway.api.openai.responses.store import ResponseStore, StoredResponse
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
 from gateway.api.replies import Answer
 from gateway.api.stream import Account
@@ -71,7 +71,7 @@ class ResponseKeeper(Account):
     async def _keep(self) -> None:
         self._done = True
         response = self._shape.response
-        response["store"] = await self._store.put(self._tenant, Kept(response, self._items))
+        response["store"] = await self._store.put(self._tenant, StoredResponse(response, self._items))
 
 
 class Background:
@@ -99,8 +99,8 @@ class Background:
     async def start(self, record: Record, shape: ResponseShape, items: list[Item], work: Work) -> None:
         """Begins `work`, once the response is kept as in progress. Raises OverloadedError when it cannot be kept."""
         tenant, response = record.tenant or "", shape.response
-        begun = Kept(response, items).body
-        if not await self._store.put(tenant, Kept(response, items)):
+        begun = StoredResponse(response, items).body
+        if not await self._store.put(tenant, StoredResponse(response, items)):
             work.close()
             raise OverloadedError("A background response cannot be kept at the moment.", retry_after_s=RETRY_AFTER_S)
         own = replace(record, endpoint=ENDPOINT, traces=record.traces, status=200)
@@ -152,15 +152,15 @@ class Background:
                 shape.fail(error)
             except Exception:
                 log.exception("background response of request %s failed", record.request_id)
-                told = KvasirError("The server had an error while it answered.")
-                failed(record, told)
-                shape.fail(told)
-            await self._store.replace(tenant, begun, Kept(shape.response, items))
+                failure = KvasirError("The server had an error while it answered.")
+                failed(record, failure)
+                shape.fail(failure)
+            await self._store.replace(tenant, begun, StoredResponse(shape.response, items))
 
 
-def settled(kept: Kept, timeout_s: float) -> Kept:
+def settled(stored: StoredResponse, timeout_s: float) -> StoredResponse:
     """As it is, but for one whose gateway must be gone: it is in progress and past the time that a request may take."""
-    response = kept.response
+    response = stored.response
     if response["status"] != "in_progress" or time.time() < response["created_at"] + timeout_s + LATE_S:
-        return kept
-    return Kept(failed_response(response, KvasirError("The gateway that worked on it ended.")), kept.items)
+        return stored
+    return StoredResponse(failed_response(response, KvasirError("The gateway that worked on it ended.")), stored.items)

@@ -86,13 +86,13 @@ def _add_output(conversation: Conversation, item: Item, called: dict[str, tuple[
 
 def _joined(conversation: Conversation, parts: Sequence[Item], path: str) -> str:
     """The texts of a message's parts as one, whose breakpoints become points of the message that comes next."""
-    pieces: list[str] = []
+    texts: list[str] = []
     chars, message = 0, len(conversation.messages)
     for number, part in enumerate(parts):
-        said = part["refusal"] if part["type"] == "refusal" else part["text"]
-        pieces.append(said)
-        chars += len(said)
+        text = part["refusal"] if part["type"] == "refusal" else part["text"]
+        texts.append(text)
+        chars += len(text)
         if (point := part.get("prompt_cache_breakpoint")) is not None:
             where = f"{path}[{number}].prompt_cache_breakpoint.ttl"
             conversation.points.append(Point(message, chars, point.get("ttl"), where))
-    return "".join(pieces)
+    return "".join(texts)

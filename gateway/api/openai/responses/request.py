@@ -22,7 +22,7 @@ from gateway.types import ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponsesRequest:
     """One POST to /v1/responses, checked.
 
     body    as it came, for what is only told again
@@ -39,7 +39,7 @@ class Asked:
         return items
 
 
-def parse(body: dict[str, Any]) -> Asked:
+def parse(body: dict[str, Any]) -> ResponsesRequest:
     """Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
     values = read(body, RESPONSE, required=_required(body))
     if values.get("stream_options") is not None and not values.get("stream"):
@@ -65,28 +65,28 @@ def parse(body: dict[str, Any]) -> Asked:
                 code="invalid_parameter_combination",
             )
     check_min_tokens(values, values.get("max_output_tokens", 0), unlimited=True)
-    return Asked(body, values)
+    return ResponsesRequest(body, values)
 
 
-def parse_count(body: dict[str, Any]) -> Asked:
+def parse_count(body: dict[str, Any]) -> ResponsesRequest:
     """Of a request that only asks how many tokens its input has. As `parse`."""
     values = read(body, TOKENS, required=_required(body))
     read_tools(values)
-    return Asked(body, values)
+    return ResponsesRequest(body, values)
 
 
 def _required(body: dict[str, Any]) -> tuple[str, ...]:
     return ("model", "input") if body.get("previous_response_id") is None else ("model",)
 
 
-def to_call(asked: Asked, items: Sequence[Item], leases: LeaseSettings) -> Call:
+def to_call(query: ResponsesRequest, items: Sequence[Item], leases: LeaseSettings) -> Call:
     """`items` are those of earlier responses and the request's own, at the end, without references.
 
     Raises BadRequestError for items that make no message, for the output of a call that is not there, and for a ttl
     that the operator does not allow.
     """
-    values = asked.values
-    conversation = to_messages(values.get("instructions"), items, new=len(items) - len(asked.items))
+    values = query.values
+    conversation = to_messages(values.get("instructions"), items, new=len(items) - len(query.items))
     if not conversation.messages:
         raise empty_array("input")
     options = values.get("prompt_cache_options", {})

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from gateway.api.dialect import printable
 from gateway.api.openai.response import chat_logprobs
-from gateway.api.openai.responses.request import Asked
+from gateway.api.openai.responses.request import ResponsesRequest
 from gateway.api.openai.responses.tools import Tools
 from gateway.config import LeaseSettings, duration_s
 from gateway.errors import KvasirError
 from gateway.types import ScoredToken, Tier, Usage
 
-TOLD_TTLS: Final = ("30m", "12h")
+REPORTED_TTLS: Final = ("30m", "12h")
 """Whose tokens are always told; those of others only where there are any."""
 
 _RATE_LIMITED: Final = 429
@@ -26,9 +26,9 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def new_response(asked: Asked, token: str, tier: Tier, leases: LeaseSettings) -> dict[str, Any]:
+def new_response(query: ResponsesRequest, token: str, tier: Tier, leases: LeaseSettings) -> dict[str, Any]:
     """All its fields. Parameters are told as they were asked for, or with what holds without them."""
-    values, body = asked.values, asked.body
+    values, body = query.values, query.body
     return {
         "id": f"resp_{token}",
         "object": "response",
@@ -47,7 +47,7 @@ def new_response(asked: Asked, token: str, tier: Tier, leases: LeaseSettings) ->
         "parallel_tool_calls": values.get("parallel_tool_calls", True),
         "previous_response_id": values.get("previous_response_id"),
         "prompt_cache_diagnostics": None,
-        "prompt_cache_options": _options(asked, leases),
+        "prompt_cache_options": _options(query, leases),
         "prompt_cache_key": values.get("prompt_cache_key"),
         "prompt_cache_retention": body.get("prompt_cache_retention"),
         "reasoning": {"effort": None, "summary": None},
@@ -58,7 +58,7 @@ def new_response(asked: Asked, token: str, tier: Tier, leases: LeaseSettings) ->
         "text": {"format": {"type": "text"}, "verbosity": "medium"}
         | {key: value for key, value in (body.get("text") or {}).items() if value is not None},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": list(values.get("tools", Tools()).told),
+        "tools": list(values.get("tools", Tools()).published),
         "top_logprobs": values.get("top_logprobs", 0),
         "top_p": values.get("top_p", 1.0),
         "truncation": values.get("truncation", "disabled"),
@@ -67,9 +67,9 @@ def new_response(asked: Asked, token: str, tier: Tier, leases: LeaseSettings) ->
     }
 
 
-def _options(asked: Asked, leases: LeaseSettings) -> dict[str, Any] | None:
+def _options(query: ResponsesRequest, leases: LeaseSettings) -> dict[str, Any] | None:
     """Those that were applied. Without any, nothing is kept on purpose."""
-    options = asked.values.get("prompt_cache_options")
+    options = query.values.get("prompt_cache_options")
     if options is None:
         return None
     return {
@@ -81,8 +81,8 @@ def _options(asked: Asked, leases: LeaseSettings) -> dict[str, Any] | None:
 
 def failed_response(response: dict[str, Any], error: KvasirError) -> dict[str, Any]:
     """The same, failed."""
-    told = {"code": error_code(error), "message": printable(error.message)}
-    return {**response, "status": "failed", "error": told}
+    error_json = {"code": error_code(error), "message": printable(error.message)}
+    return {**response, "status": "failed", "error": error_json}
 
 
 def usage_json(usage: Usage, leases: LeaseSettings) -> dict[str, Any]:
@@ -102,12 +102,12 @@ def usage_json(usage: Usage, leases: LeaseSettings) -> dict[str, Any]:
 
 
 def _writes_json(usage: Usage, leases: LeaseSettings) -> dict[str, int]:
-    told = {}
-    for ttl in dict.fromkeys((*TOLD_TTLS, *leases.ttls, leases.default_ttl)):
+    by_ttl = {}
+    for ttl in dict.fromkeys((*REPORTED_TTLS, *leases.ttls, leases.default_ttl)):
         tokens = sum(tokens for ttl_s, tokens in usage.lease_writes if ttl_s == duration_s(ttl))
-        if tokens or ttl in TOLD_TTLS:
-            told[f"ttl_{ttl}_tokens"] = tokens
-    return told
+        if tokens or ttl in REPORTED_TTLS:
+            by_ttl[f"ttl_{ttl}_tokens"] = tokens
+    return by_ttl
 
 
 def logprobs_json(scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from gateway.api.dialect import printable
 from gateway.api.openai.response import new_call_id
 from gateway.api.openai.responses.client_tools import Declared
 from gateway.api.openai.responses.items import Item, item_id
-from gateway.api.openai.responses.request import Asked
+from gateway.api.openai.responses.request import ResponsesRequest
 from gateway.api.openai.responses.response import error_code, failed_response, logprobs_json, new_response, usage_json
 from gateway.api.openai.responses.tools import Tools
 from gateway.api.replies import Answer, event, json_line, json_text
@@ -34,7 +34,7 @@ class ResponseShape(Shape):
 
     def __init__(
         self,
-        asked: Asked,
+        query: ResponsesRequest,
         token: str,
         *,
         leases: LeaseSettings,
@@ -44,14 +44,14 @@ class ResponseShape(Shape):
     ) -> None:
         """`generated` is how many tokens it has so far, for one that does not come to its end. `tier` is the one
         served."""
-        self.response = new_response(asked, token, tier, leases)
+        self.response = new_response(query, token, tier, leases)
         self.begun = False
-        self._prewarm = asked.values.get("prompt_cache_options", {}).get("prewarm", False)
+        self._prewarm = query.values.get("prompt_cache_options", {}).get("prewarm", False)
         self._leases = leases
         self._generated = generated
         self._diagnose = diagnose
         self._token = token
-        self._tools = {one.tool.name: one for one in asked.values.get("tools", Tools()).declared}
+        self._tools = {one.tool.name: one for one in query.values.get("tools", Tools()).declared}
         self._number = 0  # of the next event
         self._unsent = b""  # events of a response that failed
         self._reason: FinishReason = "stop"
@@ -121,10 +121,10 @@ class ResponseShape(Shape):
         """What was said so far stays in the output, unfinished."""
         if self.response["status"] == "in_progress":
             self.fail(error)
-        told = self._unsent + self._event(
+        sent = self._unsent + self._event(
             "error", code=error_code(error), message=printable(error.message), param=error.param
         )
-        return told + self._tell("response.failed", self.response)
+        return sent + self._tell("response.failed", self.response)
 
     # -- the object ---------------------------------------------------------------------------------------------------
 
@@ -189,17 +189,17 @@ class ResponseShape(Shape):
         item, tool = call.item, call.tool
         where = {"item_id": item["id"], "output_index": call.index}
         tool.fill(item, "".join(call.arguments))
-        told = b""
+        sent = b""
         if not tool.streamed:
-            told = self._event("response.output_item.added", output_index=call.index, item=item)
+            sent = self._event("response.output_item.added", output_index=call.index, item=item)
         item["status"] = status
         if tool.form == "function":
             kind = "response.function_call_arguments.done"
-            told += self._event(kind, **where, name=item["name"], arguments=item["arguments"])
+            sent += self._event(kind, **where, name=item["name"], arguments=item["arguments"])
         elif tool.form == "custom":
-            told += self._event("response.custom_tool_call_input.delta", **where, delta=item["input"])
-            told += self._event("response.custom_tool_call_input.done", **where, input=item["input"])
-        return told + self._event("response.output_item.done", output_index=call.index, item=item)
+            sent += self._event("response.custom_tool_call_input.delta", **where, delta=item["input"])
+            sent += self._event("response.custom_tool_call_input.done", **where, input=item["input"])
+        return sent + self._event("response.output_item.done", output_index=call.index, item=item)
 
     def _close(self, *, cut: bool = False) -> bytes:
         """Whatever is open. `cut`: it was not completed."""
@@ -273,16 +273,16 @@ class _Call:
 
 def _pieces(answer: Answer) -> list[TextDelta | CallDelta]:
     """What a stream would have brought, in a few pieces: calls are where they were in the text."""
-    pieces: list[TextDelta | CallDelta] = []
+    deltas: list[TextDelta | CallDelta] = []
     done = 0
     for number, call in enumerate(answer.calls):
-        pieces += _said(answer, done, call.offset)
-        pieces.append(CallDelta(number, call.name, call.arguments))
+        deltas += _texts_between(answer, done, call.offset)
+        deltas.append(CallDelta(number, call.name, call.arguments))
         done = call.offset
-    return [*pieces, *_said(answer, done, None)]
+    return [*deltas, *_texts_between(answer, done, None)]
 
 
-def _said(answer: Answer, start: int, end: int | None) -> list[TextDelta]:
+def _texts_between(answer: Answer, start: int, end: int | None) -> list[TextDelta]:
     """The text between two places, if there is any."""
     scored = tuple(one for one in answer.scored or () if start <= one.offset and (end is None or one.offset < end))
     text = answer.text[start:end]

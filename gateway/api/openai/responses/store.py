@@ -51,7 +51,7 @@ _UNSEEN: Final = ("id", "status")  # of an item, which are no part of a prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """A response, and all the items that it answered: those of earlier responses, then its own."""
 
     response: dict[str, Any]
@@ -80,19 +80,19 @@ class ResponseStore:
         """Of responses that were to be kept, since the start."""
         return {outcome: self._outcomes[outcome] for outcome in OUTCOMES}
 
-    async def put(self, tenant: str, kept: Kept) -> bool:
+    async def put(self, tenant: str, stored: StoredResponse) -> bool:
         """Whether it is kept. Never raises."""
-        body = await off_loop(work_of(0, len(kept.items)), lambda: kept.body)
-        done = await self._put(self._store.put(tenant, kept.response["id"], body))
+        body = await off_loop(work_of(0, len(stored.items)), lambda: stored.body)
+        done = await self._put(self._store.put(tenant, stored.response["id"], body))
         if done is not None:
             self._outcomes["kept" if done else "too_large"] += 1
         return bool(done)
 
-    async def replace(self, tenant: str, before: bytes, kept: Kept) -> bool:
+    async def replace(self, tenant: str, before: bytes, stored: StoredResponse) -> bool:
         """Whether it is kept now, in place of what was kept as `before`: not where that was deleted, or is another one
         by now. Never raises."""
-        body = kept.body
-        done = await self._put(self._store.put(tenant, kept.response["id"], body, expected=before))
+        body = stored.body
+        done = await self._put(self._store.put(tenant, stored.response["id"], body, expected=before))
         if done:
             self._outcomes["kept"] += 1
         return bool(done)
@@ -105,7 +105,7 @@ class ResponseStore:
             self._outcomes["failed"] += 1
             return None
 
-    async def find(self, tenant: str, response_id: str) -> Kept | None:
+    async def find(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Raises RedisDownError when it cannot be known. What is no id of ours is not there."""
         if not _ID.fullmatch(response_id):
             return None
@@ -120,15 +120,15 @@ class ResponseStore:
             return False
         return await self._store.remove(tenant, response_id)
 
-    async def remember_upstream(self, tenant: str, upstream: str, kept_id: str) -> None:
+    async def remember_upstream(self, tenant: str, upstream: str, object_id: str) -> None:
         """That an upstream keeps a response, or something of one, which it made for the tenant. Never raises."""
-        await self._put(self._store.put(tenant, _UPSTREAM + kept_id, upstream.encode()))
+        await self._put(self._store.put(tenant, _UPSTREAM + object_id, upstream.encode()))
 
-    async def find_upstream(self, tenant: str, kept_id: str) -> str | None:
+    async def find_upstream(self, tenant: str, object_id: str) -> str | None:
         """Which upstream keeps it. Raises RedisDownError when it cannot be known."""
-        if not _UPSTREAM_ID.fullmatch(kept_id):
+        if not _UPSTREAM_ID.fullmatch(object_id):
             return None
-        name = await self._store.find(tenant, _UPSTREAM + kept_id)
+        name = await self._store.find(tenant, _UPSTREAM + object_id)
         return None if name is None else name.decode()
 
     async def forget_upstream(self, tenant: str, response_id: str) -> None:
@@ -137,17 +137,17 @@ class ResponseStore:
             await self._store.remove(tenant, _UPSTREAM + response_id)
 
 
-def _kept(body: bytes) -> Kept:
-    """Raises ValueError and others for what `Kept.body` has not written."""
+def _kept(body: bytes) -> StoredResponse:
+    """Raises ValueError and others for what `StoredResponse.body` has not written."""
     read = orjson.loads(body)
-    kept = Kept(read["response"], read["items"])
-    lists = (kept.items, kept.response["output"])
-    texts = (kept.response["id"], kept.response["status"], kept.response["object"])
-    if not all(isinstance(text, str) for text in texts) or not 0 <= kept.response["created_at"] < 1 << 53:
+    stored = StoredResponse(read["response"], read["items"])
+    lists = (stored.items, stored.response["output"])
+    texts = (stored.response["id"], stored.response["status"], stored.response["object"])
+    if not all(isinstance(text, str) for text in texts) or not 0 <= stored.response["created_at"] < 1 << 53:
         raise ValueError("no response")
     if not all(isinstance(items, list) and all(isinstance(item, dict) for item in items) for items in lists):
         raise ValueError("no response")
-    return kept
+    return stored
 
 
 async def resolved(store: ResponseStore, tenant: str, items: Sequence[Item]) -> list[Item]:
@@ -172,8 +172,8 @@ async def _by_id(store: ResponseStore, tenant: str, response_id: str, number: in
             param="input",
             code="invalid_value",
         )
-    kept = await store.find(tenant, response_id)
-    return {item["id"]: item for item in kept.conversation} if kept else {}
+    stored = await store.find(tenant, response_id)
+    return {item["id"]: item for item in stored.conversation} if stored else {}
 
 
 def _missing(index: int, item_id: str) -> NoReturn:
@@ -183,7 +183,12 @@ def _missing(index: int, item_id: str) -> NoReturn:
 
 
 def diagnose(
-    response: Mapping[str, Any], items: Sequence[Item], compared: Kept | None, usage: Usage, *, keyed: bool = True
+    response: Mapping[str, Any],
+    items: Sequence[Item],
+    compared: StoredResponse | None,
+    usage: Usage,
+    *,
+    keyed: bool = True,
 ) -> dict[str, Any]:
     """`prompt_cache_diagnostics` of a response to these items. `compared` is None when there is no such response;
     `keyed` says whether `prompt_cache_key` separates prefixes.
@@ -199,7 +204,7 @@ def diagnose(
     return {"type": "cache_hit" if usage.cached_tokens else "unavailable"}
 
 
-def _changed(response: Mapping[str, Any], items: Sequence[Item], compared: Kept, keyed: bool) -> str | None:
+def _changed(response: Mapping[str, Any], items: Sequence[Item], compared: StoredResponse, keyed: bool) -> str | None:
     for reason, name in _REASONS:
         if response[name] != compared.response[name] and (keyed or name != "prompt_cache_key"):
             return reason

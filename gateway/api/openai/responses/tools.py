@@ -47,10 +47,10 @@ _string = text()
 
 
 class Tools(NamedTuple):
-    """`told` is what the response says of them."""
+    """`published` is what the response says of them."""
 
     declared: tuple[Declared, ...] = ()
-    told: tuple[dict[str, Any], ...] = ()
+    published: tuple[dict[str, Any], ...] = ()
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ _other: Final = object_schema({"type": {"enum": list(SERVER_TOOLS)}}, "type")
 def tools(value: Any, path: str) -> Tools:
     """Tools that the client runs. Those that OpenAI runs are left out, those of unknown types refused."""
     declared: list[Declared] = []
-    told: list[dict[str, Any]] = []
+    published: list[dict[str, Any]] = []
     paths: list[str] = []
     for index, item in enumerate(a_list(value, path)):
         where = f"{path}[{index}]"
@@ -139,9 +139,9 @@ def tools(value: Any, path: str) -> Tools:
         found = _tool.function(item, where)
         declared += found
         paths += [f"{where}.name"] * len(found)
-        told.append(tool_json(found[0].tool) if kind == "function" else item)
+        published.append(tool_json(found[0].tool) if kind == "function" else item)
     check_together([one.tool for one in declared], path, paths)
-    return Tools(tuple(declared), tuple(told))
+    return Tools(tuple(declared), tuple(published))
 
 
 def _elsewhere(item: Mapping[str, Any]) -> bool:

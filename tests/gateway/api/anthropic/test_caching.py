@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import Breakpoint
 from gateway.api.anthropic.caching import Cached, account
-from gateway.api.anthropic.request import Asked, parse_count, parse_message
+from gateway.api.anthropic.request import MessageRequest, parse_count, parse_message
 from gateway.api.anthropic.wire import error_json
 from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
@@ -30,7 +30,7 @@ def user(*content: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(content)}
 
 
-def asked(*messages: Any, settings: AnthropicSettings | None = None, **fields: Any) -> Asked:
+def asked(*messages: Any, settings: AnthropicSettings | None = None, **fields: Any) -> MessageRequest:
     body = {"model": "demo", "max_tokens": 7, "messages": list(messages), **fields}
     return parse_message(body, "2026-10-21", settings or AnthropicSettings(), LeaseSettings())
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import Breakpoint
-from gateway.api.anthropic.fingerprint import MAX_MARKS, Change, Fingerprint, Piece, compare, same_scope, take
+from gateway.api.anthropic.fingerprint import MAX_MARKS, Change, Fingerprint, PromptPart, compare, same_scope, take
 from gateway.config import TenantSettings
 from gateway.types import Lease
 from tests.fakes.down_store import DownStore
@@ -15,29 +15,29 @@ from tests.fakes.gateway import running
 from tests.fakes.pipeline import FakeModels, FakePipeline, hello
 
 TOOL: Any = {"name": "weather", "description": "Tells the weather.", "input_schema": {"type": "object"}}
-PIECES = [
-    Piece("tools", "tools[0]", "", "a tool of ours"),
-    Piece("system", "system[0]", "", "You are the clerk of a small station."),
-    Piece("messages", "messages[0].content", "user text ", "How many bags may I take?"),
+PARTS = [
+    PromptPart("tools", "tools[0]", "", "a tool of ours"),
+    PromptPart("system", "system[0]", "", "You are the clerk of a small station."),
+    PromptPart("messages", "messages[0].content", "user text ", "How many bags may I take?"),
 ]
 
 
-def changed(*pieces: Piece, model: str = "m") -> Change | None:
-    before = take("msg_1", "m", "scope", PIECES, 9)
-    return compare(Fingerprint.from_json(before.to_json()), "msg_1", model, pieces)
+def changed(*parts: PromptPart, model: str = "m") -> Change | None:
+    before = take("msg_1", "m", "scope", PARTS, 9)
+    return compare(Fingerprint.from_json(before.to_json()), "msg_1", model, parts)
 
 
-def with_text(number: int, text: str) -> list[Piece]:
-    return [piece._replace(text=text) if at == number else piece for at, piece in enumerate(PIECES)]
+def with_text(number: int, text: str) -> list[PromptPart]:
+    return [piece._replace(text=text) if at == number else piece for at, piece in enumerate(PARTS)]
 
 
 def test_nothing_but_messages_at_the_end_is_no_change() -> None:
-    assert changed(*PIECES) is None
-    assert changed(*PIECES, Piece("messages", "messages[1].content", "assistant text ", "Two.")) is None
+    assert changed(*PARTS) is None
+    assert changed(*PARTS, PromptPart("messages", "messages[1].content", "assistant text ", "Two.")) is None
 
 
 @pytest.mark.parametrize(
-    ("pieces", "change"),
+    ("parts", "change"),
     [
         (with_text(1, "You are the clerk of a large station."), Change("system", "system[0]", 6, "large")),
         (with_text(2, "How many bags may you take?"), Change("messages", "messages[0].content", 4, "you")),
@@ -45,15 +45,15 @@ def test_nothing_but_messages_at_the_end_is_no_change() -> None:
         (with_text(2, "How many bags may I take? Please."), Change("messages", "messages[0].content", 6, "Please.")),
         (with_text(2, "How many bags  may I take?"), Change("messages", "messages[0].content")),
         (with_text(0, "a tool of yours"), Change("tools", "tools[0]", 3, "yours")),
-        (PIECES[1:], Change("tools", "tools")),
-        ([PIECES[0], PIECES[0], *PIECES[1:]], Change("tools", "tools[0]")),
-        ([*PIECES[:2], PIECES[2]._replace(kind="assistant text ")], Change("messages", "messages[0].content")),
-        (PIECES[:2], Change("messages", "messages")),
+        (PARTS[1:], Change("tools", "tools")),
+        ([PARTS[0], PARTS[0], *PARTS[1:]], Change("tools", "tools[0]")),
+        ([*PARTS[:2], PARTS[2]._replace(kind="assistant text ")], Change("messages", "messages[0].content")),
+        (PARTS[:2], Change("messages", "messages")),
         ([*with_text(0, "x")[:1], *with_text(1, "y")[1:]], Change("tools", "tools[0]", 0, "x")),
     ],
 )
-def test_the_first_change_is_told_with_its_word(pieces: list[Piece], change: Change) -> None:
-    assert changed(*pieces) == change
+def test_the_first_change_is_told_with_its_word(parts: list[PromptPart], change: Change) -> None:
+    assert changed(*parts) == change
 
 
 def test_another_model_is_the_first_change_of_all() -> None:
@@ -64,27 +64,27 @@ def test_another_model_is_the_first_change_of_all() -> None:
 def test_the_word_that_was_changed_is_found(words: list[str], data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(words) - 1))
     other = [*words[:at], words[at] + "X", *words[at + 1 :]]
-    piece = Piece("system", "system", "", " ".join(words))
+    piece = PromptPart("system", "system", "", " ".join(words))
     found = compare(take("id", "m", "", [piece], 0), "id", "m", [piece._replace(text=" ".join(other))])
     assert found == Change("system", "system", at, other[at])
 
 
 def test_in_a_long_prompt_the_place_is_told_to_a_few_words() -> None:
     words = [f"word{number}" for number in range(3 * MAX_MARKS)]
-    piece = Piece("system", "system", "", " ".join(words))
+    piece = PromptPart("system", "system", "", " ".join(words))
     before = take("id", "m", "", [piece], 0)
-    assert sum(len(marks) for _, _, marks in before.pieces) <= 2 * MAX_MARKS
+    assert sum(len(marks) for _, _, marks in before.parts) <= 2 * MAX_MARKS
     words[9001] = "other"
     found = compare(before, "id", "m", [piece._replace(text=" ".join(words))])
     assert found == Change("system", "system", 9000, "word9000 other word9002 word9003")
 
 
 def test_nothing_of_the_text_is_in_a_fingerprint_and_every_message_has_hashes_of_its_own() -> None:
-    one, other = (take(message, "model-name", "scope-name", PIECES, 9) for message in ("msg_1", "msg_2"))
-    for piece in PIECES:
+    one, other = (take(message, "model-name", "scope-name", PARTS, 9) for message in ("msg_1", "msg_2"))
+    for piece in PARTS:
         for word in (*piece.text.split(), "model-name", "scope-name"):
             assert len(word) < 5 or word.encode() not in one.to_json()
-    assert not {digest for _, digest, _ in one.pieces} & {digest for _, digest, _ in other.pieces}
+    assert not {digest for _, digest, _ in one.parts} & {digest for _, digest, _ in other.parts}
     assert same_scope(one, "msg_1", "scope-name")
     assert not same_scope(one, "msg_1", "other")
 

@@ -275,8 +275,8 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
 
 def test_a_document_of_plain_text_is_text() -> None:
     source = block("text", media_type="text/plain", data="Once upon a time.")
-    pieces = block("content", content=[block("text", text="Once "), block("text", text="more.")])
-    content = [block("document", source=source, title="Tale", context="Old."), block("document", source=pieces)]
+    parts = block("content", content=[block("text", text="Once "), block("text", text="more.")])
+    content = [block("document", source=source, title="Tale", context="Old."), block("document", source=parts)]
     assert rendered({"role": "user", "content": content})[0]["content"] == "Tale\nOld.\nOnce upon a time.Once more."
 
 

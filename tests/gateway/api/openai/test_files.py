@@ -190,7 +190,7 @@ async def test_a_file_that_cannot_be_sent_to_its_end_is_cut_off_and_never_looks_
 async def test_a_client_that_does_not_read_its_file_does_not_hold_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gateway.api.uploads.PIECE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.api.uploads.CHUNK_TIMEOUT_S", 0.05)
     async with running(files=settings(folder=tmp_path)) as gateway:
         made = await upload(gateway, b"x" * (24 << 20))
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1024)

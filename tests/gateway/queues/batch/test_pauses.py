@@ -8,7 +8,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.queues.batch.pauses import FIRST_S, LONG_OVER_S, LONGEST_ASKED_S, LONGEST_S, Pauses
+from gateway.queues.batch.pauses import FIRST_S, LONG_OVER_S, LONGEST_S, MAX_REQUESTED_S, Pauses
 from tests.fakes.clock import Clock
 
 
@@ -31,7 +31,7 @@ def test_a_model_is_left_alone_for_longer_each_time_and_not_for_less_than_was_as
     clock.now_s = pauses.until_s("m")
     assert pause(1e9, left_s=50.0) == 50.0, "beyond the end of its job nobody waits"
     clock.now_s = pauses.until_s("m")
-    assert pause(86400.0) == LONGEST_ASKED_S, "a day would be that of everybody's lines"
+    assert pause(86400.0) == MAX_REQUESTED_S, "a day would be that of everybody's lines"
     clock.now_s = pauses.until_s("m")
     pauses.answered("m")
     assert pause(None) == FIRST_S
@@ -54,7 +54,7 @@ def test_a_pause_that_is_long_over_is_forgotten_and_no_other() -> None:
     clock = Clock(0.0)
     pauses = Pauses(clock)
     pauses.pause("never", None, 1e6)
-    pauses.pause("long", LONGEST_ASKED_S, 1e6)
+    pauses.pause("long", MAX_REQUESTED_S, 1e6)
     clock.now_s = FIRST_S + LONG_OVER_S - 1
     pauses.forget()
     assert pauses.is_doubted("never")

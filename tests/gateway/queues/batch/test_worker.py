@@ -65,7 +65,7 @@ async def test_a_job_whose_rows_were_sent_has_results_to_read_instead_of_files(l
 
 async def test_few_rows_and_results_are_in_memory_at_a_time(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 200
-    monkeypatch.setattr(steps, "PIECE_BYTES", most)
+    monkeypatch.setattr(steps, "CHUNK_BYTES", most)
     read_lines, read = lane.folder.read_lines, lane.folder.read
     at_a_time: list[list[int]] = []
 

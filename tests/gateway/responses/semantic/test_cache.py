@@ -215,7 +215,7 @@ async def test_who_wants_nothing_generated_gets_what_means_the_same_and_no_audit
     one = kitchen(chance=0.0)
     await one.ask(FIRST)
     looked_up = budget(one).figures().requests
-    assert (await one.ask(SECOND, reuse=Reuse(only_kept=True)))[1] == "semantic"
+    assert (await one.ask(SECOND, reuse=Reuse(only_cached=True)))[1] == "semantic"
     assert (len(one.runs), events(one).get("audited")) == (1, None)
     assert (budget(one).figures().requests, budget(one).figures().hits) == (looked_up, 0)
 

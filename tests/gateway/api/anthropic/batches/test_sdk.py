@@ -16,7 +16,7 @@ import pytest
 
 from gateway.api.anthropic.batches import handlers
 from gateway.api.anthropic.batches.requests import RequestReader
-from gateway.api.body import PIECE_BYTES
+from gateway.api.body import CHUNK_BYTES
 from gateway.config import TenantSettings
 from tests.fakes.batch_sdk import PARAMS, ended, message, settings
 from tests.fakes.gateway import Gateway, running
@@ -168,13 +168,13 @@ async def test_a_body_may_be_compressed_and_cut_anywhere(encoding: str) -> None:
     data = json.dumps({"requests": [message(f"r-{number}") for number in range(300)]}).encode()
     packed = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[encoding](data)
 
-    async def pieces() -> Any:
+    async def parts() -> Any:
         for start in range(0, len(packed), 777):
             yield packed[start : start + 777]
 
     async with running(**settings()) as gateway:
         headers = VERSION | {"Content-Encoding": encoding}
-        async with gateway.session.post(gateway.url + PATH, data=pieces(), headers=headers) as answer:
+        async with gateway.session.post(gateway.url + PATH, data=parts(), headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             assert (await answer.json())["request_counts"]["processing"] == 300
         bomb = gzip.compress(b" " * (1 << 20))
@@ -213,8 +213,8 @@ async def test_others_have_their_turn_while_a_large_body_is_read(
         async with gateway.session.post(gateway.url + PATH, data=packed, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
         task.cancel()
-    assert sum(size for _, size in fed) == len(data) > 10 * PIECE_BYTES
-    assert max(size for _, size in fed) <= PIECE_BYTES
+    assert sum(size for _, size in fed) == len(data) > 10 * CHUNK_BYTES
+    assert max(size for _, size in fed) <= CHUNK_BYTES
     assert len({turn for turn, _ in fed}) == len(fed)
 
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from gateway.api.openai.responses.keeping import settled
-from gateway.api.openai.responses.store import Kept
+from gateway.api.openai.responses.store import StoredResponse
 from gateway.config import ServerSettings, StoredResponseSettings, TenantSettings
 from gateway.errors import EngineFailedError, RedisDownError
 from gateway.redis_or_memory import quota_of
@@ -222,11 +222,11 @@ async def test_one_that_begins_while_the_server_is_stopped_ends_with_the_others(
 
 def test_what_is_past_its_time_is_told_as_failed() -> None:
     response = {"id": "x", "status": "in_progress", "created_at": int(time.time()) - 100, "error": None}
-    assert settled(Kept(response, []), 600.0).response is response
-    lost = settled(Kept(response, []), 10.0).response
+    assert settled(StoredResponse(response, []), 600.0).response is response
+    lost = settled(StoredResponse(response, []), 10.0).response
     assert (lost["status"], lost["error"]["code"]) == ("failed", "server_error")
     done = response | {"status": "completed"}
-    assert settled(Kept(done, []), 10.0).response is done
+    assert settled(StoredResponse(done, []), 10.0).response is done
 
 
 async def test_there_are_so_many_and_no_more() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.api.openai.responses.items import parse_input, with_ids
-from gateway.api.openai.responses.store import Kept, diagnose
+from gateway.api.openai.responses.store import StoredResponse, diagnose
 from gateway.types import Usage
 from tests.fakes.down_store import DownStore
 from tests.fakes.gateway import running
@@ -35,7 +35,7 @@ HIT, NOTHING = Usage(40, 0, cached_tokens=32), Usage(40, 0)
     ],
 )
 def test_the_first_change_is_named(changes: dict[str, Any], items: Any, usage: Usage, kind: str) -> None:
-    told = diagnose(SETTINGS | changes, items, Kept(SETTINGS, ITEMS), usage)
+    told = diagnose(SETTINGS | changes, items, StoredResponse(SETTINGS, ITEMS), usage)
     if kind.endswith("_changed"):
         missed = usage.prompt_tokens - usage.cached_tokens
         assert told == {"type": "cache_miss", "reason": kind, "cache_missed_tokens": missed}
@@ -45,7 +45,7 @@ def test_the_first_change_is_named(changes: dict[str, Any], items: Any, usage: U
 
 def test_a_key_that_is_a_hint_is_no_reason() -> None:
     changed = SETTINGS | {"prompt_cache_key": "k"}
-    assert diagnose(changed, SAME, Kept(SETTINGS, ITEMS), HIT, keyed=False) == {"type": "cache_hit"}
+    assert diagnose(changed, SAME, StoredResponse(SETTINGS, ITEMS), HIT, keyed=False) == {"type": "cache_hit"}
 
 
 async def test_a_response_is_compared_with_one_that_is_kept() -> None:

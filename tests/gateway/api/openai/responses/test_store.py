@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.protocol import Hello
-from gateway.api.openai.responses.store import Kept, ResponseStore
+from gateway.api.openai.responses.store import ResponseStore, StoredResponse
 from gateway.config import StoredResponseSettings, TenantSettings
 from gateway.errors import EngineLostError, OverloadedError
 from gateway.redis_or_memory import quota_of
@@ -341,7 +341,7 @@ async def test_the_oldest_turns_are_dropped_until_the_rest_fits(context: int, ke
 
 
 ID = f"resp_{'0a' * 16}"
-RESPONSE = Kept(
+RESPONSE = StoredResponse(
     {"id": ID, "object": "response", "status": "completed", "created_at": 1, "output": [{"id": "msg_2"}]},
     [{"id": "msg_1"}],
 )

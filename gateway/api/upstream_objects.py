@@ -21,27 +21,27 @@ Told = Callable[[str, str], Awaitable[None]]
 class Memory(Protocol):
     """Of one tenant nothing is there for another."""
 
-    async def remember_upstream(self, tenant: str, upstream: str, kept_id: str) -> None:
+    async def remember_upstream(self, tenant: str, upstream: str, object_id: str) -> None:
         """Never raises."""
         ...
 
-    async def find_upstream(self, tenant: str, kept_id: str) -> str | None:
+    async def find_upstream(self, tenant: str, object_id: str) -> str | None:
         """Raises OverloadedError when it cannot be known."""
         ...
 
 
-class KeptThere:
+class UpstreamObjects:
     """Makes what an UpstreamRequest brings to be checked, and to have its answer's ids remembered."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def made(self, path: str, values: Mapping[str, Any], tenant: str) -> Told | None:
+    def recorder_for(self, path: str, values: Mapping[str, Any], tenant: str) -> Told | None:
         """For a request of whose answer the upstream may keep something, who is told the ids."""
         stored = path == RESPONSES and values.get("store") is not False
-        return self.told(tenant) if stored or _keeps(values) else None
+        return self.recorder(tenant) if stored or _keeps(values) else None
 
-    def told(self, tenant: str) -> Told:
+    def recorder(self, tenant: str) -> Told:
         """Who is told the ids of what is kept for the tenant."""
         return partial(self._memory.remember_upstream, tenant)
 
