@@ -15,7 +15,7 @@ from engine.protocol import TOKEN_BYTES
 from gateway.api.beginnings import Beginning
 from gateway.api.lines import OK, Answered, Line, Lines
 from gateway.api.record import TENANT
-from gateway.api.replies import reply_json
+from gateway.api.replies import page_json, reply_json
 from gateway.api.structure import work_of_json
 from gateway.api.upstream_lines import Headers
 from gateway.errors import NotFoundError, OverloadedError
@@ -87,9 +87,7 @@ class BatchRoutes:
         jobs, has_more = await self.batches.page(
             http[TENANT].name, self.dialect, limit=limit, after=after, before=before
         )
-        data = [self.render(job) for job in jobs]
-        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return {"data": data, **ends, "has_more": has_more}
+        return page_json([self.render(job) for job in jobs], has_more=has_more)
 
     def job_id(self, batch_id: str) -> str:
         """Empty for what is no id of this dialect."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,12 @@ def reply_json(
 ) -> web.Response:
     """The same, of what is no JSON yet; mappings in it become objects."""
     return reply(orjson.dumps(value, default=dict), headers, status=status)
+
+
+def page_json(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """A page of a list, as the OpenAI and Anthropic APIs write one."""
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"data": data, **ends, "has_more": has_more}
 
 
 @dataclass(frozen=True, slots=True)

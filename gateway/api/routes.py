@@ -21,7 +21,7 @@ from gateway.admin.tallies import LoopLag
 from gateway.api.answering import Answering
 from gateway.api.anthropic.batches.handlers import MessageBatches
 from gateway.api.anthropic.batches.rows import ROWS
-from gateway.api.anthropic.files import AnthropicFiles
+from gateway.api.anthropic.files import file_routes as anthropic_files
 from gateway.api.anthropic.handlers import Anthropic
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.batches import BatchRunner
@@ -40,7 +40,7 @@ from gateway.api.middleware import DIALECTS, Cors, observed
 from gateway.api.openai.batches.handlers import OpenAIBatches
 from gateway.api.openai.batches.rows import RowLimits, row_format
 from gateway.api.openai.embeddings import Embedder, Embeddings
-from gateway.api.openai.files import Files
+from gateway.api.openai.files import file_routes as openai_files
 from gateway.api.openai.handlers import OpenAI
 from gateway.api.openai.responses.handlers import Responses
 from gateway.api.openai.responses.keeping import Background
@@ -140,12 +140,12 @@ def build_app(
             *chats.routes(),
             *items.routes(),
             *vectors.routes(),
-            *Files(files, timeout_s).routes(),
+            *openai_files(files, timeout_s),
             *OpenAIBatches(named, files, jobs).routes(),
         ],
         ANTHROPIC.name: [
             *messages.routes(),
-            *AnthropicFiles(files, timeout_s).routes(),
+            *anthropic_files(files, timeout_s),
             *MessageBatches(server, batches, named, jobs, timeout_s).routes(),
         ],
         GEMINI.name: [

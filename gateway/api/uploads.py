@@ -17,7 +17,7 @@ from aiohttp.multipart import BadContentDispositionHeader, BadContentDisposition
 from multidict import MultiMapping
 
 from gateway.api.dialect import BYTES, FORM, Route
-from gateway.api.fields import invalid, missing, shown
+from gateway.api.fields import Parameter, invalid, missing, read, shown
 from gateway.api.record import CLIENT_LEFT, RECORD, TENANT, common_headers
 from gateway.api.replies import reply_json
 from gateway.errors import BadRequestError, NotFoundError, StorageError
@@ -33,6 +33,8 @@ MAX_NAME_CHARS: Final = 1024
 CHUNK_TIMEOUT_S: Final = 60.0
 """For a client to take one piece of a file, which has 1 MiB at most."""
 UNNAMED: Final = "unnamed"
+PURPOSE: Final = "user_data"
+"""Of a file whose dialect has no purposes."""
 
 _PARAMETER: Final = re.compile(r';\s*(name|filename|filename\*)=(?:"((?:[^"\\]|\\.)*)"|([^;"]*))', re.IGNORECASE)
 _MALFORMED: Final = (
@@ -76,23 +78,56 @@ class FileStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileRoutes:
-    """What the dialects with forms do alike with one file.
+    """/v1/files, as a dialect with forms writes it.
 
+    form     fields of an upload besides `file`; `purpose` is among them where the client says it
+    query    parameters of the list
+    ttl_s    values of an upload's form -> time to live; None: that of the purpose
     render   a file as its dialect writes it
+    page     all files of a tenant, oldest first, and the query -> body of the list
     deleted  fields of the answer to its deletion, besides its id
     """
 
     files: FileStore
+    upload_timeout_s: float
+    form: Mapping[str, Parameter]
+    query: Mapping[str, Parameter]
+    ttl_s: Callable[[Mapping[str, Any]], float | None]
     render: Callable[[StoredFile], dict[str, Any]]
+    page: Callable[[list[StoredFile], MultiMapping[str]], dict[str, Any]]
     deleted: Mapping[str, Any]
 
     def routes(self) -> list[Route]:
-        one = "/v1/files/{file_id}"
+        every, one = "/v1/files", "/v1/files/{file_id}"
         return [
+            Route("POST", every, self.upload, "Uploads a file.", form=self.form, required=self._required),
+            Route("GET", every, self.all, "The files that are kept, newest first.", query=self.query),
             Route("GET", one, self.get, "Description of a file."),
             Route("GET", f"{one}/content", self.content, "Bytes of a file.", media=(BYTES,)),
             Route("DELETE", one, self.delete, "Deletes it."),
         ]
+
+    @property
+    def _required(self) -> tuple[str, ...]:
+        return ("purpose",) if "purpose" in self.form else ()
+
+    async def upload(self, http: web.Request) -> web.StreamResponse:
+        """POST /v1/files"""
+        async with self.files.upload(http[TENANT].name) as upload:
+            upload.purpose = PURPOSE
+
+            def on_value(name: str, value: str) -> None:
+                if name == "purpose" and name in self.form:
+                    upload.purpose = self.form[name].check(value, name)
+
+            form = await read_form(http, upload, self.upload_timeout_s, on_value)
+            ttl_s = self.ttl_s(read(form.values, self.form, self._required))
+            stored = await upload.finish(form.filename or "", form.mime_type, ttl_s)
+        return reply_json(self.render(stored))
+
+    async def all(self, http: web.Request) -> web.StreamResponse:
+        """GET /v1/files"""
+        return reply_json(self.page(await self.files.all_of(http[TENANT].name), http.query))
 
     async def get(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/files/{file_id}"""

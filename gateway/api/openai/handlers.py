@@ -19,7 +19,7 @@ from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model
 from gateway.api.openai.tools import custom_names, names_a_tool
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
-from gateway.api.replies import reply_json
+from gateway.api.replies import page_json, reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings
@@ -86,8 +86,7 @@ class OpenAI:
     async def list_chats(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/chat/completions"""
         read_query(http.query, LIST)
-        nothing: dict[str, Any] = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
-        return reply_json(nothing)
+        return reply_json({"object": "list", **page_json([], has_more=False)})
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""

@@ -24,7 +24,7 @@ from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse, diagnose, resolved
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
-from gateway.api.replies import reply, reply_json
+from gateway.api.replies import page_json, reply, reply_json
 from gateway.api.tiers import grant
 from gateway.api.upstream_lines import Target
 from gateway.api.upstream_objects import RESPONSES
@@ -249,8 +249,7 @@ class Responses:
         if (after := query.get("after")) is not None:
             items = _after(items, after)
         page = items[: query.get("limit", 20)]
-        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return reply_json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+        return reply_json({"object": "list", **page_json(page, has_more=len(items) > len(page))})
 
     async def _reply_of_upstream(self, http: web.Request, tenant: Tenant, what: str = "") -> web.StreamResponse | None:
         """The answer of the upstream that keeps the response of the URL; None for one that is ours, or nobody's."""

@@ -246,13 +246,13 @@ def test_pages_put_together_are_the_whole_list(
     purposes: list[str], limit: int, order: str | None, purpose: str | None
 ) -> None:
     files = [stored(number, one) for number, one in enumerate(purposes)]
-    wanted = {"limit": limit, **({"order": order} if order else {}), **({"purpose": purpose} if purpose else {})}
-    seen: list[StoredFile] = []
+    wanted = {"limit": str(limit), **({"order": order} if order else {}), **({"purpose": purpose} if purpose else {})}
+    seen: list[str] = []
     has_more = True
     while has_more:
-        after = {"after": f"file-{seen[-1].id}"} if seen else {}
-        data, has_more = page(files, {**wanted, **after})
-        assert len(data) == limit or not has_more
-        seen += data
-    whole = [one for one in files if purpose in (None, one.purpose)]
+        told = page(files, {**wanted, **({"after": seen[-1]} if seen else {})})
+        has_more = told["has_more"]
+        assert len(told["data"]) == limit or not has_more
+        seen += [one["id"] for one in told["data"]]
+    whole = [f"file-{one.id}" for one in files if purpose in (None, one.purpose)]
     assert seen == (whole if order == "asc" else whole[::-1])
