@@ -1,5 +1,6 @@
-"""The body that an upstream gets: as the client wrote it, with another model's name, a caching hint, or a request for
-its usage where the settings allow it for the tenant. Safe in any thread, and work for one where the body is large.
+"""The body that an upstream gets: the client's bytes, or its values with another model's name, a caching hint, or a
+request for the usage where the settings allow it for the tenant. Safe in any thread, and work for one where the body is
+large.
 
 A hint is put in where the client said nothing about caching itself. It changes what a request costs, never its meaning:
 
@@ -16,22 +17,22 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import orjson
 
 from gateway.config import UpstreamSettings
-from gateway.digests import feed
-from gateway.errors import BadRequestError, ModelNotFoundError
+from gateway.digests import dump, feed
+from gateway.errors import ModelNotFoundError
+from gateway.tasks import AT_ONCE
 from gateway.types import MAX_BREAKPOINTS, UpstreamRequest
-from gateway.upstreams.json_edit import find, named_once, replaced, root, with_member, without_member
 from gateway.upstreams.routes import Route, may
 
 Path = tuple[str | int, ...]
 
 MARK: Final = {"type": "ephemeral"}
-_MARKED: Final = b',"cache_control":' + orjson.dumps(MARK) + b"}]"
 _MARKABLE: Final = frozenset(("text", "image", "document", "tool_use", "tool_result"))
 """Types of blocks that may carry a mark; thinking may not."""
 
@@ -43,49 +44,49 @@ def body_for(
     request: UpstreamRequest, route: Route, settings: UpstreamSettings, seen: PrefixHistory
 ) -> tuple[bytes, bool, bool]:
     """The body, whether the gateway added a request for the usage, and whether it added a hint. `seen` is that of the
-    upstream. Raises BadRequestError and ModelNotFoundError."""
+    upstream. Raises ModelNotFoundError."""
     if request.only:
         return request.body, False, False
-    body, tenant, has_hint = _renamed(request, route), request.tenant.name, False
-    if may(settings.hints, tenant):
-        with_hint = add_hint(request, body, seen)
-        body, has_hint = with_hint, with_hint is not body
-    if may(settings.meter, tenant) and _lacks_usage(request):
-        return with_usage(body), True, has_hint
-    return body, False, has_hint
+    tenant = request.tenant.name
+    hint = find_hint(request, seen) if may(settings.hints, tenant) else {}
+    usage = usage_option(request) if may(settings.meter, tenant) else {}
+    changes = {**_model(request, route), **hint, **usage}
+    return _changed(request, changes), bool(usage), bool(hint)
 
 
-def _renamed(request: UpstreamRequest, route: Route) -> bytes:
-    """As the client wrote it, but for the model's name where the upstream has another one for it."""
-    body = request.body
-    if "cache" in request.values:  # it is about the gateway's own cache
-        body = without_member(body, root(body), "cache")
-    if "{model}" in request.path:
-        if any(part in ("", ".", "..") for part in route.model.split("/")):
-            raise ModelNotFoundError(request.model)
+def _model(request: UpstreamRequest, route: Route) -> dict[str, str]:
+    """The model's name in the body, where the upstream has another one for it."""
+    if "{model}" not in request.path:
+        return {"model": route.model} if route.model != request.model else {}
+    if any(part in ("", ".", "..") for part in route.model.split("/")):
+        raise ModelNotFoundError(request.model)
+    return {}
+
+
+def _changed(request: UpstreamRequest, changes: Mapping[str, Any]) -> bytes:
+    """The client's own bytes, or the parsed body written again: with other members, or where parsers may differ in
+    which of several `model` they take. `cache` is about the gateway's own cache."""
+    body, values = request.body, request.values
+    in_path = "{model}" in request.path
+    if not changes and "cache" not in values and (in_path or _has_one_model(body)):
         return body
-    if (named := named_once(body, "model")) is None:
-        # Parsers differ in which one they take: ours would decide about another model than the upstream answers with.
-        raise BadRequestError("Invalid 'model': it is there more than once.", param="model", code="invalid_value")
-    return body if route.model == request.model else replaced(body, named, route.model)
+    written = {name: value for name, value in {**values, **changes}.items() if name != "cache"}
+    return orjson.dumps(written) if len(body) <= AT_ONCE else dump(written)
 
 
-def _lacks_usage(request: UpstreamRequest) -> bool:
-    """Whether the answer is a stream that reports its usage only on request."""
-    options = request.values.get("stream_options")
-    has_usage = isinstance(options, Mapping) and options.get("include_usage") is True
-    return request.path in _STREAMS and request.values.get("stream") is True and not has_usage
+def _has_one_model(body: bytes) -> bool:
+    """False also where the name stands further in, or one of its letters (0x64 to 0x6f) may be written as an escape."""
+    return body.count(b'"model"') == 1 and b"\\u006" not in body
 
 
-def with_usage(body: bytes) -> bytes:
-    """The body with `include_usage`, and with nothing else changed."""
-    if (value := find(body, ("stream_options", "include_usage"))) is not None:
-        return replaced(body, value, True)
-    if (options := find(body, ("stream_options",))) is None:
-        return with_member(body, root(body), "stream_options", {"include_usage": True})
-    if body[options.start : options.start + 1] == b"{":
-        return with_member(body, options.start, "include_usage", True)
-    return replaced(body, options, {"include_usage": True})
+def usage_option(request: UpstreamRequest) -> dict[str, Any]:
+    """The member that has a stream report its usage; empty where it does so without."""
+    values = request.values
+    options = values.get("stream_options")
+    options = options if isinstance(options, dict) else {}
+    if request.path not in _STREAMS or values.get("stream") is not True or options.get("include_usage") is True:
+        return {}
+    return {"stream_options": {**options, "include_usage": True}}
 
 
 class PrefixHistory:
@@ -128,50 +129,42 @@ class Block(NamedTuple):
         kind = self.value.get("type")
         return kind in _MARKABLE and (kind != "text" or bool(str(self.value.get("text", "")).strip()))
 
-    @property
-    def num_marks(self) -> int:
-        """Of the client's own, in it or further in."""
-        return _num_marks(self.value)
 
-
-def add_hint(request: UpstreamRequest, body: bytes, seen: PrefixHistory) -> bytes:
-    """The body, perhaps with a hint. `seen` is that of one upstream."""
+def find_hint(request: UpstreamRequest, seen: PrefixHistory) -> dict[str, Any]:
+    """The member of the body with a hint in it; empty for none. `seen` is that of one upstream."""
     if request.dialect == "anthropic" and request.path == "/v1/messages":
-        return _marked(request, body, seen)
+        return _mark(request, seen)
     if request.path in _KEYED and (key := _cache_key(request)) is not None:
-        if (null := find(body, ("prompt_cache_key",))) is not None:  # a member in front would not overrule it
-            return replaced(body, null, key)
-        return with_member(body, root(body), "prompt_cache_key", key)
-    return body
+        return {"prompt_cache_key": key}
+    return {}
 
 
-def _marked(request: UpstreamRequest, body: bytes, seen: PrefixHistory) -> bytes:
+def _mark(request: UpstreamRequest, seen: PrefixHistory) -> dict[str, Any]:
     blocks = list(_blocks(request))
     index = next(
         (at for at in reversed(range(len(blocks))) if blocks[at].is_markable and seen.has(blocks[at].digest)), None
     )
     for block in blocks:
         seen.add(block.digest)
-    own = [at for at, block in enumerate(blocks) for _ in range(block.num_marks)]
+    own = [at for at, block in enumerate(blocks) for _ in range(_num_marks(block.value))]
     # A mark in front of one of the client's could have a shorter time to live than that, which is an error.
     if index is None or len(own) >= MAX_BREAKPOINTS or any(at >= index for at in own):
-        return body
+        return {}
     if request.values.get("cache_control") is not None:  # the client has the end of the prompt marked
-        return body
-    return _with_mark(body, blocks[index])
+        return {}
+    block = blocks[index]
+    marked = {**_as_block(block.value), "cache_control": MARK}
+    name = str(block.path[0])
+    return {name: _replaced(request.values[name], block.path[1:], [marked] if isinstance(block.value, str) else marked)}
 
 
-def _with_mark(body: bytes, block: Block) -> bytes:
-    child = find(body, block.path)
-    assert child is not None, "the path is one of the parsed body"
-    if isinstance(block.value, dict):
-        # `null` is no mark; a member in front of it would be overruled by it.
-        marked = find(body, (*block.path, "cache_control"))
-        if marked is not None:
-            return body[: marked.start] + orjson.dumps(MARK) + body[marked.end :]
-        return with_member(body, child.start, "cache_control", MARK)
-    text = b'[{"type":"text","text":' + body[child.start : child.end] + _MARKED
-    return body[: child.start] + text + body[child.end :]
+def _replaced(value: Any, path: Path, change: Any) -> Any:
+    """A copy, as deep as the path is, with another value at its end."""
+    if not path:
+        return change
+    copied = copy(value)
+    copied[path[0]] = _replaced(value[path[0]], path[1:], change)
+    return copied
 
 
 def _blocks(request: UpstreamRequest) -> Iterator[Block]:
@@ -181,7 +174,8 @@ def _blocks(request: UpstreamRequest) -> Iterator[Block]:
     for path, value, role in _contents(request.values):
         if not isinstance(value, dict | str):
             return
-        feed(hashed, [role, _canonical(value)])
+        # Marks are no part of what a block says.
+        feed(hashed, [role, {name: item for name, item in _as_block(value).items() if name != "cache_control"}])
         yield Block(path, value, hashed.copy().digest()[:16])
 
 
@@ -216,11 +210,8 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _canonical(block: dict[str, Any] | str) -> dict[str, Any]:
-    """A string is a block of text. Marks are no part of what a block says."""
-    if isinstance(block, str):
-        block = {"type": "text", "text": block}
-    return {name: value for name, value in block.items() if name != "cache_control"}
+def _as_block(block: dict[str, Any] | str) -> dict[str, Any]:
+    return {"type": "text", "text": block} if isinstance(block, str) else block
 
 
 def _cache_key(request: UpstreamRequest) -> str | None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import digests
-from gateway.digests import feed
+from gateway.digests import dump, feed
 
 VALUES = st.recursive(
     st.none()
@@ -45,6 +45,13 @@ def test_two_values_are_one_exactly_where_their_json_is(one: Any, other: Any, si
         patched.setattr(digests, "_SLICE", size)
         assert (heard(one) == heard(other)) == (orjson.dumps(one) == orjson.dumps(other))
         assert heard([one, other]) != heard([[one], other])
+
+
+@given(VALUES, st.integers(1, 4))
+def test_a_text_in_slices_is_the_text_at_once(value: Any, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(digests, "_SLICE", size)
+        assert dump(value) == orjson.dumps(value)
 
 
 def test_the_order_of_names_counts_and_lists_are_one_with_tuples() -> None:

@@ -377,7 +377,7 @@ async def test_what_is_said_of_our_cache_reaches_no_upstream_and_odd_words_are_r
         )
         async with gateway.session.post(gateway.url + PATH, data=body) as answer:
             assert answer.status == 200
-        assert stub.got[0].body == b'{"model":"up-1","messages": [{"role":"user","content":"x"}]}'
+        assert stub.got[0].body == b'{"model":"up-1","messages":[{"role":"user","content":"x"}]}'
         status, told, _ = await gateway.post(PATH, {**ASK, "cache": {"tenant": "x"}})
         assert (status, told["error"]["param"]) == (400, "cache.tenant")
         status, told, sent = await gateway.post(PATH, ASK, headers={"Cache-Control": "only-if-cached"})
