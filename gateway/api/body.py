@@ -213,10 +213,10 @@ async def _decoded_chunks(http: web.Request, most: int) -> AsyncIterator[bytes]:
         raise BadRequestError("The compressed request body is cut short.", code=ENCODING_INVALID)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Strict JSON whose outermost value is an object. Raises BadRequestError."""
+def parse_object(body: bytes, max_body_bytes: int = sys.maxsize) -> dict[str, Any]:
+    """Strict JSON whose outermost value is an object. Raises BadRequestError, and TextTooLargeError."""
     check_structure(body)
-    return _parse(body, LongTexts((), 0), TEXT_SHARE * len(body))
+    return _parse(body, find_long_texts(body), TEXT_SHARE * max_body_bytes)
 
 
 def _parse(body: bytes, long_texts: LongTexts, max_text_bytes: int) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from gateway.admin.purge import Engine, PurgePage
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import LoopLag
 from gateway.api.answering import Answering
-from gateway.api.anthropic.batches.handlers import MessageBatches
-from gateway.api.anthropic.batches.rows import ROWS
 from gateway.api.anthropic.files import file_routes as anthropic_files
 from gateway.api.anthropic.handlers import Anthropic
+from gateway.api.anthropic.message_batches import ROWS, MessageBatches
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.batches import BatchRunner
 from gateway.api.bodies import BODIES, Bodies

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api import structure
-from gateway.api.anthropic.batches.requests import RequestLimits, RequestReader
+from gateway.api.anthropic.batch_body import RequestSplitter
 from gateway.api.anthropic.messages import read_turns
 from gateway.api.anthropic.parameters import stop_sequences
 from gateway.api.body import parse_object
@@ -161,7 +161,7 @@ def test_a_row_of_a_batch_has_the_limits_of_a_body() -> None:
     row = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":' + body + b"}\n"
     found = check(io.BytesIO(row), "/v1/chat/completions", RowLimits(9, 9, 1 << 20, 128))
     assert [error.code for error in found.errors] == ["too_many_json_values"]
-    reader = RequestReader(RequestLimits(9, 1 << 20, 128))
+    splitter = RequestSplitter(9, 1 << 20)
     with pytest.raises(BadRequestError) as refused:
-        reader.feed(b'{"requests":[{"custom_id":"a","params":' + body)
+        splitter.rows(splitter.feed(b'{"requests":[{"custom_id":"a","params":' + body + b"}"))
     assert refused.value.code == "too_many_json_values"

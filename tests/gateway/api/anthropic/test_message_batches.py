@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import io
 import json
-import threading
 import zlib
 from typing import Any
 
@@ -14,8 +12,9 @@ import aiohttp
 import anthropic
 import pytest
 
-from gateway.api.anthropic.batches import handlers
-from gateway.api.anthropic.batches.requests import RequestReader
+from gateway.api.anthropic import message_batches
+from gateway.api.anthropic.batch_body import RequestSplitter
+from gateway.api.anthropic.message_batches import ROWS
 from gateway.api.body import CHUNK_BYTES
 from gateway.config import TenantSettings
 from tests.fakes.batch_sdk import PARAMS, ended, message, settings
@@ -113,6 +112,13 @@ async def test_counts_stay_at_processing_until_all_has_ended_and_cancelling_keep
                 await call(made.id)
 
 
+@pytest.mark.parametrize(("why", "kind"), [("cancelled", "canceled"), ("expired", "expired"), ("failed", "errored")])
+def test_the_result_of_a_request_that_never_ran_says_why(why: Any, kind: str) -> None:
+    found = json.loads(ROWS.unrun({"custom_id": "a"}, why))
+    assert (found["custom_id"], found["result"]["type"]) == ("a", kind)
+    assert why != "failed" or found["result"]["error"]["error"]["type"] == "api_error"
+
+
 async def test_what_has_not_begun_in_time_expires() -> None:
     now_s = [NOW_S]
     pipeline = FakePipeline(hold_before=asyncio.Event())
@@ -179,7 +185,7 @@ async def test_a_body_may_be_compressed_and_cut_anywhere(encoding: str) -> None:
             assert (await answer.json())["request_counts"]["processing"] == 300
         bomb = gzip.compress(b" " * (1 << 20))
         headers = VERSION | {"Content-Encoding": "gzip"}
-        for body, code in ((bomb[:-20], "invalid"), (b"x", "invalid"), (bomb, None)):
+        for body, code in ((gzip.compress(data)[:-20], "invalid"), (b"x", "invalid"), (bomb, None)):
             async with gateway.session.post(gateway.url + PATH, data=body, headers=headers) as answer:
                 assert answer.status == 400
                 error = (await answer.json())["error"]
@@ -193,8 +199,8 @@ async def test_others_have_their_turn_while_a_large_body_is_read(
     turns = 0
     fed: list[tuple[int, int]] = []
 
-    class Watched(RequestReader):
-        def feed(self, data: bytes) -> bytes:
+    class Watched(RequestSplitter):
+        def feed(self, data: bytes) -> list[bytes]:
             fed.append((turns, len(data)))
             return super().feed(data)
 
@@ -204,7 +210,7 @@ async def test_others_have_their_turn_while_a_large_body_is_read(
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(handlers, "RequestReader", Watched)
+    monkeypatch.setattr(message_batches, "RequestSplitter", Watched)
     data = json.dumps({"requests": [message(f"r-{number}") for number in range(5000)]}).encode()
     packed = {"gzip": gzip.compress, "identity": bytes}[encoding](data)
     async with running(**settings()) as gateway, asyncio.TaskGroup() as group:
@@ -216,35 +222,6 @@ async def test_others_have_their_turn_while_a_large_body_is_read(
     assert sum(size for _, size in fed) == len(data) > 10 * CHUNK_BYTES
     assert max(size for _, size in fed) <= CHUNK_BYTES
     assert len({turn for turn, _ in fed}) == len(fed)
-
-
-async def test_a_long_text_is_not_read_again_with_each_small_piece_and_large_ones_are_read_in_a_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fed: list[int] = []
-    in_loop: list[int] = []
-    loop_thread = threading.current_thread()
-
-    class Watched(RequestReader):
-        def feed(self, data: bytes) -> bytes:
-            fed.append(len(data))
-            if threading.current_thread() is loop_thread:
-                in_loop.append(len(data))
-            return super().feed(data)
-
-    monkeypatch.setattr(handlers, "RequestReader", Watched)
-    long = message("long", messages=[{"role": "user", "content": "x" * 4_000_000}])
-    data = json.dumps({"requests": [long, message("short")]}).encode()
-    async with (
-        running(**settings()) as gateway,
-        gateway.session.post(gateway.url + PATH, data=io.BytesIO(data), headers=VERSION) as answer,
-    ):
-        assert answer.status == 200, await answer.text()
-        assert (await answer.json())["request_counts"]["processing"] == 2
-    assert sum(fed) == len(data)
-    assert len(fed) < 60, "pieces grow with the text: there would be 489"
-    assert sum(in_loop) < sum(fed)
-    assert max(in_loop) < handlers.THREAD_BYTES
 
 
 async def test_a_compressed_body_may_not_become_larger_than_another() -> None:

@@ -1,52 +1,53 @@
-"""/v1/messages/batches of the Anthropic API. The body of a new batch goes to disk while it comes, read by requests.py;
-the batch lane keeps the jobs and runs them, and rows.py writes their results.
+"""/v1/messages/batches of the Anthropic API, and the rows of its batches. The body of a new batch goes to disk while it
+arrives, split by batch_body.py; the batch queue keeps the jobs and runs them.
 """
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
-from typing import Any, Final
+from functools import partial
+from typing import Any, BinaryIO, Final
 
+import orjson
 from aiohttp import web
 
-from gateway.api.anthropic.batches.requests import REQUESTS, RequestLimits, RequestReader
-from gateway.api.anthropic.wire import ANTHROPIC, DEFAULT_LIMIT, MAX_LIMIT, read_version, time_text
-from gateway.api.batches import BatchRoutes
-from gateway.api.body import MAX_DEPTH, BodyLimit, body_chunks
+from gateway.api.anthropic.batch_body import REQUESTS, RequestSplitter
+from gateway.api.anthropic.handlers import endpoint_name
+from gateway.api.anthropic.wire import ANTHROPIC, DEFAULT_LIMIT, MAX_LIMIT, error_json, read_version, time_text
+from gateway.api.batches import BatchRoutes, Row, RowFormat
+from gateway.api.body import BodyLimit, body_chunks
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
-from gateway.api.fields import Parameter, in_url, integer, invalid, read_query, shown, text
+from gateway.api.fields import in_url, integer, invalid, read_query, shown, table, text, used
+from gateway.api.lines import OK, Answered
 from gateway.api.record import RECORD, TENANT
 from gateway.api.replies import reply_json
+from gateway.api.structure import work_of_json
 from gateway.api.tenants import Namespaces
 from gateway.api.uploads import send_chunks
+from gateway.api.upstream_lines import Headers
 from gateway.config import BatchSettings, ServerSettings
-from gateway.errors import BadRequestError, NotFoundError
-from gateway.queues.batch.base import Job, Order
+from gateway.errors import BadRequestError, KvasirError, NotFoundError
+from gateway.queues.batch.base import Checked, Job, Line, Order, Unrun
 from gateway.queues.batch.store import BatchStore
+from gateway.tasks import off_loop
 
 PREFIX: Final = "msgbatch_"
 ENDPOINT: Final = "/v1/messages"
 ROOT: Final = "/v1/messages/batches"
-THREAD_BYTES: Final = 64 << 10
-"""From so many on the reader leaves the event loop for a thread."""
-
 _PARAMS: Final = {"model": EXAMPLE_MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello."}]}
-_create = (
-    Parameter(
+CREATE: Final = table(
+    used(
         "requests",
         REQUESTS,
         "array of objects: `custom_id`, `params`",
         "The requests, with `params` as in `POST /v1/messages`.",
-    ),
+    )
 )
-CREATE: Final = {parameter.name: parameter for parameter in _create}
-_list = (
-    Parameter("limit", in_url(integer(1, MAX_LIMIT)), "integer 1 to 1000, default 20", "Batches of one page, at most."),
-    Parameter("after_id", text(), "string", "The page right after this batch: older ones."),
-    Parameter("before_id", text(), "string", "The page right before this batch: newer ones."),
+LIST: Final = table(
+    used("limit", in_url(integer(1, MAX_LIMIT)), "integer 1 to 1000, default 20", "Batches of one page, at most."),
+    used("after_id", text(), "string", "The page right after this batch: older ones."),
+    used("before_id", text(), "string", "The page right before this batch: newer ones."),
 )
-LIST: Final = {parameter.name: parameter for parameter in _list}
 
 
 class MessageBatches:
@@ -60,7 +61,7 @@ class MessageBatches:
         batches: BatchStore,
         upload_timeout_s: float,
     ) -> None:
-        self._limits = RequestLimits(settings.max_requests, server.max_body_bytes, MAX_DEPTH)
+        self._max_requests, self._max_request_bytes = settings.max_requests, server.max_body_bytes
         self._body_limit = BodyLimit(settings.max_request_bytes, "batches.max_request_bytes")
         self._namespaces = namespaces
         self._batches = batches
@@ -92,25 +93,21 @@ class MessageBatches:
         """POST /v1/messages/batches"""
         tenant, version = http[TENANT], read_version(http)
         self._namespaces.scope(http[RECORD].namespace, tenant)  # one that it may use
-        reader = RequestReader(self._limits)
+        splitter = RequestSplitter(self._max_requests, self._max_request_bytes)
         arriving = body_chunks(http, self._body_limit, self._upload_timeout_s)
-        async with self._batches.input(tenant.name) as rows, aclosing(arriving) as parts:
-            loose = bytearray()
-            async for chunk in parts:
-                loose += chunk
-                if len(loose) >= reader.least_bytes:
-                    await rows.write(await _fed(reader, loose))
-                    loose.clear()
-            if loose:
-                await rows.write(await _fed(reader, loose))
-            reader.close()
+        async with self._batches.input(tenant.name) as rows, aclosing(arriving) as chunks:
+            async for chunk in chunks:
+                if requests := splitter.feed(chunk):
+                    work = sum(map(work_of_json, requests))
+                    await rows.write(await off_loop(work, partial(splitter.rows, requests)))
+            splitter.close()
             order = Order(
                 tenant=tenant.name,
                 dialect=ANTHROPIC.name,
                 endpoint=ENDPOINT,
                 namespace=http[RECORD].namespace or None,
                 metadata={"version": version, "betas": _betas(http)},
-                num_lines=reader.num_requests,
+                num_lines=splitter.num_requests,
             )
             return reply_json(job_json(await self._batches.create(order, rows)))
 
@@ -143,12 +140,6 @@ class MessageBatches:
         if name in values and not values[name].startswith(PREFIX):
             raise invalid(name, f"{shown(values[name])!r} is no id of a batch")
         return self._routes.job_id(values[name]) if name in values else None
-
-
-async def _fed(reader: RequestReader, loose: bytearray) -> bytes:
-    """Within a request of megabytes a piece may have megabytes, too, which take seconds: others have their turn."""
-    data = bytes(loose)
-    return reader.feed(data) if len(data) < THREAD_BYTES else await asyncio.to_thread(reader.feed, data)
 
 
 def _betas(http: web.Request) -> str:
@@ -191,3 +182,43 @@ def _status(job: Job) -> str:
 
 def _not_found(batch_id: str) -> NotFoundError:
     return NotFoundError(f"There is no message batch {shown(batch_id)!r}.")
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+_UNRUN: Final[dict[Unrun, dict[str, Any]]] = {
+    "cancelled": {"type": "canceled"},
+    "expired": {"type": "expired"},
+    "failed": {"type": "errored", "error": error_json(KvasirError("The server could not run this request."), "")},
+}
+
+
+def _check(job: Job, rows: BinaryIO) -> Checked:
+    """Where the rows are; they were checked when they arrived."""
+    lines: list[Line] = []
+    offset = 0
+    for row in rows:
+        lines.append(Line(offset, len(row)))
+        offset += len(row)
+    return Checked(lines, [])
+
+
+def _answered(row: Row, request_id: str, answered: Answered) -> bytes:
+    """The result of a request that ran, also of one that failed."""
+    body = orjson.Fragment(answered.body)
+    result = {"type": "succeeded", "message": body} if answered.status == OK else {"type": "errored", "error": body}
+    return orjson.dumps({"custom_id": row["custom_id"], "result": result})
+
+
+def _headers(job: Job) -> Headers:
+    betas: str = job.metadata.get("betas", "")
+    return (("anthropic-beta", betas),) if betas else ()
+
+
+ROWS: Final = RowFormat(
+    check=_check,
+    request=lambda job, row: (endpoint_name(job.metadata["version"]), row["params"]),
+    answered=_answered,
+    unrun=lambda row, why: orjson.dumps({"custom_id": row.get("custom_id", ""), "result": _UNRUN[why]}),
+    headers=_headers,
+)

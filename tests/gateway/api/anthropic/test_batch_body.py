@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.anthropic.batches.requests import RequestLimits, RequestReader
+from gateway.api.anthropic import batch_body
+from gateway.api.anthropic.batch_body import RequestSplitter
 from gateway.errors import BadRequestError, BodyTooLargeError, KvasirError
 
-LIMITS = RequestLimits(requests=5, request_bytes=100_000, depth=8)
 PARAMS = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "\u2028 😀 \\ud83d"}]}
 
 
@@ -20,13 +20,13 @@ def request(custom_id: object, /, **changed: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "params": PARAMS} | changed
 
 
-def read(data: bytes, size: int | None = None, limits: RequestLimits = LIMITS) -> list[Any]:
-    reader = RequestReader(limits)
+def read(data: bytes, size: int | None = None, max_request_bytes: int = 100_000) -> list[Any]:
+    splitter = RequestSplitter(5, max_request_bytes)
     size = size or len(data) or 1
-    rows = b"".join(reader.feed(data[start : start + size]) for start in range(0, len(data), size))
-    reader.close()
+    rows = b"".join(splitter.rows(splitter.feed(data[start : start + size])) for start in range(0, len(data), size))
+    splitter.close()
     found = [json.loads(row) for row in rows.decode().split("\n")[:-1]]
-    assert reader.num_requests == len(found)
+    assert splitter.num_requests == len(found)
     return found
 
 
@@ -47,12 +47,14 @@ VALUES = st.recursive(
     values=st.lists(VALUES, min_size=1, max_size=4),
     size=st.integers(1, 40),
     escaped=st.booleans(),
+    indent=st.none() | st.just(2),
 )
-def test_requests_are_the_same_wherever_their_body_is_cut(values: list[Any], size: int, escaped: bool) -> None:
+def test_requests_are_the_same_wherever_their_body_is_cut(
+    values: list[Any], size: int, escaped: bool, indent: int | None
+) -> None:
     sent = [request(f"r-{number}", params={"x": value}) for number, value in enumerate(values)]
-    data = json.dumps({"requests": sent}, ensure_ascii=escaped).encode()
-    limits = LIMITS._replace(depth=50)
-    assert read(data, size, limits) == read(data, None, limits) == sent
+    data = json.dumps({"requests": sent}, ensure_ascii=escaped, indent=indent).encode()
+    assert read(data, size) == read(data) == sent
 
 
 ESCAPES = (
@@ -77,7 +79,7 @@ def test_half_of_a_character_is_refused_wherever_it_stands_and_is_cut(parts: lis
     told = json.loads(f'"{"".join(parts)}"')
     data = f'{{"requests":[{{"custom_id":"a","params":{{"x":"{"".join(parts)}"}}}}]}}'.encode()
     if any("\ud800" <= character <= "\udfff" for character in told):
-        with pytest.raises(BadRequestError, match="half of a character"):
+        with pytest.raises(BadRequestError, match="surrogate"):
             read(data, size)
     else:
         assert read(data, size) == [request("a", params={"x": told})]
@@ -108,7 +110,7 @@ def test_half_of_a_character_is_refused_wherever_it_stands_and_is_cut(parts: lis
         ({"requests": [{"custom_id": "a"}]}, "requests[0].params"),
         ({"requests": [request("a", params=[])]}, "requests[0].params"),
         ({"requests": [request("a", method="POST")]}, "requests[0].method"),
-        ({"requests": [request("a"), request("b", params={"x": json.loads("[" * 9 + "]" * 9)})]}, "requests[1]"),
+        ({"requests": [request("a"), request("b", params={"x": json.loads("[" * 128 + "]" * 128)})]}, "requests[1]"),
         ({"requests": [request(str(number)) for number in range(6)]}, "requests"),
     ],
 )
@@ -128,7 +130,10 @@ def test_what_is_wrong_is_told_with_its_path(body: Any, param: str | None, size:
         b'{"requests":[{"custom_id":"a","params":{}}]}}',
         b'{"requests":[{"custom_id":"a","params":{"x":NaN}}]}',
         b'{"requests":[{"custom_id":"a","params":{"x":1e999}}]}',
-        b'{"requests":[{"custom_id":"a","params":{"x":99999999999999999999}}]}',
+        b'{"requests":[{"custom_id":"a","params":{}} {"custom_id":"b","params":{}}]}',
+        b'{"requests":[{"custom_id":"a","params":{}},]}',
+        b'{"requests":[,{"custom_id":"a","params":{}}]}',
+        b'{"requests":[{"custom_id":"a","params":{]}}]}',
         b'{"requests":[{"custom_id":"a","params":{"x":"\\ud83d"}}]}',
         b'{"requests":[{"custom_id":"a","params":{"x":"\\ude00 and more text behind it"}}]}',
         b'{"requests":[{"custom_id":"a","params":{"x":"\\ud83d\\u0041 and more text"}}]}',
@@ -147,6 +152,13 @@ def test_what_is_no_json_is_refused(data: bytes, size: int | None) -> None:
 
 def test_a_request_is_in_memory_alone_and_so_large_at_most() -> None:
     data = json.dumps({"requests": [request("a", params={"x": "y" * 3000})]}).encode()
-    assert len(read(data, 100, LIMITS._replace(request_bytes=4000))) == 1
+    assert len(read(data, 100, 4000)) == 1
     with pytest.raises(BodyTooLargeError):
-        read(data, 100, LIMITS._replace(request_bytes=2000))
+        read(data, 100, 2000)
+
+
+def test_a_request_of_too_many_values_is_not_split_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_body, "MAX_MARKS", 1000)
+    with pytest.raises(BadRequestError) as refused:
+        RequestSplitter(5, 100_000).feed(b'{"requests":[' + b'{"a":' * 400)
+    assert refused.value.code == "too_many_json_values"
