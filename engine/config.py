@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, ValidationError
 
 from engine.protocol import HashName
 
@@ -24,103 +24,84 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """A frozen group of settings. Each field has a default, and a description that starts with its unit."""
+    """A frozen group of settings. Each field has a default, and a docstring that starts with its unit."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class EngineSettings(Section):
     """[engine]: the bundled engine; `kvasir serve` hands these to every engine it starts."""
 
-    model: str = Field("demo", description="Folder or hub id of a decoder-only causal LM; `demo` is the bundled one.")
-    revision: str | None = Field(None, description="Hub revision of the model; the default branch when not set.")
-    served_name: str | None = Field(
-        None, description="Name that clients ask for; the model's id or the folder's name when not set."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="What the model computes in; `auto` is what it was saved in, if this machine is quick at it.",
-    )
-    device: str = Field(
-        "auto",
-        description="`cpu`, `cuda`, `cuda:1`, ...; `auto` is the CPU. With `cuda` several engines have a GPU each.",
-    )
-    listen: str = Field(
-        "127.0.0.1:8090", description="Where gateways connect: `host:port`, or `unix:PATH` for a socket file."
-    )
-    advertise: str | None = Field(
-        None, description="URL under which gateways on other machines reach this engine; `listen` when not set."
-    )
-    secret: str | None = Field(
-        None,
-        description="Shared with the gateways; required where `listen` is neither a loopback address nor a socket "
-        "file.",
-    )
-    block_size: Annotated[int, Field(ge=4, le=1024)] = Field(16, description="Tokens per block.")
-    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
-        2 << 30, description="Bytes of memory for the keys and values of all blocks."
-    )
-    host_bytes: Annotated[int, Field(ge=0)] = Field(
-        0, description="Bytes of host memory for blocks below those of a GPU; 0 is none, which is right on a CPU."
-    )
-    disk_bytes: Annotated[int, Field(ge=0)] = Field(
-        4 << 30, description="Bytes on disk for blocks that outlive a restart, of each engine; 0 is none."
-    )
-    disk_dir: Path | None = Field(
-        None,
-        description="Folder of the blocks on disk, none without one; `kvasir serve` puts it into its data_dir.",
-    )
-    disk_max_age_s: Annotated[float, Field(gt=0)] = Field(
-        604800.0,
-        description="Seconds after which unused blocks on disk are deleted, of all models; a lease keeps its prefix "
-        "longer.",
-    )
+    model: str = "demo"
+    """Folder or hub id of a decoder-only causal LM; `demo` is the bundled one."""
+    revision: str | None = None
+    """Hub revision of the model; the default branch when not set."""
+    served_name: str | None = None
+    """Name that clients ask for; the model's id or the folder's name when not set."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the model computes in; `auto` is what it was saved in, if this machine is quick at it."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` is the CPU. With `cuda` several engines have a GPU each."""
+    listen: str = "127.0.0.1:8090"
+    """Where gateways connect: `host:port`, or `unix:PATH` for a socket file."""
+    advertise: str | None = None
+    """URL under which gateways on other machines reach this engine; `listen` when not set."""
+    secret: str | None = None
+    """Shared with the gateways; required where `listen` is neither a loopback address nor a socket file."""
+    block_size: Annotated[int, Field(ge=4, le=1024)] = 16
+    """Tokens per block."""
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 2 << 30
+    """Bytes of memory for the keys and values of all blocks."""
+    host_bytes: NonNegativeInt = 0
+    """Bytes of host memory for blocks below those of a GPU; 0 is none, which is right on a CPU."""
+    disk_bytes: NonNegativeInt = 4 << 30
+    """Bytes on disk for blocks that outlive a restart, of each engine; 0 is none."""
+    disk_dir: Path | None = None
+    """Folder of the blocks on disk, none without one; `kvasir serve` puts it into its data_dir."""
+    disk_max_age_s: PositiveFloat = 604800.0
+    """Seconds after which unused blocks on disk are deleted, of all models; a lease keeps its prefix longer."""
     copy_queue_bytes: ClassVar = 16 << 20
     """Of token ids and hashes that wait for their blocks to be copied to host memory or disk."""
-    max_context_tokens: Annotated[int, Field(ge=16)] | None = Field(
-        None, description="Tokens of prompt and completion together; what the model was made for when not set."
-    )
-    max_sequences: Annotated[int, Field(ge=1, le=4096)] = Field(64, description="Sequences that run at the same time.")
+    max_context_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Tokens of prompt and completion together; what the model was made for when not set."""
+    max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Sequences that run at the same time."""
     max_waiting: ClassVar = 4096
     """Sequences that wait in the engine; gateways send no more than they have slots."""
-    step_tokens: Annotated[int, Field(ge=16)] = Field(
-        1024, description="Tokens computed in one step: all running decodes plus chunks of prefills."
-    )
+    step_tokens: Annotated[int, Field(ge=16)] = 1024
+    """Tokens computed in one step: all running decodes plus chunks of prefills."""
     batch_step_tokens: ClassVar = 256
     """Prefilled tokens of the batch queue in one step; at least `prefill_grid_tokens` + 8."""
     prefill_grid_tokens: ClassVar = 256
     """A prefill is cut only at multiples of this, so that a warm answer equals a cold one."""
     grammar_cache: ClassVar = 64
     """Compiled grammars, in use or kept, each in a process of its own; one tenant has at most half."""
-    threads: Annotated[int, Field(ge=0)] = Field(
-        0, description="CPU threads of one engine; 0 leaves one core to the gateway and shares the rest."
-    )
-    hash_name: HashName = Field("xxh3_128", description="Hash of the block chain; a hit is verified in any case.")
+    threads: NonNegativeInt = 0
+    """CPU threads of one engine; 0 leaves one core to the gateway and shares the rest."""
+    hash_name: HashName = "xxh3_128"
+    """Hash of the block chain; a hit is verified in any case."""
     heartbeat_s: ClassVar = 2.0
     """Between renewals of the index entries of this engine."""
     lease_s: ClassVar = 10.0
     """Without a heartbeat after which an engine's index is deleted: five heartbeats."""
-    eviction: Literal["lru", "hit-density"] = Field(
-        "lru",
-        description="Which cached block goes first: the least recently used, or the one that promises the fewest hits.",
-    )
-    lease_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5, description="Share of the blocks that leases keep at most; past it the least valuable lease degrades."
-    )
-    lease_tenant_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.25, description="Share of the blocks that the leases of one tenant keep at most."
-    )
-    lease_max_s: Annotated[float, Field(gt=0)] = Field(
-        43200.0, description="Seconds that a breakpoint may ask for; a request that asks for more is refused."
-    )
+    eviction: Literal["lru", "hit-density"] = "lru"
+    """Which cached block goes first: the least recently used, or the one that promises the fewest hits."""
+    lease_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the blocks that leases keep at most; past it the least valuable lease degrades."""
+    lease_tenant_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of the blocks that the leases of one tenant keep at most."""
+    lease_max_s: PositiveFloat = 43200.0
+    """Seconds that a breakpoint may ask for; a request that asks for more is refused."""
     max_leases: ClassVar = 4096
     """That are remembered; of one tenant its share of them, as of the blocks."""
-    drain_s: Annotated[float, Field(ge=0)] = Field(
-        30.0, description="Seconds that running sequences get to end after SIGTERM."
-    )
+    drain_s: NonNegativeFloat = 30.0
+    """Seconds that running sequences get to end after SIGTERM."""
     send_buffer_bytes: ClassVar = 16 << 20
     """That wait for a gateway which does not read, before its connection is closed."""
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least level that is logged."""
 
 
 _Root = TypeVar("_Root", bound=BaseModel)
@@ -174,10 +155,7 @@ SHORT_FLAGS: dict[str, str] = {}
 """Settings whose flag is shorter than --section-setting. Filled by the packages' own config files."""
 
 
-REMOVED: dict[str, dict[str, str]] = {}
-"""Settings that earlier versions had, by section: what holds in their place. Filled by the packages' config files."""
-
-_NO_SETTING = "there is no such setting (docs/configuration.md lists all)"
+_NO_SETTING = "there is no such setting (docs/configuration.md lists all, docs/changelog.md those that were removed)"
 
 
 def flag_name(path: str) -> str:
@@ -191,7 +169,7 @@ def variable_name(path: str) -> str:
 
 
 def _variable_path(variable: str, known: set[str]) -> str:
-    for path in (*known, *(f"{section}.{name}" for section, names in REMOVED.items() for name in names)):
+    for path in known:
         if variable_name(path) == variable:
             return path
     raise ConfigError(f"environment variable {variable}: {_NO_SETTING}")
@@ -229,11 +207,7 @@ def _explain(item: Any, origin: Mapping[str, str], file: Path | None) -> str:
     setting = ".".join(str(part) for part in item["loc"][:2])
     where = origin.get(setting) or (str(file) if file else "default")
     if item["type"] == "extra_forbidden":
-        gone = REMOVED.get(str(item["loc"][0]), {})
-        if len(item["loc"]) == 1 and gone:
-            return f"{path} ({where}): these settings were removed: {gone}"
-        instead = gone.get(str(item["loc"][-1]))
-        return f"{path} ({where}): " + (_NO_SETTING if instead is None else f"this setting was removed: {instead}")
+        return f"{path} ({where}): {_NO_SETTING}"
     if len(item["loc"]) == 1 and item["type"] in _BRACKETS and isinstance(item["input"], dict | list):
         return f"{path} ({where}): write {_BRACKETS[item['type']].format(path)}"
     message = item["msg"].removeprefix("Value error, ")

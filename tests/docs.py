@@ -91,7 +91,7 @@ def settings() -> str:
 def _section(title: str, model: type[BaseModel]) -> str:
     meaning = " ".join((model.__doc__ or "").split("\n\n")[0].split()).removeprefix(f"{title}: ")
     rows = [
-        f"| `{name}` | {_kind(field)} | {_default(name, field)} | {field.description} |"
+        f"| `{name}` | {_kind(field)} | {_default(name, field)} | {' '.join((field.description or '').split())} |"
         for name, field in model.model_fields.items()
     ]
     head = "| setting | type | default | meaning |\n| --- | --- | --- | --- |"

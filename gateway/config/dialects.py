@@ -5,37 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from engine.config import Section
 from gateway.config.stored import StoredResponseSettings
-from gateway.config.units import Duration, duration_s, split
+from gateway.config.units import COMMAS, Duration, duration_s
 
 
 class ApiSettings(Section):
     """[api]: what all APIs have in common."""
 
-    unknown_fields: Literal["ignore", "refuse"] = Field(
-        "ignore",
-        description="`ignore` names unknown fields in a header, `refuse` is a 400. Typos of known fields are always "
-        "refused.",
-    )
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """`ignore` names unknown fields in a header, `refuse` is a 400. Typos of known fields are always refused."""
 
 
 class GeminiSettings(Section):
     """[gemini]: the cached contents of the Gemini API. How much of their prefixes is kept is the engine's to say."""
 
-    default_ttl: Duration = Field("1h", description="Time to live of a cached content that asks for none.")
+    default_ttl: Duration = "1h"
+    """Time to live of a cached content that asks for none."""
     min_ttl: ClassVar = "1s"
-    max_ttl: Duration = Field("12h", description="Longest time to live that a cached content may ask for.")
-    min_tokens: Annotated[int, Field(ge=0)] = Field(0, description="Tokens that a cached content has at least.")
+    max_ttl: Duration = "12h"
+    """Longest time to live that a cached content may ask for."""
+    min_tokens: NonNegativeInt = 0
+    """Tokens that a cached content has at least."""
     max_contents: ClassVar = 1000
     """Of one tenant; `max_bytes` is what counts, this bounds the list."""
     max_content_bytes: ClassVar = 8 << 20
     """Of JSON; a larger content is refused."""
-    max_bytes: Annotated[int, Field(ge=1024)] = Field(
-        64 << 20, description="Bytes of JSON that the cached contents of one tenant have at most."
-    )
+    max_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
+    """Bytes of JSON that the cached contents of one tenant have at most."""
 
     @property
     def longest_s(self) -> float:
@@ -53,9 +52,8 @@ class AnthropicSettings(Section):
 
     lookback_blocks: ClassVar = 20
     """From a marked block backwards, at whose end a cached prefix counts as read; as upstream."""
-    min_cache_tokens: Annotated[int, Field(ge=0)] = Field(
-        0, description="Tokens that a prefix needs to be cached; a marker after fewer is ignored, as upstream."
-    )
+    min_cache_tokens: NonNegativeInt = 0
+    """Tokens that a prefix needs to be cached; a marker after fewer is ignored, as upstream."""
 
     diagnostics_ttl_s: ClassVar = 3600.0
     """That the hashes of a prompt are remembered: a session asks about its last turns."""
@@ -71,17 +69,15 @@ class AnthropicSettings(Section):
 class EmbeddingSettings(Section):
     """[embeddings]: texts as vectors, computed by the gateway itself."""
 
-    names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
-        ("all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"),
-        description="Names that clients ask for the model with.",
+    names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1), COMMAS] = (
+        "all-MiniLM-L6-v2",
+        "sentence-transformers/all-MiniLM-L6-v2",
     )
-    folder: Path | None = Field(
-        None,
-        description="Folder of a BERT encoder that sentence-transformers saved; that of the extra when not set.",
-    )
-    threads: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="Threads that compute vectors, each on one core, a batch at a time."
-    )
+    """Names that clients ask for the model with."""
+    folder: Path | None = None
+    """Folder of a BERT encoder that sentence-transformers saved; that of the extra when not set."""
+    threads: Annotated[int, Field(ge=1, le=64)] = 1
+    """Threads that compute vectors, each on one core, a batch at a time."""
     batch_tokens: ClassVar = 512
     """That are computed together, of any requests: more are no faster, and others wait for them longer."""
     thread_chars: ClassVar = 2000
@@ -96,8 +92,3 @@ class EmbeddingSettings(Section):
     """Over all tenants; a request with more gets 429. Minutes of work for a CPU."""
     max_waiting_tokens_per_tenant: ClassVar = 500_000
     """The same of one tenant."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _split_names(cls, data: object) -> object:
-        return split(data, "names")

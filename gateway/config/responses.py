@@ -4,56 +4,43 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from engine.config import Section
+from gateway.config.units import Share
 
 
 class ResponseCacheSettings(Section):
     """[response_cache]: answers that are given again to the same request, of the same tenant."""
 
-    mode: Literal["on", "ask", "off"] = Field(
-        "on", description="`on`: every request that may be; `ask`: those that ask for it; `off`: none."
-    )
-    upstreams: Literal["on", "ask", "off"] = Field(
-        "ask",
-        description="The same for requests to upstreams, where `mode` or a tenant allows no less. Embeddings follow "
-        "`mode` alone.",
-    )
-    requests: Literal["deterministic", "all"] = Field(
-        "deterministic",
-        description="`deterministic`: with temperature 0 or a seed, and those that ask for the cache; `all`: all.",
-    )
-    tool_calls: bool = Field(False, description="Whether answers that may call tools are kept and shared, too.")
-    truncated: bool = Field(False, description="Whether answers that `max_tokens` cut are kept, too.")
-    ttl_s: Annotated[float, Field(gt=0)] = Field(
-        3600.0, description="Seconds that an answer is kept, from its end, when its request does not say."
-    )
-    max_ttl_s: Annotated[float, Field(gt=0)] = Field(
-        604800.0, description="Seconds that a request may ask for, at most; 7 days."
-    )
+    mode: Literal["on", "ask", "off"] = "on"
+    """`on`: every request that may be; `ask`: those that ask for it; `off`: none."""
+    upstreams: Literal["on", "ask", "off"] = "ask"
+    """The same for requests to upstreams, where `mode` or a tenant allows no less. Embeddings follow `mode` alone."""
+    requests: Literal["deterministic", "all"] = "deterministic"
+    """`deterministic`: with temperature 0 or a seed, and those that ask for the cache; `all`: all."""
+    tool_calls: bool = False
+    """Whether answers that may call tools are kept and shared, too."""
+    truncated: bool = False
+    """Whether answers that `max_tokens` cut are kept, too."""
+    ttl_s: PositiveFloat = 3600.0
+    """Seconds that an answer is kept, from its end, when its request does not say."""
+    max_ttl_s: PositiveFloat = 604800.0
+    """Seconds that a request may ask for, at most; 7 days."""
     max_entry_bytes: ClassVar = 1 << 20
     """Of one answer; a larger one is not kept."""
-    max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
-        128 << 20,
-        description="Bytes of answers in a gateway's memory; 0 keeps none. The tenant with most loses its least "
-        "recently used.",
-    )
+    max_memory_bytes: NonNegativeInt = 128 << 20
+    """Bytes of answers in a gateway's memory; 0 keeps none. The tenant with most loses its least recently used."""
     memory_s: ClassVar = 60.0
     """That an answer is given from memory before Redis is asked whether it still exists."""
     removals_s: ClassVar = 1.0
     """Between looks in Redis for answers that other gateways removed."""
-    max_rendered_bytes: Annotated[int, Field(ge=0)] = Field(
-        32 << 20,
-        description="Bytes of requests and rendered answers in memory, to answer equal bytes without parsing; 0 "
-        "keeps none.",
-    )
-    max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
-        64 << 20, description="Bytes of answers in Redis, of all tenants, those used last; 0 keeps none there."
-    )
-    max_redis_bytes_per_tenant: Annotated[int, Field(ge=0)] = Field(
-        32 << 20, description="Bytes of answers in Redis of one tenant or namespace."
-    )
+    max_rendered_bytes: NonNegativeInt = 32 << 20
+    """Bytes of requests and rendered answers in memory, to answer equal bytes without parsing; 0 keeps none."""
+    max_redis_bytes: NonNegativeInt = 64 << 20
+    """Bytes of answers in Redis, of all tenants, those used last; 0 keeps none there."""
+    max_redis_bytes_per_tenant: NonNegativeInt = 32 << 20
+    """Bytes of answers in Redis of one tenant or namespace."""
     max_flight_bytes: ClassVar = 8 << 20
     """Of a shared answer that wait for its slowest reader before that reader is dropped."""
 
@@ -67,43 +54,32 @@ class ResponseCacheSettings(Section):
 class SemanticCacheSettings(Section):
     """[semantic_cache]: answers to questions that mean the same. Needs the extra `semantic`, and the response cache."""
 
-    mode: Literal["on", "ask", "off"] = Field(
-        "off",
-        description="Which requests it is for: `on` for all that fit, `ask` for those that ask, `off` for none.",
-    )
-    bound: Annotated[float, Field(gt=0, le=0.2)] = Field(
-        0.01,
-        description="Accepted wrong hits, as a share of requests that are looked up (and of a fifth of literal "
-        "repeats).",
-    )
-    judged: bool = Field(
-        True,
-        description="Whether answers are compared to learn which hits are right; else `unjudged_similarity` decides.",
-    )
-    unjudged_similarity: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.915, description="Cosine that a hit needs where no answers are compared."
-    )
-    min_similarity: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.8, description="Cosine that every hit needs at least; requests may only raise it."
-    )
-    strict: bool = Field(False, description="Whether the same words in another order are another question.")
-    audit_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.03, description="Requests whose hit is compared with a fresh answer, as a share of all, about."
-    )
+    mode: Literal["on", "ask", "off"] = "off"
+    """Which requests it is for: `on` for all that fit, `ask` for those that ask, `off` for none."""
+    bound: Annotated[float, Field(gt=0, le=0.2)] = 0.01
+    """Accepted wrong hits, as a share of requests that are looked up (and of a fifth of literal repeats)."""
+    judged: bool = True
+    """Whether answers are compared to learn which hits are right; else `unjudged_similarity` decides."""
+    unjudged_similarity: Share = 0.915
+    """Cosine that a hit needs where no answers are compared."""
+    min_similarity: Share = 0.8
+    """Cosine that every hit needs at least; requests may only raise it."""
+    strict: bool = False
+    """Whether the same words in another order are another question."""
+    audit_share: Annotated[float, Field(gt=0, le=1)] = 0.03
+    """Requests whose hit is compared with a fresh answer, as a share of all, about."""
     max_audits: ClassVar = 4
     """Audits at the same time; beyond, a hit that is due for one is answered afresh."""
     max_judging: ClassVar = 64
     """Answers that wait to be compared: a burst; beyond, what they would have taught is not learned."""
-    max_temperature: Annotated[float, Field(ge=0)] = Field(
-        0.3, description="Requests with a higher temperature are not looked up."
-    )
+    max_temperature: NonNegativeFloat = 0.3
+    """Requests with a higher temperature are not looked up."""
     max_text_tokens: ClassVar = 256
     """Wordpieces of a question; longer texts say more than one vector holds, and are not looked up."""
     max_text_chars: ClassVar = 4000
     """The same in characters, before anything is tokenised."""
-    ttl_s: Annotated[float, Field(gt=0)] = Field(
-        3600.0, description="Seconds from its answer after which a question is forgotten; being used adds nothing."
-    )
+    ttl_s: PositiveFloat = 3600.0
+    """Seconds from its answer after which a question is forgotten; being used adds nothing."""
     max_models: ClassVar = 64
     """Models of one tenant whose questions are kept: clients may make up names where a pattern serves them."""
     max_entries: ClassVar = 100_000
@@ -112,16 +88,11 @@ class SemanticCacheSettings(Section):
     """Questions that differ in the last message alone, so that one situation leaves room for others."""
     max_bytes: ClassVar = 1 << 30
     """Of the questions of one tenant to one model; `max_memory_bytes` bounds all of them."""
-    max_memory_bytes: Annotated[int, Field(ge=0)] = Field(
-        1 << 30,
-        description="Bytes of all questions in a gateway's memory, about. The tenant with most loses its least "
-        "recently used.",
-    )
-    max_redis_bytes: Annotated[int, Field(ge=0)] = Field(
-        32 << 20, description="Bytes of questions in Redis of one tenant and model; 0 keeps none there."
-    )
-    lookup_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        0.25, description="Seconds that a look-up may take; then the request is answered afresh."
-    )
+    max_memory_bytes: NonNegativeInt = 1 << 30
+    """Bytes of all questions in a gateway's memory, about. The tenant with most loses its least recently used."""
+    max_redis_bytes: NonNegativeInt = 32 << 20
+    """Bytes of questions in Redis of one tenant and model; 0 keeps none there."""
+    lookup_timeout_s: PositiveFloat = 0.25
+    """Seconds that a look-up may take; then the request is answered afresh."""
     sync_s: ClassVar = 1.0
     """From one look at what other gateways keep in Redis to the next."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from engine.config import REMOVED, SHORT_FLAGS, EngineSettings
+from engine.config import SHORT_FLAGS, EngineSettings
 from gateway.config.dialects import AnthropicSettings, ApiSettings, EmbeddingSettings, GeminiSettings
-from gateway.config.removed import REMOVED_SETTINGS
 from gateway.config.responses import ResponseCacheSettings, SemanticCacheSettings
 from gateway.config.serving import EnginesSettings, LogSettings, RedisSettings, ServerSettings
 from gateway.config.stages import PromptSettings, QueueSettings
@@ -27,6 +26,13 @@ from gateway.types import ANONYMOUS
 
 SHORT_FLAGS.update(
     {
+        "server.host": "--host",
+        "server.port": "--port",
+        "server.data_dir": "--data-dir",
+        "server.log_level": "--log-level",
+        "redis.url": "--redis-url",
+        "engines.count": "--engines",
+        "engines.urls": "--engine-urls",
         "engine.model": "--model",
         "engine.revision": "--revision",
         "engine.served_name": "--served-name",
@@ -40,7 +46,6 @@ SHORT_FLAGS.update(
         "logs.format": "--log-format",
     }
 )
-REMOVED.update(REMOVED_SETTINGS)
 
 
 class Settings(BaseModel):
@@ -74,64 +79,49 @@ class Settings(BaseModel):
     semantic_cache: SemanticCacheSettings = SemanticCacheSettings()
 
     @model_validator(mode="after")
-    def _keys_belong_to_one(self) -> Settings:
-        seen: dict[str, str] = dict.fromkeys(self.auth.admin_keys, "auth.admin_keys")
-        names: set[str] = set()
+    def _names_and_keys_are_unique(self) -> Settings:
+        reserved = {"namespaces": {PRIVATE}}
+        for section in ("tenants", "namespaces", "upstreams", "prices"):
+            seen = reserved.get(section, set())
+            for table in getattr(self, section):
+                name = table.model if section == "prices" else table.name
+                if name in seen:
+                    raise ValueError(f"{section}: the name {name!r} is there twice, or reserved")
+                seen.add(name)
+        owners = dict.fromkeys(self.auth.admin_keys, "auth.admin_keys")
         for tenant in self.tenants:
-            if tenant.name in names:
-                raise ValueError(f"tenants: the name {tenant.name!r} is there twice")
-            names.add(tenant.name)
             for key in tenant.keys:
-                if key in seen:
-                    raise ValueError(f"tenants: a key of {tenant.name!r} is also in {seen[key]}")
-                seen[key] = f"tenant {tenant.name!r}"
+                if (other := owners.setdefault(key, f"tenant {tenant.name!r}")) != f"tenant {tenant.name!r}":
+                    raise ValueError(f"tenants: a key of {tenant.name!r} is also in {other}")
         return self
 
     @model_validator(mode="after")
-    def _a_model_has_one_price(self) -> Settings:
-        seen: set[str] = set()
-        for price in self.prices:
-            if price.model in seen:
-                raise ValueError(f"prices: {price.model!r} is there twice")
-            seen.add(price.model)
-        return self
-
-    @model_validator(mode="after")
-    def _engines_lease_for_so_long(self) -> Settings:
+    def _engines_keep_leases_that_long(self) -> Settings:
         most_s = self.engine.lease_max_s
-        for name, ttl in (*(("ttls", ttl) for ttl in self.leases.ttls), ("default_ttl", self.leases.default_ttl)):
+        ttls = [("leases.ttls", ttl) for ttl in self.leases.ttls]
+        ttls += [("leases.default_ttl", self.leases.default_ttl), ("gemini.max_ttl", self.gemini.max_ttl)]
+        for name, ttl in ttls:
             if duration_s(ttl) > most_s:
-                raise ValueError(f"leases.{name}: {ttl} is more than engine.lease_max_s, {most_s:g} s")
-        if self.gemini.longest_s > most_s:
-            raise ValueError(f"gemini.max_ttl: {self.gemini.max_ttl} is more than engine.lease_max_s, {most_s:g} s")
+                raise ValueError(f"{name}: {ttl} is more than engine.lease_max_s, {most_s:g} s")
         return self
 
     @model_validator(mode="after")
-    def _namespaces_are_for_tenants(self) -> Settings:
+    def _tenants_exist(self) -> Settings:
         known = {tenant.name for tenant in self.tenants} or {ANONYMOUS}
-        seen: set[str] = {PRIVATE}
-        at_home: dict[str, str] = {}  # tenant -> the namespace that it uses without asking
+        used = [("namespaces", one.name, one.tenants) for one in self.namespaces]
+        used += [("upstreams", one.name, (*one.tenants, *one.hints, *one.meter)) for one in self.upstreams]
+        for section, name, tenants in used:
+            if missing := set(tenants) - known - {EVERYBODY}:
+                raise ValueError(f"{section}: {name!r} is for {min(missing)!r}, which is no tenant")
+        return self
+
+    @model_validator(mode="after")
+    def _a_tenant_has_one_default_namespace(self) -> Settings:
+        known = {tenant.name for tenant in self.tenants} or {ANONYMOUS}
+        defaults: dict[str, str] = {}  # by tenant
         for namespace in self.namespaces:
-            if namespace.name in seen:
-                raise ValueError(f"namespaces: the name {namespace.name!r} is there twice, or reserved")
-            seen.add(namespace.name)
-            if missing := set(namespace.tenants) - known - {EVERYBODY}:
-                raise ValueError(f"namespaces: {namespace.name!r} is for {min(missing)!r}, which is no tenant")
             members = known if EVERYBODY in namespace.tenants else set(namespace.tenants)
             for tenant in sorted(members) if namespace.default else ():
-                if (other := at_home.setdefault(tenant, namespace.name)) != namespace.name:
+                if (other := defaults.setdefault(tenant, namespace.name)) != namespace.name:
                     raise ValueError(f"namespaces: {other!r} and {namespace.name!r} are both the default of {tenant!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _upstreams_are_for_tenants(self) -> Settings:
-        known = {tenant.name for tenant in self.tenants} | {EVERYBODY}
-        known |= set() if self.tenants else {ANONYMOUS}
-        seen: set[str] = set()
-        for upstream in self.upstreams:
-            if upstream.name in seen:
-                raise ValueError(f"upstreams: the name {upstream.name!r} is there twice")
-            seen.add(upstream.name)
-            if missing := {*upstream.tenants, *upstream.hints, *upstream.meter} - known:
-                raise ValueError(f"upstreams: {upstream.name!r} is for {min(missing)!r}, which is no tenant")
         return self

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import NonNegativeInt, PositiveFloat
 
 from engine.config import Section
 
@@ -14,16 +14,12 @@ CacheKeyMode = Literal["separate", "hint"]
 class PromptSettings(Section):
     """[prompt]: rendering and tokenising."""
 
-    memo_bytes: Annotated[int, Field(ge=0)] = Field(
-        576 << 20, description="Bytes that remember the segments, chains and prompts of one model; 0 remembers none."
-    )
+    memo_bytes: NonNegativeInt = 576 << 20
+    """Bytes that remember the segments, chains and prompts of one model; 0 remembers none."""
     thread_chars: ClassVar = 20_000
     """Of new text from which on tokenising leaves the event loop for a thread: some milliseconds."""
-    cache_key: CacheKeyMode = Field(
-        "separate",
-        description="`separate`: a `prompt_cache_key` separates prefixes; `hint`: it only steers equal keys to one "
-        "engine.",
-    )
+    cache_key: CacheKeyMode = "separate"
+    """`separate`: a `prompt_cache_key` separates prefixes; `hint`: it only steers equal keys to one engine."""
 
     @property
     def prompt_memo_bytes(self) -> int:
@@ -42,21 +38,16 @@ class PromptSettings(Section):
 class QueueSettings(Section):
     """[queue]: slots at the engines, for the online lane and for the batch lane in what that leaves."""
 
-    max_waiting: Annotated[int, Field(ge=0)] = Field(
-        1024, description="Requests that wait for a slot, of all tenants; the next one gets 429."
-    )
-    max_waiting_per_tenant: Annotated[int, Field(ge=0)] = Field(
-        512, description="Requests of one tenant that wait for a slot; the next one gets 429."
-    )
-    max_wait_s: Annotated[float, Field(gt=0)] = Field(
-        60.0, description="Seconds that a request waits for a slot before it gets 503."
-    )
-    slots_per_engine: Annotated[int, Field(ge=0)] = Field(
-        0, description="Requests that one engine works on; 0 takes twice what the engine runs at a time."
-    )
-    batch_slots_per_engine: Annotated[int, Field(ge=0)] = Field(
-        0, description="Requests of the batch lane that one engine works on; 0 takes what the engine runs at a time."
-    )
+    max_waiting: NonNegativeInt = 1024
+    """Requests that wait for a slot, of all tenants; the next one gets 429."""
+    max_waiting_per_tenant: NonNegativeInt = 512
+    """Requests of one tenant that wait for a slot; the next one gets 429."""
+    max_wait_s: PositiveFloat = 60.0
+    """Seconds that a request waits for a slot before it gets 503."""
+    slots_per_engine: NonNegativeInt = 0
+    """Requests that one engine works on; 0 takes twice what the engine runs at a time."""
+    batch_slots_per_engine: NonNegativeInt = 0
+    """Requests of the batch lane that one engine works on; 0 takes what the engine runs at a time."""
     tier_s: ClassVar = 1.0
     """Of engine time by which `flex` requests are put back and `priority` ones ahead."""
     aging: ClassVar = 0.05

@@ -5,11 +5,11 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from engine.config import Section
 from gateway.config.stages import CacheKeyMode
-from gateway.config.units import Duration
+from gateway.config.units import Duration, Name
 
 MOST = 10**9
 """Of any limit per minute; times are kept in microseconds, in which what is more could not be told apart."""
@@ -20,27 +20,20 @@ PerMinute = Annotated[int, Field(ge=0, le=MOST)]
 class LimitSettings(Section):
     """[limits]: what each tenant may ask for in the online lane, over all gateways that share a Redis."""
 
-    requests_per_minute: PerMinute = Field(0, description="Requests of one tenant per minute; 0 is no limit.")
-    tokens_per_minute: PerMinute = Field(
-        0, description="Tokens of one tenant's prompts and completions per minute; 0 is no limit."
-    )
-    input_tokens_per_minute: PerMinute = Field(
-        0, description="Tokens of one tenant's prompts per minute; 0 is no limit."
-    )
-    output_tokens_per_minute: PerMinute = Field(
-        0, description="Tokens of one tenant's completions per minute; 0 is no limit."
-    )
-    max_in_flight: Annotated[int, Field(ge=0)] = Field(
-        0, description="Requests of one tenant that wait or are answered at a time, streamed or not; 0 is no limit."
-    )
-    burst_s: Annotated[float, Field(gt=0, le=60)] = Field(
-        60.0,
-        description="Seconds' worth of a limit that may be used at once: no minute has more than 1 + burst_s / 60 of "
-        "it.",
-    )
-    count_cached_tokens: bool = Field(
-        False, description="Whether tokens of prompts that were reused count against the limits of tokens."
-    )
+    requests_per_minute: PerMinute = 0
+    """Requests of one tenant per minute; 0 is no limit."""
+    tokens_per_minute: PerMinute = 0
+    """Tokens of one tenant's prompts and completions per minute; 0 is no limit."""
+    input_tokens_per_minute: PerMinute = 0
+    """Tokens of one tenant's prompts per minute; 0 is no limit."""
+    output_tokens_per_minute: PerMinute = 0
+    """Tokens of one tenant's completions per minute; 0 is no limit."""
+    max_in_flight: NonNegativeInt = 0
+    """Requests of one tenant that wait or are answered at a time, streamed or not; 0 is no limit."""
+    burst_s: Annotated[float, Field(gt=0, le=60)] = 60.0
+    """Seconds' worth of a limit that may be used at once: no minute has more than 1 + burst_s / 60 of it."""
+    count_cached_tokens: bool = False
+    """Whether tokens of prompts that were reused count against the limits of tokens."""
     assumed_completion_tokens: ClassVar = 256
     """That are set aside for an answer whose request names no maximum; most answers are shorter."""
     lease_s: ClassVar = 60.0
@@ -50,47 +43,41 @@ class LimitSettings(Section):
 class AuthSettings(Section):
     """[auth]: who may ask for the admin pages."""
 
-    admin_keys: tuple[str, ...] = Field((), description="Keys that open /admin, and nothing else.")
-    admin_content: bool = Field(False, description="Whether admins may read what remembered answers say.")
+    admin_keys: tuple[str, ...] = ()
+    """Keys that open /admin, and nothing else."""
+    admin_content: bool = False
+    """Whether admins may read what remembered answers say."""
 
 
 class TenantSettings(Section):
     """[[tenants]]: one tenant and its keys. Without any, the server is open and all requests belong to one tenant."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        ..., description="Name in logs, metrics and the block namespace; letters, digits and `._-`."
-    )
-    keys: Annotated[tuple[Annotated[str, Field(min_length=8)], ...], Field(min_length=1)] = Field(
-        ..., description="API keys of this tenant, 8 characters or more."
-    )
-    requests_per_minute: PerMinute | None = Field(
-        None, description="Instead of that of `[limits]`, like the next four."
-    )
-    tokens_per_minute: PerMinute | None = Field(None, description="Tokens of prompts and completions; 0 is no limit.")
-    input_tokens_per_minute: PerMinute | None = Field(None, description="Tokens of prompts; 0 is no limit.")
-    output_tokens_per_minute: PerMinute | None = Field(None, description="Tokens of completions; 0 is no limit.")
-    max_in_flight: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Requests that wait or are answered at a time; 0 is no limit."
-    )
-    weight: Annotated[float, Field(ge=0.01, le=100)] = Field(
-        1.0,
-        description="Share of engines and bounded upstreams beside other waiting tenants.",
-    )
-    priority: bool = Field(
-        False, description="Whether its requests may ask to be served before others (`service_tier`)."
-    )
-    response_cache: Literal["on", "ask", "off"] | None = Field(
-        None, description="Which of its requests the response cache is for; as `response_cache.mode` when not set."
-    )
-    cache_key: CacheKeyMode | None = Field(
-        None, description="What its `prompt_cache_key`s do; as `prompt.cache_key` when not set."
-    )
-    semantic_cache: Literal["on", "ask", "off"] | None = Field(
-        None, description="Which of its requests the semantic cache is for; as `semantic_cache.mode` when not set."
-    )
-    unknown_fields: Literal["ignore", "refuse"] | None = Field(
-        None, description="What becomes of unknown fields of its requests; as `api.unknown_fields` when not set."
-    )
+    name: Name
+    """Name in logs, metrics and the block namespace; letters, digits and `._-`."""
+    keys: Annotated[tuple[Annotated[str, Field(min_length=8)], ...], Field(min_length=1)]
+    """API keys of this tenant, 8 characters or more."""
+    requests_per_minute: PerMinute | None = None
+    """Instead of that of `[limits]`, like the next four."""
+    tokens_per_minute: PerMinute | None = None
+    """Tokens of prompts and completions; 0 is no limit."""
+    input_tokens_per_minute: PerMinute | None = None
+    """Tokens of prompts; 0 is no limit."""
+    output_tokens_per_minute: PerMinute | None = None
+    """Tokens of completions; 0 is no limit."""
+    max_in_flight: NonNegativeInt | None = None
+    """Requests that wait or are answered at a time; 0 is no limit."""
+    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    """Share of engines and bounded upstreams beside other waiting tenants."""
+    priority: bool = False
+    """Whether its requests may ask to be served before others (`service_tier`)."""
+    response_cache: Literal["on", "ask", "off"] | None = None
+    """Which of its requests the response cache is for; as `response_cache.mode` when not set."""
+    cache_key: CacheKeyMode | None = None
+    """What its `prompt_cache_key`s do; as `prompt.cache_key` when not set."""
+    semantic_cache: Literal["on", "ask", "off"] | None = None
+    """Which of its requests the semantic cache is for; as `semantic_cache.mode` when not set."""
+    unknown_fields: Literal["ignore", "refuse"] | None = None
+    """What becomes of unknown fields of its requests; as `api.unknown_fields` when not set."""
 
 
 EVERYBODY = "*"
@@ -103,31 +90,23 @@ PRIVATE = "private"
 class NamespaceSettings(Section):
     """[[namespaces]]: blocks that several tenants share on purpose."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        ..., description="Name that requests ask for with `x-kvasir-namespace`; letters, digits and `._-`."
-    )
-    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        ..., description="Names of the tenants that may use it, or `*` for every tenant."
-    )
-    semantic_cache: bool = Field(
-        False,
-        description="Whether the semantic cache works in it: then one tenant's question may get another's answer.",
-    )
-    default: bool = Field(
-        False, description="Whether requests of these tenants use it that ask for no namespace; one per tenant."
-    )
+    name: Name
+    """Name that requests ask for with `x-kvasir-namespace`; letters, digits and `._-`."""
+    tenants: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of the tenants that may use it, or `*` for every tenant."""
+    semantic_cache: bool = False
+    """Whether the semantic cache works in it: then one tenant's question may get another's answer."""
+    default: bool = False
+    """Whether requests of these tenants use it that ask for no namespace; one per tenant."""
 
 
 class LedgerSettings(Section):
     """[ledger]: what was used and what was saved, by day."""
 
-    retention_days: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        400, description="Days (UTC) that the ledger keeps, today among them."
-    )
-    flush_s: Annotated[float, Field(gt=0)] = Field(
-        5.0,
-        description="Seconds from one write to Redis to the next; a gateway that is killed loses no more than that.",
-    )
+    retention_days: Annotated[int, Field(ge=1, le=10_000)] = 400
+    """Days (UTC) that the ledger keeps, today among them."""
+    flush_s: PositiveFloat = 5.0
+    """Seconds from one write to Redis to the next; a gateway that is killed loses no more than that."""
     max_rows: ClassVar = 10_000
     """Of one day (tenant, model, lane, currency); further models are summed as `other`."""
 
@@ -139,18 +118,17 @@ Money = Annotated[Decimal, Field(ge=0, le=1_000_000, decimal_places=9)]
 class PriceSettings(Section):
     """[[prices]]: what a million tokens of a model cost. Without one, tokens and time are counted and no money."""
 
-    model: Annotated[str, Field(min_length=1)] = Field(
-        ..., description="Name of the model, or a pattern such as `gpt-*`; the name itself goes before any pattern."
-    )
-    currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")] = Field("USD", description="Three letters, as in ISO 4217.")
-    input: Money = Field(..., description="A million tokens of prompts, and of texts that are embedded.")
-    output: Money = Field(Decimal(0), description="A million tokens of answers.")
-    cached_read: Money | None = Field(
-        None, description="A million tokens of prompts that were read from a cache; as `input` when not set."
-    )
-    cache_write: Money | None = Field(
-        None, description="A million tokens of prompts that were written to a cache; as `input` when not set."
-    )
-    cache_write_of: dict[Duration, Money] = Field(
-        {}, description="The same for single times to live, as in `{ 1h = 6.0 }`."
-    )
+    model: Annotated[str, Field(min_length=1)]
+    """Name of the model, or a pattern such as `gpt-*`; the name itself goes before any pattern."""
+    currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")] = "USD"
+    """Three letters, as in ISO 4217."""
+    input: Money
+    """A million tokens of prompts, and of texts that are embedded."""
+    output: Money = Decimal(0)
+    """A million tokens of answers."""
+    cached_read: Money | None = None
+    """A million tokens of prompts that were read from a cache; as `input` when not set."""
+    cache_write: Money | None = None
+    """A million tokens of prompts that were written to a cache; as `input` when not set."""
+    cache_write_of: dict[Duration, Money] = Field({})
+    """The same for single times to live, as in `{ 1h = 6.0 }`."""

@@ -1,11 +1,11 @@
-"""What settings are written in: durations, and lists in one text."""
+"""What settings are written in: durations, names, lists in one text."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -26,8 +26,12 @@ def _duration(written: str) -> str:
 Duration = Annotated[str, AfterValidator(_duration)]
 
 
-def split(data: object, name: str) -> object:
-    """A list that came as one text, from a flag or a variable: cut at commas."""
-    if isinstance(data, dict) and isinstance(data.get(name), str):
-        return {**data, name: tuple(item for item in data[name].split(",") if item)}
-    return data
+def _split(value: object) -> object:
+    return tuple(item for item in value.split(",") if item) if isinstance(value, str) else value
+
+
+COMMAS = BeforeValidator(_split)
+"""A list that came as one text, from a flag or a variable, is cut at commas."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Share = Annotated[float, Field(ge=0, le=1)]

@@ -6,10 +6,20 @@ import re
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 from engine.config import ENVIRONMENT_PREFIX, Section
 from gateway.config.tenants import EVERYBODY
+from gateway.config.units import Name
 
 WILD = frozenset("*?[")
 """What makes a name a pattern."""
@@ -45,95 +55,64 @@ def served_model(written: str) -> ServedModel:
 class UpstreamSettings(Section):
     """[[upstreams]]: one hosted or self-hosted API, and the models that it is asked for."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        ..., description="Name in logs, metrics and headers; letters, digits and `._-`."
-    )
-    dialect: Literal["openai", "anthropic", "gemini"] = Field(
-        "openai", description="The API that it speaks: `openai`, `anthropic` or `gemini`."
-    )
-    url: str = Field(
-        ..., description="As its SDK's base URL: `https://api.openai.com/v1`, `https://api.anthropic.com`."
-    )
-    key: SecretStr | None = Field(None, description="Its API key. Never shown, and never sent anywhere else.")
-    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
-        None, description="Environment variable that has the key, in place of `key`; not one of `KVASIR_`."
-    )
-    models: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        ..., description="Names, patterns with `*` and `?`, and renamed ones: `served = name at the upstream`."
-    )
-    priority: int = Field(
-        0, description="Of several upstreams for one model the lowest is tried first; then the order of the file."
-    )
-    over_engines: bool = Field(
-        False, description="Whether it is also asked for models of own engines or of the own embedder."
-    )
-    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        (EVERYBODY,), description="Names of the tenants that may use it, or `*` for every tenant."
-    )
-    hints: tuple[str, ...] = Field(
-        (), description="Tenants whose requests get caching hints where they have none, or `*` for every tenant."
-    )
+    name: Name
+    """Name in logs, metrics and headers; letters, digits and `._-`."""
+    dialect: Literal["openai", "anthropic", "gemini"] = "openai"
+    """The API that it speaks: `openai`, `anthropic` or `gemini`."""
+    url: str
+    """As its SDK's base URL: `https://api.openai.com/v1`, `https://api.anthropic.com`."""
+    key: SecretStr | None = None
+    """Its API key. Never shown, and never sent anywhere else."""
+    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """Environment variable that has the key, in place of `key`; not one of `KVASIR_`."""
+    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names, patterns with `*` and `?`, and renamed ones: `served = name at the upstream`."""
+    priority: int = 0
+    """Of several upstreams for one model the lowest is tried first; then the order of the file."""
+    over_engines: bool = False
+    """Whether it is also asked for models of own engines or of the own embedder."""
+    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = (EVERYBODY,)
+    """Names of the tenants that may use it, or `*` for every tenant."""
+    hints: tuple[str, ...] = ()
+    """Tenants whose requests get caching hints where they have none, or `*` for every tenant."""
     max_hints: ClassVar = 100_000
     """Prefixes (hashes of 16 bytes) that are remembered as sent."""
-    hint_ttl_s: Annotated[float, Field(gt=0)] = Field(
-        300.0, description="Seconds that a prefix counts as seen: about as long as the upstream caches one."
-    )
-    meter: tuple[str, ...] = Field(
-        (), description="Tenants whose streams are asked for their usage, which is taken out again, or `*`."
-    )
-    foreign_ids: tuple[str, ...] = Field(
-        (),
-        description="Tenants that may name any id kept under a shared key, or `*`; others only what was made for "
-        "them here.",
-    )
-    headers: dict[str, SecretStr] = Field({}, description="Headers that every request to it gets; values are secrets.")
-    connect_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        5.0, description="Seconds to get a connection, waiting for a free one included."
-    )
-    first_byte_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        300.0, description="Seconds to the first byte of an answer; one that does not stream comes whole."
-    )
-    idle_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        120.0, description="Seconds from one chunk of an answer to the next."
-    )
-    timeout_s: Annotated[float, Field(gt=0)] = Field(
-        600.0, description="Seconds that one answer may take; `server.request_timeout_s` holds, too."
-    )
-    max_connections: Annotated[int, Field(ge=1)] = Field(
-        256,
-        description="Connections for online requests, one request each; lines of batches have `batch_slots`.",
-    )
-    max_waiting: Annotated[int, Field(ge=0)] = Field(
-        256, description="Requests that wait for a connection; for the next one it counts as busy."
-    )
-    max_in_flight: Annotated[int, Field(ge=0)] = Field(
-        0,
-        description="Requests sent to it at a time by one gateway, lines included; more wait as in `[queue]`. 0 is "
-        "no limit.",
-    )
-    overflow_s: Annotated[float, Field(ge=0)] | None = Field(
-        None,
-        description="Seconds to wait for a slot while another upstream has the model; `queue.max_wait_s` when not set.",
-    )
-    batch_slots: Annotated[int, Field(ge=1)] = Field(
-        16,
-        description="Requests in flight, online ones included, up to which lines of batches are sent.",
-    )
-    retries: Annotated[int, Field(ge=0, le=10)] = Field(
-        2, description="Further tries at this upstream, before the first byte, until the next one is asked."
-    )
-    retry_max_s: Annotated[float, Field(ge=0)] = Field(
-        10.0, description="Seconds that are waited before a try; an upstream that asks for more is not tried again."
-    )
-    breaker_failures: Annotated[int, Field(ge=1)] = Field(
-        5, description="Failures in a row after which it is left alone."
-    )
-    breaker_open_s: Annotated[float, Field(gt=0)] = Field(
-        15.0, description="Seconds that it is left alone, until one request tries it again."
-    )
-    list_models: bool = Field(
-        False, description="Whether it is asked for its list, so that `/v1/models` has what the patterns stand for."
-    )
+    hint_ttl_s: PositiveFloat = 300.0
+    """Seconds that a prefix counts as seen: about as long as the upstream caches one."""
+    meter: tuple[str, ...] = ()
+    """Tenants whose streams are asked for their usage, which is taken out again, or `*`."""
+    foreign_ids: tuple[str, ...] = ()
+    """Tenants that may name any id kept under a shared key, or `*`; others only what was made for them here."""
+    headers: dict[str, SecretStr] = Field({})
+    """Headers that every request to it gets; values are secrets."""
+    connect_timeout_s: PositiveFloat = 5.0
+    """Seconds to get a connection, waiting for a free one included."""
+    first_byte_timeout_s: PositiveFloat = 300.0
+    """Seconds to the first byte of an answer; one that does not stream comes whole."""
+    idle_timeout_s: PositiveFloat = 120.0
+    """Seconds from one chunk of an answer to the next."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that one answer may take; `server.request_timeout_s` holds, too."""
+    max_connections: PositiveInt = 256
+    """Connections for online requests, one request each; lines of batches have `batch_slots`."""
+    max_waiting: NonNegativeInt = 256
+    """Requests that wait for a connection; for the next one it counts as busy."""
+    max_in_flight: NonNegativeInt = 0
+    """Requests sent to it at a time by one gateway, lines included; more wait as in `[queue]`. 0 is no limit."""
+    overflow_s: NonNegativeFloat | None = None
+    """Seconds to wait for a slot while another upstream has the model; `queue.max_wait_s` when not set."""
+    batch_slots: PositiveInt = 16
+    """Requests in flight, online ones included, up to which lines of batches are sent."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Further tries at this upstream, before the first byte, until the next one is asked."""
+    retry_max_s: NonNegativeFloat = 10.0
+    """Seconds that are waited before a try; an upstream that asks for more is not tried again."""
+    breaker_failures: PositiveInt = 5
+    """Failures in a row after which it is left alone."""
+    breaker_open_s: PositiveFloat = 15.0
+    """Seconds that it is left alone, until one request tries it again."""
+    list_models: bool = False
+    """Whether it is asked for its list, so that `/v1/models` has what the patterns stand for."""
     list_every_s: ClassVar = 300.0
     """From one question for its list of models to the next."""
     max_listed: ClassVar = 1000
