@@ -13,7 +13,7 @@ from gateway.api.choices import Choices
 from gateway.api.fields import array_too_long, empty_array, read, wrong_type
 from gateway.api.openai.caching import read_caching
 from gateway.api.openai.parameters import CHAT, COMPLETION, TOKEN_ID_MAX
-from gateway.api.openai.tools import read_tools
+from gateway.api.openai.tools import read_chat_tools
 from gateway.api.tiers import OPENAI_TIERS
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
@@ -49,7 +49,7 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int = M
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
     max_tokens = values.get("max_completion_tokens", values.get("max_tokens", 0))
     caching = read_caching(body["messages"], values.get("prompt_cache_options"), leases)
-    tools, use = read_tools(values)
+    tools, use = read_chat_tools(values)
     if use is not None and use.mode == "required" and values.get("ignore_eos"):
         raise _together("tool_choice", "ignore_eos")
     prompt = ChatPrompt(values["messages"], markers=caching.markers, tools=tools)

@@ -1,11 +1,13 @@
-"""`tools`, `tool_choice` and their deprecated forms of the chat API, checked. Pure; gateway/api/tools.py is what other
-dialects have in common with this one.
+"""`tools` and `tool_choice` of the chat API, and what the Responses API has in common with it. Pure.
+
+The two write the same fields, in different places: chats in an object named after its type (`nested`), responses beside
+the type (`flat`). gateway/api/tools.py is what all dialects have in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeVar
 
 import orjson
 from pydantic_core import from_json
@@ -39,7 +41,7 @@ from gateway.api.tools import (
 from gateway.errors import BadRequestError
 from gateway.types import Tool, ToolUse
 
-SERVER_TOOLS = (
+SERVER_TOOLS: Final = (
     "web_search",
     "file_search",
     "code_interpreter",
@@ -50,67 +52,102 @@ SERVER_TOOLS = (
 )
 """What types of tools begin with that OpenAI runs, or that need more than text."""
 
+_T = TypeVar("_T")
 _string = text()
-_KINDS = ("function", "custom")
-"""Types of tools, each the name of what such a tool has inside."""
+_DECLARED: Final[dict[str, Any]] = {"name": tool_name, "description": _string}
 
 
-def _inside(kind: str, check: Check[Any], record: Callable[..., Check[dict[str, Any]]]) -> Check[Any]:
-    """What an object of this type has inside."""
-    return made(record(kind, type=_string, **{kind: check}), lambda given, _: given[kind])
+Form = Callable[..., Check[Any]]
+"""Where a tagged object has its fields: `nested` or `flat`."""
+
+
+def nested(
+    kind: str, make: Callable[[Any, str], _T], *required: str, closed: bool = False, **fields: Check[Any]
+) -> Check[_T]:
+    """`{"type": kind, kind: {**fields}}`, of whose fields and path `make` makes something."""
+    object_of = closed_record if closed else record
+    inside = made(object_of(*required, **fields), make)
+    return made(object_of(kind, type=_string, **{kind: inside}), lambda given, _: given[kind])
+
+
+def flat(
+    kind: str, make: Callable[[Any, str], _T], *required: str, closed: bool = False, **fields: Check[Any]
+) -> Check[_T]:
+    """`{"type": kind, **fields}`, of whose fields and path `make` makes something."""
+    return made((closed_record if closed else record)(*required, type=_string, **fields), make)
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
-def _function(given: dict[str, Any], path: str) -> Tool:
-    schema, strict = given.get("parameters"), given.get("strict", False)
-    if strict and schema is not None:
-        check_strict(schema, f"{path}.parameters")
-    return Tool(given["name"], given.get("description"), schema, strict, f"{path}.parameters")
+def read_function(given: dict[str, Any], path: str, *, strict_if_possible: bool = False) -> Tool:
+    """A checked function. `strict_if_possible`: what does not say whether it is strict is, where its schema may be."""
+    schema, strict, where = given.get("parameters"), given.get("strict"), f"{path}.parameters"
+    if schema is not None and (strict or (strict is None and strict_if_possible)):
+        try:
+            check_strict(schema, where)
+            strict = True
+        except BadRequestError:
+            if strict:
+                raise
+    return Tool(given["name"], given.get("description"), schema, bool(strict), where)
 
 
-def _custom(given: dict[str, Any], path: str) -> Tool:
-    return custom(given["name"], with_grammar(given.get("description"), given.get("format")), path)
+def read_custom(given: dict[str, Any], path: str) -> Tool:
+    """A checked custom tool as the model is offered it. The grammar of its input becomes part of the description: a
+    model that writes JSON cannot be held to it."""
+    description, grammar = given.get("description"), given.get("format")
+    if grammar is not None:
+        description = f"{description or ''}\n\nThe input is a text of this grammar:\n{grammar}".strip()
+    return Tool(given["name"], description, _INPUT, strict=True, path=path)
 
 
-_declared: dict[str, Any] = {"name": tool_name, "description": _string}
-_grammar = record("definition", "syntax", definition=_string, syntax=choice("lark", "regex"))
-_format = tagged(
-    "type",
-    {
-        "text": made(record(type=_string), lambda _, path: None),
-        "grammar": made(_inside("grammar", _grammar, record), lambda given, _: given["definition"]),
-    },
-)
-_called = record("name", parameters=tool_parameters, strict=boolean, **_declared)
-_tool = tagged(
-    "type",
-    {
-        "function": _inside("function", made(_called, _function), record),
-        "custom": _inside("custom", made(record("name", format=_format, **_declared), _custom), record),
-    },
-)
+def tool_kinds(
+    form: Form, function: Callable[[Any, str], _T], custom: Callable[[Any, str], _T]
+) -> dict[str, Check[_T]]:
+    """Tools by type; `function` and `custom` make something of their checked fields."""
+    grammar = form(
+        "grammar",
+        lambda given, _: given["definition"],
+        *("definition", "syntax"),
+        definition=_string,
+        syntax=choice("lark", "regex"),
+    )
+    any_text = made(record(type=_string), lambda _, path: None)
+    input_format = tagged("type", {"text": any_text, "grammar": grammar})
+    return {
+        "function": form("function", function, "name", parameters=tool_parameters, strict=boolean, **_DECLARED),
+        "custom": form("custom", custom, "name", format=input_format, **_DECLARED),
+    }
+
+
+def offered(value: Any, path: str, check: Check[_T]) -> Iterator[tuple[dict[str, Any], str, _T]]:
+    """Each tool of the array with its path and what the check makes of it; those that upstream runs are left out."""
+    for index, item in enumerate(a_list(value, path)):
+        where = f"{path}[{index}]"
+        kind = required_text(an_object(item, where), "type", where)
+        environment = item.get("environment") if kind == "shell" else None
+        elsewhere = type(environment) is dict and environment.get("type") != "local"
+        if kind.startswith(SERVER_TOOLS) or elsewhere:
+            leave_out_tool(kind, f"{where}.type")
+        else:
+            yield item, where, check.function(item, where)
+
+
+_tool: Final = tagged("type", tool_kinds(nested, read_function, read_custom))
 
 
 @takes({"type": "array", "items": _tool.schema, "maxItems": MAX_TOOLS})
 def tools(value: Any, path: str) -> tuple[Tool, ...]:
     """Functions and custom tools; tools that upstream runs are left out, and those of any other type refused. An empty
     array is none."""
-    declared, paths = [], []
-    for index, item in enumerate(a_list(value, path)):
-        where = f"{path}[{index}]"
-        kind = required_text(an_object(item, where), "type", where)
-        if kind.startswith(SERVER_TOOLS):
-            leave_out_tool(kind, f"{where}.type")
-            continue
-        declared.append(_tool.function(item, where))
-        paths.append(f"{where}.{kind}.name")
-    return check_together(declared, path, paths)
+    found = list(offered(value, path, _tool))
+    name_paths = [f"{where}.{item['type']}.name" for item, where, _ in found]
+    return check_together([tool for _, _, tool in found], path, name_paths)
 
 
-functions = made(
-    array_of(made(record("name", parameters=tool_parameters, **_declared), _function), most=MAX_TOOLS),
+functions: Final = made(
+    array_of(made(record("name", parameters=tool_parameters, **_DECLARED), read_function), most=MAX_TOOLS),
     lambda found, path: check_together(found, path, [f"{path}[{index}].name" for index in range(len(found))]),
 )
 """The deprecated form of `tools`."""
@@ -123,51 +160,66 @@ def _one(name: tuple[str, str], path: str) -> ToolChoice:
     return ToolChoice("required", (name,), single=True)
 
 
-def _allowed(given: dict[str, Any], path: str) -> ToolChoice:
-    return ToolChoice(given["mode"], tuple(given["tools"]))
+def choice_of(
+    form: Form,
+    names: Mapping[str, Check[tuple[str, str]]],
+    other: Callable[[str, str], BadRequestError | None] = lambda kind, path: None,
+) -> Check[ToolChoice]:
+    """A mode, one tool by name, or some of the tools with a mode. `names`: by type, the name of a tool and its path;
+    `other`: as that of `tagged`."""
+    one = {kind: made(check, _one) for kind, check in names.items()}
+    some = form(
+        "allowed_tools",
+        lambda given, _: ToolChoice(given["mode"], tuple(given["tools"])),
+        *("mode", "tools"),
+        closed=True,
+        mode=choice("auto", "required"),
+        tools=array_of(tagged("type", names, other), 1),
+    )
+    return mode_or(tagged("type", {**one, "allowed_tools": some}, other), "none", "auto", "required")
 
 
-_name = made(closed_record("name", name=_string), lambda given, path: (given["name"], f"{path}.name"))
-_names = {kind: _inside(kind, _name, closed_record) for kind in _KINDS}
-_some = closed_record("mode", "tools", mode=choice("auto", "required"), tools=array_of(tagged("type", _names), 1))
-_chosen = {kind: made(check, _one) for kind, check in _names.items()}
-tool_choice = mode_or(
-    tagged("type", {**_chosen, "allowed_tools": _inside("allowed_tools", made(_some, _allowed), closed_record)}),
-    *("none", "auto", "required"),
-)
-"""A mode, one tool by name, or some of the tools with a mode."""
+def _name(given: dict[str, Any], path: str) -> tuple[str, str]:
+    return given["name"], f"{path}.name"
 
-function_call = mode_or(made(_name, _one), "none", "auto")
+
+_NAMED: Final = {kind: nested(kind, _name, "name", closed=True, name=_string) for kind in ("function", "custom")}
+tool_choice: Final = choice_of(nested, _NAMED)
+function_call: Final = mode_or(made(made(closed_record("name", name=_string), _name), _one), "none", "auto")
 """The deprecated form of `tool_choice`."""
 
 
-def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
-    """The tools of a checked chat, and what the answer may do with them. Raises BadRequestError for a call that has to
-    be made without tools, for a choice of one that is not there, and for both forms together."""
+def read_tools(values: Mapping[str, Any], *, deprecated: bool = False) -> tuple[tuple[Tool, ...], ToolUse | None]:
+    """The tools of a checked request, and what the answer may do with them. Raises BadRequestError for a call that has
+    to be made without tools, and for a choice of one that is not there. `deprecated`: as `functions`, one at a time."""
+    declared, chosen = ("functions", "function_call") if deprecated else ("tools", "tool_choice")
+    found, wanted = values.get(declared, ()), values.get(chosen, ToolChoice())
+    if not found and (wanted.mode == "required" or wanted.names):
+        raise BadRequestError(
+            f"Invalid value for '{chosen}': it is only allowed when '{declared}' are specified.",
+            param=chosen,
+            code="invalid_value",
+        )
+    parallel = not deprecated and values.get("parallel_tool_calls", True)
+    return found, use_of(found, wanted, parallel=parallel)
+
+
+def read_chat_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
+    """As `read_tools`, in either form. Raises BadRequestError for both together."""
     if values.get("tools") and values.get("functions"):
         raise BadRequestError(
             "Setting 'tools' and 'functions' at the same time is not supported.",
             param="functions",
             code="invalid_parameter_combination",
         )
-    for declared, chosen in (("tools", "tool_choice"), ("functions", "function_call")):
-        wanted = values.get(chosen, ToolChoice())
-        if not values.get(declared) and (wanted.mode == "required" or wanted.names):
-            raise BadRequestError(
-                f"Invalid value for '{chosen}': it is only allowed when '{declared}' are specified.",
-                param=chosen,
-                code="invalid_value",
-            )
-        if values.get(declared):
-            parallel = declared == "tools" and values.get("parallel_tool_calls", True)
-            return values[declared], use_of(values[declared], wanted, parallel=parallel)
-    return (), None
+    found, deprecated = read_tools(values), read_tools(values, deprecated=True)
+    return found if found[0] else deprecated
 
 
 def names_a_tool(body: Mapping[str, Any]) -> bool:
-    """Whether a valid chat asks for a call of one tool by its name."""
+    """True if a valid chat requires a call of one tool by its name."""
     chosen = body.get("tool_choice")
-    return type(body.get("function_call")) is dict or (type(chosen) is dict and chosen.get("type") in _KINDS)
+    return type(body.get("function_call")) is dict or (type(chosen) is dict and chosen.get("type") in _NAMED)
 
 
 def custom_names(body: Mapping[str, Any]) -> frozenset[str]:
@@ -175,7 +227,7 @@ def custom_names(body: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(tool["custom"]["name"] for tool in body.get("tools") or () if tool["type"] == "custom")
 
 
-# -- custom tools: the input of a call is one text, not JSON --------------------------------------------------------
+# -- custom tools: the input of a call is one text, not JSON ----------------------------------------------------------
 #
 # A model knows functions only. So a custom tool is offered as a function of one text, a call of it is written with that
 # text, and such a call in a conversation is rendered as the call that the model made.
@@ -188,30 +240,18 @@ _INPUT: Final = {
 }
 
 
-def custom(name: str, description: str | None, path: str) -> Tool:
-    """A custom tool as the model is offered it."""
-    return Tool(name, description, _INPUT, strict=True, path=path)
-
-
-def with_grammar(description: str | None, grammar: str | None) -> str | None:
-    """The grammar of the input becomes part of the description: a model that writes JSON cannot be held to it."""
-    if grammar is None:
-        return description
-    return f"{description or ''}\n\nThe input is a text of this grammar:\n{grammar}".strip()
-
-
 def arguments_of(text: str) -> str:
     """The arguments of a call with this input, as the model wrote them."""
     return orjson.dumps({"input": text}).decode()
 
 
 def input_of(written: str) -> str:
-    """The input of a call whose arguments came so far; empty without one."""
+    """The input of a call with these arguments, which may be cut; empty without one."""
     return as_text(read_arguments(written).get("input", ""))
 
 
 def read_arguments(written: str) -> dict[str, Any]:
-    """Of a call, as far as they came: an answer may be cut in the middle of one. Empty for what is no object."""
+    """The arguments of a call, which may be cut in the middle. Empty for what is no object."""
     try:
         read = from_json(written, allow_partial="trailing-strings")
     except ValueError:

@@ -15,13 +15,14 @@ from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
 from gateway.api.lines import Endpoint, check_body
-from gateway.api.openai.responses.items import Item, with_ids
+from gateway.api.openai.responses.items import with_ids
 from gateway.api.openai.responses.keeping import RETRY_AFTER_S, Background, ResponseKeeper, settled
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
 from gateway.api.openai.responses.request import ResponsesRequest, parse, parse_count, shortened, to_call, turns
 from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse, diagnose, resolved
+from gateway.api.openai.responses.tools import Item
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import page_json, reply, reply_json

@@ -18,7 +18,6 @@ from gateway.api.fields import (
     choice,
     made,
     missing,
-    object_schema,
     record,
     tagged,
     takes,
@@ -27,9 +26,8 @@ from gateway.api.fields import (
     wrong_type,
 )
 from gateway.api.openai.caching import check_breakpoint
+from gateway.api.openai.responses.tools import ARGUMENTS, BUILT_IN, ITEM_TYPES, Item
 from gateway.errors import BadRequestError, UnsupportedError
-
-Item = dict[str, Any]
 
 ROLES: Final = ("user", "assistant", "system", "developer")
 MEDIA: Final = {"input_image": "Images", "input_file": "Files", "input_audio": "Audio"}
@@ -117,31 +115,6 @@ def _kind(
     return made(record(*required, **every, **fields), settle)
 
 
-def _with_call_id(item: Item, path: str) -> Item:
-    """Items of shells may have it as their own id."""
-    if "call_id" not in item and "id" not in item:
-        raise missing(f"{path}.id")
-    return {**item, "call_id": item.get("call_id", item.get("id"))}
-
-
-def _patched(item: Item, path: str) -> Item:
-    return {**item, "output": item.get("output", item["status"])}
-
-
-def _object_with(name: str, check: Check[Any], *more: str) -> Check[Item]:
-    """An object with these fields at least, as it was sent."""
-
-    @takes(object_schema(dict.fromkeys((name, *more), check.schema), name, *more))
-    def check_object(value: Any, path: str) -> Item:
-        for field in (name, *more):
-            if an_object(value, path).get(field) is None:
-                raise missing(f"{path}.{field}")
-            check(value[field], f"{path}.{field}")
-        return dict(value)
-
-    return check_object
-
-
 _input_part: Final = tagged(
     "type",
     {"input_text": record("text", type=_string, text=_string, prompt_cache_breakpoint=check_breakpoint)},
@@ -173,51 +146,45 @@ _messages: Final = tagged(
 _reference: Final = made(
     record("id", type=_string, id=_string), lambda item, _: {"type": "item_reference", "id": item["id"]}
 )
-_named: Final[dict[str, Any]] = {"call_id": _string, "name": _string, "namespace": _string}
 _parts: Final = text_or(array_of(_input_part, what="a string or an array of parts"))
-_said: Final = text_or(array_of(an_object, what="a string"))
+_objects_or_text: Final = text_or(array_of(an_object, what="a string"))
 _failed: Final = choice("in_progress", "completed", "incomplete", "failed")
-_limited: Final = ("max_output_length",)
+
+
+def _call(kind: str) -> Check[Item]:
+    """A call of such a tool."""
+    field = ARGUMENTS[kind]
+    if kind not in BUILT_IN:
+        fields: dict[str, Any] = {"call_id": _string, "name": _string, "namespace": _string, field: _string}
+        return _kind(ITEM_TYPES[kind], "call_id", "name", field, **fields)
+    schema = BUILT_IN[kind].parameters or {}
+    each = array_of(_string) if kind in ("shell", "local_shell") else _string
+    checks = {name: each if name in schema["required"] else anything for name in schema["properties"]}
+    given = record(*schema["required"], **{"type": _string, **checks})
+    fields = {"call_id": _string, field: given}
+    return made(_kind(ITEM_TYPES[kind], field, unused=("environment",), **fields), _with_call_id)
+
+
+def _output(kind: str) -> Check[Item]:
+    """What a call of such a tool returned."""
+    item_type = f"{ITEM_TYPES[kind]}_output"
+    if kind not in BUILT_IN:
+        return _kind(item_type, "call_id", "output", unused=("name",), call_id=_string, output=_parts)
+    required = () if kind == "apply_patch" else ("output",)
+    fields = {"call_id": _string, "output": _objects_or_text}
+    return made(_kind(item_type, *required, status=_failed, unused=("max_output_length",), **fields), _with_call_id)
+
+
+def _with_call_id(item: Item, path: str) -> Item:
+    """Items of built-in tools may have it as their own id, and a patch needs no other output than its status."""
+    if "call_id" not in item and "id" not in item:
+        raise missing(f"{path}.call_id")
+    return {**item, "call_id": item.get("call_id", item.get("id"))}
+
+
 _TAGGED: Final[dict[str, Check[Item]]] = {
-    "function_call": _kind("function_call", "call_id", "name", "arguments", arguments=_string, **_named),
-    "function_call_output": _kind(
-        "function_call_output", "call_id", "output", unused=("name",), call_id=_string, output=_parts
-    ),
-    "custom_tool_call": _kind("custom_tool_call", "call_id", "name", "input", input=_string, **_named),
-    "custom_tool_call_output": _kind(
-        "custom_tool_call_output", "call_id", "output", unused=("name",), call_id=_string, output=_parts
-    ),
-    **{
-        kind: made(
-            _kind(
-                kind,
-                "action",
-                unused=("environment",),
-                call_id=_string,
-                action=_object_with(key, array_of(_string)),
-            ),
-            _with_call_id,
-        )
-        for kind, key in (("local_shell_call", "command"), ("shell_call", "commands"))
-    },
-    "apply_patch_call": _kind(
-        "apply_patch_call",
-        "call_id",
-        "operation",
-        call_id=_string,
-        operation=_object_with("type", _string, "path"),
-    ),
-    "local_shell_call_output": made(
-        _kind("local_shell_call_output", "output", status=_failed, unused=_limited, call_id=_string, output=_said),
-        _with_call_id,
-    ),
-    "shell_call_output": _kind(
-        "shell_call_output", "call_id", "output", status=_failed, unused=_limited, call_id=_string, output=_said
-    ),
-    "apply_patch_call_output": made(
-        _kind("apply_patch_call_output", "call_id", status=_failed, unused=_limited, call_id=_string, output=_said),
-        _patched,
-    ),
+    **{ITEM_TYPES[kind]: _call(kind) for kind in ITEM_TYPES},
+    **{f"{ITEM_TYPES[kind]}_output": _output(kind) for kind in ITEM_TYPES},
     "reasoning": made(  # kept as it is: what another model thought is no part of a prompt here
         _kind("reasoning", summary=_objects, content=_objects, encrypted_content=_string),
         lambda item, _: {"summary": [], **item},

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 from gateway import tasks
 from gateway.api.middleware import noted
-from gateway.api.openai.responses.items import Item
 from gateway.api.openai.responses.response import failed_response
 from gateway.api.openai.responses.shape import ResponseShape
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse
+from gateway.api.openai.responses.tools import Item
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
 from gateway.api.replies import Answer
 from gateway.api.stream import Account

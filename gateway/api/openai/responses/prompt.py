@@ -7,14 +7,13 @@ they are put together again, so that a history renders to what the model wrote. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from gateway.api.openai.caching import Point
 from gateway.api.openai.messages import Message, read_arguments
-from gateway.api.openai.responses.client_tools import CALLS, OUTPUTS, call_of
-from gateway.api.openai.responses.items import Item
+from gateway.api.openai.responses.tools import CALLS, OUTPUTS, Item, call_of
 from gateway.errors import BadRequestError
 
 
@@ -72,13 +71,13 @@ def _add_output(conversation: Conversation, item: Item, called: dict[str, tuple[
             param=f"{path}.call_id",
             code="invalid_value",
         )
-    output = item["output"]
+    output: Any = item.get("output", item["status"])  # a patch may have no other output
     if type(output) is str:
         content = output
-    elif item["type"] == "shell_call_output":
-        content = orjson.dumps(output).decode()
-    else:
+    elif item["type"] in ("function_call_output", "custom_tool_call_output"):
         content = _joined(conversation, output, f"{path}.output")
+    else:
+        content = orjson.dumps(output).decode()
     call_id, name = called[call_id]
     message = {"role": "tool", "content": content, "tool_call_id": call_id, "name": name}
     conversation.messages.append(message)

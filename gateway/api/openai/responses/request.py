@@ -11,14 +11,14 @@ from gateway.api.call import Call
 from gateway.api.fields import empty_array, read
 from gateway.api.openai.caching import place_markers
 from gateway.api.openai.request import check_min_tokens, read_sampling
-from gateway.api.openai.responses.items import Item
 from gateway.api.openai.responses.parameters import LOGPROBS, RESPONSE, TOKENS
 from gateway.api.openai.responses.prompt import to_messages
-from gateway.api.openai.responses.tools import read_tools
+from gateway.api.openai.responses.tools import Item, Tools
+from gateway.api.openai.tools import read_tools
 from gateway.api.tiers import OPENAI_TIERS
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
-from gateway.types import ChatPrompt
+from gateway.types import ChatPrompt, Tool, ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def parse(body: dict[str, Any]) -> ResponsesRequest:
             param="stream_options",
             code="invalid_value",
         )
-    _, use = read_tools(values)
+    _, use = _tools(values)
     constrained = "text.format" if values.get("text") else "tool_choice" if use and use.mode == "required" else None
     if constrained and values.get("ignore_eos"):
         raise BadRequestError(
@@ -71,7 +71,7 @@ def parse(body: dict[str, Any]) -> ResponsesRequest:
 def parse_count(body: dict[str, Any]) -> ResponsesRequest:
     """Of a request that only asks how many tokens its input has. As `parse`."""
     values = read(body, TOKENS, required=_required(body))
-    read_tools(values)
+    _tools(values)
     return ResponsesRequest(body, values)
 
 
@@ -92,7 +92,7 @@ def to_call(query: ResponsesRequest, items: Sequence[Item], leases: LeaseSetting
     options = values.get("prompt_cache_options", {})
     caching = place_markers(conversation.messages, conversation.points, options, leases)
     prewarm = options.get("prewarm", False)
-    tools, use = read_tools(values)
+    tools, use = _tools(values)
     return Call(
         model=values["model"],
         prompts=(ChatPrompt(conversation.messages, markers=caching.markers, tools=tools),),
@@ -110,6 +110,11 @@ def to_call(query: ResponsesRequest, items: Sequence[Item], leases: LeaseSetting
         tier=OPENAI_TIERS[values.get("service_tier", "auto")],
         reuse=from_body(values.get("cache", {})),
     )
+
+
+def _tools(values: dict[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
+    declared = tuple(one.tool for one in values.get("tools", Tools()).declared)
+    return read_tools({**values, "tools": declared})
 
 
 def turns(items: Sequence[Item]) -> list[int]:

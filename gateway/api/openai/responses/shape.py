@@ -14,11 +14,10 @@ import orjson
 
 from gateway.api.dialect import printable
 from gateway.api.openai.response import new_call_id
-from gateway.api.openai.responses.client_tools import Declared
-from gateway.api.openai.responses.items import Item, item_id
+from gateway.api.openai.responses.items import item_id
 from gateway.api.openai.responses.request import ResponsesRequest
 from gateway.api.openai.responses.response import error_code, failed_response, logprobs_json, new_response, usage_json
-from gateway.api.openai.responses.tools import Tools
+from gateway.api.openai.responses.tools import Declared, Item, Tools
 from gateway.api.replies import Answer, event, json_line, json_text
 from gateway.api.stream import Shape
 from gateway.config import LeaseSettings
@@ -96,7 +95,7 @@ class ResponseShape(Shape):
         if not delta.arguments:
             return opened
         self._call.arguments.append(delta.arguments)
-        if self._call.tool.form != "function":  # told at once when it is complete
+        if self._call.tool.kind != "function":  # told at once when it is complete
             return opened
         return opened + self._event(
             "response.function_call_arguments.delta",
@@ -178,7 +177,7 @@ class ResponseShape(Shape):
     def _open_call(self, name: str) -> bytes:
         """Its item is told when its arguments are, unless they come in pieces."""
         index = len(self.output)
-        tool = self._tools.get(name) or Declared(Tool(name), name=name)
+        tool = self._tools.get(name) or Declared(Tool(name), "function", name)
         item = tool.begun(new_call_id())
         item = {"id": self._item_id(item["type"]), **item}
         self._call = _Call(index, item, tool)
@@ -193,10 +192,10 @@ class ResponseShape(Shape):
         if not tool.streamed:
             sent = self._event("response.output_item.added", output_index=call.index, item=item)
         item["status"] = status
-        if tool.form == "function":
+        if tool.kind == "function":
             kind = "response.function_call_arguments.done"
             sent += self._event(kind, **where, name=item["name"], arguments=item["arguments"])
-        elif tool.form == "custom":
+        elif tool.kind == "custom":
             sent += self._event("response.custom_tool_call_input.delta", **where, delta=item["input"])
             sent += self._event("response.custom_tool_call_input.done", **where, input=item["input"])
         return sent + self._event("response.output_item.done", output_index=call.index, item=item)

@@ -20,7 +20,8 @@ from typing import Any, Final, NoReturn
 import orjson
 
 from gateway.api.fields import shown
-from gateway.api.openai.responses.items import Item, response_of
+from gateway.api.openai.responses.items import response_of
+from gateway.api.openai.responses.tools import Item
 from gateway.errors import BadRequestError, RedisDownError
 from gateway.storage.byte_store import ByteStore, Put
 from gateway.storage.redis_calls import read_or_skip

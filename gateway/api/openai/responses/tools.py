@@ -1,49 +1,195 @@
-"""`tools` and `tool_choice` of the Responses API, which are flat. gateway/api/tools.py is what all dialects have in
-common. Pure.
+"""Tools of the Responses API: `tools` and `tool_choice`, which are flat, and the items that calls are written as.
+
+A model knows functions only. So each tool that the client runs is offered as a function with the arguments that its
+item has, a call of it is written as that item, and such an item in a conversation is rendered as the call that the
+model made. Functions and custom tools in a namespace are offered under one name made of both. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+import orjson
 
 from gateway.api.fields import (
     Check,
-    a_list,
-    an_object,
     anything,
     array_of,
-    boolean,
-    choice,
     closed_record,
     made,
-    missing,
     object_schema,
-    record,
-    required_text,
     shown,
     tagged,
     takes,
     text,
 )
-from gateway.api.openai.responses.client_tools import BUILT_IN, Declared, joined
-from gateway.api.openai.strict_schema import check_strict
-from gateway.api.openai.tools import SERVER_TOOLS, custom, with_grammar
-from gateway.api.tools import (
-    MAX_TOOLS,
-    ToolChoice,
-    check_together,
-    leave_out_tool,
-    mode_or,
-    tool_name,
-    tool_parameters,
-    use_of,
+from gateway.api.openai.tools import (
+    SERVER_TOOLS,
+    arguments_of,
+    as_text,
+    choice_of,
+    flat,
+    input_of,
+    offered,
+    read_arguments,
+    read_custom,
+    read_function,
+    tool_kinds,
 )
+from gateway.api.tools import MAX_TOOLS, check_together, tool_name
 from gateway.errors import BadRequestError, UnsupportedError
-from gateway.types import Tool, ToolUse
+from gateway.types import Tool
 
-_string = text()
+Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch"]
+"""Type of a tool, which says how its calls are written."""
+
+Item = dict[str, Any]
+
+_string: Final = text()
+_TEXT: Final = {"type": "string"}
+_TEXTS: Final = {"type": "array", "items": _TEXT}
+_INTEGER: Final = {"type": "integer"}
+
+
+def _built_in(name: str, description: str, required: str, **properties: Any) -> Tool:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+    return Tool(name, description, schema, strict=True)
+
+
+BUILT_IN: Final[Mapping[str, Tool]] = {
+    tool.name: tool
+    for tool in (
+        _built_in(
+            "local_shell",
+            "Runs a command on the user's machine and returns its output.",
+            "command",
+            command=_TEXTS,
+            timeout_ms=_INTEGER,
+            working_directory=_TEXT,
+            env={"type": "object", "additionalProperties": _TEXT},
+            user=_TEXT,
+        ),
+        _built_in(
+            "shell",
+            "Runs shell commands on the user's machine, one after the other, and returns their output.",
+            "commands",
+            commands=_TEXTS,
+            timeout_ms=_INTEGER,
+            max_output_length=_INTEGER,
+        ),
+        _built_in(
+            "apply_patch",
+            "Creates, updates or deletes one file. The diff is in the V4A format; deleting needs none.",
+            "type path",
+            type={"enum": ["create_file", "update_file", "delete_file"]},
+            path=_TEXT,
+            diff=_TEXT,
+        ),
+    )
+}
+"""By their type, which is their name as well."""
+
+ARGUMENTS: Final[Mapping[str, str]] = {
+    "function": "arguments",
+    "custom": "input",
+    "local_shell": "action",
+    "shell": "action",
+    "apply_patch": "operation",
+}
+"""Type of a tool -> the field of a call's item that has its arguments."""
+
+_DEFAULTS: Final[Mapping[str, Item]] = {
+    "local_shell": {"type": "exec", "command": [], "env": {}},
+    "shell": {"commands": []},
+    "apply_patch": {},
+}
+ITEM_TYPES: Final = {"function": "function_call", "custom": "custom_tool_call"} | {
+    kind: f"{kind}_call" for kind in BUILT_IN
+}
+CALLS: Final = {item_type: kind for kind, item_type in ITEM_TYPES.items()}
+"""Type of a call's item -> type of its tool."""
+
+OUTPUTS: Final = frozenset(f"{item_type}_output" for item_type in CALLS)
+"""Types of items."""
+
+
+class Declared(NamedTuple):
+    """A tool as the model is offered it, and as the client knows it."""
+
+    tool: Tool
+    kind: Kind
+    name: str
+    namespace: str | None = None
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the item of a call is sent while its arguments are written."""
+        return self.kind not in BUILT_IN
+
+    def begun(self, call_id: str) -> Item:
+        """The item of a call whose arguments have not been generated yet, without an id."""
+        item: Item = {"type": ITEM_TYPES[self.kind], "status": "in_progress", "call_id": call_id}
+        if self.streamed:
+            item |= {"name": self.name, ARGUMENTS[self.kind]: ""}
+            if self.namespace is not None:
+                item["namespace"] = self.namespace
+        return item
+
+    def fill(self, item: Item, written: str) -> None:
+        """Puts the arguments, as far as they were generated, into the item of the call."""
+        if self.kind == "function":
+            item["arguments"] = written
+        elif self.kind == "custom":
+            item["input"] = input_of(written)
+        else:
+            arguments, schemas = read_arguments(written), properties_of(self.kind)
+            fitting = {name: _fit(arguments[name], schemas[name]) for name in schemas if name in arguments}
+            given = {name: value for name, value in fitting.items() if value is not None}
+            item[ARGUMENTS[self.kind]] = {**_DEFAULTS[self.kind], **given}
+
+
+def properties_of(kind: str) -> dict[str, Any]:
+    schemas: dict[str, Any] = (BUILT_IN[kind].parameters or {})["properties"]
+    return schemas
+
+
+def _fit(value: Any, schema: dict[str, Any]) -> Any:
+    """The argument of a call in the type that its schema has; None for one that cannot be."""
+    match schema.get("type"):
+        case "array":
+            return [as_text(one) for one in (value if type(value) is list else [value])]
+        case "object":
+            return {name: as_text(one) for name, one in value.items()} if type(value) is dict else None
+        case "integer":
+            return value if type(value) is int else None
+    return as_text(value)
+
+
+def joined(namespace: str | None, name: str) -> str:
+    """The name under which a tool is offered."""
+    if namespace is None:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def call_of(item: Item) -> tuple[str, str]:
+    """Name and arguments of a call as the model wrote it."""
+    kind = CALLS[item["type"]]
+    given = item[ARGUMENTS[kind]]
+    if kind in BUILT_IN:
+        names = (name for name in properties_of(kind) if given.get(name) not in (None, {}))
+        return kind, orjson.dumps({name: given[name] for name in names}).decode()
+    return joined(item.get("namespace"), item["name"]), arguments_of(given) if kind == "custom" else given
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
 
 
 class Tools(NamedTuple):
@@ -53,40 +199,12 @@ class Tools(NamedTuple):
     published: tuple[dict[str, Any], ...] = ()
 
 
-# -- tools ------------------------------------------------------------------------------------------------------------
-
-
 def _function(given: dict[str, Any], path: str) -> list[Declared]:
-    """Functions are strict here unless they cannot be."""
-    schema, strict, where = given.get("parameters"), given.get("strict"), f"{path}.parameters"
-    if strict and schema is not None:
-        check_strict(schema, where)
-    if strict is None and schema is not None:
-        strict = _is_strict(schema, where)
-    name = given["name"]
-    return [Declared(Tool(name, given.get("description"), schema, bool(strict), where), "function", name)]
-
-
-def _is_strict(schema: Any, path: str) -> bool:
-    try:
-        check_strict(schema, path)
-    except BadRequestError:
-        return False
-    return True
+    return [Declared(read_function(given, path, strict_if_possible=True), "function", given["name"])]
 
 
 def _custom(given: dict[str, Any], path: str) -> list[Declared]:
-    described = with_grammar(given.get("description"), given.get("format"))
-    return [Declared(custom(given["name"], described, path), "custom", given["name"])]
-
-
-def _grammar(given: dict[str, Any], path: str) -> str | None:
-    """Of a custom tool's input; None where it is any text."""
-    if given.get("type") != "grammar":
-        return None
-    if "definition" not in given:
-        raise missing(f"{path}.definition")
-    return str(given["definition"])
+    return [Declared(read_custom(given, path), "custom", given["name"])]
 
 
 def _namespace(given: dict[str, Any], path: str) -> list[Declared]:
@@ -94,11 +212,9 @@ def _namespace(given: dict[str, Any], path: str) -> list[Declared]:
     return [one._replace(tool=replace(one.tool, name=joined(space, one.tool.name)), namespace=space) for one in inside]
 
 
-def _built_in(kind: str) -> Check[list[Declared]]:
-    return made(
-        record(type=_string, environment=anything),
-        lambda _, path: [Declared(replace(BUILT_IN[kind], path=path), kind, kind)],  # type: ignore[arg-type]
-    )
+def _client_tool(given: dict[str, Any], path: str) -> list[Declared]:
+    kind = given["type"]
+    return [Declared(replace(BUILT_IN[kind], path=path), kind, kind)]
 
 
 def _unknown_tool(kind: str, path: str) -> BadRequestError:
@@ -109,16 +225,15 @@ def _unknown_tool(kind: str, path: str) -> BadRequestError:
     )
 
 
-_every: Final[dict[str, Any]] = {"type": _string, "name": tool_name, "description": _string}
-_format: Final = made(record(type=_string, definition=_string, syntax=_string), _grammar)
-_named: Final[dict[str, Check[list[Declared]]]] = {
-    "function": made(record("name", parameters=tool_parameters, strict=boolean, **_every), _function),
-    "custom": made(record("name", format=_format, **_every), _custom),
-}
-_spaced: Final = record("name", "tools", tools=array_of(tagged("type", _named)), **_every)
+_named: Final = tool_kinds(flat, _function, _custom)
+_spaced: Final[dict[str, Any]] = {"name": tool_name, "description": _string, "tools": array_of(tagged("type", _named))}
 _tool: Final = tagged(
     "type",
-    {**_named, "namespace": made(_spaced, _namespace), **{kind: _built_in(kind) for kind in BUILT_IN}},
+    {
+        **_named,
+        "namespace": flat("namespace", _namespace, "name", "tools", **_spaced),
+        **{kind: flat(kind, _client_tool, environment=anything) for kind in BUILT_IN},
+    },
     _unknown_tool,
 )
 _other: Final = object_schema({"type": {"enum": list(SERVER_TOOLS)}}, "type")
@@ -127,91 +242,14 @@ _other: Final = object_schema({"type": {"enum": list(SERVER_TOOLS)}}, "type")
 @takes({"type": "array", "items": {"anyOf": [*_tool.schema["anyOf"], _other]}, "maxItems": MAX_TOOLS})
 def tools(value: Any, path: str) -> Tools:
     """Tools that the client runs. Those that OpenAI runs are left out, those of unknown types refused."""
-    declared: list[Declared] = []
-    published: list[dict[str, Any]] = []
-    paths: list[str] = []
-    for index, item in enumerate(a_list(value, path)):
-        where = f"{path}[{index}]"
-        kind = required_text(an_object(item, where), "type", where)
-        if kind.startswith(SERVER_TOOLS) or (kind == "shell" and _elsewhere(item)):
-            leave_out_tool(kind, f"{where}.type")
-            continue
-        found = _tool.function(item, where)
-        declared += found
-        paths += [f"{where}.name"] * len(found)
-        published.append(tool_json(found[0].tool) if kind == "function" else item)
-    check_together([one.tool for one in declared], path, paths)
-    return Tools(tuple(declared), tuple(published))
+    found = list(offered(value, path, _tool))
+    declared = [(one, f"{where}.name") for _, where, several in found for one in several]
+    check_together([one.tool for one, _ in declared], path, [name_path for _, name_path in declared])
+    published = [_function_json(one[0].tool) if item["type"] == "function" else item for item, _, one in found]
+    return Tools(tuple(one for one, _ in declared), tuple(published))
 
 
-def _elsewhere(item: Mapping[str, Any]) -> bool:
-    """Whether a shell is not the client's own machine."""
-    environment = item.get("environment")
-    return type(environment) is dict and environment.get("type") != "local"
-
-
-# -- which of them ----------------------------------------------------------------------------------------------------
-
-
-def _name(given: dict[str, Any], path: str) -> tuple[str, str]:
-    """Under which a tool is offered, and where that stands."""
-    return joined(given.get("namespace"), given["name"]), f"{path}.name"
-
-
-def _not_run_here(kind: str, path: str) -> BadRequestError:
-    why = f"Only tools that the client runs can be chosen, and `allowed_tools`: '{shown(kind)}' is not run here."
-    return UnsupportedError(why, param=f"{path}.type")
-
-
-_names: Final[dict[str, Check[tuple[str, str]]]] = {
-    **{
-        kind: made(closed_record("name", type=_string, name=_string, namespace=_string), _name)
-        for kind in ("function", "custom")
-    },
-    **{
-        kind: made(closed_record(type=_string), lambda given, path: (given["type"], f"{path}.type"))
-        for kind in BUILT_IN
-    },
-}
-_some: Final = closed_record(
-    *("mode", "tools"),
-    type=_string,
-    mode=choice("auto", "required"),
-    tools=array_of(tagged("type", _names, _not_run_here), 1),
-)
-tool_choice: Final = mode_or(
-    tagged(
-        "type",
-        {
-            **{
-                kind: made(check, lambda name, _: ToolChoice("required", (name,), single=True))
-                for kind, check in _names.items()
-            },
-            "allowed_tools": made(_some, lambda given, _: ToolChoice(given["mode"], tuple(given["tools"]))),
-        },
-        _not_run_here,
-    ),
-    *("none", "auto", "required"),
-)
-"""A mode, one tool by name, or some of the tools with a mode."""
-
-
-def read_tools(values: Mapping[str, Any]) -> tuple[tuple[Tool, ...], ToolUse | None]:
-    """The tools of a checked request, and what the answer may do with them. Raises BadRequestError for a call that has
-    to be made without tools, and for a choice of one that is not there."""
-    declared = tuple(one.tool for one in values.get("tools", Tools()).declared)
-    chosen: ToolChoice = values.get("tool_choice", ToolChoice())
-    if not declared and (chosen.mode == "required" or chosen.names):
-        raise BadRequestError(
-            "Invalid value for 'tool_choice': it is only allowed when 'tools' are specified.",
-            param="tool_choice",
-            code="invalid_value",
-        )
-    return declared, use_of(declared, chosen, parallel=values.get("parallel_tool_calls", True))
-
-
-def tool_json(tool: Tool) -> dict[str, Any]:
-    """As a response tells it."""
+def _function_json(tool: Tool) -> dict[str, Any]:
     return {
         "type": "function",
         "name": tool.name,
@@ -219,3 +257,23 @@ def tool_json(tool: Tool) -> dict[str, Any]:
         "parameters": tool.parameters,
         "strict": tool.strict,
     }
+
+
+# -- which of them ----------------------------------------------------------------------------------------------------
+
+
+def _not_run_here(kind: str, path: str) -> BadRequestError:
+    why = f"Only tools that the client runs can be chosen, and `allowed_tools`: '{shown(kind)}' is not run here."
+    return UnsupportedError(why, param=f"{path}.type")
+
+
+_by_name: Final = made(
+    closed_record("name", type=_string, name=_string, namespace=_string),
+    lambda given, path: (joined(given.get("namespace"), given["name"]), f"{path}.name"),
+)
+_by_type: Final = made(closed_record(type=_string), lambda given, path: (given["type"], f"{path}.type"))
+_names: Final[dict[str, Check[tuple[str, str]]]] = {
+    **dict.fromkeys(("function", "custom"), _by_name),
+    **dict.fromkeys(BUILT_IN, _by_type),
+}
+tool_choice: Final = choice_of(flat, _names, _not_run_here)
