@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from gateway import contents
+from gateway.api.gemini import content_store
+from gateway.api.gemini.content_store import ContentStore
 from gateway.config import Settings, StoredResponseSettings
-from gateway.contents import Contents
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.books import Book, MemoryBook, RedisBook
@@ -62,12 +62,13 @@ class RedisOrMemory:
         shared = None if calls is None else RedisCounters(calls, lease_s=lease_s)
         return SharedCounters(shared, MemoryCounters(lease_s=lease_s))
 
-    def contents(self) -> Contents:
+    def contents(self) -> ContentStore:
         """Cached contents of the Gemini API."""
         limits, calls = self.settings.gemini, self._calls
-        quota = contents.quota_of(limits)
-        shared = None if calls is None else RedisBytes(calls, contents.STORE, quota, time.time)
-        return Contents(limits, time.time, MemoryBytes(quota, time.time), shared)
+        shared = (
+            None if calls is None else RedisBytes(calls, content_store.STORE, content_store.quota_of(limits), time.time)
+        )
+        return ContentStore(limits, time.time, shared)
 
     def book(self) -> Book:
         """The rows of the ledger."""

@@ -28,7 +28,8 @@ from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import MAX_DEPTH, expect_continue
 from gateway.api.dialect import CHUNKED, UNLISTED, Route
 from gateway.api.docs import Docs
-from gateway.api.gemini.cached_contents import CachedContents, ContentStore
+from gateway.api.gemini.cached_contents import CachedContents
+from gateway.api.gemini.content_store import ContentStore
 from gateway.api.gemini.embeddings import GeminiEmbeddings
 from gateway.api.gemini.files import GeminiFiles
 from gateway.api.gemini.handlers import Gemini

@@ -11,12 +11,11 @@ from typing import Final, Literal, Protocol
 
 UNLIMITED: Final = 1 << 53
 
-Put = Literal["stored", "entries", "bytes", "changed", "deleted"]
+Put = Literal["stored", "entries", "bytes", "changed"]
 """stored   in place of what had this key
 entries  refused: the owner has as many entries as it may
 bytes    refused: the owner would have more bytes than it may, or one entry alone is too large
 changed  refused: what has this key is not what was expected
-deleted  refused: it was to be restored, and was removed meanwhile
 """
 
 
@@ -58,14 +57,12 @@ class ByteStore(Protocol):
         num_bytes: int | None = None,
         expected: bytes | None = None,
         refuse: bool = False,
-        restore: bool = False,
     ) -> Put:
         """Atomic. Past the quota other entries of the owner are evicted, or, with `refuse`, nothing changes.
 
         about      a few bytes for `look` and `all_of`
         num_bytes  that count, where it is not the length of the body
         expected   the body that has to be there
-        restore    not if it was removed with a mark
         """
         ...
 
@@ -73,8 +70,8 @@ class ByteStore(Protocol):
         """The body. Counts as a use."""
         ...
 
-    async def look(self, owner: str, key: str) -> tuple[bytes | None, bool]:
-        """What was put as `about`, if the entry is there; and whether it was removed with a mark."""
+    async def look(self, owner: str, key: str) -> bytes | None:
+        """What was put as `about`, if the entry is there."""
         ...
 
     async def all_of(self, owner: str) -> Mapping[str, bytes]:
@@ -85,6 +82,6 @@ class ByteStore(Protocol):
         """Sets its end, earlier or later, from now on. Whether it is there. Atomic."""
         ...
 
-    async def remove(self, owner: str, key: str, *, mark_s: float = 0.0) -> bool:
-        """Whether it was there. For `mark_s` seconds it is known that it was removed."""
+    async def remove(self, owner: str, key: str) -> bool:
+        """Whether it was there."""
         ...

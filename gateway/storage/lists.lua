@@ -1,7 +1,7 @@
 -- In front of the other scripts of redis_bytes.py, which has the layout.
--- KEYS  used, ends, sizes, about, the beginning of the keys of bodies, the beginning of those of marks
+-- KEYS  used, ends, sizes, about, the beginning of the keys of bodies
 -- ARGV  key, now in microseconds; then what each script has of its own
-local used, ends, sizes, about, bodies, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local used, ends, sizes, about, bodies = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local key, now = ARGV[1], tonumber(ARGV[2])
 
 local function size_of(one) -- '': the sum

@@ -157,7 +157,7 @@ class Memory(Generic[V]):
 
 
 class MemoryBytes(Memory[bytes]):
-    """See ByteStore. Never down; as nothing else can lose an entry, marks are not needed."""
+    """See ByteStore. Never down."""
 
     async def put(
         self,
@@ -170,7 +170,6 @@ class MemoryBytes(Memory[bytes]):
         num_bytes: int | None = None,
         expected: bytes | None = None,
         refuse: bool = False,
-        restore: bool = False,
     ) -> Put:
         if expected is not None and self.get(owner, key) != expected:
             return "changed"
@@ -181,9 +180,9 @@ class MemoryBytes(Memory[bytes]):
     async def find(self, owner: str, key: str) -> bytes | None:
         return self.get(owner, key)
 
-    async def look(self, owner: str, key: str) -> tuple[bytes | None, bool]:
+    async def look(self, owner: str, key: str) -> bytes | None:
         held = self.of(owner).get(key)
-        return (None if held is None else held.about), False
+        return None if held is None else held.about
 
     async def all_of(self, owner: str) -> Mapping[str, bytes]:
         return {key: held.about for key, held in self.of(owner).items()}
@@ -194,5 +193,5 @@ class MemoryBytes(Memory[bytes]):
         self._owners[owner].held[key] = held._replace(expires_s=self._now() + ttl_s, about=about)
         return True
 
-    async def remove(self, owner: str, key: str, *, mark_s: float = 0.0) -> bool:
+    async def remove(self, owner: str, key: str) -> bool:
         return self.delete(owner, key)

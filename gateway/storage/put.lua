@@ -1,7 +1,7 @@
 -- Stores a body in place of what has its key. What is over goes first; past the quota others are evicted.
 -- ARGV     ..., body, microseconds to live, bytes that count, bytes and entries at most, what `all_of` has of it, SHA-1 of
---          the body that is expected or empty, 1 to refuse instead of evicting, 1 not to undo a removal; it alone fits
--- returns  stored, entries, bytes, changed or deleted (byte_store.Put); bytes of the owner; entries that were evicted
+--          the body that is expected or empty, 1 to refuse instead of evicting; it alone fits
+-- returns  stored, entries, bytes or changed (byte_store.Put); bytes of the owner; entries that were evicted
 local body, ttl, size = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local max_bytes, max_entries = tonumber(ARGV[6]), tonumber(ARGV[7])
 
@@ -10,9 +10,6 @@ if ARGV[9] ~= '' then
   if not found or redis.sha1hex(found) ~= ARGV[9] then
     return { 'changed', 0, 0 }
   end
-end
-if ARGV[11] == '1' and redis.call('EXISTS', marks .. key) == 1 then
-  return { 'deleted', 0, 0 }
 end
 local over = redis.call('ZRANGEBYSCORE', ends, '-inf', now)
 if ARGV[10] == '1' then
@@ -32,7 +29,6 @@ end
 
 -- The first write, because a Redis that is full refuses a script only at its first write.
 redis.call('SET', bodies .. key, body, 'PX', math.ceil(ttl / 1000))
-redis.call('DEL', marks .. key)
 for _, one in ipairs(over) do
   if one ~= key then
     drop(one)

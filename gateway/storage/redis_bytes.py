@@ -1,7 +1,6 @@
 """Bytes in Redis, which all gateways share. All keys of an owner are in one slot of a cluster.
 
     kvasir:{NAME:OWNER}:KEY     the body, with a time to live of its own
-    kvasir:{NAME:OWNER}!KEY     it was removed; copies of it are not to be restored
     kvasir:{NAME:OWNER}.used    sorted set: key, the Unix microsecond at which it was put, or used last
     kvasir:{NAME:OWNER}.ends    sorted set: key, the Unix microsecond at which it ends
     kvasir:{NAME:OWNER}.sizes   hash: key, bytes that count; and their sum, under the empty name
@@ -55,7 +54,6 @@ class RedisBytes:
         num_bytes: int | None = None,
         expected: bytes | None = None,
         refuse: bool = False,
-        restore: bool = False,
     ) -> Put:
         quota, size = self._quota, len(body) if num_bytes is None else num_bytes
         if size > quota.largest:
@@ -63,26 +61,25 @@ class RedisBytes:
         ttl_us = max(_us(quota.ttl_s if ttl_s is None else ttl_s), 1)
         args = [key, self._now_us(), body, ttl_us, size, min(quota.bytes, quota.total_bytes), quota.entries]
         sha = "" if expected is None else hashlib.sha1(expected, usedforsecurity=False).hexdigest()
-        return await self._calls.ask(self._write(owner, [*args, about, sha, int(refuse), int(restore)]))
+        return await self._calls.ask(self._write(owner, [*args, about, sha, int(refuse)]))
 
     async def find(self, owner: str, key: str) -> bytes | None:
         call = self._find(keys=self._keys(owner), args=[key, self._now_us(), int(self._quota.by_use)])
         body: Any = await self._calls.ask_or_skip(self._name, call, None)
         return None if body is None else bytes(body)
 
-    async def look(self, owner: str, key: str) -> tuple[bytes | None, bool]:
-        _, ends, _, about, body, mark = self._keys(owner)
+    async def look(self, owner: str, key: str) -> bytes | None:
+        _, ends, _, about, body = self._keys(owner)
         pipe = self._redis.pipeline(transaction=False)
         pipe.hget(about, key)
         pipe.zscore(ends, key)
         pipe.exists(body + key)
-        pipe.exists(mark + key)
-        found, end_us, has_body, is_marked = await self._calls.ask_each(self._name, pipe)
-        is_there = has_body and end_us is not None and end_us > self._now_us()
-        return (found if is_there else None), bool(is_marked)
+        found, end_us, has_body = await self._calls.ask_each(self._name, pipe)
+        about_it: bytes | None = found
+        return about_it if has_body and end_us is not None and end_us > self._now_us() else None
 
     async def all_of(self, owner: str) -> Mapping[str, bytes]:
-        _, ends, _, about, _, _ = self._keys(owner)
+        _, ends, _, about, _ = self._keys(owner)
         pipe = self._redis.pipeline(transaction=False)
         pipe.zrangebyscore(ends, f"({self._now_us()}", "+inf")
         pipe.hgetall(about)
@@ -94,8 +91,8 @@ class RedisBytes:
         args: list[Any] = [key, self._now_us(), max(_us(ttl_s), 1), about]
         return bool(await self._calls.ask(self._extend(keys=self._keys(owner), args=args)))
 
-    async def remove(self, owner: str, key: str, *, mark_s: float = 0.0) -> bool:
-        _, removed = await self._calls.ask(self._take(owner, key, 0, round(mark_s * 1e3)))
+    async def remove(self, owner: str, key: str) -> bool:
+        _, removed = await self._calls.ask(self._take(owner, key, 0))
         return removed > 0
 
     async def owners(self) -> list[str]:
@@ -128,10 +125,10 @@ class RedisBytes:
             bytes_of[largest], evicted = await self._take(largest, "", max(bytes_of[largest] - over, 0))
             self.evicted += evicted
 
-    async def _take(self, owner: str, key: str, max_bytes: int, mark_ms: int = 0) -> tuple[int, int]:
+    async def _take(self, owner: str, key: str, max_bytes: int) -> tuple[int, int]:
         """Removes one entry, or without a key those that are evicted first. Bytes that are left of the owner's, and
         entries that were removed."""
-        args: list[Any] = [key, self._now_us(), max_bytes, mark_ms]
+        args: list[Any] = [key, self._now_us(), max_bytes]
         left, removed = await self._remove(keys=self._keys(owner), args=args)
         if self._quota.total_bytes != UNLIMITED:
             await (self._redis.hset(self._totals, owner, left) if left else self._redis.hdel(self._totals, owner))
@@ -143,7 +140,7 @@ class RedisBytes:
     def _keys(self, owner: str) -> list[str]:
         """KEYS of the scripts."""
         prefix = f"kvasir:{{{self._name}:{owner}}}"
-        return [f"{prefix}{part}" for part in (".used", ".ends", ".sizes", ".about", ":", "!")]
+        return [f"{prefix}{part}" for part in (".used", ".ends", ".sizes", ".about", ":")]
 
 
 def _us(seconds: float) -> int:

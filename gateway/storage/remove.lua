@@ -1,5 +1,5 @@
 -- Removes an entry; without a key those that are evicted first, until the rest has so many bytes.
--- ARGV     ..., bytes at most, milliseconds for which a mark says that it was removed
+-- ARGV     ..., bytes at most
 -- returns  bytes of the owner's entries then, and how many were there
 local removed
 if key == '' then
@@ -9,9 +9,6 @@ else
   removed = drop(key)
   if over then
     removed = 0
-  end
-  if ARGV[4] ~= '0' then
-    redis.call('SET', marks .. key, '', 'PX', ARGV[4])
   end
 end
 return { size_of(''), removed }

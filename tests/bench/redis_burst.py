@@ -17,6 +17,7 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
+from gateway.api.gemini.content_store import STORE, ContentStore, quota_of
 from gateway.config import (
     BatchSettings,
     GeminiSettings,
@@ -24,7 +25,6 @@ from gateway.config import (
     ResponseCacheSettings,
     SemanticCacheSettings,
 )
-from gateway.contents import STORE, Contents, quota_of
 from gateway.errors import RedisDownError
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
@@ -34,7 +34,6 @@ from gateway.queues.batch.redis_jobs import RedisJobs, RedisScripts
 from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.byte_store import Quota
-from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess
@@ -50,7 +49,7 @@ def stores(redis: Redis) -> dict[str, Callable[[], Awaitable[object]]]:
     questions = RedisQuestions(RedisCalls(redis, TIMEOUT_S), SemanticCacheSettings())
     limits = GeminiSettings()
     shared = RedisBytes(RedisCalls(redis, TIMEOUT_S), STORE, quota_of(limits), time.time)
-    contents = Contents(limits, time.time, MemoryBytes(quota_of(limits), time.time), shared)
+    contents = ContentStore(limits, time.time, shared)
     book = RedisBook(RedisCalls(redis, TIMEOUT_S))
     index = PrefixIndex(MemoryIndex(), RedisCalls(redis, TIMEOUT_S), retry_s=1.0)
     scripts = RedisScripts(redis, timeout_s=BatchSettings().redis_timeout_s)

@@ -54,7 +54,7 @@ async def put(store: ByteStore, clock: Clock, *keys: str, size: int = 1, owner: 
 
 async def held(store: ByteStore, owner: str = "a") -> list[str]:
     """Also whether look-ups and the list agree."""
-    keys = [key for key in "123456789" if (await store.look(owner, key))[0] is not None]
+    keys = [key for key in "123456789" if await store.look(owner, key) is not None]
     assert sorted(await store.all_of(owner)) == keys
     return keys
 
@@ -63,12 +63,12 @@ async def test_what_was_put_is_found_by_its_owner_alone(store: ByteStore, clock:
     body = "{\u00fc}".encode() + b"\x00"
     assert await store.put("a", "1", body, about=b"\xff") == "stored"
     assert await store.find("a", "1") == body
-    assert await store.look("a", "1") == (b"\xff", False)
+    assert await store.look("a", "1") == b"\xff"
     assert await store.all_of("a") == {"1": b"\xff"}
     assert await store.find("a", "2") is None
     assert [await store.find("b", "1"), await store.look("b", "1"), await store.all_of("b")] == [
         None,
-        (None, False),
+        None,
         {},
     ]
     assert not await store.remove("b", "1")
@@ -186,7 +186,7 @@ async def test_an_end_can_be_moved_both_ways(store: ByteStore, clock: Clock) -> 
     assert await store.extend("a", "1", 3600.0, b"after")
     clock.now_s += 100
     assert await store.find("a", "1") == b"x"
-    assert await store.look("a", "1") == (b"after", False)
+    assert await store.look("a", "1") == b"after"
     assert await store.extend("a", "1", 5.0, b"")
     clock.now_s += 5
     assert await store.find("a", "1") is None
@@ -235,18 +235,6 @@ def test_memory_and_redis_store_the_same(
 
 
 # -- Redis alone ------------------------------------------------------------------------------------------------------
-
-
-async def test_what_was_removed_with_a_mark_is_not_restored(redis: Redis, clock: Clock) -> None:
-    store = RedisBytes(RedisCalls(redis, LIMIT_S), "bytes", QUOTA, clock)
-    await store.put("a", "1", b"x")
-    assert await store.remove("a", "1", mark_s=100.0)
-    assert await store.look("a", "1") == (None, True)
-    assert await store.put("a", "1", b"x", restore=True) == "deleted"
-    assert await store.put("a", "1", b"x") == "stored"
-    assert (await store.look("a", "1"))[1] is False
-    assert await store.remove("a", "1")
-    assert await store.put("a", "1", b"x", restore=True) == "stored"
 
 
 @pytest.mark.parametrize("lost", [":1", ".used", ".ends", ".sizes", ".about"])

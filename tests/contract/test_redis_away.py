@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from gateway.api.gemini.content_store import STORE, ContentStore, quota_of
 from gateway.config import (
     BatchSettings,
     GeminiSettings,
@@ -18,7 +19,6 @@ from gateway.config import (
     SemanticCacheSettings,
     Settings,
 )
-from gateway.contents import STORE, Contents, quota_of
 from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.books import RedisBook
@@ -29,7 +29,6 @@ from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import Quota
-from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import MAX_CALLS, RedisCalls, connect
 
@@ -59,7 +58,7 @@ def ask(store: str, redis: Redis, timeout_s: float) -> Callable[[], Awaitable[ob
         case "contents":
             limits = GeminiSettings()
             shared = RedisBytes(RedisCalls(redis, timeout_s), STORE, quota_of(limits), time.time)
-            contents = Contents(limits, time.time, MemoryBytes(quota_of(limits), time.time), shared)
+            contents = ContentStore(limits, time.time, shared)
             return lambda: contents.find("a", "1")
         case "ledger":
             book = RedisBook(RedisCalls(redis, timeout_s))

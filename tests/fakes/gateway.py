@@ -20,6 +20,7 @@ from aiohttp import web
 from gateway.admin.purge import Engine
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.descriptors import Site
+from gateway.api.gemini.content_store import ContentStore
 from gateway.api.malformed import MALFORMED
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.replays import REPLAYS
@@ -46,8 +47,6 @@ from gateway.config import (
     TenantSettings,
     UpstreamSettings,
 )
-from gateway.contents import Contents
-from gateway.contents import quota_of as contents_quota
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.ledger.books import MemoryBook
@@ -228,7 +227,7 @@ def make_app(
         embedder=given.embedder,
         responses=responses,
         fingerprints=given.fingerprints or MemoryBytes(quota_of(given.anthropic.fingerprints), given.now),
-        contents=Contents(given.gemini, given.now, MemoryBytes(contents_quota(given.gemini), given.now)),
+        contents=ContentStore(given.gemini, given.now),
         files=files,
         jobs=jobs or make_lane(given, Path("/nowhere"), files).store,
         now=given.now,

@@ -5,7 +5,7 @@ what comes in, answering.py has the prefix computed, a store keeps what was sent
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -25,6 +25,7 @@ from gateway.api.gemini.caching import (
     prefix_call,
     resource_json,
 )
+from gateway.api.gemini.content_store import ContentStore
 from gateway.api.gemini.files import VERSIONS, GeminiFiles
 from gateway.api.gemini.proto import read
 from gateway.api.gemini.request import CachedPrefix, model_name
@@ -41,20 +42,6 @@ EXAMPLE: Final = {
     "contents": [{"role": "user", "parts": [{"text": "A long document."}]}],
     "ttl": "300s",
 }
-
-
-class ContentStore(Protocol):
-    """The store, as gateway/contents/base.py promises it."""
-
-    async def put(self, tenant: str, content: CachedContent) -> None: ...
-
-    async def find(self, tenant: str, name: str) -> CachedContent | None: ...
-
-    async def all_of(self, tenant: str) -> list[CachedContent]: ...
-
-    async def extend(self, tenant: str, name: str, expires_s: float) -> CachedContent | None: ...
-
-    async def delete(self, tenant: str, name: str) -> bool: ...
 
 
 class CachedContents:
@@ -157,7 +144,7 @@ class CachedContents:
             http[RECORD].work += content.num_bytes
             kept = await off_loop(content.num_bytes, lambda: kept_values(content))
             _, lease = await self._lease(http, tenant, content.model, kept, end_s - now_s)
-        changed = await self._store.extend(tenant.name, content.name, end_s)
+        changed = await self._store.extend(tenant.name, content, end_s)
         if changed is None:
             raise _not_found(content.name)
         return _reply(http, resource_json(changed, lease))
