@@ -1,8 +1,9 @@
-"""Requests that no HTTP request brought: the lines of batches, each asked of one of the endpoints that generate.
+"""Runs the lines of batches: requests without an HTTP request, each of one of the endpoints that generate.
 
-An endpoint is made by the dialect that has it (`endpoints()` of its handlers); upstream_lines.py answers for models
-of upstreams. `Lines` gives a line what the middleware gives a request: an id, its line in the log, its place in the
-metrics, and errors in its dialect's shape.
+A dialect brings its endpoints (`endpoints()` of its handlers) and how its rows are read and written (`RowFormat`).
+`BatchRunner` gives a line what the middleware gives a request: an id, a line in the log, metrics, and errors in its
+dialect's shape. Lines whose prompts begin alike run one after the other. For that their text is compared: tokenising a
+large job takes a minute and fills the memos that online requests need.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
 import orjson
 
+from engine.protocol import TOKEN_BYTES, chain_digests
 from gateway.api.answering import Answering, Generation, parsed
-from gateway.api.beginnings import Beginning, beginning_of_body, beginning_of_call
 from gateway.api.call import Call
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
+from gateway.api.passthrough import Headers, Passthrough, Upstreams, may_keep
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
+from gateway.api.structure import work_of_json
 from gateway.api.tenants import Namespaces
 from gateway.api.unknown_fields import IgnoredFields, collected
-from gateway.api.upstream_lines import Headers, Target, UpstreamLines
+from gateway.config import BatchSettings
 from gateway.errors import (
     BadRequestError,
     DeadlineError,
@@ -37,78 +41,79 @@ from gateway.errors import (
     UpstreamLostError,
 )
 from gateway.native import no_panic
+from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
 from gateway.tasks import off_loop
-from gateway.types import Tenant, Usage
+from gateway.types import ChatPrompt, Prompt, Tenant, TextPrompt, TokenPrompt, UpstreamAnswer, Usage
 
 log = logging.getLogger(__name__)
 
+Row = dict[str, Any]
 Body = dict[str, Any]
 Retry = Literal["no", "again", "died", "later"]
 
 OK: Final = 200
 
 PAUSE_S: Final = 2.0
-"""Until an upstream is asked again that failed a line, where it does not say."""
+"""Until an upstream gets a failed line again, where it names no time."""
+
+COMPLETION_TOKENS: Final = 256
+"""Expected length of an answer without a limit."""
+
+BLOCK_TOKENS: Final = 16
+"""Tokens of four bytes each: how finely beginnings are compared."""
+
+MAX_PREFIX_BYTES: Final = 1 << 19
+"""Bytes of a prompt that are compared."""
 
 _LATER: Final = frozenset((429, 503, 529))
-"""Statuses with which an upstream says that it has too much to do: nobody has worked on the request."""
+"""Statuses of an upstream that has too much to do: it has not worked on the request."""
 
 _NEVER: Final = frozenset((501, 505))
 """Failures that are the same the next time."""
 
+_READ_IN_ORDER: Final = ("tools", "functions", "system", "instructions", "messages", "prompt", "input")
+"""Fields with a model's input, about in the order in which it is read."""
+
+_NEWLINES: Final = bytes.maketrans(b"\r\n", b"  ")
+_GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
+
 
 class Endpoint(NamedTuple):
-    """What a line asks for. Both raise KvasirError.
+    """A route that lines may call. Both functions raise KvasirError.
 
-    dialect  that it is of
-    target   where lines for models of upstreams go
+    path     of a client's URL, and `headers` that a client would send: for lines that go to an upstream
     answer   the body of the answer
-    call     what it generates from, by which lines with a common beginning are found; None: it generates nothing
+    call     what it generates from, for finding lines with a common beginning; None: it generates nothing
     """
 
     dialect: Dialect
-    target: Target
+    path: str
     answer: Callable[[Record, Tenant, Body], Awaitable[bytes]]
     call: Callable[[Record, Tenant, Body], Awaitable[Call]] | None = None
+    headers: Headers = ()
 
 
-def asking(
-    answering: Answering, dialect: Dialect, target: Target, ask: Callable[[Record, Body], Generation]
+def generating(
+    answering: Answering,
+    dialect: Dialect,
+    path: str,
+    parse: Callable[[Record, Body], Generation],
+    headers: Headers = (),
 ) -> Endpoint:
-    """Of requests that are all in what they ask: `ask` makes it of a body."""
+    """The endpoint of a route whose body holds the whole request."""
 
     async def answer(record: Record, tenant: Tenant, body: Body) -> bytes:
-        return await answering.whole(record, tenant, _checked(await parsed(record, ask, body)))
+        return await answering.whole(record, tenant, await parsed(record, parse, body))
 
     async def call(record: Record, _: Tenant, body: Body) -> Call:
-        return _checked(await parsed(record, ask, body)).call
+        return (await parsed(record, parse, body)).call
 
-    return Endpoint(dialect, target, answer, call)
-
-
-def _checked(generation: Generation) -> Generation:
-    check_whole(generation.call.stream)
-    return generation
+    return Endpoint(dialect, path, answer, call, headers)
 
 
-def check_whole(stream: bool) -> None:
-    """Raises BadRequestError: nobody reads a stream while a batch runs."""
-    if stream:
-        raise BadRequestError("A line of a batch does not stream.", param="stream", code="unsupported_parameter")
-
-
-def check_body(body: Body) -> None:
-    """Raises BadRequestError for what no line may ask for, whoever would answer it."""
-    check_whole(bool(body.get("stream")))
-    if body.get("background"):
-        raise BadRequestError(
-            "A line of a batch runs in the background by itself.", param="background", code="unsupported_parameter"
-        )
-
-
-class Line(NamedTuple):
-    """A line. `endpoint` is the name of one that there is; `headers` are for upstreams, besides those of its target.
-    `num_bytes` are those of its row, `work` is that it is to read it (tasks.work_of)."""
+class LineRequest(NamedTuple):
+    """A line. `endpoint` is the name of one; `headers` are for upstreams, besides those of the endpoint. `num_bytes`
+    are those of its row, `work` is the work of reading it (tasks.work_of)."""
 
     endpoint: str
     tenant: Tenant
@@ -121,14 +126,8 @@ class Line(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What became of a line.
-
-    body           of the answer, or of the error
-    retry          "again": it failed in a way that need not be its own fault; "died": its engine died at work on it;
-                   "later": nobody has worked on it yet, and
-                   somebody may after a while
-    retry_after_s  its model is left alone for so long, at least; None: that is not known, or need not be
-    """
+    """How a line ended. `body` is that of the answer, or of the error; `retry` and `retry_after_s` are as in
+    LineResult."""
 
     status: int
     body: bytes
@@ -137,29 +136,82 @@ class Answered(NamedTuple):
     retry_after_s: float | None = None
 
 
-class Lines:
-    """Answers lines, each as one request of the batch lane."""
+class RowFormat(NamedTuple):
+    """How a dialect writes batches. Rows that passed its check are JSON objects with a `custom_id`.
+
+    check     all rows of a job, blocking
+    request   name of the endpoint that a row calls, and the body
+    answered  row, request id and how the line ended -> the result
+    unrun     row, and why it never ran -> the result
+    headers   that upstreams get with the requests of a job
+    """
+
+    check: Callable[[Job, BinaryIO], Checked]
+    request: Callable[[Job, Row], tuple[str, Body]]
+    answered: Callable[[Row, str, Answered], bytes]
+    unrun: Callable[[Row, Unrun], bytes]
+    headers: Callable[[Job], Headers] = lambda job: ()
+
+
+class Beginning(NamedTuple):
+    """The beginning of a prompt, and its estimated tokens. `digests` are chained, as those of blocks."""
+
+    digests: bytes
+    num_tokens: int
+
+
+class BatchRunner:
+    """queues.batch.base.Runner, of all dialects that have batches: each line is one request of the batch lane."""
 
     def __init__(
         self,
+        settings: BatchSettings,
         endpoints: Mapping[str, Endpoint],
+        formats: Mapping[str, RowFormat],
         observer: Observer,
         all_joined: Callable[[], bool],
-        upstreams: UpstreamLines,
+        passthrough: Passthrough,
+        upstreams: Upstreams,
         namespaces: Namespaces,
         refuses_unknown: Callable[[str], bool],
     ) -> None:
-        """all_joined       every engine has said which model it has, so that one which nobody has does not exist
+        """formats          by the name of the dialect
+        all_joined       every engine has named its model, so that a model which none has does not exist
         refuses_unknown  whether unknown fields of a tenant's lines are refused
         """
-        self._refuses_unknown = refuses_unknown
+        self._settings = settings
+        self._endpoints = endpoints
+        self._formats = formats
+        self._observer = observer
         self._all_joined = all_joined
+        self._passthrough = passthrough
         self._upstreams = upstreams
         self._namespaces = namespaces
-        self._endpoints = endpoints
-        self._observer = observer
+        self._refuses_unknown = refuses_unknown
 
-    async def answer(self, line: Line) -> Answered:
+    def check(self, job: Job, rows: BinaryIO) -> Checked:
+        return self._formats[job.dialect].check(job, rows)
+
+    async def plan(self, job: Job, row: bytes) -> LinePlan | None:
+        line = self._line(job, *await _loaded(row), "", len(row))
+        model = line.body.get("model")
+        try:
+            beginning = await self.find_beginning(line)
+        except OverloadedError:
+            return None
+        digests = b"" if beginning is None else beginning.digests
+        return LinePlan(model if type(model) is str else "", digests, _expected_tokens(line.body, beginning, len(row)))
+
+    async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
+        value, work = await _loaded(row)
+        answered = await self.answer(self._line(job, value, work, request_id, len(row)))
+        body = self._formats[job.dialect].answered(value, request_id, answered)
+        return LineResult(answered.status == OK, body, answered.usage, answered.retry, answered.retry_after_s)
+
+    def unrun(self, job: Job, row: bytes, why: Unrun) -> bytes:
+        return self._formats[job.dialect].unrun(orjson.loads(row) if row else {}, why)
+
+    async def answer(self, line: LineRequest) -> Answered:
         """Never raises but when it is cancelled."""
         record = self._record(line)
         with noted(self._observer, record):
@@ -175,14 +227,14 @@ class Lines:
                 log.exception("line %s failed", record.request_id)
                 return self._refused(KvasirError("The server had an error while processing your request."), record)
 
-    async def find_beginning(self, line: Line) -> Beginning | None:
-        """What a line's prompt begins with. None for what has none, or is wrong, which its answer will say. Raises
-        OverloadedError when its engines are away."""
+    async def find_beginning(self, line: LineRequest) -> Beginning | None:
+        """The beginning of a line's prompt. None for a line without a prompt, or with an error that its answer will
+        tell. Raises OverloadedError when its engines are away."""
         call = self._endpoints[line.endpoint].call
         if call is None:
             return None
         try:
-            if self._upstreams.serves(line.body, line.tenant):
+            if self._goes_on(line):
                 return await off_loop(line.work, lambda: beginning_of_body(line.body))
             record = self._record(line)
             with no_panic(), collected(record.ignored):
@@ -197,20 +249,52 @@ class Lines:
             log.exception("line %s has no prompt", line.request_id)
             return None
 
-    async def _answer(self, line: Line, record: Record) -> Answered:
+    async def _answer(self, line: LineRequest, record: Record) -> Answered:
         """Raises KvasirError."""
-        endpoint = self._endpoints[line.endpoint]
-        if not self._upstreams.serves(line.body, line.tenant):
-            body = await endpoint.answer(record, line.tenant, line.body)
+        for name in ("stream", "background"):
+            if line.body.get(name):
+                raise BadRequestError(f"A line of a batch has no `{name}`.", param=name, code="unsupported_parameter")
+        if not self._goes_on(line):
+            body = await self._endpoints[line.endpoint].answer(record, line.tenant, line.body)
             record.status = OK
             return Answered(OK, body, _usage(record))
-        check_body(line.body)
-        target = Target(endpoint.target.path, (*endpoint.target.headers, *line.headers))
-        reply = await self._upstreams.answer(record, line.tenant, line.body, target)
-        record.status = reply.status
-        retry = _retry_of(reply.status)
-        after_s = None if retry == "no" else reply.retry_after_s or PAUSE_S
-        return Answered(reply.status, reply.body, _usage(record), retry, after_s)
+        return await self._pass(line, record)
+
+    async def _pass(self, line: LineRequest, record: Record) -> Answered:
+        """The answer of an upstream, as it wrote it but on one line. Raises KvasirError when no upstream answered, or
+        none with JSON."""
+        endpoint, timeout_s = self._endpoints[line.endpoint], self._settings.line_timeout_s
+        body = await off_loop(record.work, lambda: orjson.dumps(line.body))
+        request = self._passthrough.request(
+            record,
+            line.tenant,
+            line.body,
+            timeout_s=timeout_s,
+            keeps=may_keep(endpoint.path, line.body),
+            dialect=record.dialect.name,
+            model=line.body["model"],
+            path=endpoint.path,
+            query="",
+            headers=(*endpoint.headers, *line.headers),
+            body=body,
+        )
+        record.traces = [request.trace]
+        request.trace.by_upstream = True  # also where its cached answer is given again: it is paid as upstreams are
+        try:
+            async with asyncio.timeout(timeout_s), self._upstreams.answer(request) as answer:
+                record.model = answer.label
+                row = await _read(answer, self._settings.max_answer_bytes)
+        except TimeoutError:
+            raise DeadlineError("The answer took longer than a line may (batches.line_timeout_s).") from None
+        record.status = answer.status
+        retry = _retry_of_status(answer.status)
+        after_s = None if retry == "no" else answer.retry_after_s or PAUSE_S
+        return Answered(answer.status, row, _usage(record), retry, after_s)
+
+    def _goes_on(self, line: LineRequest) -> bool:
+        """Whether a line goes to an upstream."""
+        model = line.body.get("model")
+        return type(model) is str and self._passthrough.serves(model, line.tenant)
 
     def _may_join(self, error: KvasirError) -> bool:
         """Whether the model that was not found may still be that of an engine."""
@@ -219,11 +303,17 @@ class Lines:
     def _refused(self, error: KvasirError, record: Record) -> Answered:
         failed(record, error)
         body = orjson.dumps(record.dialect.error_json(error, record.request_id))
-        retry: Retry = "later" if self._may_join(error) else _retry(error)
+        retry: Retry = "later" if self._may_join(error) else _retry_of(error)
         after_s = PAUSE_S if isinstance(error, UpstreamLostError) and retry != "no" else error.retry_after_s
         return Answered(record.status, body, Usage(0, 0), retry, after_s)
 
-    def _record(self, line: Line) -> Record:
+    def _line(self, job: Job, row: Row, work: int, request_id: str, num_bytes: int) -> LineRequest:
+        rows = self._formats[job.dialect]
+        endpoint, body = rows.request(job, row)
+        tenant, headers = Tenant(job.tenant), rows.headers(job)
+        return LineRequest(endpoint, tenant, body, job.namespace or "", request_id, headers, num_bytes, work)
+
+    def _record(self, line: LineRequest) -> Record:
         return Record(
             request_id=line.request_id,
             endpoint=f"{line.endpoint} (batch)",
@@ -238,12 +328,20 @@ class Lines:
         )
 
 
+async def _loaded(row: bytes) -> tuple[Row, int]:
+    """The parsed row and the work that it makes; in a thread if it is large. RowFormat.check has counted its values."""
+    return await off_loop(len(row), lambda: (orjson.loads(row), work_of_json(row)))
+
+
 def _usage(record: Record) -> Usage:
-    told_cached = sum(trace.reported_cached_tokens for trace in record.traces)
-    return Usage(record.prompt_tokens + record.embedded_tokens, record.completion_tokens, told_cached)
+    reported = sum(trace.reported_cached_tokens for trace in record.traces)
+    return Usage(record.prompt_tokens + record.embedded_tokens, record.completion_tokens, reported)
 
 
-def _retry(error: KvasirError) -> Retry:
+# -- retries ----------------------------------------------------------------------------------------------------------
+
+
+def _retry_of(error: KvasirError) -> Retry:
     match error:
         case EngineLostError(died=True):
             return "died"
@@ -256,8 +354,88 @@ def _retry(error: KvasirError) -> Retry:
     return "again" if error.status >= 500 else "no"
 
 
-def _retry_of(status: int) -> Retry:
-    """Of what an upstream answered."""
+def _retry_of_status(status: int) -> Retry:
+    """Of an upstream's answer."""
     if status in _LATER:
         return "later"
     return "again" if status == 408 or (status >= 500 and status not in _NEVER) else "no"
+
+
+# -- answers of upstreams ---------------------------------------------------------------------------------------------
+
+
+async def _read(answer: UpstreamAnswer, max_bytes: int) -> bytes:
+    """The body as one row of JSON. Raises UpstreamLostError for any other body."""
+    whole = bytearray()
+    async for chunk in answer.pieces:
+        whole += chunk
+        if len(whole) > max_bytes:
+            raise _unreadable(answer, f"more than {max_bytes} bytes")
+    body = bytes(whole)
+    encodings = [value.strip().lower() for name, value in answer.headers if name.lower() == "content-encoding"]
+    if encodings and encodings[0] in ("gzip", "x-gzip", "deflate"):
+        try:
+            body = zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, max_bytes)
+        except zlib.error:
+            body = b""
+    row = await off_loop(len(body), lambda: one_row(body))
+    if row is None:
+        raise _unreadable(answer, "no JSON")
+    return row
+
+
+def one_row(body: bytes) -> bytes | None:
+    """JSON on one line: line ends stand between its tokens alone. None for other bytes."""
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return body.translate(_NEWLINES).strip()
+
+
+def _unreadable(answer: UpstreamAnswer, why: str) -> UpstreamLostError:
+    """Keeps a status that blames the request; others are a failure of the upstream."""
+    error = UpstreamLostError(f"Upstream {answer.upstream} answered with status {answer.status} and {why}.")
+    if 400 <= answer.status < 500:
+        error.status = answer.status
+    return error
+
+
+# -- beginnings of prompts --------------------------------------------------------------------------------------------
+
+
+def beginning_of_body(body: Mapping[str, Any]) -> Beginning:
+    """For an upstream, from the client's body."""
+    return _beginning(b"".join(orjson.dumps(body.get(name)) for name in _READ_IN_ORDER))
+
+
+def beginning_of_call(call: Call, key: str) -> Beginning:
+    """For an engine: of its first prompt, the same in all dialects. Lines with other keys or salts share nothing;
+    `key` is the call's where it separates."""
+    return _beginning(_text_of(call.prompts[0]), orjson.dumps((key, call.cache_salt)))
+
+
+def _text_of(prompt: Prompt) -> bytes:
+    """A chat's system message stands before its tools, as in most templates."""
+    match prompt:
+        case TokenPrompt():
+            return prompt.tokens
+        case TextPrompt():
+            return prompt.text.encode()
+        case ChatPrompt():
+            messages = [orjson.dumps(message, option=orjson.OPT_SORT_KEYS) for message in prompt.messages]
+            first = int(bool(prompt.messages) and prompt.messages[0].get("role") in ("system", "developer"))
+            return b"".join([*messages[:first], *map(orjson.dumps, prompt.tools), *messages[first:]])
+
+
+def _beginning(text: bytes, root: bytes = b"") -> Beginning:
+    return Beginning(chain_digests(root, text[:MAX_PREFIX_BYTES], BLOCK_TOKENS), len(text) // TOKEN_BYTES)
+
+
+def _expected_tokens(body: Body, beginning: Beginning | None, num_bytes: int) -> int:
+    """An estimate, for turns between tenants. A line that generates nothing has about a token for each four bytes."""
+    if beginning is None:
+        return num_bytes // TOKEN_BYTES
+    limits = (body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"))
+    limit = next((limit for limit in limits if type(limit) is int and limit > 0), COMPLETION_TOKENS)
+    return beginning.num_tokens + limit

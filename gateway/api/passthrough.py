@@ -1,9 +1,8 @@
-"""Requests for models that an upstream serves: they go on as the client wrote them, and the answer's bytes come back as
-they are, as fast as the client reads and no faster.
+"""Requests for models of upstreams: they go on as the client wrote them, and the answer's bytes come back as they are,
+as fast as the client reads and no faster.
 
-The dialects ask here first, with what they have read; nothing of it was checked but that it is a JSON object. Who is
-asked, and how often, is the upstreams' to say: anything that answers a request with a status, headers and pieces can
-stand in their place.
+Of the body nothing was checked but that it is a JSON object. Which upstream gets a request, and how often, is decided
+behind `Upstreams`.
 """
 
 from __future__ import annotations
@@ -11,39 +10,63 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Final, Protocol
+from urllib.parse import unquote_plus
 
 from aiohttp import web
 from multidict import CIMultiDict
 
-from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.body import RAW
-from gateway.api.cache_control import stricter
+from gateway.api.cache_control import check_cache, from_body, stricter
 from gateway.api.dialect import SSE
-from gateway.api.gemini.wire import GEMINI
-from gateway.api.openai.wire import OPENAI
-from gateway.api.passed_on import headers_of, lower, need_of, priority_of, query_of, reuse_of
+from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
 from gateway.api.replies import data, event
 from gateway.api.resend import Rendered, find_keeper
 from gateway.api.stream import LAST_WRITE_S
-from gateway.api.tenants import ONLY_COUNTED, Limits, Namespaces, set_aside
+from gateway.api.tenants import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, Namespaces, set_aside
 from gateway.api.tiers import find_tier
-from gateway.api.upstream_objects import UpstreamObjects
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
 from gateway.native import no_panic
 from gateway.stages import Registry
 from gateway.tasks import off_loop
-from gateway.types import Scope, Tenant, UpstreamAnswer, UpstreamRequest
+from gateway.types import PLAIN_REUSE, Need, Tenant, UpstreamAnswer, UpstreamRequest
 
 log = logging.getLogger(__name__)
 
+Headers = tuple[tuple[str, str], ...]
+
+PASSED_ON: Final = frozenset(
+    (
+        *("accept", "anthropic-beta", "anthropic-version", "content-type", "idempotency-key", "openai-beta"),
+        *("traceparent", "tracestate", "user-agent", "x-client-request-id", "x-goog-api-client"),
+    )
+)
+"""Headers of a client that an upstream gets, besides those that begin with x-stainless-. No others: they are for us, or
+secrets."""
+
+MAX_ANSWERS: Final = 128
+"""Answers to one prompt, at most, that are set aside of a tenant's limits."""
+
+_KEYS: Final = frozenset(("key", "api_key", "access_token", "$key"))
+"""Parameters of a URL that an upstream never gets."""
+
+_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens", "maxOutputTokens")
+"""Names of the limit on an answer's tokens."""
+
+_IN_CONTAINERS: Final = ("code_interpreter", "code_execution", "shell")
+"""Beginnings of the types of tools that may run at an upstream, in a container."""
+
+_UNBUFFERED: Final[Mapping[str, str]] = {"X-Accel-Buffering": "no"}
+"""For proxies in front of us, which would collect a stream."""
+
 
 class Upstreams(Protocol):
-    """Who answers."""
+    """What answers requests for models of upstreams."""
 
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
         """Whether a request for a model goes to an upstream. `ours`: an engine, or the embedder, serves it as well."""
@@ -54,13 +77,14 @@ class Upstreams(Protocol):
         ...
 
     def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]:
-        """Entering it returns when the first byte is there, and raises a KvasirError when nobody answered; leaving it
-        ends what is left of the answer."""
+        """Entering it returns with the first byte, and raises a KvasirError when no upstream answered; leaving it ends
+        what is left of the answer."""
         ...
 
 
 class Passthrough:
-    """Holds what answering from an upstream needs. `embedding_models` are those of our own embedder."""
+    """Answers from upstreams. `embedding_models` are those of our own embedder; `responses` knows which upstream made
+    what for a tenant."""
 
     def __init__(
         self,
@@ -70,10 +94,10 @@ class Passthrough:
         embedding_models: Mapping[str, int],
         limits: Limits,
         namespaces: Namespaces,
-        upstream_objects: UpstreamObjects,
+        responses: ResponseStore,
     ) -> None:
-        self.upstream_objects = upstream_objects
         self._limits = limits
+        self._responses = responses
         self._namespaces = namespaces
         self._server = server
         self._upstreams = upstreams
@@ -81,7 +105,7 @@ class Passthrough:
         self._embedding_models = embedding_models
 
     def models(self, record: Record) -> dict[str, int]:
-        """Every model that can be asked for in the record's dialect -> Unix second. Our own come first."""
+        """Every model that can be named in the record's dialect -> Unix second. Our own come first."""
         ours = self._models.models()
         theirs = self._upstreams.models(record.dialect.name, record.tenant or "")
         return {**ours, **{name: since for name, since in theirs.items() if name not in ours}}
@@ -89,109 +113,125 @@ class Passthrough:
     def serves(self, model: str, tenant: Tenant) -> bool:
         """Whether a request of the tenant for this model goes to an upstream."""
         if not self._upstreams.serves(model, tenant.name, ours=False):
-            return False  # nobody needs to know what our engines serve
+            return False  # and what our engines serve is not looked up
         ours = model in self._models.models() or model in self._embedding_models
         return not ours or self._upstreams.serves(model, tenant.name, ours=True)
 
-    def scope(self, record: Record, tenant: Tenant) -> Scope:
-        """Who may get an answer of its request again. Raises ForbiddenError for a namespace that the tenant may not
-        use."""
-        return self._namespaces.scope(record.namespace, tenant)
-
     async def kept(self, http: web.Request, tenant: Tenant, upstream: str, path: str) -> web.StreamResponse:
-        """What the upstream says of a response that it keeps. Raises only while nothing was sent."""
+        """The upstream's answer about a response that it keeps. Raises only while nothing was sent."""
         record = http[RECORD]
-        request = UpstreamRequest(
-            request_id=record.request_id,
-            tenant=tenant,
-            dialect=OPENAI.name,
+        request = self.request(
+            record,
+            tenant,
+            {},
+            timeout_s=self._server.request_timeout_s,
+            keeps=http.method == "GET",
+            dialect=record.dialect.name,
             model="",
             path=path,
-            query=query_of(http.rel_url.raw_query_string),
-            headers=tuple(header for header in headers_of(http) if header[0] != "content-type"),
+            query=_query_of(http),
+            headers=tuple(header for header in _headers_of(http) if header[0] != "content-type"),
             body=b"",
-            values={},
-            received_s=record.received_s,
-            deadline_s=record.received_s + self._server.request_timeout_s,
             metered=False,
             method="GET" if http.method == "HEAD" else http.method,
             only=upstream,
-            made=self.upstream_objects.recorder(tenant.name) if http.method == "GET" else None,
         )
         await set_aside(self._limits, record, lambda: ONLY_COUNTED)
         record.traces = [request.trace]
         async with self._upstreams.answer(request) as answer:
-            record.stream = SSE in dict(lower(answer.headers)).get("content-type", "")
-            return await _pass_back(http, record, answer, request.deadline_s)
+            return await _pass_back(http, answer, request.deadline_s)
 
     async def answer(
         self,
         http: web.Request,
         tenant: Tenant,
+        dialect: str,
         model: object,
         values: Mapping[str, Any],
         *,
-        metered: bool = True,
+        metered: bool,
     ) -> web.StreamResponse | None:
         """The upstream's answer, complete; None when the model, as the client wrote it, is none of an upstream's.
-
-        values   what the body says
-        metered  whether the answer tells a usage
         Raises only while nothing was sent.
+
+        values   the parsed body
+        metered  whether the answer tells a usage
         """
         body = http.pop(RAW)
         if not isinstance(model, str) or not self.serves(model, tenant):
             return None
         record = http[RECORD]
-        request = await off_loop(record.work, lambda: self._request(http, tenant, model, body, values, metered))
+        build = partial(
+            self.request,
+            record,
+            tenant,
+            values,
+            timeout_s=self._server.request_timeout_s,
+            keeps=may_keep(record.endpoint, values),
+            dialect=dialect,
+            model=model,
+            path=record.endpoint,
+            query=_query_of(http),
+            headers=_headers_of(http),
+            body=body,
+            metered=metered,
+            tier=find_tier(dialect, values, tenant),
+            priority=values.get("priority", 0) if type(values.get("priority")) is int else 0,
+        )
+        request = await off_loop(record.work, build)
         need = need_of(request)
         await set_aside(self._limits, record, lambda: need)
         record.traces = [request.trace]
         async with self._upstreams.answer(request) as answer:
             record.model = answer.label
-            record.stream = SSE in dict(lower(answer.headers)).get("content-type", "")
             keep = find_keeper(http)
             chunks: list[bytes] | None = None if keep is None else []
-            response = await _pass_back(http, record, answer, request.deadline_s, chunks)
+            response = await _pass_back(http, answer, request.deadline_s, chunks)
             if keep is not None and chunks is not None and not record.status:
                 headers = {**dict(answer.headers), **(_UNBUFFERED if record.stream else {})}
                 keep(Rendered(model, None, need, headers, b"".join(chunks)))
             return response
 
-    def _request(
-        self, http: web.Request, tenant: Tenant, model: str, body: bytes, values: Mapping[str, Any], metered: bool
+    def request(
+        self,
+        record: Record,
+        tenant: Tenant,
+        values: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        keeps: bool,
+        **more: Any,
     ) -> UpstreamRequest:
-        """Raises BadRequestError for what it says of the cache, ForbiddenError for a namespace."""
-        record = http[RECORD]
-        dialect = _dialect(record.endpoint)
+        """A request of the record. Raises BadRequestError for its body's `cache`, ForbiddenError for its namespace.
+
+        keeps  whether the upstream may keep something of it, whose ids are remembered for the tenant
+        more   fields of the UpstreamRequest
+        """
+        cache = values.get("cache")
+        reuse = PLAIN_REUSE if cache is None else from_body(check_cache(cache, "cache"))
         return UpstreamRequest(
             request_id=record.request_id,
             tenant=tenant,
-            dialect=dialect,
-            model=model,
-            path=record.endpoint,
-            query=query_of(http.rel_url.raw_query_string),
-            headers=headers_of(http),
-            body=body,
             values=values,
             received_s=record.received_s,
-            deadline_s=record.received_s + self._server.request_timeout_s,
-            metered=metered,
-            reuse=stricter(record.reuse, reuse_of(values)),
-            scope=self.scope(record, tenant),
-            tier=find_tier(dialect, values, tenant),
-            priority=priority_of(values),
-            made=self.upstream_objects.recorder_for(record.endpoint, values, tenant.name),
-            maker=self.upstream_objects.maker(tenant.name),
+            deadline_s=record.received_s + timeout_s,
+            reuse=stricter(record.reuse, reuse),
+            lane=record.lane,
+            scope=self._namespaces.scope(record.namespace, tenant),
+            made=partial(self._responses.remember_upstream, tenant.name) if keeps else None,
+            maker=partial(self._responses.find_upstream, tenant.name),
             work=record.work,
+            **more,
         )
 
 
 async def _pass_back(
-    http: web.Request, record: Record, answer: UpstreamAnswer, deadline_s: float, chunks: list[bytes] | None = None
+    http: web.Request, answer: UpstreamAnswer, deadline_s: float, chunks: list[bytes] | None = None
 ) -> web.StreamResponse:
-    """Each write waits until the client has room for it, and so does reading from the upstream. `chunks` gets what was
-    written."""
+    """Each write waits until the client has room for it, and so does reading from the upstream. The written chunks are
+    added to `chunks`."""
+    record = http[RECORD]
+    record.stream = SSE in dict(_lower(answer.headers)).get("content-type", "")
     response = web.StreamResponse(status=answer.status, headers=_reply_headers(record, answer))
     try:
         async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
@@ -223,8 +263,8 @@ def _known(error: Exception, record: Record) -> KvasirError:
 
 
 async def _cut(http: web.Request, record: Record, response: web.StreamResponse, error: KvasirError) -> None:
-    """Ends an answer that is not whole so that nobody takes it for one: with an error event where the upstream's last
-    event is complete, else by closing the connection."""
+    """Ends an incomplete answer so that no client takes it for a complete one: with an error event where the upstream's
+    last event is complete, else by closing the connection."""
     failed(record, error)
     if isinstance(error, UpstreamLostError) and error.between_events:
         body = record.dialect.error_json(error, record.request_id)
@@ -246,7 +286,7 @@ def _reply_headers(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
     theirs = [(name, value) for name, value in answer.headers if not name.lower().startswith("x-kvasir-")]
     for name, _ in theirs:
         headers.popall(name, None)
-    if any(_tells_limits(name) for name, _ in theirs):  # half of ours beside half of its would be nobody's
+    if any(_tells_limits(name) for name, _ in theirs):  # never a mix of ours and its own
         for name in [name for name in headers if _tells_limits(name)]:
             del headers[name]
     headers.extend(theirs)
@@ -257,16 +297,51 @@ def _reply_headers(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
     return headers
 
 
-_UNBUFFERED: Final[Mapping[str, str]] = {"X-Accel-Buffering": "no"}
-"""For proxies in front of us, which would collect a stream."""
-
-
 def _tells_limits(name: str) -> bool:
     return name.lower().startswith(("x-ratelimit-", "anthropic-ratelimit-"))
 
 
-def _dialect(endpoint: str) -> str:
-    """Of a route that generates. The request itself may look like one of another dialect, by a header."""
-    if "{model}" in endpoint:
-        return GEMINI.name
-    return ANTHROPIC.name if endpoint.startswith("/v1/messages") else OPENAI.name
+def may_keep(path: str, values: Mapping[str, Any]) -> bool:
+    """Whether the upstream may keep something of a request: the response, a container in which tools run, or spoken
+    output."""
+    if path == "/v1/responses" and values.get("store") is not False:
+        return True
+    tools, modalities = values.get("tools"), values.get("modalities")
+    types = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    in_container = any(isinstance(kind, str) and kind.startswith(_IN_CONTAINERS) for kind in types)
+    return bool(in_container or values.get("container") or (isinstance(modalities, list) and "audio" in modalities))
+
+
+def _headers_of(http: web.Request) -> Headers:
+    """The client's headers that an upstream gets."""
+    return tuple(
+        (name, value)
+        for name, value in _lower(http.headers.items())
+        if name in PASSED_ON or name.startswith("x-stainless-")
+    )
+
+
+def _lower(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(name.lower(), value) for name, value in headers]
+
+
+def need_of(request: UpstreamRequest) -> Need:
+    """As far as the request itself tells; only the upstream counts its prompt."""
+    if not request.metered:
+        return ONLY_COUNTED
+    values = request.values
+    inputs = -(-len(request.body) // BYTES_PER_TOKEN)
+    if request.path.endswith("/embeddings"):
+        return Need(inputs)
+    inside = values.get("generationConfig")
+    config: Mapping[str, Any] = inside if isinstance(inside, dict) else {}
+    given = {name: config.get(name, values.get(name)) for name in (*_LIMITS, "n", "candidateCount")}
+    most = [given[name] for name in _LIMITS if type(given[name]) is int]
+    answers = next((given[name] for name in ("n", "candidateCount") if type(given[name]) is int), 1)
+    return Need(inputs, max(0, most[0]) if most else None, min(max(1, answers), MAX_ANSWERS))
+
+
+def _query_of(http: web.Request) -> str:
+    """The URL's query without parameters that may be a key, in any spelling."""
+    parts = [part for part in http.rel_url.raw_query_string.split("&") if part]
+    return "&".join(part for part in parts if unquote_plus(part.partition("=")[0]).strip().lower() not in _KEYS)

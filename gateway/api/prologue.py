@@ -55,10 +55,10 @@ class Prologue:
         found: dict[tuple[str, str], dict[str, Handler]] = {}
         for name, own in routes.items():
             for route in own:
-                found.setdefault((route.method, route.path), {})[name] = self._before(route, checks.get(name))
+                found.setdefault((route.method, route.path), {})[name] = self._before(name, route, checks.get(name))
         return {key: next(iter(own.values())) if len(own) == 1 else _by_dialect(own) for key, own in found.items()}
 
-    def _before(self, route: Route, check: Callable[[web.Request], object] | None) -> Handler:
+    def _before(self, dialect: str, route: Route, check: Callable[[web.Request], object] | None) -> Handler:
         """The route's handler, behind the steps of its row."""
         resends, reads, passes = route.resends, route.reads, route.passes
 
@@ -81,7 +81,8 @@ class Prologue:
                 # 4. Pass through.
                 if passes is not None:
                     model = model_name(http.match_info["model"]) if "model" in http.match_info else body.get("model")
-                    passing = self._passthrough.answer(http, tenant, model, body, metered=passes == "metered")
+                    metered = passes == "metered"
+                    passing = self._passthrough.answer(http, tenant, dialect, model, body, metered=metered)
                     if (answer := await passing) is not None:
                         return answer
             # 5. Check.

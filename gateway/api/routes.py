@@ -23,7 +23,6 @@ from gateway.api.anthropic.files import file_routes as anthropic_files
 from gateway.api.anthropic.handlers import Anthropic
 from gateway.api.anthropic.message_batches import ROWS, MessageBatches
 from gateway.api.anthropic.wire import ANTHROPIC
-from gateway.api.batches import BatchRunner
 from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import MAX_DEPTH, expect_continue
 from gateway.api.dialect import CHUNKED, UNLISTED, Route
@@ -34,7 +33,7 @@ from gateway.api.gemini.embeddings import GeminiEmbeddings
 from gateway.api.gemini.files import GeminiFiles
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.wire import GEMINI
-from gateway.api.lines import Lines
+from gateway.api.lines import BatchRunner
 from gateway.api.malformed import MALFORMED
 from gateway.api.middleware import DIALECTS, Cors, observed
 from gateway.api.openai.batches.handlers import OpenAIBatches
@@ -54,8 +53,6 @@ from gateway.api.resend import ResendCache
 from gateway.api.tenants import Auth, Limits, Namespaces
 from gateway.api.unknown_fields import refusing
 from gateway.api.uploads import FileStore
-from gateway.api.upstream_lines import UpstreamLines
-from gateway.api.upstream_objects import UpstreamObjects
 from gateway.config import ServerSettings, Settings
 from gateway.pipeline import Pipeline
 from gateway.queues.batch.store import BatchStore
@@ -108,8 +105,7 @@ def build_app(
     metrics = Metrics(sources)
     observer = Observers(metrics, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
     named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
-    there = UpstreamObjects(responses)
-    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, there)
+    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses)
     refuses_unknown = refusing(settings.api, settings.tenants)
     resends = ResendCache(settings.response_cache.max_rendered_bytes, models, passthrough.serves, limits)
     prologue = Prologue(server, keys, limits, resends, passthrough, refuses_unknown)
@@ -169,14 +165,17 @@ def build_app(
     app[UNLISTED] = frozenset(route.path for own in docs.routes.values() for route in own if route.refuses)
     row_limits = RowLimits(batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, MAX_DEPTH)
     formats = {OPENAI.name: row_format(row_limits), ANTHROPIC.name: ROWS}
-    upstream_lines = UpstreamLines(
+    app[RUNNER] = BatchRunner(
+        batches,
+        endpoints,
+        formats,
+        observer,
+        sources.all_joined,
         passthrough,
         upstreams,
-        timeout_s=batches.line_timeout_s,
-        max_answer_bytes=batches.max_answer_bytes,
+        named,
+        refuses_unknown,
     )
-    lines = Lines(endpoints, observer, sources.all_joined, upstream_lines, named, refuses_unknown)
-    app[RUNNER] = BatchRunner(lines, formats)
     app.cleanup_ctx.append(LoopLag(metrics.registry).running)
     app.on_shutdown.append(lambda _: background.shut_down())
     app.on_cleanup.append(lambda _: background.close())

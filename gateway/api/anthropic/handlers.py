@@ -15,11 +15,10 @@ from gateway.api.anthropic.request import check_line, parse_count, parse_message
 from gateway.api.anthropic.response import SERVED_TIERS, MessageShape, ServiceTier, model_json
 from gateway.api.anthropic.wire import ANTHROPIC, MODELS, VERSIONS, Version, read_page, read_version
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
-from gateway.api.lines import Endpoint, asking
+from gateway.api.lines import Endpoint, generating
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
 from gateway.api.tiers import grant
-from gateway.api.upstream_lines import Target
 from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import ModelNotFoundError
 from gateway.storage.byte_store import ByteStore
@@ -83,8 +82,8 @@ class Anthropic:
                 check_line(body)
                 return self._message(record, body, version)
 
-            target = Target("/v1/messages", (("anthropic-version", version),))
-            return asking(self._answering, ANTHROPIC, target, ask)
+            headers = (("anthropic-version", version),)
+            return generating(self._answering, ANTHROPIC, "/v1/messages", ask, headers)
 
         return {endpoint_name(version): of(version) for version in VERSIONS}
 

@@ -14,17 +14,17 @@ from aiohttp import web
 from gateway.api.anthropic.batch_body import REQUESTS, RequestSplitter
 from gateway.api.anthropic.handlers import endpoint_name
 from gateway.api.anthropic.wire import ANTHROPIC, DEFAULT_LIMIT, MAX_LIMIT, error_json, read_version, time_text
-from gateway.api.batches import BatchRoutes, Row, RowFormat
+from gateway.api.batches import BatchRoutes
 from gateway.api.body import BodyLimit, body_chunks
 from gateway.api.dialect import EXAMPLE_MODEL, JSONL, Route
 from gateway.api.fields import in_url, integer, invalid, read_query, shown, table, text, used
-from gateway.api.lines import OK, Answered
+from gateway.api.lines import OK, Answered, Row, RowFormat
+from gateway.api.passthrough import Headers
 from gateway.api.record import RECORD, TENANT
 from gateway.api.replies import reply_json
 from gateway.api.structure import work_of_json
 from gateway.api.tenants import Namespaces
 from gateway.api.uploads import send_chunks
-from gateway.api.upstream_lines import Headers
 from gateway.config import BatchSettings, ServerSettings
 from gateway.errors import BadRequestError, KvasirError, NotFoundError
 from gateway.queues.batch.base import Checked, Job, Line, Order, Unrun

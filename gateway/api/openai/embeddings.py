@@ -33,7 +33,6 @@ from gateway.api.lines import Endpoint
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply
-from gateway.api.upstream_lines import Target
 from gateway.config import EmbeddingSettings
 from gateway.errors import BadRequestError, ContextLengthError, ModelNotFoundError, NotFoundError
 from gateway.types import EmbeddingInput, Need, Tenant
@@ -167,7 +166,7 @@ class Embeddings:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
-        return {"/v1/embeddings": Endpoint(OPENAI, Target("/v1/embeddings"), self._answer)}
+        return {"/v1/embeddings": Endpoint(OPENAI, "/v1/embeddings", self._answer)}
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings"""

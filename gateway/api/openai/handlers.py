@@ -12,7 +12,7 @@ from aiohttp import web
 from gateway.api.answering import Answering, Generation
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
-from gateway.api.lines import Endpoint, asking
+from gateway.api.lines import Endpoint, generating
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model_json
@@ -21,7 +21,6 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
 from gateway.api.replies import page_json, reply_json
 from gateway.api.tiers import grant
-from gateway.api.upstream_lines import Target
 from gateway.config import LeaseSettings
 from gateway.errors import ModelNotFoundError
 
@@ -80,8 +79,8 @@ class OpenAI:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
-        asks = {"/v1/chat/completions": self._chat, "/v1/completions": self._completion}
-        return {path: asking(self._answering, OPENAI, Target(path), ask) for path, ask in asks.items()}
+        parsers = {"/v1/chat/completions": self._chat, "/v1/completions": self._completion}
+        return {path: generating(self._answering, OPENAI, path, parse) for path, parse in parsers.items()}
 
     async def list_chats(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/chat/completions"""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.protocol import Breakpoint, Load
 from gateway.admin.ledger import GROUPS, as_csv, report
 from gateway.admin.sources import EngineStatus
-from gateway.api.lines import Line
+from gateway.api.lines import LineRequest
 from gateway.api.routes import RUNNER
 from gateway.config import AuthSettings, LedgerSettings, PriceSettings, TenantSettings
 from gateway.errors import EngineLostError, QueueFullError, RedisDownError
@@ -338,8 +338,8 @@ async def test_who_is_refused_uses_nothing_and_who_leaves_pays_what_was_generate
 
 async def test_a_line_of_a_batch_costs_half_and_says_what_that_saved() -> None:
     async with running(FakePipeline(), prices=(PRICE,)) as gateway:
-        line = Line(CHAT, Tenant("north"), ASK)
-        assert (await gateway.app[RUNNER].lines.answer(line)).status == 200
+        line = LineRequest(CHAT, Tenant("north"), ASK)
+        assert (await gateway.app[RUNNER].answer(line)).status == 200
         (row,) = (await ledger_of(gateway, "group_by=tenant,lane"))["rows"]
     assert (row["tenant"], row["lane"]) == ("north", "batch")
     assert row["used"]["cost"] == {"USD": "0.0000318"}

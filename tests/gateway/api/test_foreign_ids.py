@@ -9,7 +9,7 @@ import openai
 import orjson
 import pytest
 
-from gateway.api.lines import Line
+from gateway.api.lines import LineRequest
 from gateway.api.routes import RUNNER
 from gateway.config import TenantSettings
 from gateway.types import Tenant
@@ -55,7 +55,7 @@ async def test_a_line_of_a_batch_names_no_more_than_a_request() -> None:
     ):
         await north.responses.create(model="up-1", input="hi")
         came = [
-            await gateway.app[RUNNER].lines.answer(Line("/v1/responses", Tenant(name), NEXT, "", "req_1"))
+            await gateway.app[RUNNER].answer(LineRequest("/v1/responses", Tenant(name), NEXT, "", "req_1"))
             for name in ("south", "north")
         ]
         assert [answer.status for answer in came] == [400, 200]

@@ -15,7 +15,7 @@ import pytest
 from google.genai import errors as gemini_errors
 from redis.asyncio import Redis
 
-from gateway.api.lines import Line
+from gateway.api.lines import LineRequest
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.routes import RUNNER
 from gateway.api.tenants import need_of
@@ -136,8 +136,8 @@ async def test_an_answer_that_is_remembered_is_a_request_and_uses_no_tokens() ->
 
 async def test_lines_of_a_batch_are_under_no_limit_per_minute() -> None:
     async with running(limited=LimitSettings(requests_per_minute=1, max_in_flight=1, tokens_per_minute=1)) as gateway:
-        line = Line("/v1/chat/completions", Tenant("anonymous"), CHAT)
-        answers = [await gateway.app[RUNNER].lines.answer(line) for _ in range(3)]
+        line = LineRequest("/v1/chat/completions", Tenant("anonymous"), CHAT)
+        answers = [await gateway.app[RUNNER].answer(line) for _ in range(3)]
     assert [answer.status for answer in answers] == [200, 200, 200]
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
+import orjson
 import pytest
 
-from engine.protocol import DIGEST_BYTES
+from engine.protocol import DIGEST_BYTES, Sampling, split_digests
 from gateway.api.anthropic.handlers import endpoint_name
-from gateway.api.lines import Answered, Line
+from gateway.api.call import Call
+from gateway.api.lines import MAX_PREFIX_BYTES, Answered, LineRequest, beginning_of_body, beginning_of_call
 from gateway.api.routes import RUNNER
 from gateway.config import BatchSettings, NamespaceSettings
 from gateway.errors import (
@@ -24,7 +27,8 @@ from gateway.errors import (
     OverloadedError,
     QueueFullError,
 )
-from gateway.types import Tenant, Usage
+from gateway.queues.batch.paths import path_of
+from gateway.types import ChatPrompt, Prompt, Tenant, TextPrompt, TokenPrompt, Tool, Usage
 from tests.fakes.embedding import FakeTextModel, fake_embedder
 from tests.fakes.gateway import ENGINE, running
 from tests.fakes.pipeline import FakeModels, FakePipeline
@@ -45,7 +49,7 @@ async def ask(
     url: str, body: dict[str, Any], pipeline: FakePipeline | None = None, *, namespace: str = "", **options: Any
 ) -> Answered:
     async with running(pipeline, **options) as gateway:
-        return await gateway.app[RUNNER].lines.answer(Line(url, TENANT, body, namespace, "req_1"))
+        return await gateway.app[RUNNER].answer(LineRequest(url, TENANT, body, namespace, "req_1"))
 
 
 @pytest.mark.parametrize("url", BODIES)
@@ -77,8 +81,8 @@ async def test_a_line_may_ask_for_vectors_which_have_no_prompt() -> None:
     (name, *_) = embedder.models()
     body = {"model": name, "input": "Hi"}
     async with running(embedder=embedder) as gateway:
-        lines = gateway.app[RUNNER].lines
-        line = Line("/v1/embeddings", TENANT, body)
+        lines = gateway.app[RUNNER]
+        line = LineRequest("/v1/embeddings", TENANT, body)
         answered = await lines.answer(line)
         assert answered.status == 200
         assert answered.usage == Usage(4, 0)
@@ -90,11 +94,11 @@ async def test_a_line_may_ask_for_vectors_which_have_no_prompt() -> None:
 async def test_what_a_line_begins_with_is_known_before_it_runs_and_nothing_is_asked_for_it(url: str) -> None:
     pipeline = FakePipeline()
     async with running(pipeline) as gateway:
-        lines = gateway.app[RUNNER].lines
-        beginning = await lines.find_beginning(Line(url, TENANT, BODIES[url]))
+        lines = gateway.app[RUNNER]
+        beginning = await lines.find_beginning(LineRequest(url, TENANT, BODIES[url]))
         assert beginning is not None
         assert pipeline.requests == []
-        assert await lines.find_beginning(Line(url, TENANT, {})) is None
+        assert await lines.find_beginning(LineRequest(url, TENANT, {})) is None
 
 
 async def test_the_same_prompt_begins_alike_in_whatever_dialect_it_comes() -> None:
@@ -107,10 +111,10 @@ async def test_the_same_prompt_begins_alike_in_whatever_dialect_it_comes() -> No
         ("/v1/responses", {"instructions": document, "input": ask}),
     ]
     async with running() as gateway:
-        lines = gateway.app[RUNNER].lines
-        found = [await lines.find_beginning(Line(url, TENANT, {"model": "demo"} | body)) for url, body in bodies]
+        lines = gateway.app[RUNNER]
+        found = [await lines.find_beginning(LineRequest(url, TENANT, {"model": "demo"} | body)) for url, body in bodies]
         salted = bodies[0][1] | {"model": "demo", "cache_salt": "s"}
-        other = await lines.find_beginning(Line(CHAT, TENANT, salted))
+        other = await lines.find_beginning(LineRequest(CHAT, TENANT, salted))
     digests = {beginning.digests for beginning in found if beginning is not None}
     assert len(digests) == 1
     assert len(digests.pop()) > 10 * DIGEST_BYTES
@@ -196,8 +200,8 @@ async def test_each_line_has_its_line_in_the_log(caplog: pytest.LogCaptureFixtur
 async def test_a_model_that_nobody_has_yet_may_come_with_an_engine_that_has_not_said_hello() -> None:
     body = ASKED | {"model": "other"}
     async with running() as gateway:
-        lines = gateway.app[RUNNER].lines
-        line = Line(CHAT, TENANT, body, request_id="req_1")
+        lines = gateway.app[RUNNER]
+        line = LineRequest(CHAT, TENANT, body, request_id="req_1")
         assert (await lines.answer(line)).retry == "no"
         assert await lines.find_beginning(line) is None
         for engines in ([], [ENGINE, replace(ENGINE, state="connecting", model=None)]):
@@ -210,4 +214,53 @@ async def test_a_model_that_nobody_has_yet_may_come_with_an_engine_that_has_not_
 async def test_a_prompt_is_asked_for_again_when_its_engines_are_back() -> None:
     async with running(models=FakeModels(away=NoEngineError("demo", 2.0))) as gateway:
         with pytest.raises(OverloadedError):
-            await gateway.app[RUNNER].lines.find_beginning(Line(CHAT, TENANT, ASKED))
+            await gateway.app[RUNNER].find_beginning(LineRequest(CHAT, TENANT, ASKED))
+
+
+# -- beginnings of prompts ---------------------------------------------------------------------------------------------
+
+
+def call(prompt: Prompt, **more: Any) -> Call:
+    return Call("demo", (prompt,), "messages", Sampling(max_tokens=1), **more)
+
+
+def test_prompts_that_begin_alike_stand_together() -> None:
+    document = "A long document about rivers. " * 40
+
+    def chat(text: str, question: str) -> dict[str, Any]:
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
+        return {"model": "up-1", "messages": messages, "temperature": 0.5}
+
+    bodies = [chat(text, f"{number}?") for number in range(3) for text in (document, "B" + document, "C" + document)]
+    beginnings = [beginning_of_body(body) for body in bodies]
+    order = sorted(range(9), key=lambda index: path_of(beginnings[index].digests))
+    assert [{index % 3 for index in order[start : start + 3]} for start in (0, 3, 6)] in [
+        [{a}, {b}, {c}] for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
+    ]
+    assert beginnings[0].num_tokens == pytest.approx(len(orjson.dumps(bodies[0]["messages"])) / 4, rel=0.1)
+
+
+def test_what_the_system_says_is_shared_by_lines_with_other_tools_and_tools_by_those_with_other_questions() -> None:
+    def chat(tool: str, question: str) -> Call:
+        messages = [{"role": "system", "content": "Be brief. " * 50}, {"role": "user", "content": question}]
+        return call(ChatPrompt(messages, tools=(Tool(tool, "What it does. " * 50, {}),)))
+
+    one, same_tool, other_tool = (
+        beginning_of_call(made, "").digests for made in (chat("a", "Why?"), chat("a", "How?"), chat("b", "Why?"))
+    )
+    assert common(one, other_tool) >= 500 // 64
+    assert common(one, same_tool) >= 1200 // 64
+
+
+def common(one: bytes, other: bytes) -> int:
+    """Leading digests that are the same."""
+    pairs = zip(split_digests(one), split_digests(other), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def test_texts_and_tokens_have_beginnings_of_which_no_more_is_read_than_decides() -> None:
+    long = beginning_of_call(call(TextPrompt("x" * 2 * MAX_PREFIX_BYTES)), "")
+    assert long.digests == beginning_of_call(call(TextPrompt("x" * 3 * MAX_PREFIX_BYTES)), "").digests
+    assert long.num_tokens == 2 * MAX_PREFIX_BYTES // 4
+    assert beginning_of_call(call(TokenPrompt(bytes(4 * 100))), "").num_tokens == 100
+    assert beginning_of_call(call(TokenPrompt(b"")), "") == (b"", 0)

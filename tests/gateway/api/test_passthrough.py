@@ -19,8 +19,8 @@ import pytest
 from google import genai
 from yarl import URL
 
-from gateway.api.lines import Line
-from gateway.api.passed_on import need_of
+from gateway.api.lines import LineRequest
+from gateway.api.passthrough import need_of
 from gateway.api.routes import RUNNER
 from gateway.config import LimitSettings, ServerSettings, TenantSettings
 from gateway.types import Need, Tenant, UpstreamRequest
@@ -753,8 +753,8 @@ async def test_a_model_name_that_cannot_be_printed_goes_to_no_upstream_and_into_
         for method in ("generateContent", "streamGenerateContent", "countTokens"):
             path = f"/v1beta/models/{quote(FORGED)}:{method}"
             assert (await ask(gateway, {"contents": [{"parts": [{"text": "x"}]}]}, path))[0] == 404, method
-        line = Line("/v1/chat/completions", Tenant("acme"), {**ASK, "model": FORGED}, "", "req_1")
-        assert (await gateway.app[RUNNER].lines.answer(line)).status == 404
+        line = LineRequest("/v1/chat/completions", Tenant("acme"), {**ASK, "model": FORGED}, "", "req_1")
+        assert (await gateway.app[RUNNER].answer(line)).status == 404
         assert stub.got == []
         assert "forged" not in (await gateway.get("/metrics"))[1]
     assert not [one for one in caplog.records if "forged" in one.getMessage()]

@@ -13,7 +13,7 @@ import pytest
 from gateway.admin.tallies import MAX_NAMES, OTHER, IgnoredFieldCounts
 from gateway.api.anthropic.parameters import MESSAGES
 from gateway.api.gemini.parameters import GENERATE, GENERATION
-from gateway.api.lines import Line
+from gateway.api.lines import LineRequest
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.responses.parameters import RESPONSE
 from gateway.api.routes import RUNNER
@@ -291,9 +291,9 @@ async def test_a_tenant_may_have_its_unknown_fields_refused_in_batches_too() -> 
             asked = {**ASK, "provider": {}}
             key = {"Authorization": f"Bearer key-of-{name}"}
             assert (await gateway.post("/v1/chat/completions", asked, headers=key))[0] == status
-            line = Line("/v1/chat/completions", Tenant(name), asked, "", "req_1")
-            assert (await gateway.app[RUNNER].lines.answer(line)).status == status
-            found = await gateway.app[RUNNER].lines.find_beginning(line)
+            line = LineRequest("/v1/chat/completions", Tenant(name), asked, "", "req_1")
+            assert (await gateway.app[RUNNER].answer(line)).status == status
+            found = await gateway.app[RUNNER].find_beginning(line)
             assert (found is not None) == (status == 200)
 
 

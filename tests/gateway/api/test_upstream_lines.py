@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from gateway.api.anthropic.handlers import endpoint_name
-from gateway.api.beginnings import beginning_of_body
-from gateway.api.lines import PAUSE_S, Answered, Line
+from gateway.api.lines import PAUSE_S, Answered, LineRequest, beginning_of_body, one_row
 from gateway.api.routes import RUNNER
-from gateway.api.upstream_lines import one_row
 from gateway.config import BatchSettings, PriceSettings
 from gateway.types import Tenant, Usage
 from tests.fakes.gateway import Gateway, response_cache, running
@@ -33,12 +31,12 @@ ASKED: dict[str, Any] = {
 }
 
 
-def line(url: str = CHAT, body: dict[str, Any] = ASKED) -> Line:
-    return Line(url, TENANT, body, "", "req_1")
+def line(url: str = CHAT, body: dict[str, Any] = ASKED) -> LineRequest:
+    return LineRequest(url, TENANT, body, "", "req_1")
 
 
 async def answer(gateway: Gateway, url: str = CHAT, body: dict[str, Any] = ASKED) -> Answered:
-    return await gateway.app[RUNNER].lines.answer(line(url, body))
+    return await gateway.app[RUNNER].answer(line(url, body))
 
 
 async def asked(told: Told, url: str = CHAT, body: dict[str, Any] = ASKED, **options: Any) -> Answered:
@@ -239,7 +237,7 @@ def test_only_json_is_a_row() -> None:
 
 async def test_a_prompt_for_an_upstream_is_known_by_its_text_and_vectors_have_none() -> None:
     async with running(upstreams=[nowhere()]) as gateway:
-        lines = gateway.app[RUNNER].lines
+        lines = gateway.app[RUNNER]
         body = ASKED | {"messages": [{"role": "user", "content": "long " * 100}]}
         assert await lines.find_beginning(line(CHAT, body)) == beginning_of_body(body)
         assert await lines.find_beginning(line("/v1/embeddings", {"model": "up-1", "input": "x"})) is None

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.api.batches import _loaded
+from gateway.api.lines import _loaded
 from gateway.api.passthrough import Passthrough
 from gateway.responses import upstream_answers
 from gateway.tasks import AT_ONCE
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, str, Told, dict[str, Any]]] = {
     ),
 }
 LOOKED_AT: tuple[tuple[Any, str], ...] = (
-    (Passthrough, "_request"),
+    (Passthrough, "request"),
     (upstream_answers, "find_upstream_bypass"),
     (upstream_answers.UpstreamQuery, "of"),
     (upstream_answers.UpstreamQuery, "find_situation"),
@@ -73,7 +73,7 @@ async def test_a_large_request_is_not_looked_through_on_the_event_loop(
             status, _, _ = await gateway.post(path, {**model, "temperature": 0, **body}, headers=version)
             await semantic.close()
     assert (status, len(stub.got)) == (200, 1)
-    assert {"_request", "find_upstream_bypass", "body_for"} <= set(threads)
+    assert {"request", "find_upstream_bypass", "body_for"} <= set(threads)
     assert case not in ("a chat", "a response", "contents") or {"of", "find_situation"} <= set(threads)
     assert not any(threading.get_ident() in found for found in threads.values()), threads
 

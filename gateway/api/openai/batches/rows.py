@@ -13,10 +13,9 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
-from gateway.api.batches import Row, RowFormat
 from gateway.api.body import deeper_than
 from gateway.api.fields import shown
-from gateway.api.lines import Answered
+from gateway.api.lines import Answered, Row, RowFormat
 from gateway.api.structure import check_structure
 from gateway.errors import BadRequestError
 from gateway.queues.batch.base import Checked, JobError, Line, Unrun

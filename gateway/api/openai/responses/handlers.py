@@ -14,7 +14,7 @@ from gateway.api.answering import Answering, parsed
 from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import read_query, shown
-from gateway.api.lines import Endpoint, check_body
+from gateway.api.lines import Endpoint
 from gateway.api.openai.responses.items import with_ids
 from gateway.api.openai.responses.keeping import RETRY_AFTER_S, Background, ResponseKeeper, settled
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
@@ -27,8 +27,6 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import page_json, reply, reply_json
 from gateway.api.tiers import grant
-from gateway.api.upstream_lines import Target
-from gateway.api.upstream_objects import RESPONSES
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
 from gateway.tasks import off_loop, work_of
@@ -123,14 +121,14 @@ class Responses:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
-        return {"/v1/responses": Endpoint(OPENAI, Target("/v1/responses"), self._answer_line, self._call_of_line)}
+        return {"/v1/responses": Endpoint(OPENAI, "/v1/responses", self._answer_line, self._call_of_line)}
 
     async def _answer_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
-        query = await parsed(record, lambda _, body: _parse_line(body), body)
+        query = await parsed(record, lambda _, body: parse(body), body)
         return await self._whole(record, tenant, query, await self._wanted(record, tenant, query))
 
     async def _call_of_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> Call:
-        query = await parsed(record, lambda _, body: _parse_line(body), body)
+        query = await parsed(record, lambda _, body: parse(body), body)
         return (await self._wanted(record, tenant, query)).call
 
     async def _wanted(self, record: Record, tenant: Tenant, query: ResponsesRequest) -> _Wanted:
@@ -257,7 +255,7 @@ class Responses:
         response_id = http.match_info["response_id"]
         if (upstream := await self._store.find_upstream(tenant.name, response_id)) is None:
             return None
-        path = f"{RESPONSES}/{response_id}{what}"
+        path = f"/v1/responses/{response_id}{what}"
         return await self._answering.passthrough.kept(http, tenant, upstream, path)
 
     async def _get(self, http: web.Request, tenant: Tenant) -> StoredResponse:
@@ -337,13 +335,6 @@ def _after(items: Sequence[Item], after: str) -> list[Item]:
         if item["id"] == after:
             return list(items[index + 1 :])
     raise BadRequestError(f"There is no item with the id '{shown(after)}'.", param="after", code="invalid_value")
-
-
-def _parse_line(body: dict[str, Any]) -> ResponsesRequest:
-    """Raises BadRequestError, also for what cannot be asked for in a batch."""
-    query = parse(body)
-    check_body(query.values)
-    return query
 
 
 def _not_found(response_id: str) -> NotFoundError:

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from openai import AsyncStream
 
-from gateway.api.lines import Line
+from gateway.api.lines import LineRequest
 from gateway.api.routes import RUNNER
 from gateway.config import StoredResponseSettings, TenantSettings
 from gateway.redis_or_memory import quota_of
@@ -122,8 +122,8 @@ async def test_what_is_not_kept_or_has_no_sane_id_or_failed_is_not_asked_for() -
 
 async def test_an_id_of_a_line_of_a_batch_is_known_too() -> None:
     async with upstream(RESPONSE) as stub, running(upstreams=[stub.settings()]) as gateway, gateway.sdk() as client:
-        line = Line("/v1/responses", Tenant("anonymous"), {"model": "up-1", "input": "hi"}, "", "req_1")
-        assert (await gateway.app[RUNNER].lines.answer(line)).status == 200
+        line = LineRequest("/v1/responses", Tenant("anonymous"), {"model": "up-1", "input": "hi"}, "", "req_1")
+        assert (await gateway.app[RUNNER].answer(line)).status == 200
         assert (await client.responses.retrieve("resp_1")).id == "resp_1"
 
 
