@@ -16,9 +16,6 @@ from engine.protocol import Lane
 from gateway.types import Hit
 
 NANO: Final = 1_000_000_000
-LARGEST: Final = 2**63 - 1
-"""Figure of a row, above or below zero: Redis counts in 64 bits."""
-
 OTHER: Final = "other"
 """The model of rows past ledger.max_rows."""
 
@@ -91,11 +88,6 @@ class Entry(NamedTuple):
     def at_batch_price(self) -> bool:
         """Audits of our own engines are computed in the batch lane, too."""
         return self.lane != "online" and not self.by_upstream
-
-
-def capped(figure: int) -> int:
-    """The figure, or the largest one that a book takes."""
-    return max(-LARGEST, min(figure, LARGEST))
 
 
 def add_up(total: Figures, more: Mapping[str, int]) -> None:

@@ -8,18 +8,14 @@ hash without a time to live: a Redis that is full evicts what has one. Keys are 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Awaitable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote
 
-from gateway.ledger.base import COLUMNS, Figures, Row, add_up, capped
+from gateway.ledger.base import COLUMNS, Figures, Row, add_up
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
-
-NUMBERS: Final = 1000
-"""Of what was added, that a book in memory remembers."""
 
 REMEMBERED_S: Final = 86_400
 """Seconds for which a number is known to have been added: a retry comes within them."""
@@ -38,7 +34,7 @@ class Book(Protocol):
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
         """Adds to what is there. What was added under this number before is not added again. Returns how many figures
-        were capped: none is larger than LARGEST."""
+        were too large for 64 bits, or replaced what was no number."""
         ...
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
@@ -51,24 +47,15 @@ class Book(Protocol):
 
 
 class MemoryBook:
-    """See Book. Of a gateway without a Redis: its rows end with it. Never down."""
+    """See Book. Of a gateway without a Redis: its rows end with it. Never down, so that no number comes again."""
 
     def __init__(self) -> None:
         self._rows: dict[Row, Figures] = {}
-        self._numbers: OrderedDict[str, None] = OrderedDict()
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
-        if number in self._numbers:
-            return 0
-        added: dict[Row, Figures] = {}
         for row, figures in rows:
-            add_up(added.setdefault(row, dict(self._rows.get(row, {}))), figures)
-        bounded = {row: {column: capped(value) for column, value in figures.items()} for row, figures in added.items()}
-        self._rows.update(bounded)  # all rows, and only then the number
-        self._numbers[number] = None
-        if len(self._numbers) > NUMBERS:
-            self._numbers.popitem(last=False)
-        return sum(value != added[row][column] for row, figures in bounded.items() for column, value in figures.items())
+            add_up(self._rows.setdefault(row, {}), figures)
+        return 0
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
         return {row: dict(figures) for row, figures in self._rows.items() if first <= row.day <= last}
@@ -90,14 +77,12 @@ class RedisBook:
         days = sorted({row.day for row, _ in rows})
         places = {day: place for place, day in enumerate(days, start=3)}
         arguments: list[str | int] = [REMEMBERED_S]
-        too_large = 0
         for row, figures in rows:
             head = "|".join(quote(part, safe="") for part in row[1:])
             for column, value in figures.items():
-                arguments += [places[row.day], f"{head}|{column}", capped(value)]
-                too_large += value != capped(value)
+                arguments += [places[row.day], f"{head}|{column}", value]
         keys = [_ADDED + number, _DAYS, *(_DAY + day for day in days)]
-        return too_large + int(await self._calls.ask(self._add(keys=keys, args=arguments)))
+        return int(await self._calls.ask(self._add(keys=keys, args=arguments)))
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
         rows: dict[Row, Figures] = {}
@@ -134,4 +119,4 @@ def _day(written: bytes) -> str:
 
 def _figure(day: str, field: bytes, value: bytes) -> tuple[Row, str, int]:
     *parts, column = map(unquote, field.decode().split("|"))
-    return Row(day, *parts), column, capped(int(value))
+    return Row(day, *parts), column, int(value)

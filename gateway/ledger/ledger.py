@@ -14,28 +14,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from gateway import tasks
 from gateway.config import LedgerSettings
 from gateway.errors import RedisDownError
 from gateway.ledger.base import OTHER, Entry, Figures, Row, add_up
 from gateway.ledger.books import Book
-from gateway.ledger.prices import Prices, Tariff, count
+from gateway.ledger.prices import Prices, count
 
 log = logging.getLogger(__name__)
 
 DAY_S: Final = 86_400
 ROWS_AT_ONCE: Final = 500
 """That are written by one command."""
-COUNTED_AT_ONCE: Final = 64
-"""Entries. In a row they cost a fifth of what each does alone, between requests, when the processor has to fetch all
-that counting needs."""
-
-
-class _Batch(NamedTuple):
-    number: str
-    rows: Sequence[tuple[Row, Figures]]
 
 
 class Ledger:
@@ -47,36 +39,27 @@ class Ledger:
         self._prices = prices
         self._book = book
         self._now = now
-        self._added: list[Entry] = []  # today, and in no row yet
-        self._day_number, self._day = -1.0, ""
+        self._day = ""
         self._known: set[Row] = set()  # rows of today that have their own model
         self._rows: dict[Row, Figures] = {}
-        self._open: dict[tuple[str, str, str], tuple[Tariff | None, Figures]] = {}  # those of whom asks now
-        self._sending: deque[_Batch] = deque()
+        self._sending: deque[tuple[str, Sequence[tuple[Row, Figures]]]] = deque()  # by the number of what is sent
         self._totals: dict[Row, Figures] = {}  # since the start, under no day
         self._flushing = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
         self._forgotten = ""  # the day on which old ones were dropped last
-        self._dropped = 0
+        self.dropped = 0
+        """Requests that no row was left for."""
         self.capped = 0
         """Figures of rows that the book does not have in full, as they were too large."""
 
     @property
-    def dropped(self) -> int:
-        """Requests that no row was left for."""
-        self._count()
-        return self._dropped
-
-    @property
     def pending(self) -> int:
         """Rows that the book does not have yet."""
-        self._count()
-        return self._waiting
+        return len(self._rows) + sum(len(rows) for _, rows in self._sending)
 
     @property
     def totals(self) -> Mapping[Row, Figures]:
         """Of this gateway since its start; the day is empty. Made when it is asked for."""
-        self._count()
         totals = {row: dict(counted) for row, counted in self._totals.items()}
         for row, counted in self._rows.items():
             self._total(totals, row, counted)
@@ -84,14 +67,15 @@ class Ledger:
 
     def add(self, entry: Entry) -> None:
         """Counts it, today."""
-        if (number := self._now() // DAY_S) != self._day_number:
-            self._count()
-            self._day_number, self._day = number, _day(int(number))
+        if (today := self._today()) != self._day:
+            self._day = today
             self._known.clear()
-            self._open.clear()
-        self._added.append(entry)
-        if len(self._added) >= COUNTED_AT_ONCE:
-            self._count()
+        tariff = self._prices.of(entry.model)
+        row = self._bounded(Row(today, entry.tenant, entry.model, entry.lane, tariff.currency if tariff else ""))
+        if row not in self._rows and self.pending >= 2 * self._settings.max_rows:
+            self.dropped += 1
+            return
+        count(entry, tariff, self._rows.setdefault(row, {}))
 
     def start(self) -> None:
         """Begins to write every `flush_s`."""
@@ -134,14 +118,12 @@ class Ledger:
 
     def _cut(self) -> None:
         """Makes batches of the rows, which keep their numbers from now on."""
-        self._count()
         rows = list(self._rows.items())
         self._rows = {}
-        self._open.clear()
         for row, counted in rows:
             self._total(self._totals, row, counted)
         for start in range(0, len(rows), ROWS_AT_ONCE):
-            self._sending.append(_Batch(secrets.token_hex(16), rows[start : start + ROWS_AT_ONCE]))
+            self._sending.append((secrets.token_hex(16), rows[start : start + ROWS_AT_ONCE]))
 
     async def _forget(self) -> None:
         """Once a day."""
@@ -153,33 +135,6 @@ class Ledger:
 
     def _today(self) -> str:
         return _day(int(self._now() // DAY_S))
-
-    @property
-    def _waiting(self) -> int:
-        return len(self._rows) + sum(len(batch.rows) for batch in self._sending)
-
-    def _count(self) -> None:
-        """Puts what was added into its rows."""
-        for entry in self._added:
-            whose = entry.tenant, entry.model, entry.lane
-            if (row := self._open.get(whose)) is None:
-                tariff = self._prices.of(entry.model)
-                if (total := self._begin(entry, tariff)) is None:
-                    self._dropped += 1
-                    continue
-                if len(self._open) >= self._settings.max_rows:
-                    self._open.clear()
-                row = self._open[whose] = tariff, total
-            count(entry, *row)
-        self._added.clear()
-
-    def _begin(self, entry: Entry, tariff: Tariff | None) -> Figures | None:
-        """The row that an entry belongs to; None when none is left."""
-        row = Row(self._day, entry.tenant, entry.model, entry.lane, tariff.currency if tariff else "")
-        row = self._bounded(row)
-        if row not in self._rows and self._waiting >= 2 * self._settings.max_rows:
-            return None
-        return self._rows.setdefault(row, {})
 
     def _bounded(self, row: Row) -> Row:
         """The row itself, or that of all further models."""

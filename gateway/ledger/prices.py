@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final
 
 from gateway.config import PriceSettings, duration_s
-from gateway.ledger.base import AUDIT, SAVED, Entry, Figures, add_up
+from gateway.ledger.base import AUDIT, Entry, Figures, add_up
 from gateway.types import Hit
 
 MEMO: Final = 1024
@@ -25,8 +25,6 @@ _RATE: Final = 10**9
 _NANO: Final = 10**6
 _WHOLE: Final = 10**6
 """A factor of one."""
-_OF_HITS: Final = {kind: tuple(f"{kind}_{what}" for what in SAVED) for kind in ("exact", "semantic")}
-"""Columns, in the order of SAVED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +80,7 @@ class Prices:
 
 
 def count(entry: Entry, tariff: Tariff | None, total: Figures) -> None:
-    """Adds what the entry comes to to its row. Without a tariff no money."""
-    if len(entry.hits) == 1 and not (entry.prompt_tokens or entry.completion_tokens or entry.embedded_tokens):
-        _count_hit(entry, tariff, total)
-    else:
-        add_up(total, _figures(entry, tariff))
-
-
-def _figures(entry: Entry, tariff: Tariff | None) -> Figures:
-    """No client sent an audit: it is no request, and saved nothing."""
+    """Adds what the entry comes to to its row. Without a tariff no money. An audit is no request, and saved nothing."""
     used = {
         "prompt_tokens": entry.prompt_tokens,
         "cached_tokens": entry.cached_tokens,
@@ -101,43 +91,34 @@ def _figures(entry: Entry, tariff: Tariff | None) -> Figures:
     if entry.lane == AUDIT:
         if tariff is not None:
             used["cost_nano"] = _nano(tariff.full(entry) * (tariff.batch if entry.at_batch_price else _WHOLE))
-        return {column: value for column, value in used.items() if value}
-    used |= {"requests": 1, "embedded_tokens": entry.embedded_tokens, "unpriced_requests": int(tariff is None)}
-    if entry.reused_tokens:
-        by = entry.reused_by
-        used |= {
-            f"{by}_requests": 1,
-            f"{by}_tokens": entry.reused_tokens,
-            f"{by}_micros": round(entry.reused_ms * 1e3),
-        }
+    else:
+        used |= {"requests": 1, "embedded_tokens": entry.embedded_tokens, "unpriced_requests": int(tariff is None)}
+        if entry.reused_tokens:
+            used |= {
+                f"{entry.reused_by}_requests": 1,
+                f"{entry.reused_by}_tokens": entry.reused_tokens,
+                f"{entry.reused_by}_micros": round(entry.reused_ms * 1e3),
+            }
+        if tariff is not None:
+            _add_money(used, entry, tariff)
+    add_up(total, {column: value for column, value in used.items() if value})
     for hit in entry.hits:
-        for column, value in zip(_OF_HITS[hit.kind], _saved(entry, hit, tariff), strict=True):
-            used[column] = used.get(column, 0) + value
+        add_up(total, _saved(entry, hit, tariff))
+
+
+def _saved(entry: Entry, hit: Hit, tariff: Tariff | None) -> Figures:
+    """By an answer that was not generated."""
+    full = 0
     if tariff is not None:
-        _add_money(used, entry, tariff)
-    return {column: value for column, value in used.items() if value}
-
-
-def _count_hit(entry: Entry, tariff: Tariff | None, total: Figures) -> None:
-    """As `_figures` of one hit and nothing else, which most entries are where much is asked again."""
-    (hit,) = entry.hits
-    total["requests"] = total.get("requests", 0) + 1
-    if micros := round(entry.total_ms * 1e3):
-        total["micros"] = total.get("micros", 0) + micros
-    if tariff is None:
-        total["unpriced_requests"] = total.get("unpriced_requests", 0) + 1
-    for column, value in zip(_OF_HITS[hit.kind], _saved(entry, hit, tariff), strict=True):
-        if value:
-            total[column] = total.get(column, 0) + value
-
-
-def _saved(entry: Entry, hit: Hit, tariff: Tariff | None) -> tuple[int, int, int, int]:
-    """By a hit, in the order of SAVED."""
-    tokens, micros = hit.prompt_tokens + hit.completion_tokens, round((hit.generation_ms - entry.total_ms) * 1e3)
-    if tariff is None:
-        return 1, tokens, max(0, micros), 0
-    full = hit.prompt_tokens * tariff.input + hit.completion_tokens * tariff.output
-    return 1, tokens, max(0, micros), _nano(full * (tariff.batch if entry.at_batch_price else _WHOLE))
+        full = hit.prompt_tokens * tariff.input + hit.completion_tokens * tariff.output
+        full *= tariff.batch if entry.at_batch_price else _WHOLE
+    saved = {
+        "requests": 1,
+        "tokens": hit.prompt_tokens + hit.completion_tokens,
+        "micros": max(0, round((hit.generation_ms - entry.total_ms) * 1e3)),
+        "nano": _nano(full),
+    }
+    return {f"{hit.kind}_{what}": value for what, value in saved.items() if value}
 
 
 def _add_money(used: Figures, entry: Entry, tariff: Tariff) -> None:

@@ -105,21 +105,6 @@ def test_a_remembered_answer_costs_nothing_and_saves_the_whole_price() -> None:
     assert (slow["semantic_tokens"], "semantic_micros" in slow) == (11, False)
 
 
-@given(
-    st.builds(
-        Hit, st.sampled_from(["exact", "semantic"]), st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e6)
-    ),
-    st.floats(0, 1e6),
-    st.sampled_from(["online", "batch"]),
-    st.sampled_from([None, OPUS]),
-)
-def test_one_hit_is_half_of_two_that_are_the_same(hit: Hit, ms: float, lane: str, price: PriceSettings | None) -> None:
-    """One alone is counted in another way than several."""
-    one, two = (counted(price, hits=(hit,) * times, total_ms=ms, lane=lane) for times in (1, 2))
-    of_request = ("requests", "micros", "unpriced_requests")
-    assert {column: value if column in of_request else 2 * value for column, value in one.items()} == two
-
-
 def test_embedded_texts_are_paid_as_input() -> None:
     row = counted(PriceSettings(model="e", input=Decimal("0.02")), embedded_tokens=500)
     assert money(row["cost_nano"]) == Decimal("0.00001")
