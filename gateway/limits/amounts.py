@@ -95,25 +95,17 @@ def refusal(limits: Limits, amounts: Amounts, taken: Taken, tenant: str) -> Rate
         if cost
     }
     kind = max(waits, key=waits.__getitem__, default=None)
-    if kind is None or not waits[kind]:
-        return _too_many(limits.max_in_flight, tenant)
-    limit = limits.per_minute[kind]
-    missing = -(-(taken.full_us[kind] - taken.now_us) * limit // WINDOW_US)
-    retry_s = math.ceil(waits[kind] / 1e3) / 1e3
+    name, what, limit, requested, retry_s = IN_FLIGHT, "concurrent requests", limits.max_in_flight, 1, RETRY_IN_FLIGHT_S
+    missing = limit
+    if kind is not None and waits[kind]:
+        name, what, limit, requested = kind, _NAMES[kind], limits.per_minute[kind], amounts[kind]
+        missing = -(-(taken.full_us[kind] - taken.now_us) * limit // WINDOW_US)
+        retry_s = math.ceil(waits[kind] / 1e3) / 1e3
     return RateLimitError(
-        f"Rate limit reached for {tenant} on {_NAMES[kind]}: Limit {limit}, Used {missing}, "
-        f"Requested {amounts[kind]}. Please try again in {retry_s:g}s.",
-        kind,
+        f"Rate limit reached for {tenant} on {what}: Limit {limit}, Used {missing}, Requested {requested}. "
+        f"Please try again in {retry_s:g}s.",
+        name,
         retry_after_s=retry_s,
-    )
-
-
-def _too_many(most: int, tenant: str) -> RateLimitError:
-    return RateLimitError(
-        f"Rate limit reached for {tenant} on concurrent requests: Limit {most}, Used {most}, Requested 1. "
-        f"Please try again in {RETRY_IN_FLIGHT_S:g}s.",
-        IN_FLIGHT,
-        retry_after_s=RETRY_IN_FLIGHT_S,
     )
 
 

@@ -7,12 +7,7 @@ if not now then
   local time = redis.call('TIME')
   now = time[1] * 1000000 + time[2]
 end
-local strange = 0 -- buckets that could not be read and count as full
-local function full_at(found) -- 0 for what is no time that a gateway wrote
+local function full_at(found) -- 0, which is full, for what is no time that a gateway wrote
   local at = tonumber(found or 0)
-  if at and at >= 0 and at < 9007199254740992 then
-    return at
-  end
-  strange = strange + 1
-  return 0
+  return at and at >= 0 and at < 9007199254740992 and at or 0
 end

@@ -23,9 +23,8 @@ The keys of one tenant have one slot of a Redis Cluster, and end by themselves w
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -34,7 +33,7 @@ from redis.commands.core import AsyncScript
 
 from gateway import tasks
 from gateway.errors import RedisDownError
-from gateway.storage.redis_calls import RedisCalls, skipped
+from gateway.storage.redis_calls import RedisCalls
 from gateway.types import LimitKind, Room
 
 _STORE: Final = "counters of limits"
@@ -66,13 +65,11 @@ class Taken:
     admitted   False: nothing was taken
     now_us     by the clock of who counts
     full_us    of each bucket that was asked for, after it
-    in_flight  leases after it; 0 where they were not asked for
     """
 
     admitted: bool
     now_us: int
     full_us: Mapping[LimitKind, int]
-    in_flight: int = 0
 
 
 class Counters(Protocol):
@@ -141,7 +138,7 @@ class MemoryCounters:
             counted.full_us.update(full)
             if take.flight is not None:
                 ends[take.flight] = now + self._lease_us
-        return Taken(admitted, now, full, 0 if take.flight is None else len(ends))
+        return Taken(admitted, now, full)
 
     async def give_back(self, tenant: str, costs: Mapping[LimitKind, int], flights: Sequence[str]) -> None:
         now, counted = self._now_us(), self._counted(tenant)
@@ -178,13 +175,12 @@ class RedisCounters:
         answer = await self._ask(self._take, tenant, args)
         if answer is None:
             raise RedisDownError(f"the keys of tenant {tenant} hold what no gateway wrote", asked=False)
-        admitted, now_us, in_flight, strange, *full_us = answer
-        _note(strange)
-        return Taken(bool(admitted), now_us, dict(zip(take.costs, full_us, strict=True)), in_flight)
+        admitted, now_us, *full_us = answer
+        return Taken(bool(admitted), now_us, dict(zip(take.costs, full_us, strict=True)))
 
     async def give_back(self, tenant: str, costs: Mapping[LimitKind, int], flights: Sequence[str]) -> None:
         args = [len(flights), *flights, *(item for pair in costs.items() for item in pair)]
-        _note(await self._ask(self._give_back, tenant, args) or 0)
+        await self._ask(self._give_back, tenant, args)
 
     async def renew(self, tenant: str, flights: Sequence[str]) -> None:
         await self._ask(self._renew, tenant, [self._lease_us, *flights])
@@ -193,11 +189,6 @@ class RedisCounters:
         """None for keys that hold what no gateway wrote."""
         tag, now = f"kvasir:limits:{{{tenant}}}", "" if self._now_us is None else self._now_us()
         return await self._calls.ask_or_skip(_STORE, script(keys=[tag, f"{tag}:flights"], args=[now, *args]), None)
-
-
-def _note(strange: int) -> None:
-    for _ in range(strange):
-        skipped(_STORE, ValueError())
 
 
 class SharedCounters:
@@ -210,25 +201,18 @@ class SharedCounters:
 
     async def take(self, tenant: str, take: Take) -> tuple[Taken, Counters]:
         """Also returns who counted it: what was taken there is given back there."""
-        redis = self._redis
-        if redis is not None:
+        if self._redis is not None:
             try:
-                return await redis.take(tenant, take), redis
-            except RedisDownError as error:
-                if error.asked:
-                    _end(redis, tenant, take)
-            except asyncio.CancelledError:
-                _end(redis, tenant, take)
-                raise
+                return await self._redis.take(tenant, take), self._redis
+            except BaseException as error:
+                if take.flight is not None:  # Redis may have given a lease that no request has
+                    tasks.spawn(quiet(self._redis.give_back(tenant, {}, [take.flight])), name="end lease")
+                if not isinstance(error, RedisDownError):
+                    raise
         return await self._memory.take(tenant, take), self._memory
 
 
-def _end(redis: Counters, tenant: str, take: Take) -> None:
-    """Redis may have given a lease that no request has. It is given back if Redis answers, else it ends by itself."""
-    if (flight := take.flight) is not None:
-
-        async def give_back() -> None:
-            with suppress(RedisDownError):
-                await redis.give_back(tenant, {}, [flight])
-
-        tasks.spawn(give_back(), name="end lease")
+async def quiet(call: Awaitable[None]) -> None:
+    """Passes over a Redis that is away: what was set aside flows back within a minute, and leases end by themselves."""
+    with suppress(RedisDownError):
+        await call

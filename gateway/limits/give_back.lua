@@ -1,6 +1,5 @@
 -- At the end of a request: what it did not use flows back, what it used beyond that is taken, and leases end.
 -- ARGV     now, how many flights, their ids; then kind and cost in microseconds of each bucket
--- returns  buckets that could not be read and count as full
 local first = 3 + tonumber(ARGV[2])
 for i = 3, first - 1 do
   redis.call('ZREM', flights, ARGV[i])
@@ -17,4 +16,4 @@ for i = first, #ARGV, 2 do
     redis.call('HDEL', buckets, ARGV[i])
   end
 end
-return strange
+return 1

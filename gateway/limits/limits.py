@@ -7,33 +7,24 @@ tenant without limits costs nothing; one with limits, one call of the counters b
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 from gateway import tasks
 from gateway.config import LimitSettings, TenantSettings
-from gateway.errors import RateLimitError, RedisDownError
+from gateway.errors import RateLimitError
 from gateway.limits.amounts import Amounts, Limits, costs, limits_of, refusal, to_set_aside, used
-from gateway.limits.counters import Counters, SharedCounters, Take, Taken, room
+from gateway.limits.counters import Counters, SharedCounters, Take, Taken, quiet, room
 from gateway.types import LimitKind, Need, Room, Usage
 
 CLOSE_LIMIT_S: Final = 2.0
 """For what is on its way to the counters when the gateway ends."""
-
-
-@dataclass(slots=True)
-class _Ended:
-    """Of requests that are over: costs that flow back, and leases."""
-
-    changes: Counter[LimitKind] = field(default_factory=Counter)
-    flights: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -44,8 +35,6 @@ class _Account:
     heard_s   when that was, by the monotonic clock
     flights   leases that this gateway holds for it, and who counts them
     refused   requests since the start, by the limit
-    ended     what is to be given back, and to whom
-    sending   does that
     """
 
     limits: Limits
@@ -53,8 +42,6 @@ class _Account:
     heard_s: float = 0.0
     flights: dict[str, Counters] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
-    ended: dict[Counters, _Ended] = field(default_factory=dict)
-    sending: asyncio.Task[None] | None = None
 
 
 class TenantLimits:
@@ -74,6 +61,7 @@ class TenantLimits:
         self._gateway = secrets.token_hex(6)
         self._numbers = itertools.count()
         self._renewing: asyncio.Task[None] | None = None
+        self._sending = set[asyncio.Task[None]]()
 
     def has(self, tenant: str) -> bool:
         """Whether it has any limit."""
@@ -123,18 +111,15 @@ class TenantLimits:
     async def close(self) -> None:
         """What was given back reaches its counters, if they answer."""
         await tasks.cancel(self._renewing)
-        sending = [account.sending for account in self._accounts.values() if account.sending is not None]
-        if sending:
-            await asyncio.wait(sending, timeout=CLOSE_LIMIT_S)
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=CLOSE_LIMIT_S)
 
     async def renew(self) -> None:
         """Moves the ends of all leases of this gateway on. Never raises."""
         for tenant, account in self._accounts.items():
-            by_counters: dict[Counters, list[str]] = {}
-            for flight, counters in account.flights.items():
-                by_counters.setdefault(counters, []).append(flight)
-            for counters, flights in by_counters.items():
-                await _tried(counters.renew(tenant, flights))
+            for counters in set(account.flights.values()):
+                flights = [flight for flight, counts in account.flights.items() if counts is counters]
+                await quiet(counters.renew(tenant, flights))
 
     def figures(self) -> dict[str, Any]:
         """For /metrics and /admin/stats, as counters said last."""
@@ -162,22 +147,13 @@ class TenantLimits:
         spent = amounts if usage is None else used(usage, self._settings)
         before, after = costs(amounts, account.limits), costs(spent, account.limits)
         changes = {kind: cost - after[kind] for kind, cost in before.items() if cost != after[kind]}
-        if flight is not None:
-            account.flights.pop(flight, None)
-            account.ended.setdefault(counters, _Ended()).flights.append(flight)
-        if changes:
-            account.ended.setdefault(counters, _Ended()).changes.update(changes)
-        if account.ended and account.sending is None:
-            account.sending = tasks.spawn(self._send(tenant, account), name="settle limits")
-
-    async def _send(self, tenant: str, account: _Account) -> None:
-        """What ends while a call is on its way goes with the next one."""
-        try:
-            while account.ended:
-                counters, ended = account.ended.popitem()
-                await _tried(counters.give_back(tenant, ended.changes, ended.flights))
-        finally:
-            account.sending = None
+        flights = [] if flight is None else [flight]
+        for one in flights:
+            account.flights.pop(one, None)
+        if changes or flights:
+            sending = tasks.spawn(quiet(counters.give_back(tenant, changes, flights)), name="settle limits")
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
 
 
 class Hold:
@@ -194,9 +170,3 @@ class Hold:
         settle, self._settle = self._settle, None
         if settle is not None:
             settle(usage)
-
-
-async def _tried(call: Coroutine[Any, Any, None]) -> None:
-    """What was set aside flows back within a minute, and leases end by themselves."""
-    with contextlib.suppress(RedisDownError):
-        await call

@@ -1,8 +1,7 @@
 -- Takes what a request needs from its tenant's buckets, and a lease, if all of it is there.
 -- ARGV     now, microseconds of a burst and of a lease, id of a flight or empty, flights at most; then kind and cost in
 --          microseconds of each bucket
--- returns  1 if it was taken else 0, now, flights, buckets that could not be read and count as full, and when each
---          bucket is full again
+-- returns  1 if it was taken else 0, now, and when each bucket is full again
 local burst, lease, flight, most = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 
 local admitted, kinds, costs, full = 1, {}, {}, {}
@@ -17,11 +16,9 @@ for i = 1, #kinds do
     admitted = 0
   end
 end
-local taken = 0
 if flight ~= '' then
   redis.call('ZREMRANGEBYSCORE', flights, '-inf', string.format('%.0f', now))
-  taken = redis.call('ZCARD', flights)
-  if taken >= most then
+  if redis.call('ZCARD', flights) >= most then
     admitted = 0
   end
 end
@@ -41,7 +38,6 @@ if admitted == 1 then
   if flight ~= '' then
     redis.call('ZADD', flights, string.format('%.0f', now + lease), flight)
     redis.call('PEXPIRE', flights, math.ceil(lease / 1000) + 1000)
-    taken = taken + 1
   end
 end
-return {admitted, now, taken, strange, unpack(full)}
+return {admitted, now, unpack(full)}

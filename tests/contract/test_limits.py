@@ -133,9 +133,8 @@ async def test_what_was_used_beyond_is_owed(counters: Counters, clock: Clock) ->
 
 async def test_so_many_are_in_flight_and_whoever_ends_makes_room(counters: Counters) -> None:
     first, second = await counters.take("north", flight("a")), await counters.take("north", flight("b"))
-    assert (first.admitted, first.in_flight, second.admitted, second.in_flight) == (True, 1, True, 2)
-    third = await counters.take("north", flight("c"))
-    assert (third.admitted, third.in_flight) == (False, 2)
+    assert (first.admitted, second.admitted) == (True, True)
+    assert not (await counters.take("north", flight("c"))).admitted
     assert (await counters.take("south", flight("d"))).admitted
     await counters.give_back("north", {}, ["a"])
     await counters.give_back("north", {}, ["a", "never"])
@@ -157,12 +156,11 @@ async def test_leases_that_nobody_renews_end(counters: Counters, clock: Clock) -
     clock.pass_s(LEASE_S - 1)
     await counters.renew("north", ["a"])
     clock.pass_s(1)
-    taken = await counters.take("north", flight("c"))
-    assert (taken.admitted, taken.in_flight) == (True, 2)
+    assert (await counters.take("north", flight("c"))).admitted
+    assert not (await counters.take("north", flight("d"))).admitted
     clock.pass_s(LEASE_S)
     await counters.renew("north", ["a", "b", "c"])
-    taken = await counters.take("north", flight("d"))
-    assert taken.in_flight == 1, "a lease that has ended is not renewed"
+    assert (await counters.take("north", flight("d", 1))).admitted, "a lease that has ended is not renewed"
 
 
 async def test_of_many_that_come_at_once_no_more_are_let_in_than_may(counters: Counters) -> None:
@@ -233,8 +231,7 @@ async def test_redis_that_is_away_or_cannot_do_it_is_down(own_redis: RedisProces
 
 
 @pytest.mark.parametrize("junk", ["x", "", "-5", "1e308", "nan", "9" * 400])
-async def test_a_bucket_that_no_gateway_wrote_is_full_and_counted(redis: Redis, junk: str) -> None:
-    unreadable.clear()
+async def test_a_bucket_that_no_gateway_wrote_is_full(redis: Redis, junk: str) -> None:
     counters = RedisCounters(RedisCalls(redis, LIMIT_S), lease_s=LEASE_S)
     await redis.hset("kvasir:limits:{north}", "requests", junk)  # type: ignore[misc]
     assert (await counters.take("north", requests(60))).admitted
@@ -242,7 +239,6 @@ async def test_a_bucket_that_no_gateway_wrote_is_full_and_counted(redis: Redis, 
     await redis.hset("kvasir:limits:{north}", "requests", junk)  # type: ignore[misc]
     await counters.give_back("north", {"requests": cost_us(30, 60)}, [])
     assert (await counters.take("north", requests(60))).admitted
-    assert unreadable == {"counters of limits": 2}
 
 
 @pytest.mark.parametrize("key", ["kvasir:limits:{north}", "kvasir:limits:{north}:flights"])

@@ -99,7 +99,7 @@ def test_a_refusal_for_requests_is_of_requests() -> None:
 
 
 def test_where_everything_flows_back_in_time_it_is_the_places_that_are_taken() -> None:
-    error = refusal(Limits({"requests": 7}, 3), {"requests": 1}, Taken(False, 0, {"requests": 0}, 3), "north")
+    error = refusal(Limits({"requests": 7}, 3), {"requests": 1}, Taken(False, 0, {"requests": 0}), "north")
     assert (error.limit, error.type, error.retry_after_s) == ("in_flight", "requests", 1.0)
     assert "on concurrent requests: Limit 3, Used 3, Requested 1. Please try again in 1s." in error.message
 

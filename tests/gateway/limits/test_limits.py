@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from gateway.config import TenantSettings
 from gateway.errors import RateLimitError
-from gateway.limits.counters import MemoryCounters, Take
+from gateway.limits.counters import MemoryCounters
 from gateway.limits.limits import Hold, TenantLimits
-from gateway.types import ANONYMOUS, LimitKind, Need, Room, Usage
+from gateway.types import ANONYMOUS, Need, Room, Usage
 from tests.fakes.guests import run
 from tests.fakes.limits import Clock, tenant_limits
 
@@ -150,37 +150,6 @@ def test_leases_are_renewed_by_themselves_and_in_time() -> None:
         await limits.close()
 
     run(work)
-
-
-class Counting(MemoryCounters):
-    """Waits before it gives back, and counts how often it does."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(lease_s=60, now_us=clock)
-        self.calls = 0
-        self.let = asyncio.Event()
-
-    async def give_back(self, tenant: str, costs: Mapping[LimitKind, int], flights: Sequence[str]) -> None:
-        self.calls += 1
-        await self.let.wait()
-        await super().give_back(tenant, costs, flights)
-
-
-async def test_what_ends_while_something_is_given_back_is_given_back_together() -> None:
-    clock = Clock()
-    counters = Counting(clock)
-    limits = tenant_limits(clock, redis=counters, tokens_per_minute=LIMIT, max_in_flight=9)
-    holds = [await ask(limits, tokens(100)) for _ in range(9)]
-    holds.pop().settle(Usage(30, 0))
-    await asyncio.sleep(0)
-    for hold in holds:
-        hold.settle(Usage(30, 0))
-    counters.let.set()
-    await limits.close()
-    assert counters.calls == 2
-    await ask(limits, tokens(0))
-    assert limits.rooms(ANONYMOUS)["tokens"].remaining == LIMIT - 9 * 30
-    assert (await counters.take(ANONYMOUS, Take({}, "another", 9))).in_flight == 2
 
 
 @dataclass
