@@ -51,30 +51,34 @@ async def test_a_job_comes_back_as_it_was_kept(jobs: Jobs) -> None:
         error_file_id="e",
         file_ids=("o", "e"),
     )
-    await jobs.create(whole)
-    assert await jobs.find(whole.id) == whole
+    stored = await jobs.put(whole)
+    assert stored == replace(whole, version=1)
+    assert await jobs.find(whole.id) == stored
     assert await jobs.find("x") is None
-    assert await jobs.open() == [whole]
+    assert await jobs.open() == [stored]
+
+
+async def made(jobs: Jobs, number: int, tenant: str = "a", dialect: str = "openai", lines: int = 0) -> Job:
+    stored = await jobs.put(job(number, tenant, dialect, lines))
+    assert stored is not None
+    return stored
 
 
 async def test_of_two_who_change_a_job_one_does(jobs: Jobs) -> None:
-    await jobs.create(job(1))
-    found = await jobs.find(job(1).id)
-    assert found is not None
-    changed = await jobs.update(replace(found, model="m"))
-    assert changed is not None
-    assert changed.version == found.version + 1
-    assert await jobs.update(replace(found, model="other")) is None
-    assert await jobs.find(found.id) == changed
-    assert await jobs.update(replace(changed, model="n")) is not None
-    assert await jobs.update(job(9)) is None
+    first = await made(jobs, 1)
+    assert await jobs.put(job(1)) is None, "there is one already"
+    changed = await jobs.put(replace(first, model="m"))
+    assert changed == replace(first, model="m", version=2)
+    assert await jobs.put(replace(first, model="other")) is None
+    assert await jobs.find(first.id) == changed
+    assert await jobs.put(replace(changed, model="n")) is not None
+    assert await jobs.put(replace(job(9), version=1)) is None
 
 
 async def test_pages_are_newest_first_and_of_one_tenant_and_dialect(jobs: Jobs) -> None:
     for number in (2, 1, 3):
-        await jobs.create(job(number))
-    await jobs.create(job(4, "b"))
-    await jobs.create(job(5, "b", "anthropic"))
+        await made(jobs, number)
+    others = [await made(jobs, 4, "b"), await made(jobs, 5, "b", "anthropic")]
 
     async def page(limit: int, after: int | None = None, before: int | None = None) -> list[int]:
         ids = [None if one is None else job(one).id for one in (after, before)]
@@ -89,55 +93,51 @@ async def test_pages_are_newest_first_and_of_one_tenant_and_dialect(jobs: Jobs) 
     assert await page(1, before=1) == [2]
     assert await page(9, before=0) == [3, 2, 1]
     assert await page(9, before=3) == []
-    assert await jobs.page("b", "openai", limit=9, after="zz", before=None) == [job(4, "b")]
-    assert await jobs.page("b", "anthropic", limit=9, after=None, before=None) == [job(5, "b", "anthropic")]
+    assert await jobs.page("b", "openai", limit=9, after="zz", before=None) == others[:1]
+    assert await jobs.page("b", "anthropic", limit=9, after=None, before=None) == others[1:]
 
 
 async def test_a_tenant_has_so_many_jobs_and_lines_that_have_not_ended(jobs: Jobs) -> None:
-    await jobs.create(job(1, lines=4))
-    await jobs.create(job(2))
-    await jobs.create(job(2))
-    assert await jobs.reserve(job(2), 6)
-    assert await jobs.reserve(job(2), 6), "doing it again changes nothing"
-    assert not await jobs.reserve(job(2), 7)
+    first, second = await made(jobs, 1, lines=4), await made(jobs, 2)
+    second = await jobs.put(replace(second, counts=Counts(6))) or second
     with pytest.raises(QuotaError, match=r"batches\.max_waiting_lines"):
-        await jobs.create(job(3, lines=1))
-    await jobs.create(job(3))
+        await jobs.put(replace(second, counts=Counts(7)))
+    assert await jobs.find(second.id) == second
+    with pytest.raises(QuotaError, match=r"batches\.max_waiting_lines"):
+        await jobs.put(job(3, lines=1))
+    await made(jobs, 3)
     with pytest.raises(QuotaError, match=r"batches\.max_jobs"):
-        await jobs.create(job(4))
-    await jobs.create(job(4, "b"))
-    await jobs.close(job(1), 100)
-    await jobs.close(job(1), 100)
-    await jobs.create(job(5, lines=4))
-    assert not await jobs.reserve(job(9), 1)
-    await jobs.forget(job(5))
-    await jobs.create(job(6, lines=4))
+        await jobs.put(job(4))
+    await made(jobs, 4, "b")
+    assert await jobs.put(first, forget_ms=100)
+    assert await jobs.put(first, forget_ms=100) is None
+    fifth = await made(jobs, 5, lines=4)
+    await jobs.forget(fifth)
+    await made(jobs, 6, lines=4)
     assert [int(one.id, 16) for one in await jobs.open()] == [2, 3, 4, 6]
 
 
 async def test_jobs_are_forgotten_when_they_have_been_closed_for_a_while(jobs: Jobs) -> None:
-    await jobs.create(job(1))
-    await jobs.create(job(2))
+    first, second = await made(jobs, 1), await made(jobs, 2)
     assert await jobs.over(10**12, 9) == []
-    await jobs.close(job(1), 100)
-    assert await jobs.find(job(1).id) is not None
+    closed = await jobs.put(first, forget_ms=100)
+    assert closed is not None
+    assert await jobs.find(first.id) == closed
     assert await jobs.over(99, 9) == []
-    assert await jobs.over(100, 9) == [job(1)]
-    await jobs.forget(job(1))
-    await jobs.forget(job(1))
-    assert await jobs.find(job(1).id) is None
+    assert await jobs.over(100, 9) == [closed]
+    await jobs.forget(closed)
+    await jobs.forget(closed)
+    assert await jobs.find(first.id) is None
     assert await jobs.over(100, 9) == []
-    assert await jobs.page("a", "openai", limit=9, after=None, before=None) == [job(2)]
+    assert await jobs.page("a", "openai", limit=9, after=None, before=None) == [second]
 
 
 async def test_past_so_many_the_oldest_that_have_ended_are_forgotten(jobs: Jobs) -> None:
-    for number in range(1, 4):
-        await jobs.create(job(number))
-    for number in (2, 3):
-        await jobs.close(job(number), 10**9)
-    await jobs.create(job(4))
-    await jobs.create(job(5))
-    assert await jobs.over(1, 9) == [job(2)], "1 is open, and 5 - 3 are too many"
+    first = [await made(jobs, number) for number in range(1, 4)]
+    closed = [await jobs.put(one, forget_ms=10**9) for one in first[1:]]
+    for number in (4, 5):
+        await made(jobs, number)
+    assert await jobs.over(1, 9) == closed[:1], "1 is open, and 5 - 3 are too many"
 
 
 async def test_a_job_is_leased_to_one_at_a_time(jobs: Jobs) -> None:
@@ -146,9 +146,9 @@ async def test_a_job_is_leased_to_one_at_a_time(jobs: Jobs) -> None:
     assert await jobs.lease("j", "x", 9, 20)
     assert not await jobs.lease("j", "y", 19, 29)
     assert await jobs.lease("j", "y", 20, 30)
-    await jobs.release("j", "x")
+    await jobs.lease("j", "x", 20, 0)
     assert not await jobs.lease("j", "x", 21, 31)
-    await jobs.release("j", "y")
+    await jobs.lease("j", "y", 20, 0)
     assert await jobs.lease("j", "x", 21, 31)
 
 
@@ -156,10 +156,9 @@ async def test_nothing_is_left_in_redis_of_jobs_that_are_forgotten(redis_url: st
     async with Redis.from_url(redis_url) as redis:
         jobs = RedisJobs(RedisScripts(redis, timeout_s=5.0), LIMITS)
         for number in (1, 2):
-            await jobs.create(job(number, lines=1))
+            await made(jobs, number, lines=1)
             await jobs.lease(job(number).id, "x", 0, 1)
-        await jobs.close(job(1), 5)
+        await jobs.put(replace(job(1), version=1), forget_ms=5)
         for number in (1, 2):
             await jobs.forget(job(number))
-        assert await redis.keys(f"{PREFIX}*") == [f"{PREFIX}quota".encode()]
-        assert set(await redis.hvals(f"{PREFIX}quota")) == {b"0"}  # type: ignore[misc]
+        assert await redis.keys(f"{PREFIX}*") == []

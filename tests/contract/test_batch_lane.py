@@ -42,10 +42,10 @@ async def test_a_job_leaves_its_record_alone_in_redis_until_that_is_over_its_tim
         assert job.counts == Counts(100, succeeded=100)
         assert Counter(row["id"] for row in await lane.results(job)) == Counter(map(str, range(100)))
         names = {key.decode().removeprefix(PREFIX).partition(":")[0] for key in await redis.keys(f"{PREFIX}*")}
-        assert names == {"job", "of", "ended", "quota"}
+        assert names == {"job", "of", "ended"}
         lane.now_s += lane.settings.keep_s
         await lane.worker(FakeRunner()).sweep()
-        assert await redis.keys(f"{PREFIX}*") == [f"{PREFIX}quota".encode()]
+        assert await redis.keys(f"{PREFIX}*") == []
 
 
 async def test_gateways_on_one_redis_share_the_lines(redis_url: str, tmp_path: Path) -> None:

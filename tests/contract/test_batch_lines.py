@@ -14,8 +14,7 @@ from redis.asyncio import Redis
 from engine.protocol import DIGEST_BYTES
 from gateway.errors import OverloadedError
 from gateway.queues.batch.base import Counts, LinePlan
-from gateway.queues.batch.job import Progress
-from gateway.queues.batch.lines import QUANTUM_TOKENS, Claim, Lines, MemoryLines, Result
+from gateway.queues.batch.lines import QUANTUM_TOKENS, Claim, Lines, MemoryLines, Progress, Result
 from gateway.queues.batch.paths import Ref
 from gateway.queues.batch.redis_jobs import PREFIX, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
@@ -73,11 +72,11 @@ async def test_lines_wait_only_when_they_are_queued(lines: Lines) -> None:
     assert await lines.stage(J1, 0, plans(1, 2)) == 2, "who comes again changes nothing"
     assert await lines.stage(J1, 2, plans(3)) == 3
     assert await lines.models(64) == []
-    assert await lines.progress(J1) == Progress(3, 0, 0)
+    assert await lines.progress(J1) == Progress(3, 0)
     assert await lines.queue(J1, "a", 2) == 1
     assert await lines.models(64) == ["m"]
     assert await lines.queue(J1, "a", 2) == 0
-    assert await lines.progress(J1) == Progress(3, 3, 0)
+    assert await lines.progress(J1) == Progress(3, 3)
     assert await lines.lanes(J1) == ["a:m"]
 
 
@@ -111,41 +110,27 @@ async def test_a_lease_that_ends_counts_as_an_attempt_and_who_has_some_is_taken_
     assert [(claim.ref.line, claim.attempts) for claim in await lines.take_over("z", 9, 20, 30, 0)] == []
     (again,) = await lines.take_over("z", 9, 20, 30, 9)
     assert (again.ref.line, again.attempts) == (1, 2)
-    assert await lines.put_back("z", again, 3) == "exhausted"
 
 
-async def test_engines_that_died_are_counted_by_themselves(lines: Lines) -> None:
-    await put(lines, J1, plans(1))
-    for attempt in ({"died": True}, {"died": False}):
-        (claim,) = await lines.claim("x", "m", 1, 10)
-        assert await lines.put_back("x", claim, 2, **attempt) == "waits"
-    (claim,) = await lines.claim("x", "m", 1, 10)
-    assert await lines.put_back("x", claim, 2, died=True) == "exhausted"
-
-
-async def test_what_is_put_back_waits_at_its_place_until_it_was_tried_too_often(lines: Lines) -> None:
+async def test_what_is_put_back_waits_at_its_place_with_its_counts(lines: Lines) -> None:
     await put(lines, J1, plans(1, 2))
     (first, second) = await lines.claim("x", "m", 2, 10)
-    assert await lines.put_back("y", first, 3) == "gone"
-    for _ in range(2):
-        assert await lines.put_back("x", first, 3) == "waits"
+    assert not await lines.put_back("y", first)
+    for tries in ((1, 0), (1, 1)):
+        first = first._replace(attempts=tries[0], deaths=tries[1])
+        assert await lines.put_back("x", first)
         assert await lines.models(64) == ["m"]
-        assert [claim[:3] for claim in await lines.claim("x", "m", 5, 10)] == [first[:3]]
-    for _ in range(5):
-        assert await lines.put_back("x", first, 0) == "waits", "this was no attempt"
-        assert [claim[:3] for claim in await lines.claim("x", "m", 5, 10)] == [first[:3]]
-    assert await lines.put_back("x", first, 3) == "exhausted"
-    assert await lines.renew("x", [first.ref], 20) == [first.ref], "it is still there to be completed"
+        assert await lines.claim("x", "m", 5, 10) == [first]
     assert await lines.complete(first, Result("failed", "s", 0, 1), NONE) == 1
-    assert await lines.put_back("x", first, 3) == "gone"
-    assert await lines.put_back("x", second, 1) == "exhausted"
+    assert not await lines.put_back("x", first)
+    assert await lines.put_back("x", second)
 
 
 async def test_a_result_of_who_lost_the_lease_takes_a_line_that_waits_again(lines: Lines) -> None:
     await put(lines, J1, plans(1))
     (claim,) = await lines.claim("slow", "m", 1, 10)
     await lines.take_over("y", 1, 10, 20, 1)
-    assert await lines.put_back("y", claim, 0) == "waits"
+    assert await lines.put_back("y", claim)
     assert await lines.complete(claim, DONE, NONE) == 1
     assert await lines.claim("y", "m", 1, 30) == []
 
@@ -167,11 +152,9 @@ async def test_counts_and_tokens_add_up(lines: Lines) -> None:
     await lines.complete(claims[0], DONE, Usage(10, 2, 3, 4))
     await lines.complete(claims[1], Result("failed", "s", 0, 2), NONE)
     await lines.complete(claims[2], DONE, Usage(1, 1))
-    assert await lines.tally(J1) == (Counts(0, succeeded=2, failed=1), Usage(11, 3, 3, 4))
-    assert await lines.progress(J1) == Progress(3, 3, 3)
+    assert await lines.progress(J1) == Progress(3, 3, Counts(0, succeeded=2, failed=1), Usage(11, 3, 3, 4))
     await lines.forget(J1)
-    assert await lines.tally(J1) == (Counts(), NONE)
-    assert await lines.progress(J1) == Progress(0, 0, 0)
+    assert await lines.progress(J1) == Progress()
 
 
 async def test_dropping_is_for_lines_that_have_not_begun_and_for_one_job(lines: Lines) -> None:
@@ -180,21 +163,19 @@ async def test_dropping_is_for_lines_that_have_not_begun_and_for_one_job(lines: 
     await lines.stage(J1, 3, plans(4, 5))
     await put(lines, J2, plans(1, 2, 3))
     (runs, _) = await lines.claim("x", "m", 2, 10)
-    assert await lines.drop_staged(J1, 7, "cancelled", 3)
-    assert not await lines.drop_staged(J1, 7, "cancelled", 3)
+    assert await lines.drop(J1, 7, "cancelled", "", b"", 3) == b""
     assert await lines.stage(J1, 5, plans(6)) == 7, "nothing is added any more"
     assert await lines.queue(J1, "a", 9) == 0
     after, looks = b"", 0
     while True:
-        after = await lines.drop_waiting(J1, "a:m", after, "expired", 2)
+        after = await lines.drop(J1, 7, "expired", "a:m", after, 2)
         looks += 1
         if not after:
             break
     assert looks == 3
     assert await lines.complete(runs, DONE, NONE) == 7
-    kinds = [result.kind for result in await lines.results(J1, 0, 7) if result is not None]
-    assert kinds == ["succeeded", "expired", "expired", "cancelled", "cancelled", "cancelled", "cancelled"]
-    assert (await lines.tally(J1))[0] == Counts(0, succeeded=1, expired=2, cancelled=4)
+    assert await lines.results(J1, 0, 7) == [DONE, *[None] * 6]
+    assert (await lines.progress(J1)).counts == Counts(0, succeeded=1, expired=2, cancelled=4)
     assert [claim.ref for claim in await lines.claim("x", "m", 9, 10)] == [(J2, 1), (J2, 2)]
 
 
@@ -215,7 +196,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("claim"), st.sampled_from("xy"), st.sampled_from("mn"), st.integers(1, 3)),
         st.tuples(st.just("take_over"), st.sampled_from("xy"), st.integers(1, 3), st.integers(0, 2)),
         st.tuples(st.just("renew"), st.sampled_from("xy")),
-        st.tuples(st.just("put_back"), st.sampled_from("xy"), st.integers(0, 9), st.integers(0, 2)),
+        st.tuples(st.just("put_back"), st.sampled_from("xy"), st.integers(0, 9)),
         st.tuples(st.just("complete"), st.integers(0, 9), st.sampled_from(["succeeded", "failed"])),
         st.tuples(st.just("drop"), JOBS, st.integers(1, 3)),
         st.tuples(st.just("wait"), st.integers(1, 15)),
@@ -234,6 +215,7 @@ class History:
         self.queued: dict[str, int] = {}
         self.claims: list[Claim] = []
         self.seen: dict[tuple[str, int], Result] = {}
+        self.dropped: set[str] = set()
 
     async def both(self, method: str, *args: Any) -> Any:
         one, other = [await getattr(store, method)(*args) for store in self.stores]
@@ -262,25 +244,25 @@ class History:
             await self.both("renew", args[0], [claim.ref for claim in self.claims], self.now_ms + 10)
         elif what == "drop":
             (job, _), most = args
-            while await self.both("drop_staged", job, self.planned.get(job, 0), "cancelled", most):
-                pass
-            self.queued[job] = self.planned.get(job, 0)
-            for lane in await self.both("lanes", job):
+            self.dropped.add(job)
+            self.queued[job] = self.planned.setdefault(job, 0)
+            for lane in ("", *await self.both("lanes", job)):
                 after = b""
-                while after := await self.both("drop_waiting", job, lane, after, "expired", most):
+                while after := await self.both("drop", job, self.planned[job], "cancelled", lane, after, most):
                     pass
         elif self.claims:
             await self.of_a_claim(what, *args)
 
     async def of_a_claim(self, what: str, *args: Any) -> None:
         if what == "put_back":
-            owner, index, most = args
-            await self.both("put_back", owner, self.claims[index % len(self.claims)], most)
+            owner, index = args
+            await self.both("put_back", owner, self.claims[index % len(self.claims)])
         else:
             claim = self.claims[args[0] % len(self.claims)]
             result = Result(args[1], "s", len(self.seen), 1)
             done = await self.both("complete", claim, result, Usage(1, 2))
-            assert (done is None) == (tuple(claim.ref) in self.seen), "one result, and one for everything claimed"
+            assert (done is None) <= (tuple(claim.ref) in self.seen or claim.ref.job in self.dropped), "one result"
+            assert done is None or tuple(claim.ref) not in self.seen
 
     async def check(self) -> None:
         for job in self.planned:
@@ -290,8 +272,8 @@ class History:
             assert before.items() <= results.items(), "a result never changes"
             self.seen |= results
             progress = await self.both("progress", job)
-            assert progress == (self.planned[job], self.queued.get(job, 0), len(results))
-            assert (await self.both("tally", job))[0].processing == -len(results)
+            assert progress[:2] == (self.planned[job], self.queued.get(job, 0))
+            assert progress.done == len(results) + progress.counts.cancelled
 
     async def finish(self) -> None:
         """Whoever comes last finds every line that was queued."""
@@ -301,7 +283,7 @@ class History:
         for claim in self.claims:
             await self.both("complete", claim, DONE, Usage(0, 0))
         for job, queued in self.queued.items():
-            assert None not in await self.both("results", job, 0, queued), "no line is lost"
+            assert (await self.both("progress", job)).done == queued, "no line is lost"
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -333,7 +315,7 @@ async def test_lines_survive_a_redis_that_is_killed(tmp_path: Any) -> None:
             with pytest.raises(OverloadedError):
                 await store.progress(J1)
             process.start()
-            assert await store.progress(J1) == before == Progress(2500, 2500, 1)
+            assert await store.progress(J1) == before == Progress(2500, 2500, Counts(0, 1))
             assert await store.complete(claims[1], DONE, NONE) == 2
             assert len(await store.claim("x", "m", 3000, 10)) == 2490
 
@@ -343,7 +325,7 @@ async def test_nothing_is_left_in_redis_of_lines_that_are_done_and_forgotten(red
         store = RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
         await put(store, J1, plans(1, 2, 3))
         (claim, *_) = await store.claim("x", "m", 1, 10)
-        await store.put_back("x", claim, 5)
+        await store.put_back("x", claim._replace(attempts=1, deaths=1))
         for each in await store.claim("x", "m", 9, 10):
             await store.complete(each, DONE, NONE)
         await store.claim("x", "m", 9, 10)
@@ -362,5 +344,5 @@ async def test_a_redis_that_is_full_takes_results_and_nothing_new(own_redis: Red
         assert await store.complete(claim, DONE, NONE) == 1
         (later,) = await store.claim("x", "m", 1, 10)
         assert await store.complete(later, DONE, NONE) == 2
-        assert not await store.drop_waiting(J1, "a:m", b"", "cancelled", 9)
-        assert await store.progress(J1) == Progress(3, 3, 3)
+        assert not await store.drop(J1, 3, "cancelled", "a:m", b"", 9)
+        assert await store.progress(J1) == Progress(3, 3, Counts(0, succeeded=2, cancelled=1))

@@ -14,21 +14,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from gateway.errors import BadRequestError
 from gateway.queues.batch.base import Counts, Job, JobError, Order, State
-from gateway.types import Usage
+from gateway.queues.batch.lines import Progress
 
 Step = Literal["validate", "plan", "queue", "drop", "finalize", "clean", "wait"]
-
-
-class Progress(NamedTuple):
-    """Lines of a job: that are planned, of those that are queued, of those that have a result."""
-
-    planned: int
-    queued: int
-    done: int
 
 
 def new_id(now_s: float) -> str:
@@ -107,15 +99,10 @@ def finalizing(job: Job, file_ids: tuple[str, str], now_s: float) -> Job:
     return changed if job.state == "cancelling" else _to(changed, "finalizing", now_s)
 
 
-def ended(
-    job: Job, counts: Counts, usage: Usage, output_file_id: str | None, error_file_id: str | None, now_s: float
-) -> Job:
-    """All that it came to is written."""
-    state: State = "cancelled" if job.state == "cancelling" else "expired" if counts.expired else "completed"
-    done = replace(
-        job, counts=counts, usage=usage, errors=(), output_file_id=output_file_id, error_file_id=error_file_id
-    )
-    return _to(done, state, now_s)
+def ended(job: Job, output_file_id: str | None, error_file_id: str | None, now_s: float) -> Job:
+    """All of its results are written."""
+    state: State = "cancelled" if job.state == "cancelling" else "expired" if job.counts.expired else "completed"
+    return _to(replace(job, errors=(), output_file_id=output_file_id, error_file_id=error_file_id), state, now_s)
 
 
 def _to(job: Job, state: State, now_s: float) -> Job:

@@ -1,10 +1,10 @@
-"""The records of jobs: the promises, and the twin of redis_jobs.py in memory.
+"""The records of jobs: the promises, and the memory twin of redis_jobs.py.
 
-    open    something is left to do for it; counts for its tenant's limits
-    closed  it has ended and nothing but its record (and what can be read of it) is left; forgotten after a time
+    open    something is left to do; counts for its tenant's limits
+    closed  it has ended and only its record and what can be read of it are left; forgotten after a time
 
-A record is changed with compare-and-set. Who does a step of a job holds a lease on it, so that gateways do not do the
-same work; that a step is not done twice is up to the step itself.
+A record is changed with compare-and-set. A step of a job is done under a lease, so that gateways do not do the same
+work; a step that is done twice has to come to the same by itself.
 """
 
 from __future__ import annotations
@@ -22,45 +22,33 @@ from gateway.types import Usage
 
 
 class Jobs(Protocol):
-    """Everything raises OverloadedError while Redis is away; what was asked for may have been done all the same."""
+    """Everything raises OverloadedError while Redis is unreachable; the call may have been executed all the same."""
 
-    async def create(self, job: Job) -> None:
-        """It is open. Raises QuotaError when its tenant has as many jobs, or lines of jobs, as it may. One that is
-        there stays as it is."""
+    async def put(self, job: Job, *, forget_ms: int | None = None) -> Job | None:
+        """Stores a record in place of its last version; version 0 is a new job. The job with its next version; None
+        when it was changed or forgotten meanwhile, or is not new. `forget_ms`: closes it, to be forgotten from then on.
+        Raises QuotaError when its tenant would have more open jobs, or lines of open jobs, than allowed."""
 
     async def find(self, job_id: str) -> Job | None: ...
 
     async def open(self) -> list[Job]:
-        """All that are."""
+        """All open jobs, the oldest first."""
 
     async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
         """As BatchStore.page, without whether there are more."""
 
-    async def update(self, job: Job) -> Job | None:
-        """The job as it is kept now, with its next version; None when it was changed or forgotten meanwhile."""
-
-    async def reserve(self, job: Job, lines: int) -> bool:
-        """It has so many lines. False when its tenant would have more than it may, or the job is forgotten."""
-
-    async def close(self, job: Job, forget_ms: int) -> None:
-        """It may be forgotten from then on."""
-
     async def over(self, now_ms: int, most: int) -> list[Job]:
-        """Closed jobs that may be forgotten: by their time, or because their tenant has more than are kept."""
+        """Closed jobs to forget: by their time, or because their tenant has more than are kept."""
 
     async def forget(self, job: Job) -> None: ...
 
     async def lease(self, job_id: str, owner: str, now_ms: int, until_ms: int) -> bool:
-        """Whether the job is the owner's until then. Its own lease is renewed."""
-
-    async def release(self, job_id: str, owner: str) -> None:
-        """The job is nobody's, if it was the owner's."""
+        """Whether the job is leased to the owner until then. Its own lease is renewed; `until_ms` 0 releases it."""
 
 
 @dataclass
 class _Record:
     job: Job
-    lines: int
     forget_ms: int | None = None  # None: it is open
 
 
@@ -72,20 +60,30 @@ class MemoryJobs:
         self._records: dict[str, _Record] = {}
         self._leases: dict[str, tuple[str, int]] = {}
 
-    async def create(self, job: Job) -> None:
-        if job.id in self._records:
-            return
-        settings = self._settings
-        held = [one for one in self._records.values() if one.job.tenant == job.tenant and one.forget_ms is None]
-        if len(held) >= settings.max_jobs:
-            raise too_many_jobs(settings)
-        if sum(one.lines for one in held) + job.counts.total > settings.max_waiting_lines:
-            raise too_many_lines(settings)
-        self._records[job.id] = _Record(job, job.counts.total)
-        ids = self._ids(job.tenant, job.dialect)
-        for job_id in ids[: max(0, len(ids) - settings.max_kept)]:
-            if self._records[job_id].forget_ms is not None:
-                self._records[job_id].forget_ms = 0
+    async def put(self, job: Job, *, forget_ms: int | None = None) -> Job | None:
+        record = self._records.get(job.id)
+        if job.version != (record.job.version if record else 0):
+            return None
+        if record is None or (record.forget_ms is None and forget_ms is None):
+            self._check(job, None if record is None else record.job)
+        stored = replace(job, version=job.version + 1)
+        if record is None:
+            record = self._records[job.id] = _Record(stored)
+            ids = self._ids(job.tenant, job.dialect)
+            for job_id in ids[: max(0, len(ids) - self._settings.max_kept)]:
+                if self._records[job_id].forget_ms is not None:
+                    self._records[job_id].forget_ms = 0
+        record.job = stored
+        record.forget_ms = record.forget_ms if forget_ms is None else forget_ms
+        return stored
+
+    def _check(self, job: Job, before: Job | None) -> None:
+        held = [one.job for one in self._records.values() if one.job.tenant == job.tenant and one.forget_ms is None]
+        more = job.counts.total - (before.counts.total if before else 0)
+        if before is None and len(held) >= self._settings.max_jobs:
+            raise quota_error("jobs", self._settings)
+        if more > 0 and sum(one.counts.total for one in held) + more > self._settings.max_waiting_lines:
+            raise quota_error("lines", self._settings)
 
     async def find(self, job_id: str) -> Job | None:
         record = self._records.get(job_id)
@@ -104,29 +102,6 @@ class MemoryJobs:
             found = ids[max(0, end - limit) : end]
         return [self._records[job_id].job for job_id in reversed(found)]
 
-    async def update(self, job: Job) -> Job | None:
-        record = self._records.get(job.id)
-        if record is None or record.job.version != job.version:
-            return None
-        record.job = replace(job, version=job.version + 1)
-        return record.job
-
-    async def reserve(self, job: Job, lines: int) -> bool:
-        record = self._records.get(job.id)
-        if record is None:
-            return False
-        held = [one for one in self._records.values() if one.job.tenant == job.tenant and one.forget_ms is None]
-        most = self._settings.max_waiting_lines
-        if lines > record.lines and sum(one.lines for one in held) + lines - record.lines > most:
-            return False
-        record.lines = lines
-        return True
-
-    async def close(self, job: Job, forget_ms: int) -> None:
-        record = self._records.get(job.id)
-        if record is not None and record.forget_ms is None:
-            record.forget_ms = forget_ms
-
     async def over(self, now_ms: int, most: int) -> list[Job]:
         times = ((one.forget_ms, one.job) for one in self._records.values() if one.forget_ms is not None)
         return [job for _, _, job in sorted((ms, job.id, job) for ms, job in times if ms <= now_ms)][:most]
@@ -142,36 +117,31 @@ class MemoryJobs:
         self._leases[job_id] = (owner, until_ms)
         return True
 
-    async def release(self, job_id: str, owner: str) -> None:
-        if self._leases.get(job_id, ("", 0))[0] == owner:
-            del self._leases[job_id]
-
     def _ids(self, tenant: str, dialect: str) -> list[str]:
-        """In the order in which they were made."""
+        """In the order of creation."""
         jobs = (record.job for record in self._records.values())
         return sorted(job.id for job in jobs if (job.tenant, job.dialect) == (tenant, dialect))
 
 
-def too_many_jobs(settings: BatchSettings) -> QuotaError:
-    return QuotaError(
-        f"There are {settings.max_jobs} batches that have not ended, as many as there may be (batches.max_jobs)."
-    )
-
-
-def too_many_lines(settings: BatchSettings) -> QuotaError:
+def quota_error(limit: str, settings: BatchSettings) -> QuotaError:
+    """The error of a tenant with too many "jobs", or "lines"."""
+    if limit == "jobs":
+        return QuotaError(
+            f"There are {settings.max_jobs} batches that have not ended, as many as there may be (batches.max_jobs)."
+        )
     return QuotaError(
         "All batches that have not ended together would have more than "
         f"{settings.max_waiting_lines} requests (batches.max_waiting_lines)."
     )
 
 
-def written(job: Job) -> bytes:
-    """JSON, without the version."""
+def to_json(job: Job) -> bytes:
+    """Without the version."""
     return orjson.dumps(replace(job, version=0), default=tuple)
 
 
-def read(body: bytes, version: int) -> Job:
-    """What `written` wrote."""
+def from_json(body: bytes, version: int) -> Job:
+    """What `to_json` wrote."""
     fields: dict[str, Any] = orjson.loads(body)
     usage = fields["usage"]
     return Job(

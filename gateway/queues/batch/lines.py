@@ -1,16 +1,16 @@
-"""Which lines wait, run, and are done: the promises, and the twin of redis_lines.py in memory.
+"""Which lines wait, run, and are done: the promises, and the memory twin of redis_lines.py.
 
-    stage    -> queue     a job's lines are planned one after the other, and wait only when all of them are known
-    waits    -> claim     -> runs, until its lease ends; then whoever takes over gets it, too
-    runs     -> complete  -> done, with the first result that comes; any later one is refused
-    runs     -> put_back  -> waits, at its old place
-    waits    -> drop      -> done, with the result of lines that never ran
+    stage    -> queue     a job's lines are planned one after the other, and wait only when all of them are planned
+    waits    -> claim     -> runs until its lease ends; then another gateway takes it over
+    runs     -> complete  -> done, with the first result; any later one is refused
+    runs     -> put_back  -> waits again at its old place
+    waits    -> drop      -> done: it never runs
 
-A line that was queued is in one of the three at any time, and once done stays so, whoever is killed when.
+A queued line is in one of the three states at any time, and a line that is done stays so, whoever is killed when.
 
-A *lane* holds the lines of one tenant that ask one model, in byte order of their places (paths.py). Lines are claimed
-from behind the last one that was, and from the beginning again behind the end, like an elevator. Tenants with lines for
-a model take turns by the tokens that were claimed; who has the turn keeps it for QUANTUM_TOKENS, for the cache's sake.
+A *lane* holds the lines of one tenant for one model, in byte order of their places (paths.py). Lines are claimed from
+behind the last claimed one, and from the beginning again at the end, like an elevator. Tenants with lines for a model
+take turns by claimed tokens; a turn lasts QUANTUM_TOKENS, for the cache's sake.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, Protocol
 
 from gateway.queues.batch.base import NO_USAGE, Counts, LinePlan
-from gateway.queues.batch.job import Progress
 from gateway.queues.batch.paths import Ref, path_of, place_of, ref_at, tokens_at
 from gateway.types import Usage
 
@@ -31,12 +30,11 @@ MODEL_CHARS: Final = 200
 """Of a model's name. It comes from clients; what is longer and begins alike shares a lane, and nothing else."""
 
 Kind = Literal["succeeded", "failed", "cancelled", "expired"]
-Back = Literal["waits", "exhausted", "gone"]
 
 
 class Claim(NamedTuple):
-    """A line that somebody may work on. `lane` and `place` are where it waited, `attempts` how often it was tried in
-    vain, `deaths` how many engines died at work on it."""
+    """A line to work on. `lane` and `place` are where it waited. `attempts` counts the tries in vain, `deaths` the
+    engines that died at work on it."""
 
     ref: Ref
     lane: str
@@ -44,9 +42,14 @@ class Claim(NamedTuple):
     attempts: int = 0
     deaths: int = 0
 
+    @property
+    def model(self) -> str:
+        """As `models` has it."""
+        return self.lane.partition(":")[2]
+
 
 class Result(NamedTuple):
-    """What a line came to. Where its bytes are: a spool of the job's folder; lines that never ran have none."""
+    """How a line ended, and where its bytes are: in a spool of the job's folder. Lines that never ran have none."""
 
     kind: Kind
     spool: str = ""
@@ -54,66 +57,78 @@ class Result(NamedTuple):
     num_bytes: int = 0
 
 
+class Progress(NamedTuple):
+    """Lines of a job that are planned, and of those that are queued; `counts` and `usage` are those of lines that are
+    done, with a `total` of 0."""
+
+    planned: int = 0
+    queued: int = 0
+    counts: Counts = Counts()
+    usage: Usage = NO_USAGE
+
+    @property
+    def done(self) -> int:
+        return -self.counts.processing
+
+
 class Lines(Protocol):
-    """Times are milliseconds since 1970, of the caller's clock. Everything raises OverloadedError while Redis is away;
-    what it was asked for may have been done all the same."""
+    """Times are milliseconds since 1970, of the caller's clock. Everything raises OverloadedError while Redis is
+    unreachable; the call may have been executed all the same."""
 
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
-        """The plans of the lines from `start` on. How many of the job's lines are planned now; when that was not
-        `start` before, nothing is added."""
+        """Adds the plans of the lines from `start` on, unless another number is planned already. How many are planned
+        now."""
 
     async def queue(self, job: str, tenant: str, most: int) -> int:
-        """Lets up to so many planned lines wait. How many are left to be."""
+        """Lets up to so many planned lines wait. How many are left."""
 
     async def models(self, most: int) -> list[str]:
-        """For which lines may wait, so many at most. Which, and in which order, is left to chance."""
+        """At most so many of the models that lines wait for, chosen and ordered at random."""
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
-        """The next lines that ask a model, on a lease until `until_ms`."""
+        """The next lines for a model, on a lease until `until_ms`."""
 
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
-        """Lines whose lease is over, those first whose was over first. That counts as an attempt. Of those with earlier
-        ones `tried` at most, so that a line which ends its gateway meets few others each time."""
+        """Lines whose lease is over, the oldest lease first. That counts as an attempt. At most `tried` of those with
+        earlier attempts, so that a line which ends its gateway meets few others each time."""
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
-        """Those that still are this owner's, whose lease ends at `until_ms` from now on."""
+        """Renews the leases of those that still are this owner's, and returns them."""
 
-    async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
-        """ "waits": somebody will claim it again. "exhausted": it was tried so often by now, and is still the owner's.
-        "gone": it is not. `most_attempts` 0: this was no attempt. `died`: an engine did, which is counted by itself."""
+    async def put_back(self, owner: str, claim: Claim) -> bool:
+        """The line waits again, with the claim's counts. False when it is not this owner's."""
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
-        """How many lines of the job are done, if this is the result from now on; None when the line had one."""
-
-    async def drop_staged(self, job: str, total: int, kind: Kind, most: int) -> bool:
-        """Gives up to so many lines that were never queued a result; whether there are more. None will be."""
+        """Stores the result. How many lines of the job are done now; None when the line had a result."""
 
     async def lanes(self, job: str) -> list[str]:
-        """In which it has lines, or had."""
+        """Lanes in which it has lines, or had."""
 
-    async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
-        """Of `most` lines after this place, gives those of the job a result. Where to go on; empty at the end."""
+    async def drop(self, job: str, total: int, kind: Kind, lane: str, after: bytes, most: int) -> bytes:
+        """Lines that do not run never will: those of `total` that are not queued, and of the `most` lines of a lane
+        after this place those of the job. They have no result but this kind. Where to go on; empty at the end."""
 
     async def progress(self, job: str) -> Progress: ...
-
-    async def tally(self, job: str) -> tuple[Counts, Usage]:
-        """Of lines that are done; `total` is 0."""
 
     async def results(self, job: str, start: int, count: int) -> list[Result | None]:
         """Of so many lines from one on."""
 
     async def forget(self, job: str) -> None:
-        """A job of which no line waits or runs."""
+        """Removes a job of which no line waits or runs."""
 
 
 @dataclass
 class _Job:
-    planned: int = 0
-    queued: int = 0
     staged: list[LinePlan] = field(default_factory=list)
     lanes: set[str] = field(default_factory=set)
     results: dict[int, Result] = field(default_factory=dict)
-    usage: Usage = NO_USAGE
+    progress: Progress = field(default_factory=Progress)
+
+    def done(self, kind: Kind, lines: int = 1, usage: Usage = NO_USAGE) -> int:
+        before = self.progress
+        counts = replace(before.counts, **{kind: getattr(before.counts, kind) + lines})
+        self.progress = before._replace(counts=counts, usage=before.usage + usage)
+        return self.progress.done
 
 
 @dataclass
@@ -142,23 +157,22 @@ class MemoryLines:
         self._waiting: dict[str, list[bytes]] = {}  # by lane, in order
         self._cursors: dict[str, bytes] = {}
         self._claims: dict[Ref, tuple[int, str, Claim]] = {}  # end of the lease, owner
-        self._attempts: dict[Ref, int] = {}
-        self._deaths: dict[Ref, int] = {}
+        self._tries: dict[Ref, tuple[int, int]] = {}  # attempts and deaths
 
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
         one = self._jobs.setdefault(job, _Job())
-        if one.planned == start:
+        if one.progress.planned == start:
             one.staged += plans
-            one.planned += len(plans)
-        return one.planned
+            one.progress = one.progress._replace(planned=start + len(plans))
+        return one.progress.planned
 
     async def queue(self, job: str, tenant: str, most: int) -> int:
         one = self._jobs.setdefault(job, _Job())
-        for plan in one.staged[:most]:
+        for line, plan in enumerate(one.staged[:most], one.progress.queued):
             lane = lane_of(tenant, plan.model)
             one.lanes.add(lane)
-            self._wait(lane, place_of(path_of(plan.digests), Ref(job, one.queued), plan.tokens))
-            one.queued += 1
+            self._wait(lane, place_of(path_of(plan.digests), Ref(job, line), plan.tokens))
+            one.progress = one.progress._replace(queued=line + 1)
         del one.staged[:most]
         return len(one.staged)
 
@@ -183,7 +197,7 @@ class MemoryLines:
             for place in places:
                 one.turns[tenant] += tokens_at(place) + 1
                 ref = ref_at(place)
-                claims.append(Claim(ref, lane, place, self._attempts.get(ref, 0), self._deaths.get(ref, 0)))
+                claims.append(Claim(ref, lane, place, *self._tries.get(ref, (0, 0))))
         for claim in claims:
             self._claims[claim.ref] = (until_ms, owner, claim)
         return claims
@@ -191,11 +205,11 @@ class MemoryLines:
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
         claims: list[Claim] = []
         for _, ref in sorted((until, ref) for ref, (until, _, _) in self._claims.items() if until <= now_ms):
-            before = self._attempts.get(ref, 0)
-            if len(claims) < most and (not before or tried > 0):
-                tried -= before > 0
-                claim = self._claims[ref][2]._replace(attempts=before + 1, deaths=self._deaths.get(ref, 0))
-                self._attempts[ref] = before + 1
+            attempts, deaths = self._tries.get(ref, (0, 0))
+            if len(claims) < most and (ref not in self._tries or tried > 0):
+                tried -= ref in self._tries
+                self._tries[ref] = attempts + 1, deaths
+                claim = self._claims[ref][2]._replace(attempts=attempts + 1, deaths=deaths)
                 self._claims[ref] = (until_ms, owner, claim)
                 claims.append(claim)
         return claims
@@ -206,17 +220,14 @@ class MemoryLines:
             self._claims[ref] = (until_ms, owner, self._claims[ref][2])
         return ours
 
-    async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
+    async def put_back(self, owner: str, claim: Claim) -> bool:
         if self._claims.get(claim.ref, (0, "", claim))[1] != owner:
-            return "gone"
-        counts = self._deaths if died else self._attempts
-        if most_attempts:
-            counts[claim.ref] = counts.get(claim.ref, 0) + 1
-            if counts[claim.ref] >= most_attempts:
-                return "exhausted"
+            return False
+        if claim.attempts or claim.deaths:
+            self._tries[claim.ref] = claim.attempts, claim.deaths
         del self._claims[claim.ref]
         self._wait(claim.lane, claim.place)
-        return "waits"
+        return True
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
         waiting = self._waiting.get(claim.lane, [])
@@ -224,46 +235,30 @@ class MemoryLines:
             return None
         if claim.place in waiting:
             waiting.remove(claim.place)
-        self._attempts.pop(claim.ref, None)
-        self._deaths.pop(claim.ref, None)
-        one = self._jobs[claim.ref.job]
-        one.results[claim.ref.line] = result
-        one.usage += usage
-        return len(one.results)
-
-    async def drop_staged(self, job: str, total: int, kind: Kind, most: int) -> bool:
-        one = self._jobs.setdefault(job, _Job())
-        one.staged.clear()
-        one.planned = total
-        end = min(total, one.queued + most)
-        one.results.update(dict.fromkeys(range(one.queued, end), Result(kind)))
-        one.queued = max(end, one.queued)
-        return one.queued < total
+        self._tries.pop(claim.ref, None)
+        self._jobs[claim.ref.job].results[claim.ref.line] = result
+        return self._jobs[claim.ref.job].done(result.kind, 1, usage)
 
     async def lanes(self, job: str) -> list[str]:
         return sorted(self._jobs.get(job, _Job()).lanes)
 
-    async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
+    async def drop(self, job: str, total: int, kind: Kind, lane: str, after: bytes, most: int) -> bytes:
+        one = self._jobs.setdefault(job, _Job())
+        one.staged.clear()
+        one.done(kind, total - one.progress.queued)
+        one.progress = one.progress._replace(planned=total, queued=total)
         waiting = self._waiting.get(lane, [])
         start = bisect_right(waiting, after) if after else 0
         places = waiting[start : start + most]
         for place in places:
             if (ref := ref_at(place)).job == job:
                 waiting.remove(place)
-                self._attempts.pop(ref, None)
-                self._deaths.pop(ref, None)
-                self._jobs[job].results[ref.line] = Result(kind)
+                self._tries.pop(ref, None)
+                one.done(kind)
         return places[-1] if len(places) == most else b""
 
     async def progress(self, job: str) -> Progress:
-        one = self._jobs.get(job, _Job())
-        return Progress(one.planned, one.queued, len(one.results))
-
-    async def tally(self, job: str) -> tuple[Counts, Usage]:
-        one = self._jobs.get(job, _Job())
-        kinds = [result.kind for result in one.results.values()]
-        names: tuple[Kind, ...] = ("succeeded", "failed", "cancelled", "expired")
-        return Counts(0, *(kinds.count(kind) for kind in names)), one.usage
+        return self._jobs.get(job, _Job()).progress
 
     async def results(self, job: str, start: int, count: int) -> list[Result | None]:
         found = self._jobs.get(job, _Job()).results

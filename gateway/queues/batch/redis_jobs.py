@@ -1,14 +1,14 @@
-"""Jobs in Redis, shared by all gateways. The scripts say what they do; see jobs.py for what is promised.
+"""Jobs in Redis, shared by all gateways. jobs.py has the promises.
 
-kvasir:{batches}:job:JOB             hash: json, version; tenant, dialect and lines, for the scripts
+kvasir:{batches}:job:JOB             hash: json, version
 kvasir:{batches}:of:DIALECT:TENANT   sorted set of jobs, all with the same score, so in the order of their ids
-kvasir:{batches}:open                set of jobs for which something is left to do
-kvasir:{batches}:ended               sorted set of all others, by the millisecond at which they may be forgotten
-kvasir:{batches}:quota               hash: jobs:TENANT and lines:TENANT, of those that are open
+kvasir:{batches}:open                set of open jobs
+kvasir:{batches}:open:TENANT         hash: open job -> its lines, for the limits
+kvasir:{batches}:ended               sorted set of closed jobs, by the millisecond at which they may be forgotten
 kvasir:{batches}:leases              hash: job -> millisecond at which its lease ends, and owner
 
-All keys begin with the same hash tag, so that one script may touch all of them in a cluster, too. None has a time to
-live: the embedded Redis, which appends what it is told to a file, never evicts those.
+All keys have the same hash tag, so that a script may touch all of them in a cluster, too. None has a time to live:
+Redis with the policy volatile-lru never evicts those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 
 from gateway.config import BatchSettings
 from gateway.queues.batch.base import Job, State
-from gateway.queues.batch.jobs import read, too_many_jobs, too_many_lines, written
+from gateway.queues.batch.jobs import from_json, quota_error, to_json
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
@@ -33,8 +33,8 @@ STORE: Final = "batches"
 """What they are called where Redis holds something that is none of them."""
 
 SCRIPTS: Final = (
-    *("stage", "queue", "claim", "take_over", "renew", "put_back", "complete", "drop_staged", "drop_waiting"),
-    *("create", "update", "reserve", "close", "forget", "lease", "release"),
+    *("stage", "queue", "claim", "take_over", "renew", "put_back", "complete", "drop"),
+    *("put", "lease"),
 )
 
 READ_AT_ONCE: Final = 100
@@ -71,12 +71,15 @@ class RedisJobs:
         self._scripts = scripts
         self._settings = settings
 
-    async def create(self, job: Job) -> None:
-        settings, lines = self._settings, job.counts.total
+    async def put(self, job: Job, *, forget_ms: int | None = None) -> Job | None:
+        settings = self._settings
+        end = "" if forget_ms is None else forget_ms
+        args = (job.id, job.version, to_json(job), job.tenant, job.dialect, job.counts.total, end)
         limits = (settings.max_jobs, settings.max_waiting_lines, settings.max_kept)
-        kept = await self._scripts.run("create", job.id, written(job), job.tenant, job.dialect, lines, *limits)
-        if kept != b"kept":
-            raise too_many_jobs(settings) if kept == b"jobs" else too_many_lines(settings)
+        kept = (await self._scripts.run("put", *args, *limits)).decode()
+        if kept in ("jobs", "lines"):
+            raise quota_error(kept, settings)
+        return replace(job, version=job.version + 1) if kept == "kept" else None
 
     async def find(self, job_id: str) -> Job | None:
         found = await self._read([job_id.encode()])
@@ -102,16 +105,6 @@ class RedisJobs:
             edge = ids[-1]
         return found if before is None else found[::-1]
 
-    async def update(self, job: Job) -> Job | None:
-        kept = await self._scripts.run("update", job.id, job.version, written(job))
-        return replace(job, version=job.version + 1) if kept else None
-
-    async def reserve(self, job: Job, lines: int) -> bool:
-        return bool(await self._scripts.run("reserve", job.id, lines, self._settings.max_waiting_lines))
-
-    async def close(self, job: Job, forget_ms: int) -> None:
-        await self._scripts.run("close", job.id, forget_ms)
-
     async def over(self, now_ms: int, most: int) -> list[Job]:
         found: list[Job] = []
         start = 0
@@ -126,13 +119,18 @@ class RedisJobs:
         return found
 
     async def forget(self, job: Job) -> None:
-        await self._scripts.run("forget", job.id)
+        """The record goes last: what was cut off is done again."""
+        pipe = self._scripts.redis.pipeline(transaction=False)
+        pipe.srem(f"{PREFIX}open", job.id)
+        pipe.hdel(f"{PREFIX}open:{job.tenant}", job.id)
+        pipe.zrem(f"{PREFIX}ended", job.id)
+        pipe.hdel(f"{PREFIX}leases", job.id)
+        pipe.zrem(f"{PREFIX}of:{job.dialect}:{job.tenant}", job.id)
+        pipe.unlink(f"{PREFIX}job:{job.id}")
+        await self._scripts.calls.ask_each(STORE, pipe)
 
     async def lease(self, job_id: str, owner: str, now_ms: int, until_ms: int) -> bool:
         return bool(await self._scripts.run("lease", job_id, owner, now_ms, until_ms))
-
-    async def release(self, job_id: str, owner: str) -> None:
-        await self._scripts.run("release", job_id, owner)
 
     async def _read(self, ids: Sequence[bytes]) -> list[Job]:
         """Those of them that are there."""
@@ -154,7 +152,7 @@ class RedisJobs:
 
 def _read(job_id: bytes, body: bytes, version: Any) -> Job:
     """Raises ValueError and others for what is no job, or another one."""
-    job = read(body, int(version))
+    job = from_json(body, int(version))
     texts = (job.tenant, job.dialect, job.endpoint)
     if job.id.encode() != job_id or job.state not in get_args(State) or not all(isinstance(one, str) for one in texts):
         raise ValueError("no job")

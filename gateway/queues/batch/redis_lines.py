@@ -1,18 +1,17 @@
-"""Lines in Redis, shared by all gateways. The scripts say what they do; see lines.py for what is promised.
+"""Lines in Redis, shared by all gateways. lines.py has the promises.
 
 kvasir:{batches}:staged:JOB      list: plans of lines that are not queued yet, in their order
 kvasir:{batches}:waiting:LANE    sorted set of places, all with the same score, so in byte order
 kvasir:{batches}:models          set: models that lines may wait for
 kvasir:{batches}:turns:MODEL     sorted set: tenants with lines, by the tokens that they had
-kvasir:{batches}:clock, last     hashes: model -> tokens at which the last turn began, and whose it was
-kvasir:{batches}:cursors         hash: lane -> place of the last line that was claimed
-kvasir:{batches}:claims          sorted set: lines that run, by the millisecond at which their lease ends
+kvasir:{batches}:clock, last     hashes: model -> tokens at the begin of the last turn, and its tenant
+kvasir:{batches}:cursors         hash: lane -> place of the line that was claimed last
+kvasir:{batches}:claims          sorted set: running lines, by the millisecond at which their lease ends
 kvasir:{batches}:claimed         hash: line -> owner, lane and place
-kvasir:{batches}:attempts        hash: line -> how often it was tried in vain
-kvasir:{batches}:deaths          hash: line -> how many engines died at work on it
+kvasir:{batches}:tries           hash: line -> how often it was tried in vain, and how many engines died at work on it
 kvasir:{batches}:lanes:JOB       set: lanes in which the job had lines
 kvasir:{batches}:results:JOB     hash: number of a line -> its result
-kvasir:{batches}:counts:JOB      hash: planned, queued, results by kind, tokens
+kvasir:{batches}:counts:JOB      hash: planned, queued, done by kind, tokens
 """
 
 from __future__ import annotations
@@ -21,23 +20,17 @@ import random
 import struct
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Final, cast, get_args
+from typing import Any, Final
 
 from gateway.queues.batch.base import Counts, LinePlan
-from gateway.queues.batch.job import Progress
-from gateway.queues.batch.lines import QUANTUM_TOKENS, Back, Claim, Kind, Result, lane_of
+from gateway.queues.batch.lines import MODEL_CHARS, QUANTUM_TOKENS, Claim, Kind, Progress, Result
 from gateway.queues.batch.paths import MAX_TOKENS, Ref, path_of, ref_at, ref_bytes, ref_of
 from gateway.queues.batch.redis_jobs import PREFIX, STORE, RedisScripts
 from gateway.storage.redis_calls import read_or_skip
 from gateway.types import Usage
 
-COUNTED: Final = (
-    *("succeeded", "failed", "cancelled", "expired"),
-    *("prompt_tokens", "completion_tokens", "cached_tokens", "cache_write_tokens"),
-)
-STAGE_AT_ONCE: Final = 1000
-"""Lua takes some thousands of arguments."""
-
+KINDS: Final[tuple[Kind, ...]] = ("succeeded", "failed", "cancelled", "expired")
+TOKENS: Final = ("prompt_tokens", "completion_tokens", "cached_tokens", "cache_write_tokens")
 LOOK_AT: Final = 1000
 """Lines whose lease is over that are looked at to find those which may be taken over."""
 
@@ -49,13 +42,7 @@ class RedisLines:
         self._scripts = scripts
 
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
-        planned = start
-        for first in range(0, len(plans), STAGE_AT_ONCE):
-            some = [_plan(plan) for plan in plans[first : first + STAGE_AT_ONCE]]
-            planned = int(await self._scripts.run("stage", job, start + first, *some))
-            if planned != start + first + len(some):
-                break
-        return planned
+        return int(await self._scripts.run("stage", job, start, *map(_plan, plans)))
 
     async def queue(self, job: str, tenant: str, most: int) -> int:
         return int(await self._scripts.run("queue", job, bytes.fromhex(job), tenant, most))
@@ -63,11 +50,11 @@ class RedisLines:
     async def models(self, most: int) -> list[str]:
         asked: Any = self._scripts.redis.srandmember(f"{PREFIX}models", most)
         models = _texts(await self._scripts.calls.ask_or_skip(STORE, asked, []))
-        random.shuffle(models)  # Redis chooses by chance, and tells them in the order of its table
+        random.shuffle(models)  # Redis chooses at random, and returns them in the order of its table
         return models
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
-        asked = self._scripts.call("claim", owner, _bytes(model), most, until_ms, QUANTUM_TOKENS)
+        asked = self._scripts.call("claim", owner, model, most, until_ms, QUANTUM_TOKENS)
         return _claims(await self._scripts.calls.ask_or_skip(STORE, asked, []))
 
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
@@ -77,54 +64,39 @@ class RedisLines:
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
         return [ref_of(bytes(ref)) for ref in await self._scripts.run("renew", owner, until_ms, *map(ref_bytes, refs))]
 
-    async def put_back(self, owner: str, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
-        tenant, _, model = claim.lane.partition(":")
-        ref, lane = ref_bytes(claim.ref), _bytes(claim.lane)
-        counted = "deaths" if died else "attempts"
-        args = (owner, ref, lane, claim.place, tenant, _bytes(model), most_attempts, counted)
-        return cast("Back", _text(await self._scripts.run("put_back", *args)))
+    async def put_back(self, owner: str, claim: Claim) -> bool:
+        tenant, tries = claim.lane.partition(":")[0], f"{claim.attempts} {claim.deaths}"
+        args = (owner, ref_bytes(claim.ref), claim.lane, claim.place, tenant, claim.model, tries)
+        return bool(await self._scripts.run("put_back", *args))
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
-        (job, line), lane = claim.ref, _bytes(claim.lane)
-        tokens = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.cache_write_tokens)
-        args = (ref_bytes(claim.ref), lane, claim.place, job, line, _result(result), result.kind, *tokens)
+        tokens = (getattr(usage, name) for name in TOKENS)
+        args = (ref_bytes(claim.ref), claim.lane, claim.place, *claim.ref, _result(result), result.kind, *tokens)
         done = int(await self._scripts.run("complete", *args))
         return None if done < 0 else done
-
-    async def drop_staged(self, job: str, total: int, kind: Kind, most: int) -> bool:
-        return int(await self._scripts.run("drop_staged", job, total, kind, most)) > 0
 
     async def lanes(self, job: str) -> list[str]:
         asked: Any = self._scripts.redis.smembers(f"{PREFIX}lanes:{job}")
         return sorted(_texts(await self._scripts.calls.ask_or_skip(STORE, asked, [])))
 
-    async def drop_waiting(self, job: str, lane: str, after: bytes, kind: Kind, most: int) -> bytes:
-        args = (job, bytes.fromhex(job), _bytes(lane), after, kind, most)
-        return bytes(await self._scripts.run("drop_waiting", *args))
+    async def drop(self, job: str, total: int, kind: Kind, lane: str, after: bytes, most: int) -> bytes:
+        args = (job, bytes.fromhex(job), total, kind, lane, after, most)
+        return bytes(await self._scripts.run("drop", *args))
 
     async def progress(self, job: str) -> Progress:
-        asked = self._scripts.redis.pipeline(transaction=False)  # a Redis that is full refuses any transaction
-        asked.hmget(f"{PREFIX}counts:{job}", ["planned", "queued"])
-        asked.hlen(f"{PREFIX}results:{job}")
-        counted, done = await self._scripts.calls.ask_each(STORE, asked)
-        planned, queued = (_number(count) for count in counted or (None, None))
-        return Progress(planned, queued, done or 0)
-
-    async def tally(self, job: str) -> tuple[Counts, Usage]:
         asked: Any = self._scripts.redis.hgetall(f"{PREFIX}counts:{job}")
         found = await self._scripts.calls.ask_or_skip(STORE, asked, {})
-        counts = {name: _number(found.get(name.encode())) for name in COUNTED}
-        kinds = {kind: counts.get(kind, 0) for kind in ("succeeded", "failed", "cancelled", "expired")}
-        prompt, completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
-        cached, cache_write = counts.get("cached_tokens", 0), counts.get("cache_write_tokens", 0)
-        return Counts(**kinds), Usage(prompt, completion, cached, cache_write)
+        count = {name: _number(found.get(name.encode())) for name in ("planned", "queued", *KINDS, *TOKENS)}
+        counts = Counts(**{name: count[name] for name in KINDS})
+        prompt, completion, cached, cache_write = (count[name] for name in TOKENS)
+        return Progress(count["planned"], count["queued"], counts, Usage(prompt, completion, cached, cache_write))
 
     async def results(self, job: str, start: int, count: int) -> list[Result | None]:
         lines = [str(line) for line in range(start, start + count)]
         if not lines:
             return []
         asked: Any = self._scripts.redis.hmget(f"{PREFIX}results:{job}", lines)
-        found = await self._scripts.calls.ask_or_skip(STORE, asked, [None] * len(lines))
+        found = await self._scripts.calls.ask_or_skip(STORE, asked, [b""] * len(lines))
         return [
             None if written is None else read_or_skip(STORE, partial(_result_of, written)) or Result("failed")
             for written in found
@@ -136,22 +108,23 @@ class RedisLines:
 
 
 def _plan(plan: LinePlan) -> bytes:
-    model, tokens = _bytes(lane_of("", plan.model)[1:]), min(plan.tokens, MAX_TOKENS)
+    model, tokens = plan.model[:MODEL_CHARS].encode(), min(plan.tokens, MAX_TOKENS)
     return struct.pack(">H", len(model)) + model + struct.pack(">I", tokens) + path_of(plan.digests)
 
 
 def _claims(flat: Sequence[Any]) -> list[Claim]:
-    each = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
+    each = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
     claims = [read_or_skip(STORE, partial(_claim, *one)) for one in each]
     return [claim for claim in claims if claim is not None]
 
 
-def _claim(lane: bytes, place: bytes, attempts: Any, deaths: Any) -> Claim:
-    return Claim(ref_at(bytes(place)), _text(lane), bytes(place), int(attempts), int(deaths))
+def _claim(lane: bytes, place: bytes, tries: bytes) -> Claim:
+    attempts, deaths = map(int, tries.split()) if tries else (0, 0)
+    return Claim(ref_at(bytes(place)), lane.decode(), bytes(place), attempts, deaths)
 
 
 def _texts(found: Iterable[bytes]) -> list[str]:
-    texts = (read_or_skip(STORE, partial(_text, written)) for written in found)
+    texts = (read_or_skip(STORE, written.decode) for written in found)
     return [text for text in texts if text is not None]
 
 
@@ -172,20 +145,12 @@ def _result(result: Result) -> str:
 
 def _result_of(written: bytes) -> Result:
     """Raises ValueError for what `_result` has not written."""
-    kind, *where = _text(written).split(" ")
-    if kind not in get_args(Kind):
+    kind, *where = written.decode().split(" ")
+    if kind not in KINDS:
         raise ValueError("no result")
     if not where:
-        return Result(cast("Kind", kind))
-    result = Result(cast("Kind", kind), where[0], int(where[1]), int(where[2]))
+        return Result(kind)
+    result = Result(kind, where[0], int(where[1]), int(where[2]))
     if not result.spool.isalnum() or not (0 <= result.offset < 1 << 53 and 0 <= result.num_bytes < 1 << 31):
         raise ValueError("no result")
     return result
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _text(written: bytes | str) -> str:
-    return written if isinstance(written, str) else bytes(written).decode("utf-8", "surrogatepass")

@@ -19,7 +19,7 @@ from gateway.errors import MAX_DEAD_ENGINES, OverloadedError, StorageError, Stor
 from gateway.native import no_panic
 from gateway.queues.batch.base import NO_USAGE, Job, LineResult, Runner
 from gateway.queues.batch.job import why_dropped
-from gateway.queues.batch.lines import Back, Claim, Kind, Result
+from gateway.queues.batch.lines import Claim, Kind, Result
 from gateway.queues.batch.paths import Ref
 from gateway.queues.batch.pauses import Pauses
 from gateway.queues.batch.store import Stores
@@ -79,7 +79,7 @@ class RunningLines:
         """What was running waits again, for others at once. Raises OverloadedError."""
         try:
             for claim, _ in self._running.values():
-                await self._lines.put_back(self._owner, claim, 0)
+                await self._lines.put_back(self._owner, claim)
         finally:
             self._running.clear()
 
@@ -98,14 +98,14 @@ class RunningLines:
             self._counted["taken_over"] += len(claims)
             self._begin(claims)
         found = await self._lines.models(MODELS_AT_ONCE + self.pauses.num_paused())
-        running = Counter(_model_of(claim) for claim, _ in self._running.values())
+        running = Counter(claim.model for claim, _ in self._running.values())
         models = self.pauses.open(found, running)
         models.sort(key=lambda model: running[model])  # one whose lines take long leaves room for the others
         for number, model in enumerate(models):
             share = -(-self._room_for() // (len(models) - number))  # what one does not use, the others have
             if self.pauses.is_doubted(model):
                 share = min(share, 1)
-            if any(claim.deaths and _model_of(claim) == model for claim, _ in self._running.values()):
+            if any(claim.deaths and claim.model == model for claim, _ in self._running.values()):
                 share = 0  # it runs by itself
             if share > 0:
                 claims = await self._lines.claim(self._owner, model, share, self._until_ms())
@@ -148,40 +148,40 @@ class RunningLines:
             raise
         except StorageFullError:
             self._wait_for_room()
-            await self._back(claim, 0)
+            await self._back(claim)
         except Exception as error:
             if not isinstance(error, StorageError):  # which was logged
                 log.exception("a line of a batch could not be run")
-            if await self._back(claim, self._settings.max_attempts) == "exhausted":
+            claim = claim._replace(attempts=claim.attempts + 1)
+            if claim.attempts < self._settings.max_attempts:
+                await self._back(claim)
+            else:
                 await self._surely(lambda: self._lines.complete(claim, Result("failed"), NO_USAGE))
         finally:
             if not cancelled:  # `renew` and `let_go` forget what they cancel
                 self._running.pop(claim.ref, None)
                 self.room.set()
 
-    async def _back(self, claim: Claim, most_attempts: int, *, died: bool = False) -> Back:
-        back = await self._surely(lambda: self._lines.put_back(self._owner, claim, most_attempts, died=died))
-        self._counted["put_back"] += back == "waits"
-        return back
+    async def _back(self, claim: Claim) -> None:
+        self._counted["put_back"] += await self._surely(lambda: self._lines.put_back(self._owner, claim))
 
     async def _run(self, job: Job, claim: Claim) -> None:
-        model, place = _model_of(claim), claim.ref.line
-        num_bytes = await asyncio.to_thread(self._folder.row_bytes, job, place)
-        async with self._apart.turn(model, num_bytes, alone=claim.deaths > 0):
-            (row,) = await asyncio.to_thread(self._folder.read_lines, job, place, 1)
+        num_bytes = await asyncio.to_thread(self._folder.row_bytes, job, claim.ref.line)
+        async with self._apart.turn(claim.model, num_bytes, alone=claim.deaths > 0):
+            (row,) = await asyncio.to_thread(self._folder.read_lines, job, claim.ref.line, 1)
             answer = await self._asked(job, row)
-        died = answer.retry == "died"
-        if died or answer.retry == "later" or (answer.retry == "again" and answer.retry_after_s is not None):
-            self.pauses.pause(model, answer.retry_after_s, job.expires_s - self._now())
+        died, again = answer.retry == "died", answer.retry == "again"
+        if died or answer.retry == "later" or (again and answer.retry_after_s is not None):
+            self.pauses.pause(claim.model, answer.retry_after_s, job.expires_s - self._now())
         else:
-            self.pauses.answered(model)
-        if answer.retry != "no":
-            attempts = {"again": self._settings.max_attempts, "died": MAX_DEAD_ENGINES}.get(answer.retry, 0)
-            if await self._back(claim, attempts, died=died) != "exhausted":
-                return
-        body = answer.body
-        offset = await asyncio.to_thread(self._folder.append, job, self._owner, body)
-        result = Result("succeeded" if answer.ok else "failed", self._owner, offset, len(body))
+            self.pauses.answered(claim.model)
+        claim = claim._replace(attempts=claim.attempts + again, deaths=claim.deaths + died)
+        is_exhausted = claim.attempts >= self._settings.max_attempts or claim.deaths >= MAX_DEAD_ENGINES
+        if answer.retry != "no" and not is_exhausted:
+            await self._back(claim)
+            return
+        offset = await asyncio.to_thread(self._folder.append, job, self._owner, answer.body)
+        result = Result("succeeded" if answer.ok else "failed", self._owner, offset, len(answer.body))
         await self._done(job, claim, result, answer.usage)
 
     async def _asked(self, job: Job, row: bytes) -> LineResult:
@@ -216,11 +216,6 @@ class RunningLines:
                 return await call()
             except OverloadedError:
                 await asyncio.sleep(self._settings.poll_s)
-
-
-def _model_of(claim: Claim) -> str:
-    """As Lines.models tells it."""
-    return claim.lane.partition(":")[2]
 
 
 class Apart:

@@ -17,9 +17,8 @@ from gateway.native import no_panic
 from gateway.queues.batch import job as states
 from gateway.queues.batch.base import Checked, Job, JobError, LinePlan, Runner, Unrun
 from gateway.queues.batch.folder import num_fitting
-from gateway.queues.batch.job import Progress, Step, new_id, next_step, why_dropped
-from gateway.queues.batch.jobs import too_many_lines
-from gateway.queues.batch.lines import Kind, Result
+from gateway.queues.batch.job import Step, new_id, next_step, why_dropped
+from gateway.queues.batch.lines import Kind, Progress, Result
 from gateway.queues.batch.store import FILE_PURPOSE, Stores
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class Steps:
             dropped = step == "drop"
             if step == "plan" and self._clock() >= until_s:
                 break
-        await self._jobs.release(job_id, self._owner)
+        await self._jobs.lease(job_id, self._owner, round(self._now() * 1e3), 0)
         return not dropped
 
     async def _lease(self, job_id: str) -> bool:
@@ -121,13 +120,14 @@ class Steps:
     async def _validate(self, job: Job, _: Progress) -> None:
         checked = await asyncio.to_thread(self._check, job)
         errors, now_s = list(checked.errors), self._now()
-        if not errors and not await self._jobs.reserve(job, len(checked.lines)):
-            errors = [JobError("too_many_requests", too_many_lines(self._settings).message)]
+        if not errors:
+            await asyncio.to_thread(self._folder.put_lines, job, checked.lines)
+            try:
+                await self._jobs.put(states.validated(job, len(checked.lines), checked.model, now_s))
+            except QuotaError as error:
+                errors = [JobError("too_many_requests", error.message)]
         if errors:
-            await self._jobs.update(states.failed(job, errors, now_s))
-            return
-        await asyncio.to_thread(self._folder.put_lines, job, checked.lines)
-        await self._jobs.update(states.validated(job, len(checked.lines), checked.model, now_s))
+            await self._jobs.put(states.failed(job, errors, now_s))
 
     def _check(self, job: Job) -> Checked:
         try:
@@ -175,7 +175,7 @@ class Steps:
         if len(plans) < len(rows):
             await self._hold_up(job, NO_ENGINE, AWAY_S)
         elif job.errors:
-            await self._jobs.update(states.held_up(job, None))
+            await self._jobs.put(states.held_up(job, None))
 
     async def _leave_half(self, worked_s: float) -> None:
         """Of the loop's time to requests that somebody waits for, as long as there are any."""
@@ -193,23 +193,21 @@ class Steps:
     async def _drop(self, job: Job, _: Progress) -> None:
         kind = why_dropped(job, self._now())
         assert kind is not None, "the step is for those"
-        while await self._lines.drop_staged(job.id, job.counts.total, kind, DROP_AT_ONCE):
-            await self._lease(job.id)
-        for lane in await self._lines.lanes(job.id):
+        for lane in ("", *await self._lines.lanes(job.id)):
             after = b""
-            while after := await self._lines.drop_waiting(job.id, lane, after, kind, DROP_AT_ONCE):
+            while after := await self._lines.drop(job.id, job.counts.total, kind, lane, after, DROP_AT_ONCE):
                 await self._lease(job.id)
 
-    async def _finalize(self, job: Job, _: Progress) -> None:
-        """The ids of its files are kept before there are files, so that there never are two of one."""
+    async def _finalize(self, job: Job, progress: Progress) -> None:
+        """The ids of its files are stored before the files are written, so that there never are two of one."""
         if job.file_ids is None:
-            await self._jobs.update(states.finalizing(job, (new_id(self._now()), new_id(self._now())), self._now()))
+            await self._jobs.put(states.finalizing(job, (new_id(self._now()), new_id(self._now())), self._now()))
             return
-        counts, usage = await self._lines.tally(job.id)
+        counts = replace(progress.counts, total=job.counts.total)
         output, errors = job.file_ids
-        some_ran = counts.succeeded + counts.failed > 0
+        job = replace(job, counts=counts, usage=progress.usage)
         has_output = job.in_files and counts.succeeded > 0
-        has_errors = job.in_files and some_ran and counts.succeeded < job.counts.total
+        has_errors = job.in_files and counts.succeeded + counts.failed > 0 and counts.succeeded < counts.total
         try:
             if has_output:
                 await self._add(job, output, "output", OK)
@@ -221,9 +219,8 @@ class Steps:
             raise
         except (QuotaError, StorageError) as error:
             await self._hold_up(job, JobError(error.code or "storage_error", error.message), HELD_UP_S)
-        counts = replace(counts, total=job.counts.total)
         ids = (output if has_output else None, errors if has_errors else None)
-        await self._jobs.update(states.ended(job, counts, usage, *ids, self._now()))
+        await self._jobs.put(states.ended(job, *ids, self._now()))
 
     async def _add(self, job: Job, file_id: str, name: str, kinds: Collection[Kind]) -> None:
         async with aclosing(self._results(job, kinds)) as chunks:
@@ -238,19 +235,20 @@ class Steps:
             await asyncio.to_thread(self._folder.put_results, job, part)
 
     async def _results(self, job: Job, kinds: Collection[Kind]) -> AsyncGenerator[bytes]:
-        """JSON lines, in the order of the job's."""
+        """JSON lines, in the order of the job's. Lines without a result were dropped."""
+        dropped = Result("cancelled" if job.counts.cancelled else "expired")
         start = 0
         while start < job.counts.total:
             await self._lease(job.id)
             count = min(WRITE_AT_ONCE, job.counts.total - start)
-            results = await self._lines.results(job.id, start, count)
-            del results[num_fitting([0 if one is None else one.num_bytes for one in results], CHUNK_BYTES) :]
+            results = [one or dropped for one in await self._lines.results(job.id, start, count)]
+            del results[num_fitting([one.num_bytes for one in results], CHUNK_BYTES) :]
             if chunk := await asyncio.to_thread(self._written, job, start, results, kinds):
                 yield chunk
             start += len(results)
 
-    def _written(self, job: Job, start: int, results: list[Result | None], kinds: Collection[Kind]) -> bytes:
-        wanted = [(start + index, one) for index, one in enumerate(results) if one is not None and one.kind in kinds]
+    def _written(self, job: Job, start: int, results: list[Result], kinds: Collection[Kind]) -> bytes:
+        wanted = [(line, one) for line, one in enumerate(results, start) if one.kind in kinds]
         ran = [(one.spool, one.offset, one.num_bytes) for _, one in wanted if one.spool]
         bodies = iter(self._folder.read(job, ran))
         written = []
@@ -272,10 +270,10 @@ class Steps:
     async def _hold_up(self, job: Job, error: JobError, retry_s: float) -> NoReturn:
         if job.errors != (error,):
             log.warning("a batch of %s waits: %s", job.tenant, error.message)
-            await self._jobs.update(states.held_up(job, error))
+            await self._jobs.put(states.held_up(job, error))
         raise HeldUpError(error.message, retry_s)
 
     async def _clean(self, job: Job) -> None:
         await asyncio.to_thread(self._folder.clean, job)
         await self._lines.forget(job.id)
-        await self._jobs.close(job, round((self._now() + self._settings.keep_s) * 1e3))
+        await self._jobs.put(job, forget_ms=round((self._now() + self._settings.keep_s) * 1e3))

@@ -116,7 +116,7 @@ class BatchStore:
             else:
                 await source.flush()
                 await asyncio.to_thread(stores.folder.put_input, job, source.rows)
-            await stores.jobs.create(job)
+            await stores.jobs.put(job)
         except OverloadedError:
             raise  # it may be there all the same
         except BaseException:
@@ -146,7 +146,7 @@ class BatchStore:
             if (job := await self._own(tenant, dialect, job_id)) is None:
                 return None
             changed = states.cancelled(job, self._stores.now())
-            stored = job if changed is job else await self._stores.jobs.update(changed)
+            stored = job if changed is job else await self._stores.jobs.put(changed)
             if stored is not None:
                 self.changed.set()
                 return await self._with_counts(stored)
@@ -195,8 +195,8 @@ class BatchStore:
         """A job that has not ended, as far as its lines are."""
         if job.has_ended or not job.validated:
             return job
-        counts, usage = await self._stores.lines.tally(job.id)
-        return replace(job, counts=replace(counts, total=job.counts.total), usage=usage)
+        progress = await self._stores.lines.progress(job.id)
+        return replace(job, counts=replace(progress.counts, total=job.counts.total), usage=progress.usage)
 
 
 async def _chunks(file: BinaryIO | None) -> AsyncIterator[bytes]:

@@ -1,7 +1,7 @@
 -- The next lines that ask one model: those of the tenant whose turn it is, from behind the last one that was claimed.
 -- KEYS     the beginning of all keys
 -- ARGV     owner, model, lines at most, millisecond at which their lease ends, tokens of a turn
--- returns  lane, place, tries in vain and dead engines of each
+-- returns  lane, place, and tries in vain and dead engines (or nothing) of each
 local prefix, owner, model, most = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local turns, claimed = prefix .. 'turns:' .. model, {}
 
@@ -23,7 +23,7 @@ local function following(waiting, cursor, count)
   return places
 end
 
-while #claimed < 4 * most do
+while #claimed < 3 * most do
   if redis.call('ZCARD', turns) == 0 then
     redis.call('SREM', prefix .. 'models', model)
     redis.call('HDEL', prefix .. 'clock', model)
@@ -33,7 +33,7 @@ while #claimed < 4 * most do
   local tenant, turn = next_tenant()
   local lane = tenant .. ':' .. model
   local waiting, cost = prefix .. 'waiting:' .. lane, 0
-  local places = following(waiting, redis.call('HGET', prefix .. 'cursors', lane), most - #claimed / 4)
+  local places = following(waiting, redis.call('HGET', prefix .. 'cursors', lane), most - #claimed / 3)
   if #places == 0 then
     redis.call('ZREM', turns, tenant)
     redis.call('HDEL', prefix .. 'cursors', lane)
@@ -45,10 +45,9 @@ while #claimed < 4 * most do
         redis.call('ZADD', prefix .. 'claims', ARGV[4], ref)
         redis.call('HSET', prefix .. 'claimed', ref, struct.pack('>I2c0I2c0', #owner, owner, #lane, lane) .. place)
         cost = cost + 1 + struct.unpack('>I4', place, #place - 3)
-        claimed[#claimed + 1] = lane
-        claimed[#claimed + 1] = place
-        claimed[#claimed + 1] = tonumber(redis.call('HGET', prefix .. 'attempts', ref) or 0) or 0
-        claimed[#claimed + 1] = tonumber(redis.call('HGET', prefix .. 'deaths', ref) or 0) or 0
+        for _, one in ipairs({lane, place, redis.call('HGET', prefix .. 'tries', ref) or ''}) do
+          claimed[#claimed + 1] = one
+        end
       end
     end
     redis.call('HSET', prefix .. 'cursors', lane, places[#places])

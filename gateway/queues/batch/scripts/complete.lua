@@ -8,12 +8,14 @@ if redis.call('ZREM', prefix .. 'claims', ref) + redis.call('ZREM', prefix .. 'w
   return -1
 end
 redis.call('HDEL', prefix .. 'claimed', ref)
-redis.call('HDEL', prefix .. 'attempts', ref)
-redis.call('HDEL', prefix .. 'deaths', ref)
-local results, counts = prefix .. 'results:' .. ARGV[4], prefix .. 'counts:' .. ARGV[4]
-redis.call('HSET', results, ARGV[5], ARGV[6])
+redis.call('HDEL', prefix .. 'tries', ref)
+local counts, done = prefix .. 'counts:' .. ARGV[4], 0
+redis.call('HSET', prefix .. 'results:' .. ARGV[4], ARGV[5], ARGV[6])
 redis.call('HINCRBY', counts, ARGV[7], 1)
 for index, name in ipairs({'prompt_tokens', 'completion_tokens', 'cached_tokens', 'cache_write_tokens'}) do
   redis.call('HINCRBY', counts, name, ARGV[7 + index])
 end
-return redis.call('HLEN', results)
+for _, count in ipairs(redis.call('HMGET', counts, 'succeeded', 'failed', 'cancelled', 'expired')) do
+  done = done + (tonumber(count) or 0)
+end
+return done

@@ -1,6 +1,6 @@
 -- KEYS     the beginning of all keys
--- ARGV     job, owner, millisecond that it is, millisecond at which the lease ends
--- returns  whether the job is the owner's until then
+-- ARGV     job, owner, current millisecond, millisecond at which the lease ends; 0 releases it
+-- returns  whether the job is leased to the owner until then
 local held = redis.call('HGET', KEYS[1] .. 'leases', ARGV[1])
 if held then
   local until_ms, owner = held:match('^(%d+) (.*)$')
@@ -8,5 +8,9 @@ if held then
     return 0
   end
 end
-redis.call('HSET', KEYS[1] .. 'leases', ARGV[1], ARGV[4] .. ' ' .. ARGV[2])
+if ARGV[4] == '0' then
+  redis.call('HDEL', KEYS[1] .. 'leases', ARGV[1])
+else
+  redis.call('HSET', KEYS[1] .. 'leases', ARGV[1], ARGV[4] .. ' ' .. ARGV[2])
+end
 return 1

@@ -7,11 +7,10 @@ import pytest
 from gateway.errors import BadRequestError
 from gateway.queues.batch import job as jobs
 from gateway.queues.batch.base import Counts, Job, JobError, Order
-from gateway.queues.batch.job import Progress, next_step
-from gateway.types import Usage
+from gateway.queues.batch.job import next_step
+from gateway.queues.batch.lines import Progress
 
-NONE = Progress(0, 0, 0)
-ALL = Progress(3, 3, 3)
+NONE = Progress()
 ORDER = Order("a", "openai", "/v1/chat/completions", metadata={"x": "y"}, in_files=True)
 
 
@@ -31,8 +30,8 @@ def test_ids_are_in_the_order_in_which_jobs_were_made() -> None:
 
 def test_a_job_that_goes_well_reaches_one_state_after_the_other() -> None:
     job = jobs.finalizing(running(), ("o", "e"), 120.0)
-    job = jobs.ended(job, Counts(3, succeeded=3), Usage(5, 6), "o", None, 130.0)
-    assert (job.state, job.output_file_id, job.error_file_id, job.usage) == ("completed", "o", None, Usage(5, 6))
+    job = jobs.ended(job, "o", None, 130.0)
+    assert (job.state, job.output_file_id, job.error_file_id) == ("completed", "o", None)
     assert job.reached == {"validating": 100.0, "in_progress": 101.0, "finalizing": 120.0, "completed": 130.0}
     assert job.has_ended
 
@@ -41,11 +40,11 @@ def test_a_job_that_goes_well_reaches_one_state_after_the_other() -> None:
     ("progress", "step"),
     [
         (NONE, "plan"),
-        (Progress(2, 0, 0), "plan"),
-        (Progress(3, 0, 0), "queue"),
-        (Progress(3, 2, 1), "queue"),
-        (Progress(3, 3, 2), "wait"),
-        (ALL, "finalize"),
+        (Progress(2), "plan"),
+        (Progress(3), "queue"),
+        (Progress(3, 2, Counts(0, 1)), "queue"),
+        (Progress(3, 3, Counts(0, 1, 1)), "wait"),
+        (Progress(3, 3, Counts(0, 1, 1, 1)), "finalize"),
     ],
 )
 def test_what_is_next_follows_from_the_job_and_its_lines(progress: Progress, step: str) -> None:
@@ -53,7 +52,7 @@ def test_what_is_next_follows_from_the_job_and_its_lines(progress: Progress, ste
     assert next_step(new(), progress, 149.0) == "validate"
 
 
-@pytest.mark.parametrize("progress", [NONE, Progress(3, 1, 0), Progress(3, 3, 2)])
+@pytest.mark.parametrize("progress", [NONE, Progress(3, 1), Progress(3, 3, Counts(0, 2))])
 def test_past_its_time_or_cancelled_what_has_not_begun_is_dropped(progress: Progress) -> None:
     assert next_step(running(), progress, 150.0) == "drop"
     assert jobs.why_dropped(running(), 150.0) == "expired"
@@ -64,12 +63,11 @@ def test_past_its_time_or_cancelled_what_has_not_begun_is_dropped(progress: Prog
 
 
 def test_a_job_with_expired_lines_is_expired_and_a_cancelled_one_cancelled_whatever_ran() -> None:
-    counts = Counts(3, succeeded=1, expired=2)
-    job = jobs.finalizing(running(), ("o", "e"), 150.0)
-    assert jobs.ended(job, counts, Usage(0, 0), "o", "e", 151.0).state == "expired"
-    job = jobs.finalizing(jobs.cancelled(running(), 120.0), ("o", "e"), 150.0)
+    job = replace(running(), counts=Counts(3, succeeded=1, expired=2))
+    assert jobs.ended(jobs.finalizing(job, ("o", "e"), 150.0), "o", "e", 151.0).state == "expired"
+    job = jobs.finalizing(jobs.cancelled(job, 120.0), ("o", "e"), 150.0)
     assert job.state == "cancelling"
-    assert jobs.ended(job, counts, Usage(0, 0), "o", "e", 151.0).state == "cancelled"
+    assert jobs.ended(job, "o", "e", 151.0).state == "cancelled"
 
 
 def test_a_job_that_is_cancelled_while_it_is_validated_knows_its_lines_in_the_end() -> None:

@@ -20,8 +20,9 @@ async def test_jobs_are_forgotten_after_a_time_and_folders_of_none_are_swept_awa
     orphan = Job("0" * 31 + "1", "a", "openai", "/v1/x", 0.0, 0.0)
     lane.folder.make(orphan).write_bytes(b"x")
     late = Job("0" * 31 + "2", "a", "anthropic", "/v1/x", 0.0, 0.0, state="completed")
-    await lane.jobs.create(late)
-    await lane.jobs.close(late, 10**15)
+    stored = await lane.jobs.put(late)
+    assert stored is not None
+    await lane.jobs.put(stored, forget_ms=10**15)
     lane.folder.make(late).with_name("results.jsonl").write_bytes(b"x")
     lane.folder.append(late, "late", b"x")
     worker = lane.worker(FakeRunner())
