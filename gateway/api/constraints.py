@@ -5,12 +5,13 @@ Pure. The engine compiles the grammar and says what it cannot carry out; gateway
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
 from engine.protocol import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, SchemaError, check_schema
-from gateway.api.fields import an_object, invalid
+from gateway.api.fields import a_list, an_object, invalid
 from gateway.types import Constraint
 
 
@@ -35,6 +36,22 @@ def check_size(schema: Any, path: str, code: str = "invalid_grammar") -> str | N
     except SchemaError as error:
         raise invalid(f"{path}.{error.path}" if error.path else path, error.reason, code=code) from None
     return f"{path}.{recursive}" if recursive is not None else None
+
+
+def subschemas(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A schema and all that are in it, with their paths, each before those inside of it. Raises BadRequestError for
+    what is neither an object nor a boolean. `check_size` comes first."""
+    if type(schema) is bool:
+        return
+    yield path, an_object(schema, path)
+    for key in ("properties", "$defs", "definitions"):
+        for name, inner in an_object(schema.get(key, {}), f"{path}.{key}").items():
+            yield from subschemas(inner, f"{path}.{key}.{name}")
+    for key in ("anyOf", "allOf"):
+        for index, inner in enumerate(a_list(schema.get(key, []), f"{path}.{key}")):
+            yield from subschemas(inner, f"{path}.{key}[{index}]")
+    if "items" in schema:
+        yield from subschemas(schema["items"], f"{path}.items")
 
 
 def constraint(kind: GrammarKind, source: str, path: str) -> Constraint:

@@ -194,6 +194,11 @@ def invalid(path: str, why: str, *, code: str = "invalid_value") -> BadRequestEr
     return BadRequestError(f"Invalid '{path}': {why}.", param=path, code=code, reason=why)
 
 
+def unsupported(path: str, why: str) -> UnsupportedError:
+    """For what is valid upstream and not carried out here. `why` is a sentence."""
+    return UnsupportedError(why, param=path, reason=why)
+
+
 def unknown_parameter(path: str, meant: str | None = None) -> BadRequestError:
     """`meant` is the known name that it looks like."""
     hint = f" Did you mean '{meant}'?" if meant else ""

@@ -17,6 +17,8 @@ from gateway.types import Tool, ToolUse
 MAX_TOOLS: Final = 128
 NAME_PATTERN: Final = "[a-zA-Z0-9_-]{1,64}"
 
+Mode = Literal["none", "auto", "required"]
+
 _NAME: Final = re.compile(NAME_PATTERN)
 
 
@@ -34,7 +36,7 @@ class ToolChoice:
     single  one of them is named: it is called exactly once
     """
 
-    mode: Literal["none", "auto", "required"] = "auto"
+    mode: Mode = "auto"
     names: tuple[tuple[str, str], ...] | None = None
     single: bool = False
 
@@ -68,10 +70,12 @@ def mode_or(check: Check[ToolChoice], *modes: str) -> Check[ToolChoice]:
     return check_choice
 
 
-def check_together(tools: Sequence[Tool], path: str, name_paths: Sequence[str]) -> tuple[Tool, ...]:
+def check_together(
+    tools: Sequence[Tool], path: str, name_paths: Sequence[str], most: int = MAX_TOOLS
+) -> tuple[Tool, ...]:
     """Raises BadRequestError for too many, and for two of one name. `name_paths`: where the name of each stands."""
-    if len(tools) > MAX_TOOLS:
-        raise array_too_long(path, MAX_TOOLS, len(tools))
+    if len(tools) > most:
+        raise array_too_long(path, most, len(tools))
     names = set[str]()
     for tool, name_path in zip(tools, name_paths, strict=True):
         if tool.name in names:

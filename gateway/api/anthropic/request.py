@@ -11,7 +11,7 @@ from gateway.api.anthropic.caching import Caching, read_caching
 from gateway.api.anthropic.fingerprint import PromptPart, json_text
 from gateway.api.anthropic.messages import Block, converse
 from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING
-from gateway.api.anthropic.tools import DefinedTool, use_of
+from gateway.api.anthropic.tools import DefinedTool, tool_use
 from gateway.api.anthropic.wire import Version
 from gateway.api.cache_control import from_body
 from gateway.api.call import Call
@@ -56,7 +56,7 @@ def parse_message(
             "messages", "an answer that goes on with the last message is text, and nothing else can be forced"
         )
     constraint = _format(values)
-    tool_use = use_of(values.get("tools", ()), values.get("tool_choice"))
+    use = tool_use(values.get("tools", ()), values.get("tool_choice"))
     prompt, caching = _prompt(values, settings, leases)
     call = Call(
         model=values["model"],
@@ -73,7 +73,7 @@ def parse_message(
         prewarm=not max_tokens,
         fit=True,
         constraint=constraint,
-        tool_use=tool_use,
+        tool_use=use,
         tier=ANTHROPIC_TIERS[values.get("service_tier", "auto")],
         reuse=from_body(values.get("cache", {})),
     )
@@ -102,7 +102,7 @@ def parse_count(body: dict[str, Any], version: Version, settings: AnthropicSetti
         prompt_param="messages",
         sampling=Sampling(max_tokens=0),
         prewarm=True,
-        tool_use=use_of(values.get("tools", ()), values.get("tool_choice")),
+        tool_use=tool_use(values.get("tools", ()), values.get("tool_choice")),
     )
 
 

@@ -10,18 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gateway.api.anthropic.blocks import check_control
-from gateway.api.anthropic.structured import MAX_OPTIONAL, read_schema
+from gateway.api.anthropic.structured import read_schema
 from gateway.api.fields import (
     Check,
     JsonSchema,
+    a_list,
     an_object,
     anything,
     array_of,
-    array_too_long,
     boolean,
+    choice,
     closed_record,
     invalid,
     made,
@@ -30,85 +31,51 @@ from gateway.api.fields import (
     tagged,
     takes,
     text,
-    wrong_type,
+    unsupported,
 )
-from gateway.api.tools import leave_out_tool
+from gateway.api.tools import Mode, ToolChoice, check_together, leave_out_tool, use_of
 from gateway.api.unknown_fields import leave_out
-from gateway.errors import UnsupportedError
 from gateway.types import Tool, ToolUse
 
 _text_schema: Final = {"type": "string"}
 _integer_schema: Final = {"type": "integer"}
-_range: Final = {"type": "array", "items": _integer_schema, "minItems": 2, "maxItems": 2}
 
 
-class ClientTool(NamedTuple):
-    description: str
-    schema: dict[str, Any]
-
-
-def _commands(*names: str, **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"command": {"type": "string", "enum": list(names)}, **properties},
-        "required": ["command"],
-    }
+def _commands(names: tuple[str, ...], properties: dict[str, Any]) -> dict[str, Any]:
+    command = {"type": "string", "enum": list(names)}
+    return {"type": "object", "properties": {"command": command, **properties}, "required": ["command"]}
 
 
 _EDITS: Final = {
-    "path": _text_schema,
-    "file_text": _text_schema,
-    "old_str": _text_schema,
-    "new_str": _text_schema,
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _text_schema),
     "insert_line": _integer_schema,
-    "insert_text": _text_schema,
-    "view_range": _range,
+    "view_range": {"type": "array", "items": _integer_schema, "minItems": 2, "maxItems": 2},
 }
-
-BY_PREFIX: Final = {
-    "bash_": ClientTool(
-        "Runs a command in a bash session on the user's machine, or restarts the session.",
+_MOVES: Final = {"old_path": _text_schema, "new_path": _text_schema}
+_CLIENT_TOOLS: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "bash_": (
         {"type": "object", "properties": {"command": _text_schema, "restart": {"type": "boolean"}}},
+        "Runs a command in a bash session on the user's machine, or restarts the session.",
     ),
-    "text_editor_": ClientTool(
+    "text_editor_": (
+        _commands(("view", "create", "str_replace", "insert", "undo_edit"), _EDITS),
         "Views, creates and edits text files on the user's machine.",
-        _commands("view", "create", "str_replace", "insert", "undo_edit", **_EDITS),
     ),
-    "memory_": ClientTool(
+    "memory_": (
+        _commands(("view", "create", "str_replace", "insert", "delete", "rename"), _EDITS | _MOVES),
         "Views and edits the files below /memories, which are kept between conversations.",
-        _commands(
-            "view",
-            "create",
-            "str_replace",
-            "insert",
-            "delete",
-            "rename",
-            **_EDITS,
-            old_path=_text_schema,
-            new_path=_text_schema,
-        ),
     ),
 }
-"""By what their types begin with; a date follows."""
+"""What the type begins with, which a date follows -> schema and description of the function."""
 
 SERVER_TOOLS: Final = (
-    "web_search_",
-    "web_fetch_",
-    "code_execution_",
-    "computer_",
-    "tool_search_tool_",
-    "mcp_toolset",
+    *("web_search_", "web_fetch_", "code_execution_"),
+    *("computer_", "tool_search_tool_", "mcp_toolset"),
 )
 """What types of tools begin with that Anthropic runs, or that need more than text."""
 
 
-def find_client_tool(kind: str) -> ClientTool | None:
-    """The tool of this type, if it is one that the client runs."""
-    return next((tool for prefix, tool in BY_PREFIX.items() if kind.startswith(prefix)), None)
-
-
 MAX_TOOLS: Final = 512
-MAX_STRICT: Final = 20
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _string = text()
@@ -132,17 +99,10 @@ def _ignored(why: str, check: Check[Any]) -> Check[Any]:
 
     def leave_out_field(value: Any, path: str) -> Any:
         if value and not leave_out(path):
-            raise UnsupportedError(why, param=path, reason=why)
+            raise unsupported(path, why)
         return value
 
     return made(check, leave_out_field)
-
-
-@takes({"const": "direct"})
-def _caller(value: Any, path: str) -> None:
-    if value != "direct":
-        why = "Only the model itself calls tools."
-        raise UnsupportedError(why, param=path, reason=why)
 
 
 _every: Final[dict[str, Check[Any]]] = {
@@ -153,7 +113,7 @@ _every: Final[dict[str, Check[Any]]] = {
     "eager_input_streaming": boolean,
     "defer_loading": _ignored("Tools cannot be loaded later: all are offered at once.", boolean),
     "input_examples": _ignored("Chat templates take no examples; put them into the description.", array_of(anything)),
-    "allowed_callers": array_of(_caller),
+    "allowed_callers": array_of(choice("direct")),
     "description": _string,
 }
 _TOOL: Final = record("name", "input_schema", input_schema=_input_schema, **_every)
@@ -171,58 +131,39 @@ class DefinedTool:
     control: Mapping[str, str] | None
 
 
-@takes(
-    {
-        "type": "array",
-        "items": {"anyOf": [_TOOL.schema, _CLIENT_TOOL.schema, _SERVER_TOOL]},
-        "maxItems": MAX_TOOLS,
-    }
-)
+_tools: Final = [_TOOL.schema, _CLIENT_TOOL.schema, _SERVER_TOOL]
+
+
+@takes({"type": "array", "items": {"anyOf": _tools}, "maxItems": MAX_TOOLS})
 def read_tools(value: Any, path: str) -> list[DefinedTool]:
     """Tools that the client runs; those that Anthropic runs are left out. Raises BadRequestError with the path of what
     is wrong, UnsupportedError for types that are not known."""
-    if type(value) is not list:
-        raise wrong_type(path, "an array of objects", value)
-    if len(value) > MAX_TOOLS:
-        raise array_too_long(path, MAX_TOOLS, len(value))
     tools: list[DefinedTool] = []
-    names: set[str] = set()
-    optional = 0
-    for index, item in enumerate(value):
+    for index, item in enumerate(a_list(value, path)):
         where = f"{path}[{index}]"
         kind = an_object(item, where).get("type")
         if type(kind) is str and kind.startswith(SERVER_TOOLS):
             leave_out_tool(kind, f"{where}.type")
-            continue
-        defined, more = _read_tool(item, where)
-        if defined.tool.name in names:
-            raise invalid(f"{where}.name", "tool names must be unique")
-        names.add(defined.tool.name)
-        tools.append(defined)
-        optional += more
-    if sum(defined.tool.strict for defined in tools) > MAX_STRICT:
-        raise invalid(path, f"at most {MAX_STRICT} tools may be strict")
-    if optional > MAX_OPTIONAL:
-        raise invalid(path, f"the strict tools have {optional} optional properties, and may have {MAX_OPTIONAL}")
+        else:
+            tools.append(_read_tool(item, where))
+    check_together([one.tool for one in tools], path, [f"{one.path}.name" for one in tools], MAX_TOOLS)
     return tools
 
 
-def _read_tool(item: dict[str, Any], path: str) -> tuple[DefinedTool, int]:
-    """And how many properties a strict one has that are not required."""
+def _read_tool(item: dict[str, Any], path: str) -> DefinedTool:
     known = None
     if (kind := item.get("type")) not in (None, "custom"):
-        known = find_client_tool(_string(kind, f"{path}.type"))
+        _string(kind, f"{path}.type")
+        known = next((tool for prefix, tool in _CLIENT_TOOLS.items() if kind.startswith(prefix)), None)
         if known is None:
             why = "Of tools with a type, only those that the client runs are known: bash, text_editor and memory."
-            raise UnsupportedError(why, param=f"{path}.type", reason=why)
+            raise unsupported(f"{path}.type", why)
     given = (_TOOL if known is None else _CLIENT_TOOL)(item, path)
-    where, strict, optional = f"{path}.input_schema", given.get("strict", False), 0
-    schema = given["input_schema"] if known is None else known.schema
+    where, strict = f"{path}.input_schema", given.get("strict", False)
+    schema, description = known or (given["input_schema"], given.get("description"))
     if strict and known is None:
-        schema, optional = read_schema(schema, where)
-    description = given.get("description") if known is None else known.description
-    tool = Tool(given["name"], description, schema, strict=strict, path=where)
-    return DefinedTool(tool, path, given.get("cache_control")), optional
+        schema = read_schema(schema, where)
+    return DefinedTool(Tool(given["name"], description, schema, strict, where), path, given.get("cache_control"))
 
 
 _parallel: Final = {"type": _string, "disable_parallel_tool_use": boolean}
@@ -238,19 +179,15 @@ read_choice: Final = tagged(
 """`type`, and what belongs to it."""
 
 
-def use_of(tools: Sequence[DefinedTool], chosen: Mapping[str, Any] | None) -> ToolUse | None:
+_MODES: Final[Mapping[str, Mode]] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+
+
+def tool_use(tools: Sequence[DefinedTool], chosen: Mapping[str, Any] | None) -> ToolUse | None:
     """What an answer may do with these tools. Raises BadRequestError for a choice among tools that are not there."""
-    if not tools:
-        if chosen is not None and chosen["type"] in ("any", "tool"):
-            raise invalid("tool_choice", "it may only be specified while providing `tools`")
-        return None
     chosen = chosen or {"type": "auto"}
-    if chosen["type"] == "none":
-        return None
-    callable_ = tuple(defined.tool for defined in tools)
-    if chosen["type"] == "tool":
-        callable_ = tuple(tool for tool in callable_ if tool.name == chosen["name"])
-        if not callable_:
-            raise invalid("tool_choice.name", f"Tool '{chosen['name'][:64]}' not found in provided tools")
-    parallel = chosen["type"] != "tool" and not chosen.get("disable_parallel_tool_use", False)
-    return ToolUse(callable_, "auto" if chosen["type"] == "auto" else "required", parallel)
+    mode = _MODES[chosen["type"]]
+    if mode == "required" and not tools:
+        raise invalid("tool_choice", "it may only be specified while providing `tools`")
+    names = ((chosen["name"], "tool_choice.name"),) if "name" in chosen else None
+    parallel = not chosen.get("disable_parallel_tool_use", False)
+    return use_of([one.tool for one in tools], ToolChoice(mode, names, single=names is not None), parallel=parallel)
