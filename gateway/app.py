@@ -42,7 +42,6 @@ from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.removals import Removals
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
 from gateway.responses.stored_answers import StoredAnswers
@@ -110,10 +109,9 @@ class Gateway:
         shared = stores.answers()
         self.semantic_cache = _semantic_cache(settings, stores, self.embedder)
         every_s = settings.response_cache.removals_s
-        self.removals = Removals(remembered, shared, stores.removals(), self.semantic_cache, every_s=every_s)
-        self.answers = StoredAnswers(remembered, shared, self.removals)
+        self.answers = StoredAnswers(remembered, shared, stores.removals(), self.semantic_cache, every_s=every_s)
         self.response_cache = _response_cache(
-            settings, remembered, shared, self.removals, self.semantic_cache, self._audited
+            settings, remembered, shared, self.answers, self.semantic_cache, self._audited
         )
         self.remembered = RememberedUpstreams(self.upstreams, REPLAYS, self.response_cache)
         self.pipeline = Pipeline(
@@ -189,7 +187,7 @@ def _response_cache(
     settings: Settings,
     memory: MemoryEntries,
     shared: RedisEntries | None,
-    removals: Removals,
+    removals: StoredAnswers,
     semantic: SemanticCache | None,
     audited: Audited,
 ) -> ResponseCache:

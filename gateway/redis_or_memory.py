@@ -20,8 +20,8 @@ from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.books import Book, MemoryBook, RedisBook
 from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
 from gateway.responses.entry_stores import RedisEntries
-from gateway.responses.removals import RemovalEpoch
 from gateway.responses.semantic.questions import RedisQuestions
+from gateway.responses.stored_answers import RemovalEpoch
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.memory_bytes import MemoryBytes

@@ -111,7 +111,7 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     """What the stages hold is let go of with the stack, last first."""
     stack.callback(gateway.prompts.close)
     stack.callback(gateway.embedder.close)
-    stack.push_async_callback(gateway.removals.close)
+    stack.push_async_callback(gateway.answers.close)
     stack.push_async_callback(gateway.index.close)
     stack.push_async_callback(gateway.figures.close)
     stack.push_async_callback(gateway.ledger.close)
@@ -133,7 +133,7 @@ def _start(gateway: Gateway) -> None:
     gateway.ledger.start()
     gateway.limits.start()
     gateway.index.start()
-    gateway.removals.start()
+    gateway.answers.start()
     gateway.registry.start()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from gateway.types import FinishReason, Hit, Lookup, Request, Reuse, Scope, Trace, UpstreamRequest
@@ -23,11 +23,9 @@ Audited = Callable[[str, str, Trace, float], None]
 """Reports what it took to generate an answer that was only compared: the tenant who had the hit, the model as figures
 name it, the trace, and milliseconds. Never raises."""
 
-GetText = Callable[[], str | None]
-"""The text of an answer; None for one that is more than a text, or is not complete."""
-
 Regenerate = Callable[[], Awaitable[str | None]]
-"""The same of an answer that is generated to be compared. Raises what generating raises."""
+"""Generates an answer of its own to be compared, and returns its text; None where it is more than a text, or not
+complete. Raises what generating raises."""
 
 
 class Situation(NamedTuple):
@@ -79,17 +77,19 @@ Refused = Literal["too_large", "truncated", "other"]
 """Why an answer is not stored."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Query(ABC, Generic[Item]):
-    """A request that may be answered from the cache. Equal to itself alone: what was found for it is forgotten with it.
+    """A request that may be answered from the cache.
 
-    key    under which its answer is stored
-    owner  of its answer: a tenant, or a namespace that several share
+    key     under which its answer is stored
+    owner   of its answer: a tenant, or a namespace that several share
+    looked  what the semantic cache found for it
     """
 
     request: Request | UpstreamRequest
     key: bytes
     owner: str
+    looked: Any = field(init=False, default=None)
 
     metered_at_end = False
     """Whether the tokens of an answer are known only when it has ended."""
@@ -108,33 +108,16 @@ class Query(ABC, Generic[Item]):
         return self.request.reuse
 
     @property
-    def work(self) -> int:
-        """That it is to hash it (tasks.work_of)."""
-        return self.request.work
-
-    @property
     def age_ms(self) -> float:
         """Milliseconds since the request came."""
         return (time.monotonic() - self.request.received_s) * 1e3
 
     @property
     def flight_key(self) -> Hashable | None:
-        """Equal for requests that may share one generation; None: it shares none."""
-        return self._flight_key(*self._wants())
-
-    def _flight_key(self, *wants: Hashable) -> Hashable | None:
-        """What is not to be stored is not shared, either."""
+        """Equal for requests that may share one generation; None: it shares none, as one that is not to be stored."""
         reuse = self.reuse
         shares = reuse.read and reuse.write and not reuse.only_cached
-        return (self.key, self.request.lane, reuse, *wants) if shares else None
-
-    def other_flights(self) -> Sequence[tuple[Hashable, Any]]:
-        """Generations in other forms whose whole answer would do: their keys, and what `convert` needs to know."""
-        return ()
-
-    def convert(self, items: Sequence[Item], form: Any) -> Sequence[Item] | None:
-        """A whole answer of another form in the one that is wanted; None where that cannot be."""
-        return None
+        return (self.key, self.request.lane, reuse, self._wants()) if shares else None
 
     @abstractmethod
     def _wants(self) -> tuple[Hashable, ...]:

@@ -1,5 +1,4 @@
-"""Remembered answers: what is stored of each, what operators choose and see of them, and the promises of who stores and
-who shows them. Values only."""
+"""Remembered answers: what is stored of each, and what operators choose and see of them. Values only."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What operators are told of an entry."""
+    """What operators see of an entry."""
 
     owner: str
     id: str
@@ -78,7 +77,7 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Some of the remembered answers. What is not given takes all.
+    """A choice among the remembered answers; every field narrows it.
 
     id  its beginning
     """
@@ -93,8 +92,8 @@ class Chosen:
     def everything(self) -> bool:
         return self == Chosen()
 
-    def takes(self, kept: About, at_s: float) -> bool:
-        """Whether it is one of them, by its age at that second; what was made later is not."""
+    def takes(self, kept: About | Entry, at_s: float) -> bool:
+        """Whether it is one of them, by its age at that second; a later one is not."""
         age_s = at_s - kept.created_s
         return (
             self.owner in (None, kept.owner)
@@ -109,7 +108,7 @@ class Chosen:
 @dataclass(frozen=True, slots=True)
 class Content:
     """What a remembered answer says: its text, and the names and arguments of its tool calls. Of an upstream's the text
-    is all that it wrote, calls included, and `finish` is not told."""
+    is the whole body, calls included, and `finish` is None."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -118,53 +117,19 @@ class Content:
     calls: tuple[tuple[str, str], ...] = ()
 
 
-class Entries(Protocol):
-    """Answers by owner and id, within bytes, the one that was used longest ago goes first; none is found past its
-    time. Methods raise RedisDownError."""
-
-    @property
-    def up(self) -> bool:
-        """False while Redis is unreachable."""
-        ...
-
-    @property
-    def evicted(self) -> int:
-        """How many this gateway removed to make room, since the start."""
-        ...
-
-    async def find(self, owner: str, name: str) -> Entry | None:
-        """Counts as a use."""
-        ...
-
-    async def put(self, entry: Entry) -> bool:
-        """In place of the one with this id. False if it is larger than all may be together."""
-        ...
-
-    async def remove(self, owner: str, name: str) -> bool:
-        """Whether it was there."""
-        ...
-
-    async def owners(self) -> list[str]:
-        """Of what is kept; some of them may have nothing any more."""
-        ...
-
-    async def all_of(self, owner: str) -> list[About]:
-        """In no order."""
-        ...
-
-
 class Answers(Protocol):
-    """All answers that are remembered, of this gateway and in what it shares with others. Methods raise
-    RedisDownError: who asks here wants to know, and not to be served."""
+    """All remembered answers, of this gateway and in Redis. Methods raise RedisDownError."""
 
     def scan(self, chosen: Chosen, at_s: float) -> AsyncIterator[About]:
         """Those that were chosen at that second, each once, in no order; what comes or goes meanwhile may be
         missing."""
         ...
 
-    async def find(self, kept: About) -> Content | None: ...
+    async def find(self, kept: About) -> Content | None:
+        """None for one that is gone, or cannot be read."""
+        ...
 
     async def remove(self, chosen: Chosen, at_s: float) -> int:
-        """Those that were chosen at that second, from here and from what is shared. How many there were. Other gateways
-        hear of it soon."""
+        """Removes those that were chosen at that second, here and from Redis. Returns how many there were. Other
+        gateways hear of it soon."""
         ...

@@ -1,4 +1,4 @@
-"""Where remembered answers are: in the memory of this gateway, which is looked at first, and in Redis."""
+"""Remembered answers in the memory of this gateway, and in Redis."""
 
 from __future__ import annotations
 
@@ -19,43 +19,27 @@ _NAME: Final = "answers"
 
 
 class MemoryEntries(Memory[Entry]):
-    """See Entries. A time to live counts from when the answer was made, and no use makes it longer."""
-
-    up = True
+    """Those in the memory of this gateway. A time to live counts from the answer, and no use makes it longer."""
 
     def __init__(self, max_bytes: int, now: Callable[[], float]) -> None:
         """`now` is the clock of entries, in seconds since 1970."""
         super().__init__(Quota(total_bytes=max_bytes, by_use=True), now)
 
-    @property
-    def evicted(self) -> int:
-        return self.figures.evicted
-
-    def set(self, entry: Entry) -> bool:
-        """In place of the one with this id. False if it is larger than all may be together."""
-        return self.store(entry.owner, entry.id, entry, entry.num_bytes, entry.expires_s) == "stored"
-
-    async def find(self, owner: str, name: str) -> Entry | None:
-        return self.get(owner, name)
-
-    async def put(self, entry: Entry) -> bool:
-        return self.set(entry)
-
-    async def remove(self, owner: str, name: str) -> bool:
-        return self.delete(owner, name)
-
-    async def owners(self) -> list[str]:
-        return sorted(self._owners)
-
-    async def all_of(self, owner: str) -> list[About]:
-        return [About.of(held.value) for held in self.of(owner).values()]
+    def set(self, entry: Entry) -> None:
+        """In place of the one with this id. One that is larger than all may be together is not stored."""
+        self.store(entry.owner, entry.id, entry, entry.num_bytes, entry.expires_s)
 
 
 class RedisEntries:
-    """See Entries."""
+    """Those in Redis by owner and id, within bytes; the least recently used is evicted first, and none is found past
+    its time. Methods raise RedisDownError.
+
+    owners  () -> list[str]  some of them may have none any more
+    remove  (owner, id) -> bool  whether it was there
+    """
 
     def __init__(self, calls: RedisCalls, settings: ResponseCacheSettings, now: Callable[[], float]) -> None:
-        """`now` is in seconds since 1970, as in entries."""
+        """`now` is the clock of entries."""
         quota = Quota(bytes=settings.max_redis_bytes_per_tenant, total_bytes=settings.max_redis_bytes, by_use=True)
         self._now = now
         self._bytes = RedisBytes(calls, _NAME, quota, now)
@@ -64,18 +48,22 @@ class RedisEntries:
 
     @property
     def up(self) -> bool:
+        """False while Redis is unreachable."""
         return self._bytes.up
 
     @property
     def evicted(self) -> int:
+        """By this gateway, to make room, since the start."""
         return self._bytes.evicted
 
     async def find(self, owner: str, name: str) -> Entry | None:
+        """Counts as a use."""
         data = await self._bytes.find(owner, name)
         entry = None if data is None else read_or_skip(_NAME, partial(Entry.from_bytes, name, data))
         return entry if entry is not None and entry.owner == owner and entry.expires_s > self._now() else None
 
     async def put(self, entry: Entry) -> bool:
+        """In place of the one with this id. False for one that is too large, or expired."""
         ttl_s = entry.expires_s - self._now()
         if ttl_s <= 0:
             return False
@@ -84,6 +72,7 @@ class RedisEntries:
         return await self._bytes.put(entry.owner, entry.id, body, ttl_s, about=about, num_bytes=size) == "stored"
 
     async def all_of(self, owner: str) -> list[About]:
+        """In no order."""
         listed = await self._bytes.all_of(owner)
         read = (read_or_skip(_NAME, partial(_about, owner, *item)) for item in listed.items())
         return [about for about in read if about is not None]

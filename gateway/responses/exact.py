@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from gateway.errors import RedisDownError
-from gateway.responses.entries import Entries, Entry
-from gateway.responses.entry_stores import MemoryEntries
+from gateway.responses.entries import Entry
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.key import entry_id
 from gateway.storage.memory_bytes import MemoryFigures
 
 if TYPE_CHECKING:
-    from gateway.responses.removals import Removals
+    from gateway.responses.stored_answers import StoredAnswers
 
 _T = TypeVar("_T")
 
@@ -38,10 +38,10 @@ class ExactCache:
     def __init__(
         self,
         memory: MemoryEntries,
-        redis: Entries | None,
+        redis: RedisEntries | None,
         *,
         memory_s: float = math.inf,
-        removals: Removals | None = None,
+        removals: StoredAnswers | None = None,
     ) -> None:
         """What has been in memory for `memory_s` is asked for in Redis again, and everything while Redis answers and it
         is not known what was removed."""

@@ -85,30 +85,35 @@ class Bill:
 class Flight(Generic[_T]):
     """One generation.
 
-    key      by which others find it; None: no other request does
-    leader   the request that launched it
     bill     which request pays for what is computed
-    found    what the cache had for it, set by its work before the first item; None: nothing
+    found    the cached answer, set by its work before the first item; None: the answer is generated
     begun_s  monotonic clock
     """
 
     def __init__(
-        self, key: Hashable | None, leader: _Leader, bill: Bill, flying: dict[Hashable, Flight[_T]], max_bytes: int,
+        self,
+        flights: dict[Hashable, Flight[_T]],
+        key: Hashable | None,
+        leader: _Leader,
+        *,
+        max_bytes: int,
         size: Callable[[_T], int],
-    ) -> None:  # fmt: skip
-        """`flying` are those that may be joined."""
-        self.key = key
-        self.leader = leader
-        self.bill = bill
+        metered_at_end: bool = False,
+    ) -> None:
+        """`leader` launches it. Until it ends, `flights` has it under its key for others to join; None: none can.
+        `max_bytes`, as `size` counts them, wait for the slowest reader."""
+        self.bill = Bill(metered_at_end=metered_at_end)
         self.found: tuple[Stored[_T], Lookup] | None = None
         self.begun_s = time.monotonic()
-        self._flying = flying
+        self._flights = flights
+        self._key = key
+        self._leader = leader
         self._max_bytes = max_bytes
         self._size = size
         self._items: deque[_T] = deque()
-        self._dropped = 0  # items that came before the first of these
+        self._dropped = 0  # items before the first of these
         self._bytes = 0
-        self._places: dict[object, int] = {}  # reader -> number of the next item for it
+        self._next: dict[object, int] = {}  # reader -> number of the next item for it
         self._changed = asyncio.Event()
         self._was_read = asyncio.Event()
         self._landed = False
@@ -116,6 +121,13 @@ class Flight(Generic[_T]):
         self._ended = False
         self._error: BaseException | None = None
         self._task: asyncio.Task[None] | None = None
+        if key is not None:
+            flights[key] = self
+
+    @property
+    def shared(self) -> bool:
+        """Whether other requests can join."""
+        return self._key is not None
 
     @property
     def begun(self) -> bool:
@@ -124,7 +136,7 @@ class Flight(Generic[_T]):
 
     @property
     def readers(self) -> int:
-        return len(self._places)
+        return len(self._next)
 
     @property
     def full(self) -> Sequence[_T] | None:
@@ -134,44 +146,51 @@ class Flight(Generic[_T]):
     def fails(self, request: _Leader, error: KvasirError) -> bool:
         """Whether the error that ended the flight is this reader's as well. Otherwise the reader may try again: nothing
         was sent to it, and the error belongs to the leader alone (its deadline, its tenant's share of a queue)."""
-        leader, now = self.leader, time.monotonic()
+        leader, now = self._leader, time.monotonic()
         if leader is request or self.begun or isinstance(error, BadRequestError):
             return True
         if isinstance(error, QueueFullError):
             return leader.tenant.name == request.tenant.name
         return now < leader.deadline_s or now >= request.deadline_s
 
-    def start(self, work: Callable[[Flight[_T]], Awaitable[None]], name: str) -> None:
+    def start(self, work: Callable[[Flight[_T]], Awaitable[None]]) -> None:
         """Runs `work`, which adds the items, to its end."""
-        self._task = tasks.spawn(self._run(work), name)
+        self._task = tasks.spawn(self._run(work), "response flight")
 
     def land(self) -> None:
-        """Called by the work: what is still to do is not for the readers, and goes on without them."""
+        """Called by the work: what is left to do is not for the readers, and goes on without them."""
         self._end_joining()
         self._landed = self.bill.ended = True
 
-    async def abandoned(self) -> None:
-        """Where all left before its end, its work has ended when this returns, within END_S, and what it used is
-        known."""
-        if not self._abandoned or self._task is None:
-            return
+    async def leave(self, trace: Trace) -> None:
+        """The request reads no more. If it was the last one, before the end, the cancelled work is waited for, END_S at
+        most: then it is known what it used."""
         try:
-            await asyncio.wait([self._task], timeout=END_S)
+            if self._abandoned and self._task is not None:
+                await self._end_of(self._task)
+        finally:
+            if self.found is None:
+                self.bill.leave(trace)
+
+    @staticmethod
+    async def _end_of(task: asyncio.Task[None]) -> None:
+        try:
+            await asyncio.wait([task], timeout=END_S)
         except asyncio.CancelledError:  # the client's connection is gone as well: what it used is still to be known
-            await asyncio.wait([self._task], timeout=END_S)
+            await asyncio.wait([task], timeout=END_S)
             raise
 
     async def read(self) -> AsyncGenerator[_T, None]:
         """Everything, as it comes. Raises what ended the flight, and OverloadedError for a reader that is too slow."""
         reader = object()
-        self._places[reader] = 0
+        self._next[reader] = 0
         try:
             while True:
-                while (place := self._places.get(reader)) is not None and place < self._dropped + len(self._items):
-                    self._places[reader] = place + 1
+                while (item := self._next.get(reader)) is not None and item < self._dropped + len(self._items):
+                    self._next[reader] = item + 1
                     self._was_read.set()
-                    yield self._items[place - self._dropped]
-                if place is None:
+                    yield self._items[item - self._dropped]
+                if item is None:
                     raise OverloadedError("The answer was not read for too long.")
                 if self._error is not None:
                     raise self._error
@@ -179,9 +198,9 @@ class Flight(Generic[_T]):
                     return
                 await self._changed.wait()
         finally:
-            self._places.pop(reader, None)
+            self._next.pop(reader, None)
             self._was_read.set()  # nothing waits any more for this one to read
-            if not self._places and not self._landed and self._task is not None:
+            if not self._next and not self._landed and self._task is not None:
                 self._end_joining()
                 self._abandoned = self._task.cancel()
 
@@ -214,51 +233,21 @@ class Flight(Generic[_T]):
         await asyncio.sleep(0)  # a reader that only had no turn yet is not slow
         self._end_joining()
         self._drop_read()
-        while self._bytes > self._max_bytes and self._places:
-            if len(self._places) == 1:
+        while self._bytes > self._max_bytes and self._next:
+            if len(self._next) == 1:
                 self._was_read.clear()
                 await self._was_read.wait()
             else:
-                slowest = min(self._places, key=lambda reader: self._places[reader])
-                del self._places[slowest]
+                slowest = min(self._next, key=lambda reader: self._next[reader])
+                del self._next[slowest]
             self._drop_read()
 
     def _drop_read(self) -> None:
-        needed = min(self._places.values(), default=self._dropped + len(self._items))
+        needed = min(self._next.values(), default=self._dropped + len(self._items))
         while self._dropped < needed and self._items:
             self._bytes -= self._size(self._items.popleft())
             self._dropped += 1
 
     def _end_joining(self) -> None:
-        if self._flying.get(self.key) is self:
-            del self._flying[self.key]
-
-
-class Flights(Generic[_T]):
-    """Those that may be joined, by what they are answers to."""
-
-    def __init__(self, max_bytes: int, size: Callable[[_T], int]) -> None:
-        """`max_bytes` of one flight wait for its slowest reader, as `size` counts them."""
-        self._max_bytes = max_bytes
-        self._size = size
-        self._flying: dict[Hashable, Flight[_T]] = {}
-
-    def __len__(self) -> int:
-        return len(self._flying)
-
-    @property
-    def readers(self) -> int:
-        """Requests that read them."""
-        return sum(flight.readers for flight in self._flying.values())
-
-    def find(self, key: Hashable) -> Flight[_T] | None:
-        """One that may still be joined: its readers get all of it."""
-        return self._flying.get(key)
-
-    def launch(self, key: Hashable | None, leader: _Leader, *, metered_at_end: bool = False) -> Flight[_T]:
-        """A new one, in place of one that could be joined. With None, no other request can find it."""
-        bill = Bill(metered_at_end=metered_at_end)
-        flight = Flight(key, leader, bill, self._flying, self._max_bytes, self._size)
-        if key is not None:
-            self._flying[key] = flight
-        return flight
+        if self._flights.get(self._key) is self:
+            del self._flights[self._key]

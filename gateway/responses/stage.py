@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.protocol import Hello
 from gateway.config import ResponseCacheSettings
-from gateway.errors import KvasirError, NotCachedError, OverloadedError
+from gateway.errors import KvasirError, NotCachedError
 from gateway.responses.base import END, Audited, Item, Mode, Query, Recorded, Stored
 from gateway.responses.engine_answers import EngineQuery, Generate, find_bypass
 from gateway.responses.entries import Entry
 from gateway.responses.exact import ExactCache
-from gateway.responses.flights import Flight, Flights
+from gateway.responses.flights import Flight
 from gateway.responses.key import entry_id
 from gateway.tasks import off_loop
 from gateway.types import (
@@ -74,7 +74,7 @@ class ResponseCache:
         self._semantic = semantic
         self._now = now
         self._audited = audited
-        self._flights: Flights[Any] = Flights(settings.max_flight_bytes, _size)
+        self._flights: dict[Hashable, Flight[Any]] = {}  # that can be joined
         self.figures = Figures()
 
     def mode(self, tenant: str) -> Mode:
@@ -88,7 +88,7 @@ class ResponseCache:
             "entries": memory.entries,
             "bytes": memory.bytes,
             "in_flight": len(self._flights),
-            "waiting": self._flights.readers,
+            "waiting": sum(flight.readers for flight in self._flights.values()),
             "outcomes": dict(self.figures.outcomes),
             "bypassed": dict(self.figures.bypassed),
             "semantic": {} if self._semantic is None else self._semantic.stats(),
@@ -130,65 +130,40 @@ class ResponseCache:
             for item in stored.items:
                 yield item
             return
-        # 2. With all others that ask the same, as long as one of them is there.
-        others = query.other_flights()
+        # 2. With all others that sent the same, as long as one of them is there.
         while True:
-            flight, form = self._join(query, others)
-            items = flight.read() if form is None else self._converted(query, flight, form)
+            flight = self._join(query)
             first = True
             try:
-                async with aclosing(items):
+                async with aclosing(flight.read()) as items:
                     async for item in items:
                         if first:
-                            yield self._begin(query, flight, item)
-                            first = False
-                        elif type(item) is Finished:
-                            yield self._end(query, flight, item)
-                        elif item is END:
-                            self._end(query, flight, item)
-                        else:
+                            item, first = self._begin(query, flight, item), False
+                        elif type(item) is Finished or item is END:
+                            item = self._end(query, flight, item)
+                        if item is not END:
                             yield item
                 return
             except KvasirError as error:
-                if not flight.begun or form is None:
-                    if flight.fails(request, error):
-                        raise
-                else:
-                    others = ()  # nothing of the other form was passed on: the request may be sent by itself
+                if flight.fails(request, error):
+                    raise
             finally:
-                try:
-                    await flight.abandoned()
-                finally:
-                    if flight.found is None:
-                        flight.bill.leave(request.trace)
+                await flight.leave(request.trace)
 
-    def _join(self, query: Query[Item], others: Sequence[tuple[Hashable, Any]]) -> tuple[Flight[Item], Any]:
-        """A flight, and its form where that is not the one that the request wants."""
-        joined = next(((flight, form) for key, form in others if (flight := self._flights.find(key))), None)
-        flight, form = joined or (self._flights.find(query.flight_key), None)
+    def _join(self, query: Query[Item]) -> Flight[Item]:
+        """The flight of a request like this one, or its own."""
+        key = query.flight_key
+        flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights.launch(query.flight_key, query.request, metered_at_end=query.metered_at_end)
-            flight.start(lambda flight: self._work(query, flight), "response flight")
+            max_bytes, at_end = self.settings.max_flight_bytes, query.metered_at_end
+            flight = Flight(self._flights, key, query.request, max_bytes=max_bytes, size=_size, metered_at_end=at_end)
+            flight.start(lambda flight: self._work(query, flight))
         flight.bill.join(query.request.trace)
-        return flight, form
-
-    async def _converted(self, query: Query[Item], flight: Flight[Item], form: Any) -> AsyncGenerator[Item, None]:
-        """The whole answer of a flight at its end, in the form that the request wants."""
-        items, num_bytes = list[Item](), 0
-        async with aclosing(flight.read()) as read:
-            async for item in read:
-                items.append(item)
-                if (num_bytes := num_bytes + _size(item)) > self.settings.max_flight_bytes:
-                    raise OverloadedError("The answer is too long to be converted from a stream.")
-        converted = query.convert(items, form) if query.succeeded(items[0]) else items
-        if converted is None:
-            raise OverloadedError("The answer cannot be converted from a stream.")
-        for item in converted:
-            yield item
+        return flight
 
     async def _work(self, query: Query[Item], flight: Flight[Item]) -> None:
         """An answer from the cache, or a new one, which is remembered before any request sees its end."""
-        flight.found = await self._find(query, shared=flight.key is not None)
+        flight.found = await self._find(query, shared=flight.shared)
         if flight.found is not None:
             for item in flight.found[0].items:
                 await flight.add(item)
@@ -263,7 +238,7 @@ class ResponseCache:
         stored = None if (entry := self._fresh(entry, query.reuse)) is None else query.read(entry.body, shared=shared)
         if entry is None or stored is None:
             return None
-        semantic.hit(query, match, partial(query.text, stored.items), partial(self._regenerate, query))
+        semantic.hit(query, partial(self._regenerate, query))
         return stored, self._lookup(entry)._replace(outcome="semantic", similarity=match.similarity)
 
     async def _regenerate(self, query: Query[Item]) -> str | None:

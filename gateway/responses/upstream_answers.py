@@ -4,7 +4,6 @@ client wants the form that they came in, and through their API's converter where
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -64,18 +63,15 @@ _Item = UpstreamAnswer | bytes
 class UpstreamQuery(Query[_Item]):
     """See Query.
 
-    replay  converts answers of its route
-    form    in which it wants its answer
-    whose   which upstreams and models answer it
+    replay      converts answers of its route
+    route_text  which upstreams and models answer it
     """
 
     request: UpstreamRequest
     upstreams: Upstreams
     replay: Replay
     settings: ResponseCacheSettings
-    form: Form
     route_text: str
-    tiers: bytes
 
     metered_at_end = True
 
@@ -88,19 +84,17 @@ class UpstreamQuery(Query[_Item]):
         settings: ResponseCacheSettings,
         route_text: str,
     ) -> UpstreamQuery:
-        form = Form(streams(request), streams(request) and (not replay.usage_on_request or include_usage(request)))
-        tiers = hashlib.sha256(orjson.dumps([request.values.get(name) for name in TIERS])).digest()
         key = upstream_key(request, route_text)
-        return cls(request, key, owner_of(request.owner), upstreams, replay, settings, form, route_text, tiers)
+        return cls(request, key, owner_of(request.owner), upstreams, replay, settings, route_text)
 
-    def _wants(self, form: Form | None = None) -> tuple[Hashable, ...]:
-        return form or self.form, self.tiers
+    @property
+    def form(self) -> Form:
+        """In which the client wants the answer."""
+        is_stream = streams(self.request)
+        return Form(is_stream, is_stream and (not self.replay.usage_on_request or include_usage(self.request)))
 
-    def other_flights(self) -> Sequence[tuple[Hashable, Form]]:
-        """A stream with its usage, of which a whole answer can be made at its end: its client has to wait for that in
-        any case."""
-        form = Form(stream=True, usage=True)
-        return () if self.form.stream else [(self._flight_key(*self._wants(form)), form)]
+    def _wants(self) -> tuple[Hashable, ...]:
+        return self.form, orjson.dumps([self.request.values.get(name) for name in TIERS])
 
     async def generate(self, trace: Trace) -> AsyncGenerator[_Item, None]:
         async with self.upstreams.answer(replace(self.request, trace=trace)) as answer:
@@ -121,13 +115,6 @@ class UpstreamQuery(Query[_Item]):
         media = recording.type if self.form.stream == recording.form.stream else MEDIA[self.form.stream]
         head = UpstreamAnswer("", 200, (("Content-Type", media),), _none(), recording.label)
         return Stored([head, *chunks], *recording.tokens, recording.ms)
-
-    def convert(self, items: Sequence[_Item], form: Form) -> Sequence[_Item] | None:
-        chunks = self._converted(_chunks(items), form)
-        if chunks is None:
-            return None
-        head = replace(_head(items), headers=(("Content-Type", MEDIA[self.form.stream]),))
-        return [head, *chunks, END]
 
     def record(self, items: Sequence[_Item], trace: Trace) -> Recorded | Refused:
         answer, chunks = _head(items), _chunks(items)

@@ -166,7 +166,7 @@ class FixedBudget:
 
     def given(self) -> None: ...
 
-    def decide(self, evidence: Evidence) -> Verdict:
+    def decide(self, evidence: Evidence, *, counts: bool = True) -> Verdict:
         return Verdict(0.0, hit=self._rule(evidence))
 
     def learn(self, evidence: Evidence, same: bool, *, weight: float | None = None) -> None: ...
@@ -296,7 +296,7 @@ class _Decided(FixedBudget):
 
     def __init__(self, budget: Budget) -> None:
         bar = budget.figures().bar
-        super().__init__(lambda evidence: budget.decide_uncounted(evidence).probability >= bar)
+        super().__init__(lambda evidence: budget.decide(evidence, counts=False).probability >= bar)
 
 
 def main() -> None:

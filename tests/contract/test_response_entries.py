@@ -1,4 +1,4 @@
-"""The promises of remembered answers, over memory and Redis. test_byte_store.py has those of what they are in."""
+"""The promises of remembered answers in Redis. test_byte_store.py has those of what they are in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings
-from gateway.responses.entries import OVERHEAD_BYTES, About, Entries, Entry
+from gateway.responses.entries import OVERHEAD_BYTES, About, Entry
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.storage.redis_calls import RedisCalls
 from tests.fakes.clock import Clock
@@ -30,19 +30,17 @@ def clock() -> Clock:
     return Clock(1000.0)
 
 
-@pytest.fixture(params=["memory", "redis"])
-def entries(request: pytest.FixtureRequest, redis: Redis, clock: Clock) -> Entries:
-    if request.param == "memory":
-        return MemoryEntries(3 * UNIT, clock)
+@pytest.fixture
+def entries(redis: Redis, clock: Clock) -> RedisEntries:
     limits = ResponseCacheSettings(max_redis_bytes=3 * UNIT, max_redis_bytes_per_tenant=4 * UNIT)
     return RedisEntries(RedisCalls(redis, LIMIT_S), limits, clock)
 
 
-async def held(entries: Entries, owner: str = "tenant:a") -> set[str]:
+async def held(entries: RedisEntries, owner: str = "tenant:a") -> set[str]:
     return {about.id for about in await entries.all_of(owner)}
 
 
-async def test_what_was_put_is_found_whole_by_its_owner_alone(entries: Entries) -> None:
+async def test_what_was_put_is_found_whole_by_its_owner_alone(entries: RedisEntries) -> None:
     kept = entry("x", b"{\x00\xff}")
     wide = replace(kept, owner="namespace:a")
     assert await entries.put(kept)
@@ -57,7 +55,7 @@ async def test_what_was_put_is_found_whole_by_its_owner_alone(entries: Entries) 
     ]
 
 
-async def test_what_is_removed_is_gone_for_its_owner_alone(entries: Entries) -> None:
+async def test_what_is_removed_is_gone_for_its_owner_alone(entries: RedisEntries) -> None:
     for owner in ("tenant:a", "tenant:b"):
         await entries.put(entry("x", owner=owner))
     assert await entries.remove("tenant:a", "x")
@@ -67,7 +65,7 @@ async def test_what_is_removed_is_gone_for_its_owner_alone(entries: Entries) -> 
     assert await held(entries) == set()
 
 
-async def test_to_the_byte_what_was_used_longest_ago_goes_first(entries: Entries, clock: Clock) -> None:
+async def test_to_the_byte_what_was_used_longest_ago_goes_first(entries: RedisEntries, clock: Clock) -> None:
     for name in "123":
         assert await entries.put(entry(name))
         clock.now_s += 1
@@ -84,7 +82,7 @@ async def test_to_the_byte_what_was_used_longest_ago_goes_first(entries: Entries
     assert await held(entries) == {"4", "5"}
 
 
-async def test_a_burst_of_one_owner_evicts_nothing_of_one_with_less(entries: Entries, clock: Clock) -> None:
+async def test_a_burst_of_one_owner_evicts_nothing_of_one_with_less(entries: RedisEntries, clock: Clock) -> None:
     await entries.put(entry("b", owner="tenant:b"))
     for number in range(20):
         clock.now_s += 1
@@ -93,12 +91,14 @@ async def test_a_burst_of_one_owner_evicts_nothing_of_one_with_less(entries: Ent
     assert await held(entries) == {"18", "19"}
 
 
-async def test_past_its_time_an_answer_is_not_found_however_it_is_asked_for(entries: Entries, clock: Clock) -> None:
+async def test_past_its_time_an_answer_is_not_found_however_it_is_asked_for(
+    entries: RedisEntries, clock: Clock
+) -> None:
     await entries.put(entry("1"))
     clock.now_s += 100
     assert await entries.all_of("tenant:a") == []
     assert await entries.find("tenant:a", "1") is None
-    assert not await entries.put(entry("2")) or isinstance(entries, MemoryEntries)
+    assert not await entries.put(entry("2"))
 
 
 async def test_what_nobody_of_us_wrote_is_not_an_answer(redis: Redis, clock: Clock) -> None:
@@ -115,22 +115,22 @@ steps = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(steps)
-async def test_memory_is_least_recently_used_whatever_happens(steps: list[tuple[str, str, int]]) -> None:
+def test_memory_is_least_recently_used_whatever_happens(steps: list[tuple[str, str, int]]) -> None:
     most = 4 * UNIT
     memory, model = MemoryEntries(most, Clock(1000.0)), OrderedDict[str, int]()
     for do, name, units in steps:
         size = UNIT * max(units, 1)
         if do == "put":
-            assert await memory.put(entry(name, bytes(size - UNIT)))
+            memory.set(entry(name, bytes(size - UNIT)))
             model.pop(name, None)
             while sum(model.values()) + size > most:
                 model.popitem(last=False)
             model[name] = size
         elif do == "find":
-            assert (await memory.find("tenant:a", name) is not None) == (name in model)
+            assert (memory.get("tenant:a", name) is not None) == (name in model)
             if name in model:
                 model.move_to_end(name)
         else:
-            assert await memory.remove("tenant:a", name) == (model.pop(name, None) is not None)
+            assert memory.delete("tenant:a", name) == (model.pop(name, None) is not None)
         assert [kept.id for kept in memory] == list(model)
         assert memory.figures.bytes == sum(model.values()) <= most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
@@ -19,9 +20,9 @@ from gateway.responses.entries import Chosen
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import entry_id
-from gateway.responses.removals import Removal
 from gateway.responses.semantic.questions import AnsweredQuestion, RedisQuestions, digest_of
 from gateway.responses.semantic.spaces import APPLIED_AT_A_TIME, Background, Spaces
+from gateway.responses.stored_answers import Removal
 from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import Reuse
 from tests.fakes.meanings import Kitchen, Meanings
@@ -139,8 +140,16 @@ async def test_a_gateway_that_starts_again_reads_everything_and_lets_others_have
         key = digest_of(str(number))
         entry = AnsweredQuestion(key, b"s" * 32, key, f"What is {number}?", vector, "x", digest_of("x"), 1000.0, 2000.0)
         await store.put("tenant:a/demo/fake", key, entry.to_bytes())
-    background, now = Background(), 1000.0
-    spaces = Spaces(SemanticCacheSettings(), store, background, random=lambda: 1.0, now=lambda: now, clock=lambda: 0.0)
+    background = Background()
+    spaces = Spaces(
+        SemanticCacheSettings(),
+        store,
+        background,
+        Counter(),
+        random=lambda: 1.0,
+        now=lambda: 1000.0,
+        clock=lambda: 0.0,
+    )
     space = spaces.open("tenant:a", "demo", "fake").space
     async with asyncio.timeout(LIMIT_S):
         while len(space) < count:

@@ -61,8 +61,8 @@ from gateway.queues.slots import SlotQueue
 from gateway.redis_or_memory import quota_of
 from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
-from gateway.responses.entries import Answers, Entries
-from gateway.responses.entry_stores import MemoryEntries
+from gateway.responses.entries import Answers
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.exact import ExactCache
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
@@ -142,7 +142,7 @@ def idle_queue() -> SlotQueue[Any]:
 
 
 def response_cache(
-    redis: Entries | None = None,
+    redis: RedisEntries | None = None,
     now: Callable[[], float] = time.time,
     memory: MemoryEntries | None = None,
     semantic: SemanticCache | None = None,

@@ -22,7 +22,7 @@ from gateway.queues.batch.base import Counts
 from gateway.queues.batch.folder import JobFolder
 from gateway.responses.embedding import bert, text_model
 from gateway.responses.embedding.text_model import TextModel
-from gateway.responses.flights import Flight, Flights
+from gateway.responses.flights import Flight
 from gateway.types import EmbeddingInput
 from tests.fakes import tokenisers
 from tests.fakes.batches import FakeRunner, Lane, rows
@@ -261,8 +261,8 @@ async def test_a_flight_that_panics_fails_all_of_its_readers() -> None:
         await flight.add(panics())
 
     leader: Any = None
-    flight = Flights[int](10, lambda item: 1).launch("key", leader)
-    flight.start(work, "flight")
+    flight = Flight[int]({}, "key", leader, max_bytes=10, size=lambda item: 1)
+    flight.start(work)
     with pytest.raises(NativeError):
         [item async for item in flight.read()]
 

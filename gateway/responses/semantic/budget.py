@@ -191,21 +191,18 @@ class Budget:
             self._requests += 1
             self._exact += 1
 
-    def decide(self, evidence: Evidence) -> Verdict:
-        """What becomes of the best candidate of the request that was counted last."""
-        self._seen.append((self._requests, evidence.row()))
-        verdict = self.decide_uncounted(evidence)
-        if not verdict.hit:
-            return verdict
-        probability = verdict.probability
+    def decide(self, evidence: Evidence, *, counts: bool = True) -> Verdict:
+        """What becomes of the best candidate of a request: the one that was counted last, or one that is not counted,
+        and whose hit is not audited."""
+        if counts:
+            self._seen.append((self._requests, evidence.row()))
+        probability = float(logistic(np.array(evidence.row()) @ self._parameters))
+        hit = probability >= self._bar and not self.closed
+        if not hit or not counts:
+            return Verdict(probability, hit)
         evenly = self._audit_share * self._requests / max(self._hits, 1)
         share = min(1.0, max(evenly, 1.0 - probability))
         return Verdict(probability, hit=True, audit=self._random() < share, weight=1.0 / share)
-
-    def decide_uncounted(self, evidence: Evidence) -> Verdict:
-        """The same for a request that was not counted, and whose hit is not audited."""
-        probability = self._probability(evidence)
-        return Verdict(probability, hit=probability >= self._bar and not self.closed)
 
     def given(self) -> None:
         """A hit was given to its client."""
@@ -246,9 +243,6 @@ class Budget:
             self._bar,
             self.closed,
         )
-
-    def _probability(self, evidence: Evidence) -> float:
-        return float(logistic(np.array(evidence.row()) @ self._parameters))
 
     @property
     def _first_bar(self) -> float:

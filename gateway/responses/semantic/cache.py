@@ -13,16 +13,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError, NativeError
 from gateway.native import no_panic
-from gateway.responses.base import GetText, Match, Mode, Query, Regenerate
-from gateway.responses.removals import Removal
+from gateway.responses.base import Match, Mode, Query, Regenerate
 from gateway.responses.semantic.questions import KEPT_ANSWER_CHARS, AnsweredQuestion, RedisQuestions, digest_of
 from gateway.responses.semantic.spaces import Background, SharedSpace, Spaces
 from gateway.responses.semantic.vectors import Vectors, find_unfit
+from gateway.responses.stored_answers import Removal
 from gateway.tasks import off_loop
 
 if TYPE_CHECKING:
@@ -31,15 +30,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
-    """What was found for a request, until it has its answer.
-
-    key  under which the answer will be stored
-    """
+class Looked:
+    """What was found for a request, until it has its answer."""
 
     shared: SharedSpace
-    tenant: str
-    key: bytes
     sight: Sight
 
     @property
@@ -71,12 +65,13 @@ class SemanticCache:
         self._modes = modes
         self._namespaces = frozenset(f"namespace:{name}" for name in namespaces)
         self._now = now
-        self._background = Background()
-        self._spaces = Spaces(settings, redis, self._background, random=random, now=now, clock=time.monotonic)
-        self._looked: WeakKeyDictionary[Query[Any], _Looked] = WeakKeyDictionary()
-        self._judging = self._auditing = 0
         self.outcomes: Counter[str] = Counter()
-        self.events: Counter[str] = Counter()
+        self.events: Counter[str] = Counter(redis_failures=0, unread=0, removed=0)
+        self._background = Background()
+        self._spaces = Spaces(
+            settings, redis, self._background, self.events, random=random, now=now, clock=time.monotonic
+        )
+        self._judging = self._auditing = 0
         self._vectors = Vectors(embedder, settings, self.events)
 
     def start(self) -> None:
@@ -101,7 +96,7 @@ class SemanticCache:
         """And what to count it as: hit, miss, or why it was not looked up."""
         if (unfit := self._unfit(query)) is not None:
             return unfit, None
-        if (situation := await off_loop(query.work, query.find_situation)) is None:
+        if (situation := await off_loop(query.request.work, query.find_situation)) is None:
             return "chat", None
         text = situation.text.strip()
         unfit = find_unfit(text, max_chars=self._settings.max_text_chars)
@@ -118,7 +113,7 @@ class SemanticCache:
         question = shared.space.question(situation.digest, text, vector)
         sight = shared.space.look(question, least=query.reuse.similarity or 0.0, counts=counts)
         if counts:
-            self._looked[query] = _Looked(shared, query.tenant, query.key, sight)
+            query.looked = Looked(shared, sight)
         hit = sight.hit
         if hit is None:
             return "veto" if sight.vetoes and not sight.neighbours else "miss", None
@@ -132,36 +127,41 @@ class SemanticCache:
         fits = self._unfit(query) is None
         return partial(self._repeated, query.owner, query.model, query.key) if fits else _nothing
 
-    def hit(self, query: Query[Any], match: Match, given: GetText, anew: Regenerate) -> None:
+    def hit(self, query: Query[Any], anew: Regenerate) -> None:
         """The answer was there, and is given. `anew` generates one of its own, to compare it."""
-        looked = self._looked.pop(query, None)
+        looked = query.looked
         if looked is None:
             return
         looked.space.given(looked.sight)
         if looked.sight.verdict.audit:
             self._auditing += 1
-            self._background.start(self._audit(looked, match, given() or "", anew), "audit a semantic hit")
+            self._background.start(self._audit(query.tenant, looked, anew), "audit a semantic hit")
 
     def gone(self, query: Query[Any], match: Match) -> None:
         """The answer was not there any more."""
         self.events["gone"] += 1
-        looked = self._looked.get(query)
-        if looked is not None:
-            looked.space.remove(match.key)
+        if query.looked is not None:
+            query.looked.space.remove(match.key)
 
     def remember(self, query: Query[Any], answer: str | None) -> None:
         """The text of what was generated, and is stored under the key; None for what no other request may get."""
-        looked = self._looked.pop(query, None)
+        looked = query.looked
         if looked is None or not answer:
             return
         question, now = looked.sight.question, self._now()
         ttl_s = min(query.reuse.ttl_s or self._settings.ttl_s, self._settings.ttl_s)
-        vector = question.vector.tobytes()
-        kept = answer[:KEPT_ANSWER_CHARS]
         entry = AnsweredQuestion(
-            query.key, question.scope, query.key, question.text, vector, kept, digest_of(answer), now, now + ttl_s
+            key=query.key,
+            scope=question.scope,
+            group=query.key,
+            text=question.text,
+            vector=question.vector.tobytes(),
+            answer=answer[:KEPT_ANSWER_CHARS],
+            digest=digest_of(answer),
+            created_s=now,
+            expires_s=now + ttl_s,
         )
-        if not looked.space.remember(entry, question.features):
+        if not self._spaces.remember(looked.space, entry, question.features):
             return
         self.events["kept"] += 1
         if not looked.sight.neighbours or not self._settings.judged:
@@ -171,10 +171,10 @@ class SemanticCache:
             self._spaces.put(looked.shared, entry)
         else:
             self._judging += 1
-            self._background.start(self._judge(looked, answer), "judge an answer")
+            self._background.start(self._judge(query.tenant, query.key, looked, answer), "judge an answer")
 
     def forget(self, removal: Removal) -> None:
-        """See removals.Questions."""
+        """See stored_answers.Questions."""
         self._spaces.forget(removal)
 
     def stats(self) -> dict[str, Any]:
@@ -182,12 +182,7 @@ class SemanticCache:
         model."""
         return {
             "outcomes": dict(self.outcomes),
-            "events": dict(self.events)
-            | {
-                "redis_failures": self._spaces.failures,
-                "unread": self._spaces.unread,
-                "removed": self._spaces.removed,
-            },
+            "events": dict(self.events),
             "spaces": self._spaces.figures(),
         }
 
@@ -207,15 +202,14 @@ class SemanticCache:
         if (space := self._spaces.find(owner, model)) is not None:
             space.repeated(key)
 
-    async def _judge(self, looked: _Looked, answer: str) -> None:
+    async def _judge(self, tenant: str, key: bytes, looked: Looked, answer: str) -> None:
         """Labels a miss: whether its nearest neighbour would have given the same answer."""
         try:
-            sight, tenant = looked.sight, looked.tenant
-            first, *others = sight.neighbours
+            first, *others = looked.sight.neighbours
             agrees = [await self._same(answer, first.entry, tenant)]
             agrees += [digest_of(answer) == other.entry.digest for other in others]
-            looked.space.judge_miss(sight, looked.key, agrees)
-            entry = looked.space.find(looked.key)
+            looked.space.judge_miss(looked.sight, key, agrees)
+            entry = looked.space.find(key)
             if entry is not None:
                 self._spaces.put(looked.shared, entry)
         except (KvasirError, TimeoutError):
@@ -223,19 +217,19 @@ class SemanticCache:
         finally:
             self._judging -= 1
 
-    async def _audit(self, looked: _Looked, match: Match, given: str, anew: Regenerate) -> None:
-        """Compares what was given with a fresh answer. A wrong one is not given again, here or elsewhere."""
+    async def _audit(self, tenant: str, looked: Looked, anew: Regenerate) -> None:
+        """Compares a hit's answer with a fresh one. A wrong one is not given again, here or elsewhere."""
         try:
             fresh = await anew()
             if fresh is None:
                 self.events["audits_lost"] += 1
                 return
             entry = looked.sight.neighbours[0].entry
-            same = digest_of(fresh) == digest_of(given) or await self._same(fresh, entry, looked.tenant)
+            same = await self._same(fresh, entry, tenant)
             looked.space.judge_hit(looked.sight, same)
             self.events["audited"] += 1
             if not same:
-                self._spaces.drop(looked.shared, match.key)
+                self._spaces.drop(looked.shared, entry.key)
         except (KvasirError, TimeoutError):
             self.events["audits_lost"] += 1
         finally:

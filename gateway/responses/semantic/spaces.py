@@ -18,11 +18,12 @@ from gateway.config import SemanticCacheSettings
 from gateway.errors import RedisDownError
 from gateway.responses.entries import About
 from gateway.responses.key import entry_id
-from gateway.responses.removals import Removal
 from gateway.responses.semantic.questions import READ_AT_A_TIME, AnsweredQuestion, RedisQuestions
+from gateway.responses.stored_answers import Removal
 from gateway.tasks import cancel, spawn
 
 if TYPE_CHECKING:
+    from gateway.responses.semantic.features import Features
     from gateway.responses.semantic.space import Space
 
 SAVE_S: Final = 30.0
@@ -59,12 +60,11 @@ class Background:
 
 @dataclass(slots=True, eq=False)
 class SharedSpace:
-    """A space, and what is known of it in Redis.
+    """A space, and the state of reading and writing it in Redis.
 
     name    in Redis
     since   number of the last change that was read
     next_s  when to look again, next_save_s when to save again
-    saved   requests that the budget had counted when it was saved
     """
 
     name: str
@@ -72,7 +72,6 @@ class SharedSpace:
     since: int = 0
     next_s: float = 0.0
     next_save_s: float = 0.0
-    saved: int = 0
     loaded: bool = False
     reading: bool = False
 
@@ -85,22 +84,23 @@ class Spaces:
         settings: SemanticCacheSettings,
         redis: RedisQuestions | None,
         background: Background,
+        events: Counter[str],
         *,
         random: Callable[[], float],
         now: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
-        """`random` and `now` as in SemanticCache, `clock` is monotonic. `background` is the caller's, who closes it."""
+        """`random` and `now` as in SemanticCache, `clock` is monotonic. `background` is the caller's, who closes it.
+        `events` counts failures of Redis, what was read there and is none of ours, and removed questions."""
         self._settings = settings
         self._redis = redis
         self._background = background
+        self._events = events
         self._random = random
         self._now = now
         self._clock = clock
         self._spaces: OrderedDict[tuple[str, str], SharedSpace] = OrderedDict()  # used last at the end
         self._writing = 0
-        self.bytes = 0
-        self.failures = self.unread = self.removed = 0
 
     def __iter__(self) -> Iterator[Space]:
         return iter([shared.space for shared in self._spaces.values()])
@@ -117,14 +117,30 @@ class Spaces:
         key = owner, model
         shared = self._spaces.get(key)
         if shared is None:
-            self._make_room(owner)
-            space = Space(self._settings, random=self._random, now=self._now, grew=self._grew)
+            # An owner may make up names of models where an upstream answers to any.
+            own = [key for key in self._spaces if key[0] == owner]
+            if len(own) >= self._settings.max_models:
+                del self._spaces[own[0]]
+            space = Space(self._settings, random=self._random, now=self._now)
             shared = self._spaces[key] = SharedSpace(f"{owner}/{model}/{encoder}", space)
         self._spaces.move_to_end(key)
         if self._redis is not None and not shared.reading and self._clock() >= shared.next_s:
             shared.reading = True
             self._background.start(self._read(self._redis, shared), "read questions")
         return shared
+
+    def remember(self, space: Space, entry: AnsweredQuestion, read: Features | None = None) -> bool:
+        """As Space.remember, within the bytes of all spaces: questions beyond those are removed from the owner with
+        most, from the model that was used longest ago."""
+        remembered = space.remember(entry, read)
+        owned: Counter[str] = Counter()
+        for (owner, _), shared in self._spaces.items():
+            owned[owner] += shared.space.bytes
+        while owned.total() > self._settings.max_memory_bytes:
+            ((most, _),) = owned.most_common(1)
+            oldest = next(one.space for (owner, _), one in self._spaces.items() if owner == most and len(one.space))
+            owned[most] -= oldest.evict_oldest()
+        return remembered
 
     def put(self, shared: SharedSpace, entry: AnsweredQuestion) -> None:
         """Other gateways will know this one."""
@@ -136,7 +152,7 @@ class Spaces:
         self._write(shared.name, key, b"")
 
     def forget(self, removal: Removal) -> None:
-        """See removals.Questions. Redis may be away for other gateways."""
+        """See stored_answers.Questions. Redis may be away for other gateways."""
         for (owner, model), shared in self._spaces.items():
             if removal.chosen.owner in (None, owner) and removal.chosen.model in (None, model):
                 takes = partial(_is_removed, removal, owner, model)
@@ -158,30 +174,6 @@ class Spaces:
             for (owner, model), shared in self._spaces.items()
         ]
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
-    def _make_room(self, owner: str) -> None:
-        """For one more model of an owner, who may make up names where an upstream answers to any."""
-        own = [key for key in self._spaces if key[0] == owner]
-        if len(own) >= self._settings.max_models:
-            space = self._spaces.pop(own[0]).space
-            self.bytes -= space.bytes
-            space.grew = lambda num_bytes: None  # a request may still hold it
-
-    def _grew(self, num_bytes: int) -> None:
-        """Keeps all of them together within their bytes: what does not fit goes from the owner that has most, from the
-        model that was used longest ago."""
-        self.bytes += num_bytes
-        while num_bytes > 0 and self.bytes > self._settings.max_memory_bytes:
-            owned: Counter[str] = Counter()
-            for (owner, _), shared in self._spaces.items():
-                owned[owner] += shared.space.bytes
-            ((most, most_bytes),) = owned.most_common(1)
-            if not most_bytes:
-                return
-            spaces = (shared.space for (owner, _), shared in self._spaces.items() if owner == most)
-            next(space for space in spaces if len(space)).evict_oldest()
-
     # -- Redis --------------------------------------------------------------------------------------------------------
 
     def _write(self, name: str, key: bytes, body: bytes) -> None:
@@ -193,7 +185,7 @@ class Spaces:
         try:
             await redis.put(name, key, body)
         except RedisDownError as error:
-            self.failures += error.asked
+            self._events["redis_failures"] += error.asked
         finally:
             self._writing -= 1
 
@@ -206,14 +198,14 @@ class Spaces:
                 removed.append(entry.key)
             if number % LOOKED_AT == 0:
                 await asyncio.sleep(0)
-        self.removed += len(removed)
+        self._events["removed"] += len(removed)
         if redis is None:
             return
         try:
             for key in removed:
                 await redis.put(shared.name, key, b"")
         except RedisDownError as error:
-            self.failures += error.asked
+            self._events["redis_failures"] += error.asked
 
     async def _read(self, redis: RedisQuestions, shared: SharedSpace) -> None:
         try:
@@ -230,18 +222,17 @@ class Spaces:
                     break
             await self._save(redis, shared)
         except RedisDownError as error:
-            self.failures += error.asked
+            self._events["redis_failures"] += error.asked
         finally:
             shared.reading = False
             shared.next_s = self._clock() + self._settings.sync_s
 
     async def _save(self, redis: RedisQuestions, shared: SharedSpace) -> None:
-        figures = shared.space.budget.figures()
+        budget = shared.space.budget
         # Without a label there is nothing to go on with, and models that clients made up would fill Redis.
-        if not figures.labels or self._clock() < shared.next_save_s or figures.requests == shared.saved:
-            return
-        shared.next_save_s, shared.saved = self._clock() + SAVE_S, figures.requests
-        await redis.save_budget(shared.name, orjson.dumps(shared.space.budget.to_state()))
+        if budget.figures().labels and self._clock() >= shared.next_save_s:
+            shared.next_save_s = self._clock() + SAVE_S
+            await redis.save_budget(shared.name, orjson.dumps(budget.to_state()))
 
     def _apply(self, space: Space, key: bytes, body: bytes) -> None:
         if not body:
@@ -250,10 +241,10 @@ class Spaces:
         try:
             entry = AnsweredQuestion.from_bytes(body)
         except ValueError:
-            self.unread += 1
+            self._events["unread"] += 1
             return
-        if space.find(key) != entry and not space.remember(entry):
-            self.unread += 1
+        if space.find(key) != entry and not self.remember(space, entry):
+            self._events["unread"] += 1
 
     def _restore(self, space: Space, state: bytes | None) -> None:
         if state is None or space.budget.figures().labels:
@@ -261,7 +252,7 @@ class Spaces:
         try:
             space.budget.restore(orjson.loads(state))
         except ValueError:
-            self.unread += 1
+            self._events["unread"] += 1
 
 
 def _is_removed(removal: Removal, owner: str, model: str, entry: AnsweredQuestion) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import EngineLostError, OverloadedError
-from gateway.responses.flights import Bill, Flight, Flights
+from gateway.responses.flights import Bill, Flight
 from gateway.types import Trace
 from tests.fakes.waiting import until
 
@@ -48,11 +48,21 @@ class Work:
             self.may.release()
 
 
-def board(flights: Flights[int], work: Work) -> Flight[int]:
-    if (flight := flights.find("k")) is None:
-        flight = flights.launch("k", LEADER)
-        flight.start(work.run, "test")
-    return flight
+@dataclass
+class Flights:
+    """Those that may be joined."""
+
+    max_bytes: int = 1000
+    size: Callable[[int], int] = lambda item: 1
+    joinable: dict[Hashable, Flight[int]] = field(default_factory=dict)
+
+    def launch(self, work: Callable[[Flight[int]], Any], key: str | None = "k") -> Flight[int]:
+        flight = Flight(self.joinable, key, LEADER, max_bytes=self.max_bytes, size=self.size)
+        flight.start(work)
+        return flight
+
+    def board(self, work: Work) -> Flight[int]:
+        return self.joinable.get("k") or self.launch(work.run)
 
 
 async def everything(flight: Flight[int]) -> list[int]:
@@ -60,26 +70,22 @@ async def everything(flight: Flight[int]) -> list[int]:
         return [item async for item in items]
 
 
-def flights(max_bytes: int = 1000, size: Callable[[int], int] = lambda item: 1) -> Flights[int]:
-    return Flights(max_bytes, size)
-
-
 async def test_whoever_comes_before_its_end_gets_all_of_it() -> None:
-    own, work = flights(), Work()
-    flight = board(own, work)
+    own, work = Flights(), Work()
+    flight = own.board(work)
     first = asyncio.create_task(everything(flight))
     work.allow(3)
     await until(lambda: flight.begun)
-    late = asyncio.create_task(everything(board(own, work)))
+    late = asyncio.create_task(everything(own.board(work)))
     work.allow(3)
     assert await first == await late == [0, 1, 2, 3, 4, 5]
     assert work.runs == 1
-    assert len(own) == 0
+    assert not own.joinable
 
 
 async def test_it_goes_on_when_the_first_one_leaves_and_ends_with_the_last() -> None:
-    own, work = flights(), Work()
-    flight = board(own, work)
+    own, work = Flights(), Work()
+    flight = own.board(work)
     leader, follower = asyncio.create_task(everything(flight)), asyncio.create_task(everything(flight))
     work.allow(2)
     await until(lambda: flight.begun)
@@ -90,28 +96,28 @@ async def test_it_goes_on_when_the_first_one_leaves_and_ends_with_the_last() -> 
     follower.cancel()
     async with asyncio.timeout(LIMIT_S):
         await work.aborted.wait()
-    assert own.find("k") is None
+    assert "k" not in own.joinable
 
 
 async def test_an_error_reaches_everybody_after_what_came_before_it() -> None:
-    own, work = flights(), Work(items=2, fails=EngineLostError("lost"))
+    own, work = Flights(), Work(items=2, fails=EngineLostError("lost"))
     work.allow(2)
 
     async def read() -> list[int]:
         seen: list[int] = []
         with pytest.raises(EngineLostError):
-            async with aclosing(board(own, work).read()) as items:
+            async with aclosing(own.board(work).read()) as items:
                 async for item in items:
                     seen += [item]
         return seen
 
     assert await asyncio.gather(read(), read()) == [[0, 1], [0, 1]]
-    assert own.find("k") is None
+    assert "k" not in own.joinable
 
 
 async def test_who_reads_too_slowly_is_given_up_and_costs_the_others_nothing() -> None:
-    own, work = flights(max_bytes=3), Work(items=20)
-    flight = board(own, work)
+    own, work = Flights(max_bytes=3), Work(items=20)
+    flight = own.board(work)
     slow = flight.read()
     work.allow(1)
     assert await anext(slow) == 0
@@ -125,8 +131,8 @@ async def test_who_reads_too_slowly_is_given_up_and_costs_the_others_nothing() -
 
 
 async def test_one_reader_alone_may_take_its_time_and_the_work_waits_for_it() -> None:
-    own, work = flights(max_bytes=3), Work(items=20)
-    flight = board(own, work)
+    own, work = Flights(max_bytes=3), Work(items=20)
+    flight = own.board(work)
     work.allow(20)
     items = flight.read()
     seen = [await anext(items)]
@@ -139,17 +145,17 @@ async def test_one_reader_alone_may_take_its_time_and_the_work_waits_for_it() ->
 
 
 async def test_too_large_an_answer_cannot_be_joined_any_more() -> None:
-    own, work = flights(max_bytes=3), Work(items=20)
-    flight = board(own, work)
+    own, work = Flights(max_bytes=3), Work(items=20)
+    flight = own.board(work)
     reader = asyncio.create_task(everything(flight))
     work.allow(5)
-    await until(lambda: own.find("k") is None)
+    await until(lambda: "k" not in own.joinable)
     work.allow(15)
     assert await reader == list(range(20))
 
 
 async def test_what_is_to_do_after_its_end_is_done_without_readers() -> None:
-    own, may, done = flights(), asyncio.Event(), asyncio.Event()
+    own, may, done = Flights(), asyncio.Event(), asyncio.Event()
 
     async def work(flight: Flight[int]) -> None:
         flight.land()
@@ -157,8 +163,7 @@ async def test_what_is_to_do_after_its_end_is_done_without_readers() -> None:
         await may.wait()
         done.set()
 
-    flight = own.launch("k", LEADER)
-    flight.start(work, "test")
+    flight = own.launch(work)
     async with aclosing(flight.read()) as items:
         assert await anext(items) == 1
     may.set()
@@ -167,10 +172,9 @@ async def test_what_is_to_do_after_its_end_is_done_without_readers() -> None:
 
 
 async def test_nobody_finds_a_flight_without_a_key() -> None:
-    own, work = flights(), Work(items=0)
-    flight = own.launch(None, LEADER)
-    flight.start(work.run, "test")
-    assert len(own) == 0
+    own, work = Flights(), Work(items=0)
+    flight = own.launch(work.run, None)
+    assert not own.joinable
     assert await everything(flight) == []
 
 
@@ -183,8 +187,7 @@ async def test_a_reader_that_leaves_behind_a_landed_flight_does_not_keep_it_in_t
         await flight.add(1)  # more than may wait for a reader
         ended.set()
 
-    flight = flights(max_bytes=1, size=lambda item: 2).launch("k", LEADER)
-    flight.start(work, "test")
+    flight = Flights(max_bytes=1, size=lambda item: 2).launch(work)
     async with aclosing(flight.read()) as items:
         assert await anext(items) == 0
         for _ in range(5):

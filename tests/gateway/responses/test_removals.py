@@ -12,7 +12,7 @@ from gateway.responses.entries import About, Chosen, Entry
 from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
 from gateway.responses.key import entry_id
-from gateway.responses.removals import KEY, LATE_S, LOOKED_AT, MAX_BYTES, Removal, RemovalEpoch, Removals
+from gateway.responses.stored_answers import KEY, LATE_S, LOOKED_AT, MAX_BYTES, Removal, RemovalEpoch, StoredAnswers
 from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
@@ -91,8 +91,8 @@ class Shelf:
 class Gateway:
     def __init__(self, epoch: Epoch, shelf: Shelf | None = None, *, max_bytes: int = 1 << 24) -> None:
         self.memory = MemoryEntries(max_bytes, lambda: NOW)
-        self.removals = Removals(self.memory, shelf, epoch, every_s=0.001)
-        self.exact = ExactCache(self.memory, shelf, removals=self.removals)
+        self.answers = StoredAnswers(self.memory, shelf, epoch, every_s=0.001)
+        self.exact = ExactCache(self.memory, shelf, removals=self.answers)
 
     def has(self, *entries: Entry) -> list[bool]:
         return [self.exact.has(entry) for entry in entries]
@@ -126,10 +126,10 @@ async def test_what_one_gateway_removed_others_have_not_after_their_next_look(ch
     for one in entries:
         there.exact.keep(one)
     chosen, left = CHOICES[choice]
-    await there.removals.look()
-    await here.removals.tell(Removal(chosen, NOW))
+    await there.answers.look()
+    await here.answers.remove(chosen, NOW)
     assert there.has(*entries) == [True] * 3
-    await there.removals.look()
+    await there.answers.look()
     assert there.has(*entries) == left
     assert there.memory.figures.removed == left.count(False)
     assert there.memory.figures.emptied == 0
@@ -138,11 +138,11 @@ async def test_what_one_gateway_removed_others_have_not_after_their_next_look(ch
 async def test_what_was_made_after_the_removal_stays() -> None:
     epoch = Epoch()
     here, there = Gateway(epoch), Gateway(epoch)
-    await here.removals.tell(removal())
+    await here.answers.remove(Chosen(), NOW)
     anew = entry(0, age_s=-1.0)
     for one in (here, there):
         one.exact.keep(anew)
-        await one.removals.look()
+        await one.answers.look()
         assert one.has(anew) == [True]
 
 
@@ -150,7 +150,7 @@ async def test_the_one_that_is_told_has_it_no_more_at_once_and_need_not_look() -
     here, kept = Gateway(Epoch()), entry(0)
     here.exact.keep(kept)
     assert here.has(kept) == [True]
-    await here.removals.tell(removal())
+    await here.answers.remove(Chosen(), NOW)
     assert here.has(kept) == [False]
 
 
@@ -158,17 +158,17 @@ async def test_while_it_runs_it_looks_by_itself() -> None:
     epoch = Epoch()
     here, there = Gateway(epoch), Gateway(epoch)
     there.exact.keep(kept := entry(0))
-    there.removals.start()
-    await here.removals.tell(removal())
+    there.answers.start()
+    await here.answers.remove(Chosen(), NOW)
     await until(lambda: there.has(kept) == [False])
-    await there.removals.close()
+    await there.answers.close()
 
 
 async def test_others_have_their_turn_while_many_answers_are_looked_at() -> None:
     here, turns = Gateway(Epoch()), 0
     for number in range(4 * LOOKED_AT):
         here.exact.keep(entry(number))
-    telling = asyncio.create_task(here.removals.tell(removal()))
+    telling = asyncio.create_task(here.answers.remove(Chosen(), NOW))
     while not telling.done():
         turns += 1
         await asyncio.sleep(0)
@@ -180,21 +180,21 @@ async def test_others_have_their_turn_while_many_answers_are_looked_at() -> None
 async def test_who_missed_a_removal_empties_its_memory(what: str) -> None:
     epoch = Epoch()
     here, there = Gateway(epoch), Gateway(epoch)
-    await there.removals.look()
+    await there.answers.look()
     there.exact.keep(kept := entry(0))
     match what:
         case "two":
             for _ in range(2):
-                await here.removals.tell(removal(owner=SOUTH))
+                await here.answers.remove(Chosen(owner=SOUTH), NOW)
         case "another epoch":
             epoch.epoch = 5000
         case _:
             epoch.epoch += 1
-    await there.removals.look()
+    await there.answers.look()
     assert there.has(kept) == [False]
     assert (there.memory.figures.emptied, there.memory.figures.entries, there.memory.figures.bytes) == (1, 0, 0)
     there.exact.keep(kept)
-    await there.removals.look()
+    await there.answers.look()
     assert there.has(kept) == [True]
 
 
@@ -202,16 +202,16 @@ async def test_a_gateway_that_starts_after_removals_has_missed_none() -> None:
     epoch = Epoch()
     await epoch.advance(removal())
     there = Gateway(epoch)
-    await there.removals.look()
+    await there.answers.look()
     assert there.memory.figures.emptied == 0
 
 
 async def test_a_gateway_that_removes_has_missed_nothing_itself() -> None:
     here = Gateway(Epoch())
-    await here.removals.look()
+    await here.answers.look()
     for _ in range(3):
-        await here.removals.tell(removal(owner=SOUTH))
-    await here.removals.look()
+        await here.answers.remove(Chosen(owner=SOUTH), NOW)
+    await here.answers.look()
     assert here.memory.figures.emptied == 0
 
 
@@ -219,10 +219,10 @@ async def test_who_began_without_redis_cannot_know() -> None:
     epoch = Epoch()
     there = Gateway(epoch)
     epoch.away = True
-    await there.removals.look()
+    await there.answers.look()
     there.exact.keep(kept := entry(0))
     epoch.away = False
-    await there.removals.look()
+    await there.answers.look()
     assert there.has(kept) == [False]
 
 
@@ -233,10 +233,10 @@ async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_aga
     for one in (poisoned, good):
         there.exact.keep(one)
         await there.exact.share(one)
-    await there.removals.look()
+    await there.answers.look()
     epoch.away = shelf.away = True
     for _ in range(3):
-        await there.removals.look()
+        await there.answers.look()
     assert await there.exact.find(NORTH, entry(2).key) is None  # who asks notices
     assert there.has(poisoned, good) == [True, True]
     assert there.exact.peek(NORTH, poisoned.key) is poisoned
@@ -249,7 +249,7 @@ async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_aga
     assert await there.exact.find(NORTH, poisoned.key) is None
     assert await there.exact.find(NORTH, good.key) == good
     epoch.away = False
-    await there.removals.look()
+    await there.answers.look()
     assert there.has(poisoned) == [False]
     assert there.exact.peek(NORTH, good.key) == good
 
@@ -260,7 +260,7 @@ async def test_who_cannot_tell_others_says_so_and_has_it_no_more_itself() -> Non
     here = Gateway(epoch)
     here.exact.keep(kept := entry(0))
     with pytest.raises(RedisDownError):
-        await here.removals.tell(removal())
+        await here.answers.remove(Chosen(), NOW)
     assert here.has(kept) == [False]
 
 
@@ -273,7 +273,7 @@ async def test_what_redis_said_before_a_removal_is_not_kept_in_memory_after_it()
     await until(lambda: shelf.finds == 1)
     await shelf.remove(NORTH, kept.id)
     await epoch.advance(removal())
-    await there.removals.look()
+    await there.answers.look()
     shelf.go.set()
     assert await asked == kept  # it asked before
     assert there.has(kept) == [False]
@@ -288,7 +288,7 @@ async def test_what_reaches_redis_behind_its_own_removal_is_removed_again() -> N
     sharing = asyncio.create_task(there.exact.share(kept))
     await asyncio.sleep(0)
     await epoch.advance(removal())
-    await there.removals.look()
+    await there.answers.look()
     shelf.go.set()
     await sharing
     assert shelf.held == {}
@@ -303,7 +303,7 @@ async def test_what_was_on_its_way_to_redis_when_it_was_removed_is_removed_at_th
     await epoch.advance(removal())
     for one in (late, early):
         await shelf.put(one)  # which nobody does who keeps to time limits: only the late one is looked for
-    await there.removals.look()
+    await there.answers.look()
     assert list(shelf.held) == [(NORTH, early.id)]
 
 
@@ -315,7 +315,7 @@ async def test_an_unrelated_removal_costs_others_nothing_that_is_shared() -> Non
     sharing = asyncio.create_task(there.exact.share(kept))
     await asyncio.sleep(0)
     await epoch.advance(removal(owner=SOUTH))
-    await there.removals.look()
+    await there.answers.look()
     shelf.go.set()
     await sharing
     assert list(shelf.held) == [(NORTH, kept.id)]
@@ -334,9 +334,9 @@ async def test_the_questions_of_the_semantic_cache_hear_of_it() -> None:
 
     epoch = Epoch()
     memory = MemoryEntries(0, lambda: NOW)
-    here, there = (Removals(memory, None, epoch, Questions(name), every_s=1.0) for name in ("here", "there"))
+    here, there = (StoredAnswers(memory, None, epoch, Questions(name)) for name in ("here", "there"))
     await there.look()
-    await here.tell(removal(owner=NORTH))
+    await here.remove(Chosen(owner=NORTH), NOW)
     await there.look()
     assert heard == {"here": [removal(owner=NORTH)], "there": [removal(owner=NORTH)]}
 

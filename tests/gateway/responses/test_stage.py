@@ -21,7 +21,7 @@ from gateway.errors import (
     OverloadedError,
     QueueFullError,
 )
-from gateway.responses.base import GetText, Match, Mode, Query, Regenerate
+from gateway.responses.base import Match, Mode, Query, Regenerate
 from gateway.responses.entries import Entry
 from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
@@ -627,8 +627,8 @@ class Meaning:
     def repeats(self, query: Query[Any]) -> Callable[[], None]:
         return lambda: self.calls.append("repeated")
 
-    def hit(self, query: Query[Any], match: Match, given: GetText, anew: Regenerate) -> None:
-        self.calls.append(f"hit {given()}")
+    def hit(self, query: Query[Any], anew: Regenerate) -> None:
+        self.calls.append("hit")
         self.anew = anew
 
     def gone(self, query: Query[Any], match: Match) -> None:
@@ -647,7 +647,7 @@ async def test_what_means_the_same_is_asked_for_after_an_exact_miss_and_told_of_
     assert await bench.text(request) == "Hello 1"
     assert request.trace.lookup is not None
     assert (request.trace.lookup.outcome, request.trace.lookup.similarity) == ("semantic", 0.97)
-    assert meaning.calls == ["find", "remember Hello 1", "find", "hit Hello 1"]
+    assert meaning.calls == ["find", "remember Hello 1", "find", "hit"]
     assert meaning.anew is not None
     assert await meaning.anew() == "Hello 2"
     assert bench.engine.runs[-1].lane == "batch"

@@ -15,9 +15,8 @@ from gateway.responses.entries import Entry
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.exact import ExactCache
 from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
-from gateway.responses.removals import RemovalEpoch, Removals
 from gateway.responses.stage import ResponseCache
-from gateway.responses.stored_answers import StoredAnswers
+from gateway.responses.stored_answers import RemovalEpoch, StoredAnswers
 from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
@@ -31,10 +30,10 @@ TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(n
 
 
 class Asking:
-    def __init__(self, gateway: Gateway, clock: list[float], removals: Removals) -> None:
+    def __init__(self, gateway: Gateway, clock: list[float], answers: StoredAnswers) -> None:
         self.gateway = gateway
         self.clock = clock
-        self.removals = removals
+        self.answers = answers
 
     async def ask(self, question: str, tenant: str = "north") -> tuple[str, str]:
         """What the cache had for it, and the answer's id."""
@@ -69,15 +68,13 @@ async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | 
     memory = MemoryEntries(1 << 20, now)
     shared = None if redis is None else RedisEntries(RedisCalls(redis, LIMIT_S), settings, now)
     epoch = None if redis is None else RemovalEpoch(RedisCalls(redis, LIMIT_S))
-    removals = Removals(memory, shared, epoch, every_s=settings.removals_s)
-    exact = ExactCache(memory, shared, memory_s=settings.memory_s, removals=removals)
+    answers = StoredAnswers(memory, shared, epoch, every_s=settings.removals_s)
+    exact = ExactCache(memory, shared, memory_s=settings.memory_s, removals=answers)
     cache = ResponseCache(settings, {}, exact, None, now)
     pipeline = FakePipeline(pieces or ("Hello", " world"), responses=cache)
     auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)
-    async with running(
-        pipeline, auth=auth, tenants=TENANTS, answers=StoredAnswers(memory, shared, removals), now=now
-    ) as gateway:
-        yield Asking(gateway, clock, removals)
+    async with running(pipeline, auth=auth, tenants=TENANTS, answers=answers, now=now) as gateway:
+        yield Asking(gateway, clock, answers)
 
 
 async def test_what_is_remembered_is_listed_by_the_id_of_its_headers_and_counted() -> None:
@@ -151,7 +148,7 @@ async def test_what_one_gateway_remembers_another_one_lists_shows_and_removes(re
         await until(lambda: there_is(redis, name))
         clock[0] += 1
         assert await there.invalidate(id=name) == 1
-        await here.removals.look()
+        await here.answers.look()
         assert (await here.ask("one"))[0] == "miss", "it is in no gateway's memory any more"
         assert (await here.ask("two", "south"))[0] == "exact"
     await redis.aclose()
@@ -178,14 +175,14 @@ async def test_by_itself_a_gateway_hears_of_what_another_one_removed(redis_url: 
     async with asking(redis=redis, clock=clock) as here, asking(redis=redis, clock=clock) as there:
         _, name = await here.ask("one")
         await until(lambda: there_is(redis, name))
-        here.removals.start()
+        here.answers.start()
         try:
             clock[0] += 1
             assert await there.invalidate(model="demo") == 1
             clock[0] += 1  # what is made from now on is another answer
             await until(lambda: misses(here))
         finally:
-            await here.removals.close()
+            await here.answers.close()
     await redis.aclose()
 
 

@@ -119,7 +119,7 @@ def test_whoever_starts_again_goes_on_where_it_was() -> None:
     assert again.figures().labels == budget.figures().labels
     assert again.figures().wrong_share == budget.figures().wrong_share
     for similarity in (0.7, 0.85, 0.95, 0.99):
-        before, now = (one.decide_uncounted(Evidence(similarity, 0.5, 0.2)) for one in (budget, again))
+        before, now = (one.decide(Evidence(similarity, 0.5, 0.2), counts=False) for one in (budget, again))
         assert (now.probability, now.hit) == (pytest.approx(before.probability, abs=0.01), before.hit)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 
 from engine.protocol import Grammar, Sampling
 from gateway.config import SemanticCacheSettings
-from gateway.errors import EngineFailedError
 from gateway.responses.semantic.budget import Budget
 from gateway.types import ChatPrompt, Constraint, Request, Reuse, Scope, Tool, ToolUse
 from tests.fakes.meanings import BROKEN, Kitchen, Meanings
@@ -218,17 +216,3 @@ async def test_who_wants_nothing_generated_gets_what_means_the_same_and_no_audit
     assert (await one.ask(SECOND, reuse=Reuse(only_cached=True)))[1] == "semantic"
     assert (len(one.runs), events(one).get("audited")) == (1, None)
     assert (budget(one).figures().requests, budget(one).figures().hits) == (looked_up, 0)
-
-
-async def test_what_was_found_for_a_request_is_forgotten_with_it() -> None:
-    one = kitchen()
-
-    def fail(request: Request) -> None:
-        assert len(one.semantic._looked) == 1
-        raise EngineFailedError("The engine failed on this request.")
-
-    one.before = fail
-    with pytest.raises(EngineFailedError):
-        await one.ask(FIRST)
-    gc.collect()
-    assert len(one.semantic._looked) == 0

