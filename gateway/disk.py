@@ -1,47 +1,46 @@
-"""Files that survive a power failure, and parts of them that are known to be somebody's. Blocking, and every function
-raises OSError: those who keep something on disk (files/folder.py, queues/batch/folder.py) say what it means to them, a
-Part by itself.
+"""Files that survive a power failure, and locked parts of them. Blocking. Parts and `translated` raise StorageError;
+every other function raises OSError, for files/folder.py and queues/batch/folder.py to translate.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+from gateway.errors import StorageError, StorageFullError
+
+log = logging.getLogger(__name__)
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Of an OSError: there is no room."""
 
 
 class Part:
-    """A file that is being written, by one thread at a time, and locked for as long as it is. Whoever renames it keeps
-    it; what was not renamed is gone after `discard`."""
+    """A file that is being written, by one thread at a time, and locked meanwhile. It becomes a file with `keep_as`, or
+    is gone after `discard`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        check_room: Callable[[int, int], None],
-        translated: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """A new one, for this user only.
+    def __init__(self, folder: Path, check_room: Callable[[int, int], None], what: str) -> None:
+        """Creates it, for this user only.
 
-        check_room  raises what it likes when, besides so many bytes, there may not be so many more
-        translated  a context around whatever may raise OSError
+        check_room  raises an error when, besides so many bytes, there may not be so many more
+        what        "Files", say, for error messages
         """
         self.path = folder / f"{secrets.token_hex(16)}.part"
         self.num_bytes = 0
         self._check_room = check_room
-        self._translated = translated
-        self._one_at_a_time = threading.Lock()  # who was cancelled discards while a write may still run
+        self._what = what
+        self._one_at_a_time = threading.Lock()  # a cancelled request discards it while a write may still run
         self._descriptor: int | None = None
-        with translated():
+        with translated(what):
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 lock(self._descriptor)
@@ -51,7 +50,7 @@ class Part:
 
     def write(self, data: bytes) -> None:
         """At its end. Does nothing once it is closed."""
-        with self._one_at_a_time, self._translated():
+        with self._one_at_a_time, translated(self._what):
             if self._descriptor is None:
                 return
             self._check_room(self.num_bytes, len(data))
@@ -60,32 +59,51 @@ class Part:
 
     def sync(self) -> None:
         """Returns when what was written survives a power failure."""
-        with self._one_at_a_time, self._translated():
+        with self._one_at_a_time, translated(self._what):
             if self._descriptor is not None:
                 os.fsync(self._descriptor)
 
-    def close(self) -> None:
-        """Gives up the lock."""
+    def keep_as(self, path: Path) -> None:
+        """Renames it; it stays locked until it is discarded. Durable when this returns."""
+        self.sync()
+        with translated(self._what):
+            os.rename(self.path, path)
+            sync_folder(path.parent)
+
+    def discard(self) -> None:
+        """Unlocks it, and leaves nothing behind; what was renamed stays."""
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
         with self._one_at_a_time:
             if self._descriptor is not None:
                 os.close(self._descriptor)
             self._descriptor = None
 
-    def discard(self) -> None:
-        """Leaves nothing behind; what was renamed stays."""
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
-        self.close()
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Raises StorageFullError or StorageError in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s cannot be written or read: %s", what.lower(), error)
+        if error.errno in FULL:
+            raise full(what) from error
+        raise StorageError(f"{what} cannot be written or read at the moment.") from error
+
+
+def full(what: str) -> StorageFullError:
+    return StorageFullError(f"There is no room for {what.lower()} on the server's disk; nothing was stored.")
 
 
 def lock(descriptor: int) -> None:
-    """Until it is closed, or this process ends. Raises BlockingIOError when somebody else has it."""
+    """Locks it until it is closed, or this process ends. Raises BlockingIOError when it is locked."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_written(part: Path, *, new_s: float = 0.0) -> bool:
-    """Whether somebody who lives has locked it, or it is younger than `new_s` and may not be locked yet. Also when it
-    is gone: it was kept or discarded meanwhile."""
+    """Whether a living process has locked it, or it is younger than `new_s` and may not be locked yet. Also when it is
+    gone: it was kept or discarded meanwhile."""
     try:
         descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,7 +1,5 @@
-"""Files of tenants, without blocking: uploads that arrive piece by piece, look-ups, and a sweep every now and then.
-
-The promises are folder.py's; this file brings threads, limits for uploads in flight, and the time to live of batch
-files.
+"""Files of tenants, without blocking the event loop: uploads that arrive in chunks, look-ups, and a periodic sweep.
+folder.py has the promises; this adds threads, limits of running uploads, and the time to live of batch files.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ JSON_LINES: Final = "application/jsonl"
 
 
 class Upload:
-    """A file that is arriving. `purpose` may be set at any time before `finish`, and decides how large it may be."""
+    """An arriving file. `purpose` may be set at any time before `finish`; it decides how large the file may be."""
 
     def __init__(self, store: FileStore, tenant: str, part: Part, room_bytes: int) -> None:
         self.purpose = ""
@@ -46,27 +44,7 @@ class Upload:
         self._buffer = bytearray()
 
     def expect(self, num_bytes: int) -> None:
-        """So many bytes are announced, at least. Raises FileTooLargeError and QuotaError."""
-        self._check(num_bytes)
-
-    async def write(self, data: bytes) -> None:
-        """Raises FileTooLargeError, QuotaError, StorageFullError and StorageError."""
-        self._num_bytes += len(data)
-        self._check(self._num_bytes)
-        self._buffer += data
-        if len(self._buffer) >= BUFFER_BYTES:
-            await self._flush()
-
-    async def finish(self, filename: str, mime_type: str, ttl_s: float | None) -> StoredFile:
-        """It is stored when this returns. `ttl_s` None: the time to live of its purpose. Raises as `write`."""
-        self._check(self._num_bytes)
-        await self._flush()
-        if ttl_s is None and self.purpose == "batch":
-            ttl_s = self._store.settings.batch_ttl_s
-        folder, part = self._store.folder, self._part
-        return await self._store.run(lambda: folder.keep(part, self._tenant, filename, self.purpose, mime_type, ttl_s))
-
-    def _check(self, num_bytes: int) -> None:
+        """At least so many bytes will arrive. Raises FileTooLargeError and QuotaError."""
         settings = self._store.settings
         limit, name = settings.max_file_bytes, "files.max_file_bytes"
         if self.purpose == "batch":
@@ -75,6 +53,23 @@ class Upload:
             raise FileTooLargeError(limit, name)
         if num_bytes > self._room_bytes:
             raise too_many_bytes(settings.max_bytes)
+
+    async def write(self, data: bytes) -> None:
+        """Raises FileTooLargeError, QuotaError, StorageFullError and StorageError."""
+        self._num_bytes += len(data)
+        self.expect(self._num_bytes)
+        self._buffer += data
+        if len(self._buffer) >= BUFFER_BYTES:
+            await self._flush()
+
+    async def finish(self, filename: str, mime_type: str, ttl_s: float | None) -> StoredFile:
+        """It is stored when this returns. `ttl_s` None: the time to live of its purpose. Raises as `write`."""
+        self.expect(self._num_bytes)
+        await self._flush()
+        if ttl_s is None and self.purpose == "batch":
+            ttl_s = self._store.settings.batch_ttl_s
+        folder, part = self._store.folder, self._part
+        return await self._store.run(lambda: folder.keep(part, self._tenant, filename, self.purpose, mime_type, ttl_s))
 
     async def _flush(self) -> None:
         data, self._buffer = bytes(self._buffer), bytearray()
@@ -106,15 +101,20 @@ class FileStore:
         self._check_uploads(tenant)
         self._uploads[tenant] += 1
         try:
-            part, room_bytes = await self._acquired(
-                lambda: self.folder.begin(tenant), undo=lambda begun: begun[0].discard()
-            )
-            try:
+            async with self._part(tenant) as (part, room_bytes):
                 yield Upload(self, tenant, part, room_bytes)
-            finally:
-                await asyncio.shield(self.run(part.discard))
         finally:
             self._uploads[tenant] -= 1
+
+    @asynccontextmanager
+    async def _part(self, tenant: str) -> AsyncIterator[tuple[Part, int]]:
+        part, room_bytes = await self._acquired(
+            lambda: self.folder.begin(tenant), undo=lambda begun: begun[0].discard()
+        )
+        try:
+            yield part, room_bytes
+        finally:
+            await asyncio.shield(self.run(part.discard))
 
     async def add(
         self,
@@ -125,39 +125,36 @@ class FileStore:
         ttl_s: float | None,
         chunks: AsyncIterator[bytes],
     ) -> StoredFile:
-        """A file that we made, of JSON lines. A file that has its id already stays as it is, and is returned:
-        the same may be done again after a crash. `ttl_s` None: that of batch files. Raises QuotaError,
-        StorageFullError and StorageError."""
+        """Stores JSON lines as a file of this id. An existing file stays as it is and is returned: a step that is
+        repeated after a crash adds nothing. `ttl_s` None: that of batch files. Raises QuotaError, StorageFullError and
+        StorageError."""
         if (there := await self.find(tenant, file_id)) is not None:
             return there
         ttl_s = self.settings.batch_ttl_s if ttl_s is None else ttl_s
-        part, _ = await self._acquired(lambda: self.folder.begin(tenant), undo=lambda begun: begun[0].discard())
-        try:
+        async with self._part(tenant) as (part, _):
             async for chunk in chunks:
                 await self.run(partial(part.write, chunk))
             keep = partial(self.folder.keep, part, tenant, filename, purpose, JSON_LINES, ttl_s, file_id=file_id)
             return await self.run(keep)
-        finally:
-            await asyncio.shield(self.run(part.discard))
 
     async def link(self, tenant: str, file_id: str, path: Path) -> bool:
         """See Folder.link."""
         return await self.run(lambda: self.folder.link(tenant, file_id, path))
 
     async def all_of(self, tenant: str) -> list[StoredFile]:
-        """In the order in which they were made."""
+        """In the order of creation."""
         return await self.run(lambda: self.folder.all_of(tenant))
 
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:
         return await self.run(lambda: self.folder.find(tenant, file_id))
 
     async def delete(self, tenant: str, file_id: str) -> bool:
-        """Whether it was there."""
+        """Whether it existed."""
         return await self.run(lambda: self.folder.delete(tenant, file_id))
 
     @asynccontextmanager
     async def reading(self, tenant: str, file_id: str) -> AsyncIterator[tuple[StoredFile, AsyncIterator[bytes]] | None]:
-        """The file and its bytes, piece by piece."""
+        """The file and its bytes in chunks; None when there is none."""
         opened = await self._acquired(
             lambda: self.folder.open(tenant, file_id), undo=lambda opened: None if opened is None else opened[1].close()
         )
@@ -166,7 +163,7 @@ class FileStore:
             return
         stored, file = opened
         try:
-            yield stored, self._pieces(file)
+            yield stored, self._chunks(file)
         finally:
             await asyncio.shield(self.run(file.close))
 
@@ -189,8 +186,8 @@ class FileStore:
                 raise QueueFullError(message, retry_after_s=RETRY_AFTER_S)
 
     async def _acquired(self, acquire: Callable[[], _T], *, undo: Callable[[_T], None]) -> _T:
-        """What `acquire` returns; undone if nobody waits for it any more by then, by the thread that acquired it:
-        `close` waits for that, and nothing new can be given to threads while it does."""
+        """What `acquire` returns. If the caller was cancelled by then, the thread that acquired it undoes it: `close`
+        waits for that, and no new work can be given to threads while it does."""
 
         def undone(done: Future[_T]) -> None:
             if not done.cancelled() and done.exception() is None:
@@ -203,7 +200,7 @@ class FileStore:
             future.add_done_callback(undone)
             raise
 
-    async def _pieces(self, file: BinaryIO) -> AsyncIterator[bytes]:
+    async def _chunks(self, file: BinaryIO) -> AsyncIterator[bytes]:
         while chunk := await self.run(lambda: file.read(BUFFER_BYTES)):
             yield chunk
 

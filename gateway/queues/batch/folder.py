@@ -1,33 +1,34 @@
 """What jobs have on disk, in a folder that all gateways share. Blocking: called from threads.
 
-    ROOT/TENANT/NAME.part          rows that are being sent; locked (flock) by whoever writes them while they live
+    ROOT/TENANT/NAME.part          arriving rows; locked (flock) by the living process that writes them
     ROOT/TENANT/JOB/input.jsonl    the rows of a job
     ROOT/TENANT/JOB/lines          where each line is in them: offset and bytes, as in _ENTRY
-    ROOT/TENANT/JOB/NAME.spool     results, each of one gateway, one behind the other; which of them count, Redis knows
-    ROOT/TENANT/JOB/results.jsonl  all results, once the job has ended, where they became no files
+    ROOT/TENANT/JOB/NAME.spool     results, one behind the other, written by one gateway each; Redis knows which count
+    ROOT/TENANT/JOB/results.jsonl  all results of a job that has ended, if they do not become files
 
-What is written in one go is renamed into place. A spool's end may be torn; nobody points to it.
+All but the spools is renamed into place when it is complete. A spool's end may be torn; no result points to it.
+Everything raises StorageError.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from gateway import disk
-from gateway.errors import BodyTooLargeError, StorageError, StorageFullError
+from gateway.errors import BodyTooLargeError, StorageFullError
 from gateway.queues.batch.base import Job, Line
 
-log = logging.getLogger(__name__)
+WHAT: Final = "Batches"
 
 NEW_S: Final = 60.0
 """Rows that are younger may not be locked yet."""
@@ -36,7 +37,7 @@ _ENTRY: Final = struct.Struct("<QI")
 
 
 class JobFolder:
-    """The jobs below `root`, which is made when the first one comes."""
+    """The jobs below `root`, which is created with the first one."""
 
     def __init__(self, root: Path, *, min_free_bytes: int) -> None:
         self._root = root
@@ -44,20 +45,19 @@ class JobFolder:
         self._appending = threading.Lock()
 
     def num_bytes(self, tenant: str) -> int:
-        """That all jobs of a tenant have. Raises StorageError."""
+        """Bytes of all jobs of a tenant."""
         total = 0
-        with translated():
+        with disk.translated(WHAT):
             for folder, _, names in os.walk(self._root / tenant):
                 for name in names:
-                    with suppress(FileNotFoundError):  # it is gone by now
+                    with suppress(FileNotFoundError):  # removed meanwhile
                         total += os.stat(os.path.join(folder, name)).st_size
         return total
 
     # -- input --------------------------------------------------------------------------------------------------------
 
     def begin(self, tenant: str, max_bytes: int) -> disk.Part:
-        """Rows that are to be sent; ended by `put_input`, or by discarding them. Raises StorageError, and writing them
-        BodyTooLargeError and StorageFullError."""
+        """Arriving rows, for `put_input` or to be discarded. Writing raises BodyTooLargeError and StorageFullError."""
 
         def check_room(num_bytes: int, more_bytes: int) -> None:
             if num_bytes + more_bytes > max_bytes:
@@ -65,49 +65,48 @@ class JobFolder:
             self.check_room(more_bytes)
 
         folder = self._root / tenant
-        with translated():
+        with disk.translated(WHAT):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return disk.Part(folder, check_room, translated)
+        return disk.Part(folder, check_room, WHAT)
 
     def make(self, job: Job) -> Path:
-        """Its folder; where its rows belong comes back. Raises StorageError."""
-        with translated():
+        """Creates its folder. Returns where its rows belong."""
+        with disk.translated(WHAT):
             folder = self._of(job)
             folder.mkdir(parents=True, mode=0o700)
             disk.sync_folder(folder.parent)
         return folder / "input.jsonl"
 
     def put_input(self, job: Job, rows: disk.Part) -> None:
-        """Its folder, with what was sent as its rows. Durable when this returns. Raises StorageError."""
-        self._keep(rows, self.make(job))
+        """Creates its folder with these rows. Durable when this returns."""
+        rows.keep_as(self.make(job))
 
     @contextmanager
     def rows(self, job: Job) -> Iterator[BinaryIO]:
-        """All of them. Raises StorageError, also for an OSError of who reads."""
-        with translated(), (self._of(job) / "input.jsonl").open("rb") as file:
+        """All of them. An OSError of the reader is a StorageError, too."""
+        with disk.translated(WHAT), (self._of(job) / "input.jsonl").open("rb") as file:
             yield file
 
     def put_lines(self, job: Job, lines: Sequence[Line]) -> None:
-        """Where its lines are. Raises StorageFullError and StorageError."""
+        """Where its lines are."""
         with self.writing(job) as part:
             part.write(b"".join(_ENTRY.pack(*line) for line in lines))
-            self._keep(part, self._of(job) / "lines")
+            part.keep_as(self._of(job) / "lines")
 
     def read_lines(self, job: Job, start: int, count: int, max_bytes: int | None = None) -> list[bytes]:
-        """The rows of so many lines from one on; as many of them as have `max_bytes` together, but one at least. Raises
-        StorageError."""
-        with translated(), self._input(job) as rows:
+        """The rows of so many lines from one on; as many of them as have `max_bytes` together, but one at least."""
+        with disk.translated(WHAT), (self._of(job) / "input.jsonl").open("rb", buffering=0) as rows:
             found = self._find_lines(job, start, count)
             fitting = num_fitting([size for _, size in found], max_bytes)
             return [os.pread(rows.fileno(), size, offset) for offset, size in found[:fitting]]
 
     def row_bytes(self, job: Job, line: int) -> int:
-        """Of one line's row. Raises StorageError."""
-        with translated():
+        """Of one line's row."""
+        with disk.translated(WHAT):
             return self._find_lines(job, line, 1)[0][1]
 
     def _find_lines(self, job: Job, start: int, count: int) -> list[tuple[int, int]]:
-        """Offset and size of rows."""
+        """Offset and size of rows. Raises OSError."""
         with (self._of(job) / "lines").open("rb") as index:
             entries = os.pread(index.fileno(), count * _ENTRY.size, start * _ENTRY.size)
         if len(entries) != count * _ENTRY.size:
@@ -117,59 +116,57 @@ class JobFolder:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def append(self, job: Job, spool: str, body: bytes) -> int:
-        """The offset at which the result is; it survives a power failure when this returns. `spool` is written by this
-        process alone. Raises StorageFullError and StorageError."""
-        with translated():
+        """The offset of the result, which survives a power failure when this returns. `spool` is written by this
+        process alone. Raises StorageFullError."""
+        path = self._of(job) / f"{spool}.spool"
+        with disk.translated(WHAT):
             self.check_room(len(body))
-            path = self._of(job) / f"{spool}.spool"
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
+            with open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600)) as file:
                 with self._appending:
-                    offset = os.fstat(descriptor).st_size
-                    disk.write_all(descriptor, body + b"\n")
-                os.fdatasync(descriptor)
-                if not offset:
-                    disk.sync_folder(path.parent)
-            finally:
-                os.close(descriptor)
+                    offset = os.fstat(file.fileno()).st_size
+                    disk.write_all(file.fileno(), body + b"\n")
+                os.fdatasync(file.fileno())
+            if not offset:
+                disk.sync_folder(path.parent)
         return offset
 
     def read(self, job: Job, places: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
-        """Results by spool, offset and bytes; None for what is not there. Raises StorageError."""
+        """Results by spool, offset and bytes; None for what is not there."""
         found: list[bytes | None] = []
-        with translated(), _Spools(self._of(job)) as spools:
+        files: dict[str, BinaryIO | None] = {}
+        with disk.translated(WHAT), ExitStack() as stack:
             for spool, offset, num_bytes in places:
-                file = spools.open(spool)
+                if spool not in files:
+                    files[spool] = _opened(self._of(job) / f"{spool}.spool")
+                    stack.enter_context(files[spool] or nullcontext())
+                file = files[spool]
                 body = b"" if file is None else os.pread(file.fileno(), num_bytes, offset)
                 found.append(body if len(body) == num_bytes > 0 else None)
         return found
 
     @contextmanager
     def writing(self, job: Job) -> Iterator[disk.Part]:
-        """A file of a job that is whole or not there at all. Raises StorageFullError and StorageError."""
-        part = disk.Part(self._of(job), lambda _, more_bytes: self.check_room(more_bytes), translated)
+        """A file of a job, to be kept in the block. Writing raises StorageFullError."""
+        part = disk.Part(self._of(job), lambda _, more_bytes: self.check_room(more_bytes), WHAT)
         try:
             yield part
         finally:
             part.discard()
 
     def put_results(self, job: Job, part: disk.Part) -> None:
-        """All results of a job, in place of those that were there. Durable when this returns. Raises StorageError."""
-        self._keep(part, self._of(job) / "results.jsonl")
+        """All results of a job, in place of the ones before. Durable when this returns."""
+        part.keep_as(self._of(job) / "results.jsonl")
 
     def open_results(self, job: Job) -> BinaryIO | None:
-        """They stay readable until they are closed. None when there are none. Raises StorageError."""
-        with translated():
-            try:
-                return (self._of(job) / "results.jsonl").open("rb", buffering=0)
-            except FileNotFoundError:
-                return None
+        """Readable until they are closed. None when there are none."""
+        with disk.translated(WHAT):
+            return _opened(self._of(job) / "results.jsonl")
 
-    # -- what goes ----------------------------------------------------------------------------------------------------
+    # -- removal ------------------------------------------------------------------------------------------------------
 
     def clean(self, job: Job) -> None:
-        """Leaves nothing but its results. Raises StorageError."""
-        with translated():
+        """Leaves nothing but its results."""
+        with disk.translated(WHAT):
             folder = self._of(job)
             if folder.is_dir():
                 for path in folder.iterdir():
@@ -179,19 +176,18 @@ class JobFolder:
                     folder.rmdir()  # when there are none
 
     def remove(self, tenant: str, job_id: str) -> None:
-        """Raises StorageError."""
-        with translated():
+        with disk.translated(WHAT):
             shutil.rmtree(self._root / tenant / job_id, ignore_errors=True)
 
     def jobs(self) -> list[tuple[str, str]]:
-        """Tenant and id of all that have a folder. Raises StorageError."""
-        with translated():
+        """Tenant and id of all jobs that have a folder."""
+        with disk.translated(WHAT):
             folders = (path for tenant in self._tenants() for path in tenant.iterdir() if path.is_dir())
             return sorted((path.parent.name, path.name) for path in folders)
 
     def sweep(self) -> int:
-        """Removes rows that nobody sends any more. How many there were. Raises StorageError."""
-        with translated():
+        """Removes rows that stopped arriving. How many there were."""
+        with disk.translated(WHAT):
             parts = [
                 path
                 for tenant in self._tenants()
@@ -203,11 +199,11 @@ class JobFolder:
         return len(parts)
 
     def has_room(self) -> bool:
-        """Whether any result could be written. Raises StorageError."""
+        """Whether any result could be written."""
         if not self._root.is_dir():
-            return True  # nobody has written anything yet
+            return True  # nothing was written yet
         try:
-            with translated():
+            with disk.translated(WHAT):
                 self.check_room(0)
         except StorageFullError:
             return False
@@ -216,7 +212,7 @@ class JobFolder:
     def check_room(self, num_bytes: int) -> None:
         """Raises StorageFullError when so many bytes would leave less than others need."""
         if not disk.has_room(self._root, num_bytes, self._min_free_bytes):
-            raise _full()
+            raise disk.full(WHAT)
 
     def _tenants(self) -> list[Path]:
         return [path for path in self._root.iterdir() if path.is_dir()] if self._root.is_dir() else []
@@ -224,49 +220,13 @@ class JobFolder:
     def _of(self, job: Job) -> Path:
         return self._root / job.tenant / job.id
 
-    def _input(self, job: Job) -> BinaryIO:
-        return (self._of(job) / "input.jsonl").open("rb", buffering=0)
 
-    def _keep(self, part: disk.Part, path: Path) -> None:
-        part.sync()
-        with translated():
-            os.rename(part.path, path)
-            disk.sync_folder(path.parent)
-
-
-class _Spools:
-    """Context manager around the spools of one job that are read, each opened once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, BinaryIO | None] = {}
-
-    def __enter__(self) -> _Spools:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for file in self._files.values():
-            if file is not None:
-                file.close()
-
-    def open(self, spool: str) -> BinaryIO | None:
-        if spool not in self._files:
-            try:
-                self._files[spool] = (self._folder / f"{spool}.spool").open("rb", buffering=0)
-            except FileNotFoundError:
-                self._files[spool] = None
-        return self._files[spool]
-
-
-@contextmanager
-def translated() -> Iterator[None]:
+def _opened(path: Path) -> BinaryIO | None:
+    """None when there is no such file. Raises OSError."""
     try:
-        yield
-    except OSError as error:
-        if error.errno in disk.FULL:
-            raise _full() from error
-        log.warning("jobs cannot be written or read: %s", error)
-        raise StorageError("Batches cannot be written or read at the moment.") from error
+        return path.open("rb", buffering=0)
+    except FileNotFoundError:
+        return None
 
 
 def num_fitting(sizes: Sequence[int], max_bytes: int | None) -> int:
@@ -275,7 +235,3 @@ def num_fitting(sizes: Sequence[int], max_bytes: int | None) -> int:
         return len(sizes)
     fitting = sum(total <= max_bytes for total in accumulate(sizes))
     return max(fitting, min(1, len(sizes)))
-
-
-def _full() -> StorageFullError:
-    return StorageFullError("There is no room for this batch on the server's disk.")
