@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gateway.api.answering import Answering, parsed
 from gateway.api.dialect import EXAMPLE_MODEL, Route
-from gateway.api.fields import read_query, shown
+from gateway.api.fields import invalid, missing, read_query, shown
 from gateway.api.gemini.caching import (
     CHANGE,
     CREATE,
@@ -33,7 +33,7 @@ from gateway.api.gemini.wire import PAGE, page
 from gateway.api.record import BODY, RECORD, TENANT, kvasir_headers
 from gateway.api.replies import reply_json
 from gateway.config import GeminiSettings
-from gateway.errors import BadRequestError, NotFoundError
+from gateway.errors import NotFoundError
 from gateway.tasks import off_loop
 from gateway.types import CachedContent, Lease, Tenant
 
@@ -85,11 +85,7 @@ class CachedContents:
         """For a request to this model. Raises NotFoundError, and BadRequestError when it belongs to another model."""
         content = await self._find(tenant, name)
         if content.model != model:
-            raise BadRequestError(
-                f"Model used by the request (models/{shown(model)}) and CachedContent (models/{content.model}) has to "
-                "be the same.",
-                param="cachedContent",
-            )
+            raise invalid("cachedContent", f"it is of models/{content.model}, and the request of models/{shown(model)}")
         values = await off_loop(content.num_bytes, lambda: kept_values(content))
         return content, CachedPrefix(values, marker(values, content.expires_s - self._now()))
 
@@ -99,7 +95,7 @@ class CachedContents:
         await self._files.put_texts(http[RECORD], tenant, body)
         values = await parsed(http[RECORD], lambda _, body: read(body, CREATE), body)
         if not values.get("model"):
-            raise BadRequestError("'model' is not specified.", param="model", code="missing_required_parameter")
+            raise missing("model")
         name, now_s = model_name(values["model"]), in_ms(self._now())
         end_s = expires_s(values, now_s, self._settings, default=True)
         kept = await parsed(http[RECORD], lambda _, body: kept_part(body, self._settings), body)
@@ -164,11 +160,8 @@ class CachedContents:
         model = self._answering.model(name, http[RECORD])
         least = self._settings.min_tokens
         if least and (found := await self._answering.tokens(http[RECORD], tenant, call, model)) < least:
-            raise BadRequestError(
-                f"Cached content is too small. total_token_count={found}, min_total_token_count={least} "
-                "(gemini.min_tokens).",
-                param="contents",
-            )
+            why = f"too small. total_token_count={found}, min_total_token_count={least} (gemini.min_tokens)"
+            raise invalid("contents", why)
         usage = await self._answering.prewarm(http[RECORD], tenant, call, model)
         lease = http[RECORD].lease
         kept = lease.kept if lease is not None else None

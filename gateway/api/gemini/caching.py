@@ -14,7 +14,7 @@ import orjson
 
 from engine.protocol import Sampling
 from gateway.api.call import Call
-from gateway.api.fields import anything, no_effect, refused, table, takes, text, used
+from gateway.api.fields import anything, invalid, missing, no_effect, refused, shown, table, takes, text, used
 from gateway.api.gemini.contents import Message, to_messages
 from gateway.api.gemini.parameters import GENERATE
 from gateway.api.gemini.proto import given, read
@@ -22,7 +22,6 @@ from gateway.api.gemini.tools import strict, tool_use
 from gateway.api.gemini.wire import duration, duration_s, timestamp, timestamp_s
 from gateway.config import GeminiSettings
 from gateway.config import duration_s as setting_s
-from gateway.errors import BadRequestError
 from gateway.types import CachedContent, ChatPrompt, Lease, Marker
 
 LEAST_S: Final = 1e-3  # of a breakpoint, where a cached content ends while it is used
@@ -55,7 +54,7 @@ def check_mask(value: Any, path: str) -> str:
     """An updateMask: the fields that a change is about."""
     for name in _string(value, path).split(","):
         if name not in ("ttl", "expireTime", "expire_time", "*", ""):
-            raise BadRequestError(f"Invalid '{path}': '{name[:64]}' cannot be changed.", param=path)
+            raise invalid(path, f"'{shown(name)}' cannot be changed")
     return str(value)
 
 
@@ -74,10 +73,7 @@ def kept_part(body: dict[str, Any], limits: GeminiSettings) -> bytes:
     found = given(body, CREATE)
     kept = orjson.dumps({name: found[name] for name in _KEPT if name in found})
     if len(kept) > limits.max_content_bytes:
-        raise BadRequestError(
-            f"Cached content is too large: {len(kept)} bytes of JSON, and {limits.max_content_bytes} are possible.",
-            param="contents",
-        )
+        raise invalid("contents", f"{len(kept)} bytes of JSON, and {limits.max_content_bytes} are possible")
     return kept
 
 
@@ -90,7 +86,7 @@ def expires_s(values: dict[str, Any], now_s: float, limits: GeminiSettings, *, d
     """When it ends, in seconds since 1970. Raises BadRequestError for a time that is too near or too far, and for
     none where there is no default."""
     if "ttl" in values and "expireTime" in values:
-        raise BadRequestError("'ttl' and 'expireTime' cannot both be set.", param="expireTime")
+        raise invalid("expireTime", "it is there besides 'ttl'")
     if "ttl" in values:
         path, ttl_s = "ttl", values["ttl"]
     elif "expireTime" in values:
@@ -98,14 +94,11 @@ def expires_s(values: dict[str, Any], now_s: float, limits: GeminiSettings, *, d
     elif default:
         path, ttl_s = "ttl", setting_s(limits.default_ttl)
     else:
-        raise BadRequestError("'ttl' or 'expireTime' is needed.", param="ttl")
+        raise missing("ttl")
     least_s = setting_s(limits.min_ttl)
     if not least_s <= ttl_s <= limits.longest_s:
-        raise BadRequestError(
-            f"'{path}' is {duration(ttl_s)} from now; cached contents are kept for {duration(least_s)} to "
-            f"{duration(limits.longest_s)} (gemini.max_ttl).",
-            param=path,
-        )
+        possible = f"{duration(least_s)} to {duration(limits.longest_s)} (gemini.max_ttl)"
+        raise invalid(path, f"it is {duration(ttl_s)} from now, and may be {possible}")
     return in_ms(now_s + ttl_s)
 
 
@@ -123,7 +116,7 @@ def marker(values: dict[str, Any], ttl_s: float) -> Marker:
 def _messages(values: dict[str, Any]) -> list[Message]:
     messages = to_messages(values.get("systemInstruction"), values.get("contents", ()))
     if not messages:
-        raise BadRequestError("'contents' or 'systemInstruction' has to be there.", param="contents")
+        raise missing("contents")
     return messages
 
 

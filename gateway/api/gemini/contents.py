@@ -24,6 +24,7 @@ from gateway.api.fields import (
     anything,
     at_most,
     boolean,
+    invalid,
     no_effect,
     refused,
     table,
@@ -33,7 +34,6 @@ from gateway.api.fields import (
     wrong_value,
 )
 from gateway.api.gemini.proto import message, message_schema, read, repeated
-from gateway.errors import BadRequestError
 
 Message = dict[str, Any]
 ROLES: Final = ("user", "model", "function")
@@ -118,7 +118,7 @@ def _part(value: Any, path: str) -> Part | None:
     fields = read(value, PART, path)
     data = [name for name in _DATA if name in fields]
     if len(data) != 1:
-        raise BadRequestError(f"'{path}' has to have exactly one of {', '.join(_DATA)}.", param=path)
+        raise invalid(path, f"exactly one of {', '.join(_DATA)} is expected")
     if fields.get("thought"):
         return None
     if data == ["text"]:
@@ -126,7 +126,7 @@ def _part(value: Any, path: str) -> Part | None:
         return text
     inner = fields[data[0]]
     if not inner.get("name"):
-        raise BadRequestError(f"'{path}.{data[0]}.name' is missing or empty.", param=f"{path}.{data[0]}.name")
+        raise invalid(f"{path}.{data[0]}.name", "it is missing or empty")
     if data == ["functionCall"]:
         return FunctionCall(inner["name"], inner.get("args", {}), inner.get("id") or None)
     return FunctionResponse(inner["name"], inner.get("response", {}), inner.get("id") or None)
@@ -146,11 +146,10 @@ def content(value: Any, path: str) -> Content:
     if role not in ROLES:
         raise wrong_value(f"{path}.role", role, ROLES)
     if not fields.get("parts"):
-        raise BadRequestError(f"'{path}.parts' has to have one part or more.", param=f"{path}.parts")
+        raise invalid(f"{path}.parts", "one part or more is expected")
     for index, part in enumerate(fields["parts"]):
         if isinstance(part, FunctionResponse) if role == "model" else isinstance(part, FunctionCall):
-            where = f"{path}.parts[{index}]"
-            raise BadRequestError(f"'{where}' is nothing that '{role}' says.", param=where)
+            raise invalid(f"{path}.parts[{index}]", f"a content of '{role}' has no such part")
     return Content(role, tuple(part for part in fields["parts"] if part is not None))
 
 
@@ -162,8 +161,7 @@ def instruction(value: Any, path: str) -> str:
     parts = read(value, CONTENT, path).get("parts", [])
     for index, part in enumerate(parts):
         if isinstance(part, FunctionCall | FunctionResponse):
-            where = f"{path}.parts[{index}]"
-            raise BadRequestError(f"'{where}': a system instruction is text.", param=where)
+            raise invalid(f"{path}.parts[{index}]", "a system instruction is text")
     return "".join(part for part in parts if isinstance(part, str))
 
 

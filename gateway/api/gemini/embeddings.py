@@ -10,7 +10,7 @@ from aiohttp import web
 
 from gateway.api.answering import parsed
 from gateway.api.dialect import Route
-from gateway.api.fields import MAX_ITEMS, boolean, empty_text, missing, no_effect, refused, table, text, used
+from gateway.api.fields import MAX_ITEMS, boolean, empty_text, invalid, missing, no_effect, refused, table, text, used
 from gateway.api.gemini.contents import instruction
 from gateway.api.gemini.files import VERSIONS
 from gateway.api.gemini.proto import message, read, repeated, whole
@@ -18,7 +18,6 @@ from gateway.api.gemini.request import model_name
 from gateway.api.openai.embeddings import Embeddings
 from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
-from gateway.errors import BadRequestError
 
 _MAX_DIMENSIONS: Final = 2**31 - 1
 _string = text()
@@ -84,8 +83,7 @@ class GeminiEmbeddings:
         requests = await parsed(record, lambda _, body: _requests(body, batch=batch), body)
         dimensions = {one.get("outputDimensionality") for _, one in requests}
         if len(dimensions) > 1:
-            where = "requests[].outputDimensionality"
-            raise BadRequestError(f"'{where}' has to be the same in all requests.", param=where)
+            raise invalid("requests[].outputDimensionality", "it is not the same in all requests")
         inputs = {f"{path}content": one["content"] for path, one in requests}
         vectors, tokens = await self._embeddings.embed(record, tenant, name, inputs, dimensions.pop())
         made = [{"values": array("f", vector).tolist()} for vector in vectors]

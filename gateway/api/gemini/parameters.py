@@ -12,8 +12,10 @@ from gateway.api.fields import (
     anything,
     boolean,
     choice,
+    invalid,
     made,
     no_effect,
+    number,
     refused,
     string_map,
     table,
@@ -21,10 +23,9 @@ from gateway.api.fields import (
     used,
 )
 from gateway.api.gemini.contents import contents, instruction
-from gateway.api.gemini.proto import enum, message, real, repeated, whole
+from gateway.api.gemini.proto import enum, message, repeated, whole
 from gateway.api.gemini.schemas import schema
 from gateway.api.gemini.tools import tool_config, tools
-from gateway.errors import BadRequestError
 
 MAX_TOKENS: Final = 2**31 - 1
 MAX_CANDIDATES: Final = 128
@@ -36,16 +37,10 @@ _CONTENT: Final = re.compile(r"(?:cachedContents/)?([A-Za-z0-9_-]{1,64})")
 _string = text()
 
 
-def _not_empty(value: str, path: str) -> str:
-    if not value:
-        raise BadRequestError(f"'{path}' is empty.", param=path, code="empty_string")
-    return value
-
-
 def _content_name(value: str, path: str) -> str:
     found = _CONTENT.fullmatch(value)
     if found is None:
-        raise BadRequestError(f"Invalid '{path}': cachedContents/ID is expected.", param=path)
+        raise invalid(path, "cachedContents/ID is expected")
     return found[1]
 
 
@@ -64,8 +59,8 @@ THINKING: Final = table(
 )
 
 GENERATION: Final = table(
-    used("temperature", real(0, 2), "number 0 to 2, default 1", "0 takes the likeliest token."),
-    used("topP", real(0, 1), "number 0 to 1, default 1", "Samples from the likeliest tokens of this total."),
+    used("temperature", number(0, 2), "number 0 to 2, default 1", "0 takes the likeliest token."),
+    used("topP", number(0, 1), "number 0 to 1, default 1", "Samples from the likeliest tokens of this total."),
     used("topK", whole(0, MAX_TOKENS), "integer, default 0", "Samples from that many likeliest tokens; 0 from all."),
     used(
         "maxOutputTokens",
@@ -75,7 +70,7 @@ GENERATION: Final = table(
     ),
     used(
         "stopSequences",
-        repeated(made(text(MAX_STOP_CHARS), _not_empty), MAX_STOPS),
+        repeated(text(MAX_STOP_CHARS, 1), MAX_STOPS),
         "array of up to 5 strings of up to 1024 characters",
         "End the answer; none of them is ever returned.",
     ),
@@ -86,8 +81,8 @@ GENERATION: Final = table(
         "integer 1 to 128, default 1",
         "Answers; the prompt is computed once.",
     ),
-    used("presencePenalty", real(-2, 2), "number -2 to 2, default 0", "Lowers tokens that were generated before."),
-    used("frequencyPenalty", real(-2, 2), "number -2 to 2, default 0", "Lowers them by how often they were."),
+    used("presencePenalty", number(-2, 2), "number -2 to 2, default 0", "Lowers tokens that were generated before."),
+    used("frequencyPenalty", number(-2, 2), "number -2 to 2, default 0", "Lowers them by how often they were."),
     used(
         "responseMimeType",
         choice(*MIME_TYPES),

@@ -18,7 +18,7 @@ from gateway.api.fields import (
     at_most,
     choice,
     integer,
-    number,
+    invalid,
     or_null,
     shown,
     takes,
@@ -30,7 +30,6 @@ from gateway.errors import BadRequestError, UnsupportedError
 _T = TypeVar("_T")
 _UNDERSCORE: Final = re.compile(r"_([a-z0-9])")
 _WHOLE: Final = re.compile(r"-?[0-9]{1,19}(\.0+)?")
-_DECIMAL: Final = re.compile(r"-?[0-9]{1,19}(\.[0-9]{1,19})?([eE][-+]?[0-9]{1,2})?")
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -50,8 +49,7 @@ def given(value: Any, fields: Table, path: str = "", *, is_open: bool = True) ->
         if item is None:
             continue
         if name in found:
-            where = under(path, name)
-            raise BadRequestError(f"Invalid JSON payload received. '{where}' is there in two spellings.", param=where)
+            raise invalid(under(path, name), "it is there in two spellings")
         found[name] = item
     return found
 
@@ -115,19 +113,6 @@ def whole(low: int, high: int) -> Check[int]:
             value = int(value.partition(".")[0])
         elif type(value) is float and value.is_integer():
             value = int(value)
-        return inner(value, path)
-
-    return check
-
-
-def real(low: float, high: float) -> Check[float]:
-    """A float or double within these bounds; NaN and infinities are outside of them."""
-    inner = number(low, high)
-
-    @takes({"anyOf": [inner.schema, {"type": "string", "pattern": f"^{_DECIMAL.pattern}$"}]})
-    def check(value: Any, path: str) -> float:
-        if type(value) is str and _DECIMAL.fullmatch(value):
-            value = float(value)
         return inner(value, path)
 
     return check

@@ -9,12 +9,12 @@ from engine.protocol import Sampling
 from gateway.api.call import MAX_PROMPTS, Call
 from gateway.api.choices import Choices
 from gateway.api.constraints import constraint, json_schema
-from gateway.api.fields import an_object
+from gateway.api.fields import an_object, invalid, missing
 from gateway.api.gemini.contents import to_messages
 from gateway.api.gemini.parameters import COUNT, GENERATE
 from gateway.api.gemini.proto import read, under
 from gateway.api.gemini.tools import strict, tool_use
-from gateway.errors import BadRequestError, NotFoundError
+from gateway.errors import NotFoundError
 from gateway.types import ChatPrompt, Constraint, Marker
 
 
@@ -58,14 +58,13 @@ def parse_count(body: dict[str, Any]) -> GenerateRequest:
     if whole is None:
         return _with_contents(GenerateRequest(values))
     if values:
-        raise BadRequestError("Either 'contents' or 'generateContentRequest' is expected, not both.", param="contents")
+        raise invalid("contents", "it is there besides 'generateContentRequest'")
     return _with_contents(GenerateRequest(whole, "generateContentRequest"))
 
 
 def _with_contents(given: GenerateRequest) -> GenerateRequest:
     if not given.values.get("contents"):
-        where = under(given.at, "contents")
-        raise BadRequestError(f"'{where}' is not specified.", param=where, code="missing_required_parameter")
+        raise missing(under(given.at, "contents"))
     return given
 
 
@@ -86,10 +85,9 @@ def to_call(
     declared = strict(values.get("tools", ()), calling)
     constraint, use = wanted(config, config_path), tool_use(declared, calling, under(at, "toolConfig"))
     if constraint is not None and use is not None:
-        raise BadRequestError(
-            "Function calling together with a responseMimeType that is not text/plain is not supported.",
-            param=f"{config_path}.responseMimeType",
-        )
+        raise invalid(f"{config_path}.responseMimeType", "together with function calling only text/plain is possible")
+    if (n := config.get("candidateCount", 1)) > max_answers:
+        raise invalid(f"{config_path}.candidateCount", f"one request may ask for {max_answers} answers")
     prompt = ChatPrompt(
         to_messages(values.get("systemInstruction"), values["contents"]),
         markers=() if kept is None else (kept.marker,),
@@ -102,7 +100,7 @@ def to_call(
         sampling=_sampling(config, config_path),
         stop=tuple(config.get("stopSequences", ())),
         stream=stream,
-        choices=_choices(config, config_path, max_answers),
+        choices=Choices(n, n),
         constraint=constraint,
         tool_use=use,
     )
@@ -113,18 +111,14 @@ def _behind(kept: dict[str, Any], given: GenerateRequest) -> dict[str, Any]:
     values, at = given
     for name in ("systemInstruction", "tools", "toolConfig"):
         if name in values:
-            raise BadRequestError(
-                "CachedContent can not be used with a request that sets systemInstruction, tools or toolConfig: they "
-                "belong into the cached content.",
-                param=under(at, name),
-            )
+            why = "CachedContent can not be used with a request that sets systemInstruction, tools or toolConfig"
+            raise invalid(under(at, name), f"{why}: they belong into the cached content")
     return {**values, **kept, "contents": [*kept.get("contents", ()), *values["contents"]]}
 
 
 def _sampling(config: dict[str, Any], path: str) -> Sampling:
     if "logprobs" in config and not config.get("responseLogprobs"):
-        where = f"{path}.logprobs"
-        raise BadRequestError(f"'{where}' is only allowed when responseLogprobs is true.", param=where)
+        raise invalid(f"{path}.logprobs", "it is only allowed when responseLogprobs is true")
     return Sampling(
         max_tokens=config.get("maxOutputTokens", 0),
         temperature=config.get("temperature", 1.0),
@@ -137,17 +131,6 @@ def _sampling(config: dict[str, Any], path: str) -> Sampling:
     )
 
 
-def _choices(config: dict[str, Any], path: str, max_answers: int) -> Choices:
-    n = config.get("candidateCount", 1)
-    if n > max_answers:
-        where = f"{path}.candidateCount"
-        raise BadRequestError(
-            f"'{where}': {n} are more than the {max_answers} answers that one request may ask for.",
-            param=where,
-        )
-    return Choices(n, n)
-
-
 _ANY_JSON: Final = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 
 
@@ -157,12 +140,10 @@ def wanted(config: dict[str, Any], path: str) -> Constraint | None:
     kind = config.get("responseMimeType", "text/plain")
     schemas = [name for name in ("responseSchema", "responseJsonSchema") if name in config]
     if len(schemas) > 1:
-        where = f"{path}.responseJsonSchema"
-        raise BadRequestError(f"'{where}' is there besides 'responseSchema'.", param=where)
+        raise invalid(f"{path}.responseJsonSchema", "it is there besides 'responseSchema'")
     if kind == "text/plain":
         if schemas:
-            where = f"{path}.responseMimeType"
-            raise BadRequestError(f"'{where}' has to be application/json for a {schemas[0]}.", param=where)
+            raise invalid(f"{path}.responseMimeType", f"application/json is expected for a {schemas[0]}")
         return None
     if kind == "text/x.enum":
         return _one_of(config, path)
@@ -178,5 +159,5 @@ def _one_of(config: dict[str, Any], path: str) -> Constraint:
     found, where = config.get(name), f"{path}.{name}"
     values = found.get("enum") if type(found) is dict else None
     if type(values) is not list or not values or any(type(value) is not str for value in values):
-        raise BadRequestError(f"'{where}' has to have an enum of strings for text/x.enum.", param=where)
+        raise invalid(where, "an enum of strings is expected for text/x.enum")
     return constraint("regex", "|".join(re.escape(value) for value in values), where)

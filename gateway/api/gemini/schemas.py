@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from gateway.api.fields import INT64, Check, Table, anything, boolean, table, takes, text, used
-from gateway.api.gemini.proto import enum, given, message_schema, real, repeated, under, whole
-from gateway.errors import BadRequestError
+from gateway.api.fields import INT64, Check, an_object, anything, boolean, invalid, number, table, takes, text, used
+from gateway.api.gemini.proto import enum, given, message_schema, repeated, under, whole
 
 MAX_DEPTH: Final = 64
 _INT32: Final = 2**31
@@ -21,51 +20,20 @@ _TYPES: Final = ("TYPE_UNSPECIFIED", "STRING", "NUMBER", "INTEGER", "BOOLEAN", "
 _NO_FORMATS: Final = ("enum", "float", "double", "int64", "")
 """Formats of this API that say nothing about what is valid."""
 
-_string = text()
 _count = whole(0, INT64 - 1)
-_bound = real(-_HUGE, _HUGE)
-
-
-@takes({"type": "object"})
-def _schemas(value: Any, path: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise BadRequestError(f"Invalid '{path}': an object of schemas is expected.", param=path, code="invalid_type")
-    return value
-
-
-def _fields(*rows: tuple[str, Check[Any]]) -> Table:
-    return table(*(used(name, check, "", "") for name, check in rows))
-
-
-SCHEMA: Final = _fields(
-    ("type", enum(*_TYPES)),
-    ("format", _string),
-    ("title", _string),
-    ("description", _string),
-    ("nullable", boolean),
-    ("enum", repeated(anything)),
-    ("items", anything),
-    ("maxItems", _count),
-    ("minItems", _count),
-    ("properties", _schemas),
-    ("required", repeated(_string)),
-    ("minProperties", _count),
-    ("maxProperties", _count),
-    ("minimum", _bound),
-    ("maximum", _bound),
-    ("minLength", _count),
-    ("maxLength", _count),
-    ("pattern", _string),
-    ("example", anything),
-    ("anyOf", repeated(anything)),
-    ("propertyOrdering", repeated(_string)),
-    ("default", anything),
-    ("additionalProperties", anything),
-    ("ref", _string),
-    ("$ref", _string),
-    ("defs", _schemas),
-    ("$defs", _schemas),
+_bound = number(-_HUGE, _HUGE)
+_FIELDS: Final[tuple[tuple[Check[Any], tuple[str, ...]], ...]] = (
+    (enum(*_TYPES), ("type",)),
+    (text(), ("format", "title", "description", "pattern", "ref", "$ref")),
+    (boolean, ("nullable",)),
+    (repeated(anything), ("enum", "anyOf")),
+    (repeated(text()), ("required", "propertyOrdering")),
+    (_count, ("maxItems", "minItems", "minProperties", "maxProperties", "minLength", "maxLength")),
+    (_bound, ("minimum", "maximum")),
+    (an_object, ("properties", "defs", "$defs")),
+    (anything, ("items", "example", "default", "additionalProperties")),
 )
+SCHEMA: Final = table(*(used(name, check, "", "") for check, names in _FIELDS for name in names))
 _AS_IT_IS: Final = (
     *("title", "description", "enum", "required", "default", "pattern", "minItems", "maxItems"),
     *("minProperties", "maxProperties", "minLength", "maxLength"),
@@ -80,7 +48,7 @@ def schema(value: Any, path: str) -> dict[str, Any]:
 
 def _convert(value: Any, path: str, depth: int) -> dict[str, Any]:
     if depth > MAX_DEPTH:
-        raise BadRequestError(f"Invalid '{path}': schemas may be {MAX_DEPTH} levels deep.", param=path)
+        raise invalid(path, f"schemas may be {MAX_DEPTH} levels deep")
     found = given(value, SCHEMA, path, is_open=False)
     fields = {name: SCHEMA[name].check(item, under(path, name)) for name, item in found.items()}
 

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, Final
 
-from gateway.api.fields import Table, an_object, anything, boolean, left_out, no_effect, table, takes, text, used
+from gateway.api.fields import (
+    MAX_ITEMS,
+    Table,
+    an_object,
+    anything,
+    boolean,
+    invalid,
+    left_out,
+    no_effect,
+    table,
+    takes,
+    text,
+    used,
+)
 from gateway.api.gemini.proto import enum, message, message_schema, read, repeated, under
 from gateway.api.gemini.schemas import schema
-from gateway.errors import BadRequestError
+from gateway.api.tools import Mode, ToolChoice, check_together, use_of
 from gateway.types import Tool, ToolUse
 
 MODES: Final = ("MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED")
+_MODES: Final[dict[str, Mode]] = {"ANY": "required", "NONE": "none"}
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 _OPEN: Final = frozenset(
@@ -66,25 +81,21 @@ _groups = repeated(message(TOOL))
 @takes(_groups.schema)
 def tools(value: Any, path: str) -> tuple[Tool, ...]:
     """All declared functions, in order. Raises BadRequestError for a name that is no name, or there twice."""
-    found: dict[str, Tool] = {}
-    for number, group in enumerate(_groups(value, path)):
-        for index, declared in enumerate(group.get("functionDeclarations", [])):
-            where = f"{path}[{number}].functionDeclarations[{index}]"
-            tool = _tool(declared, where)
-            if tool.name in found:
-                raise BadRequestError(f"'{where}.name': '{tool.name}' is declared twice.", param=f"{where}.name")
-            found[tool.name] = tool
-    return tuple(found.values())
+    declared = {
+        f"{path}[{number}].functionDeclarations[{index}]": one
+        for number, group in enumerate(_groups(value, path))
+        for index, one in enumerate(group.get("functionDeclarations", []))
+    }
+    found = [_tool(one, where) for where, one in declared.items()]
+    return check_together(found, path, [f"{where}.name" for where in declared], MAX_ITEMS)
 
 
 def _tool(declared: dict[str, Any], path: str) -> Tool:
     name = declared.get("name", "")
     if not _NAME.fullmatch(name):
-        where = f"{path}.name"
-        raise BadRequestError(f"Invalid '{where}': 1 to 128 letters, digits and '_.:-' are expected.", param=where)
+        raise invalid(f"{path}.name", "1 to 128 letters, digits and '_.:-' are expected")
     if "parameters" in declared and "parametersJsonSchema" in declared:
-        where = f"{path}.parametersJsonSchema"
-        raise BadRequestError(f"'{where}' is there besides 'parameters'.", param=where)
+        raise invalid(f"{path}.parametersJsonSchema", "it is there besides 'parameters'")
     key = "parametersJsonSchema" if "parametersJsonSchema" in declared else "parameters"
     return Tool(name, declared.get("description"), _closed(declared.get(key)), path=f"{path}.{key}")
 
@@ -106,27 +117,20 @@ def tool_config(value: Any, path: str) -> dict[str, Any]:
 
 def tool_use(declared: tuple[Tool, ...], calling: dict[str, Any], path: str) -> ToolUse | None:
     """None where nothing may be called. ANY is one call or several, also of a single allowed name: the names say which
-    functions, not how often, and this API has no field for one call. `calling` is what `tool_config`
-    returned, `path` its path."""
-    mode = calling.get("mode", "AUTO")
-    names = calling.get("allowedFunctionNames", [])
+    functions, not how often, and this API has no field for one call. `calling` is what `tool_config` returned, `path`
+    its path."""
+    mode, names = calling.get("mode", "AUTO"), calling.get("allowedFunctionNames", [])
     where = under(path, "functionCallingConfig.allowedFunctionNames")
     if names and mode not in ("ANY", "VALIDATED"):
-        raise BadRequestError(f"'{where}' may only be set with the mode ANY or VALIDATED.", param=where)
-    for index, name in enumerate(names):
-        if name not in {tool.name for tool in declared}:
-            raise BadRequestError(f"'{where}[{index}]' is no declared function.", param=f"{where}[{index}]")
+        raise invalid(where, "it may only be set with the mode ANY or VALIDATED")
     if mode == "ANY" and not declared:
-        mode_path = under(path, "functionCallingConfig.mode")
-        raise BadRequestError(f"'{mode_path}' is ANY, and no functions are declared.", param=mode_path)
-    if mode == "NONE" or not declared:
-        return None
-    callable_ = tuple(tool for tool in declared if not names or tool.name in names)
-    return ToolUse(callable_, "required" if mode == "ANY" else "auto")
+        raise invalid(under(path, "functionCallingConfig.mode"), "it is ANY, and no functions are declared")
+    allowed = tuple((name, f"{where}[{index}]") for index, name in enumerate(names))
+    return use_of(declared, ToolChoice(_MODES.get(mode, "auto"), allowed or None), parallel=True)
 
 
 def strict(declared: tuple[Tool, ...], calling: dict[str, Any]) -> tuple[Tool, ...]:
     """The tools of a prompt: with the mode VALIDATED their arguments are held to their schemas."""
     if calling.get("mode") != "VALIDATED":
         return declared
-    return tuple(Tool(tool.name, tool.description, tool.parameters, True, tool.path) for tool in declared)
+    return tuple(replace(tool, strict=True) for tool in declared)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.api.fields import boolean, refused, table, text, used
-from gateway.api.gemini.proto import enum, given, message, read, real, repeated, whole
+from gateway.api.gemini.proto import enum, given, message, read, repeated, whole
 from gateway.errors import BadRequestError, UnsupportedError
 
 INNER = table(used("topK", whole(0, 10), "", ""), used("isOn", boolean, "", ""))
@@ -28,7 +28,7 @@ def test_null_is_not_given_whatever_the_field() -> None:
 
 
 def test_both_spellings_at_once_are_refused() -> None:
-    with pytest.raises(BadRequestError, match="'someInner' is there in two spellings") as refused_:
+    with pytest.raises(BadRequestError, match="it is there in two spellings") as refused_:
         given({"someInner": {}, "some_inner": {}}, OUTER)
     assert refused_.value.param == "someInner"
 
@@ -58,17 +58,6 @@ def test_what_is_no_whole_number_in_range_is_refused(value: Any) -> None:
     with pytest.raises(BadRequestError) as refused_:
         whole(0, 10)(value, "a.b")
     assert refused_.value.param == "a.b"
-
-
-@pytest.mark.parametrize("value", [0.5, "0.5", "5e-1"])
-def test_a_decimal_may_be_written_as_a_string(value: Any) -> None:
-    assert real(0, 1)(value, "a") == 0.5
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", float("inf"), "1.1", "", False])
-def test_what_is_no_decimal_in_range_is_refused(value: Any) -> None:
-    with pytest.raises(BadRequestError):
-        real(0, 1)(value, "a")
 
 
 def test_an_enum_is_taken_in_any_case() -> None:
