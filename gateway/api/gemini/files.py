@@ -1,5 +1,4 @@
-"""/v1beta/files of the Gemini API, over the same files as those of the other APIs, and the text of files that contents
-refer to.
+"""/v1beta/files of the Gemini API, over the same files as those of the other APIs, and the texts of files in contents.
 
     POST /upload/v1beta/files               a description; the answer's x-goog-upload-url says where the bytes go
     POST /upload/v1beta/files?upload_id=ID  bytes, the last ones with the command `finalize`
@@ -23,18 +22,17 @@ from aiohttp import web
 from gateway import tasks
 from gateway.api.body import BodyLimit, body_chunks
 from gateway.api.dialect import BYTES, Route
-from gateway.api.fields import anything, no_effect, refused, shown, table, text, used
+from gateway.api.fields import anything, invalid, no_effect, refused, shown, table, text, used
 from gateway.api.gemini.proto import message, read
 from gateway.api.gemini.wire import PAGE, page, timestamp
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
-from gateway.api.uploads import UNNAMED, FileStore, Upload
+from gateway.api.uploads import PURPOSE, UNNAMED, FileStore, Upload
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, BodyTooLargeError, NotFoundError, StorageError, UnsupportedError
 from gateway.types import StoredFile, Tenant
 
 VERSIONS: Final = ("v1", "v1beta")
-PURPOSE: Final = "user_data"
 TTL_S: Final = 48 * 3600.0
 """As upstream: its clients rely on files going away by themselves."""
 
@@ -42,7 +40,7 @@ IDLE_S: Final = 60.0
 """Until an upload whose next bytes do not come is dropped; it holds one of files.max_uploads."""
 
 _NO_LIMIT: Final = BodyLimit(1 << 62, "files.max_file_bytes")  # the store counts the bytes of a whole file
-_COMMANDS: Final = frozenset(("upload", "finalize", "query", "cancel"))
+_COMMANDS: Final = frozenset(("upload", "finalize"))
 _URI: Final = re.compile(r"(?:https?://[^/?#]+/v1(?:beta)?/)?files/([0-9a-f]{32})")
 _string = text()
 
@@ -64,8 +62,8 @@ class _Resumable:
     stack: AsyncExitStack
     filename: str
     mime_type: str
+    timer: asyncio.TimerHandle
     num_bytes: int = 0
-    timer: asyncio.TimerHandle | None = None
     busy: bool = False
 
 
@@ -115,8 +113,8 @@ class GeminiFiles:
         name = described.get("displayName") or http.headers.get("X-Goog-Upload-File-Name") or UNNAMED
         kind = http.headers.get("X-Goog-Upload-Header-Content-Type") or described.get("mimeType") or BYTES
         upload_id = secrets.token_urlsafe(24)
-        self._open[upload_id] = _Resumable(tenant, upload, stack, name[:1024], kind[:255])
-        self._wait(upload_id)
+        timer = self._drop_later(upload_id)
+        self._open[upload_id] = _Resumable(tenant, upload, stack, name[:1024], kind[:255], timer)
         try:
             announced = http.headers.get("X-Goog-Upload-Header-Content-Length", "0")
             upload.expect(int(announced) if announced.isdecimal() and len(announced) < 20 else 0)
@@ -137,52 +135,37 @@ class GeminiFiles:
         http[RECORD].tenant = going.tenant.name
         commands = {word.strip().lower() for word in http.headers.get("X-Goog-Upload-Command", "").split(",")}
         if not commands <= _COMMANDS:
-            raise BadRequestError("X-Goog-Upload-Command has to be `upload`, `upload, finalize`, `query` or `cancel`.")
-        if "cancel" in commands:
-            await self._drop(upload_id)
-            return reply_json({}, {"X-Goog-Upload-Status": "cancelled"})
-        received = {"X-Goog-Upload-Status": "active", "X-Goog-Upload-Size-Received": str(going.num_bytes)}
-        if "query" in commands:
-            return reply_json({}, received)
+            raise BadRequestError("X-Goog-Upload-Command has to be `upload` or `upload, finalize`.")
         if http.headers.get("X-Goog-Upload-Offset", "0").strip() != str(going.num_bytes):
             raise BadRequestError(f"X-Goog-Upload-Offset is not {going.num_bytes}, the number of bytes that have come.")
+        stored = None
         going.busy = True
+        going.timer.cancel()
         try:
-            await self._take(http, going)
-            if "finalize" not in commands:
-                self._wait(upload_id)
-                return reply_json({}, {"X-Goog-Upload-Status": "active"})
-            stored = await going.upload.finish(going.filename, going.mime_type, TTL_S)
+            async with aclosing(body_chunks(http, _NO_LIMIT, self._upload_timeout_s)) as chunks:
+                async for chunk in chunks:
+                    await going.upload.write(chunk)
+                    going.num_bytes += len(chunk)
+            if "finalize" in commands:
+                stored = await going.upload.finish(going.filename, going.mime_type, TTL_S)
         except BaseException:
             await self._drop(upload_id)
             raise
-        finally:
-            going.busy = False
+        if stored is None:
+            going.busy, going.timer = False, self._drop_later(upload_id)
+            return reply_json({}, {"X-Goog-Upload-Status": "active"})
         await self._drop(upload_id)
         return reply_json({"file": file_json(stored, _origin(http))}, {"X-Goog-Upload-Status": "final"})
 
-    async def _take(self, http: web.Request, going: _Resumable) -> None:
-        if going.timer is not None:
-            going.timer.cancel()
-        async with aclosing(body_chunks(http, _NO_LIMIT, self._upload_timeout_s)) as chunks:
-            async for chunk in chunks:
-                await going.upload.write(chunk)
-                going.num_bytes += len(chunk)
-
-    def _wait(self, upload_id: str) -> None:
-        """For its next bytes."""
+    def _drop_later(self, upload_id: str) -> asyncio.TimerHandle:
+        """Unless its next bytes come."""
         loop = asyncio.get_running_loop()
-
-        def give_up() -> None:
-            tasks.spawn(self._drop(upload_id), name="drop an upload")
-
-        self._open[upload_id].timer = loop.call_later(IDLE_S, give_up)
+        return loop.call_later(IDLE_S, lambda: tasks.spawn(self._drop(upload_id), name="drop an upload"))
 
     async def _drop(self, upload_id: str) -> None:
         """Ends it; what was finished stays."""
         if (going := self._open.pop(upload_id, None)) is not None:
-            if going.timer is not None:
-                going.timer.cancel()
+            going.timer.cancel()
             await going.stack.aclose()
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -222,16 +205,12 @@ class GeminiFiles:
         uri = (reference.get("fileUri") or reference.get("file_uri")) if isinstance(reference, dict) else None
         known = _URI.fullmatch(uri) if isinstance(uri, str) else None
         if known is None:
-            raise BadRequestError(
-                f"'{path}.fileUri' is no file that was uploaded here; nothing is fetched from elsewhere.",
-                param=f"{path}.fileUri",
-            )
-        most = self._server.max_body_bytes - record.body_bytes
+            raise invalid(f"{path}.fileUri", "it is no file that was uploaded here; nothing is fetched from elsewhere")
         async with self._files.reading(tenant.name, known[1]) as found:
             if found is None:
                 raise _not_found(known[1])
             stored, chunks = found
-            if stored.num_bytes > most:
+            if stored.num_bytes > self._server.max_body_bytes - record.body_bytes:
                 raise BodyTooLargeError(self._server.max_body_bytes)
             if record.body is not None:
                 record.body.grow_to(record.body.num_bytes + stored.num_bytes)
@@ -240,15 +219,12 @@ class GeminiFiles:
             raise StorageError("The file cannot be read at the moment.")
         record.body_bytes += len(data)
         try:
-            text = data.decode()
+            if b"\0" not in data:
+                return data.decode()
         except UnicodeDecodeError:
-            text = "\0"
-        if "\0" in text:
-            kind = shown(stored.mime_type)
-            raise UnsupportedError(
-                f"'{path}': the file ({kind}) is no text in UTF-8, and only text is understood.", param=path
-            )
-        return text
+            pass
+        kind = shown(stored.mime_type)
+        raise UnsupportedError(f"'{path}': the file ({kind}) is no text in UTF-8, and only text is used.", param=path)
 
 
 def file_json(stored: StoredFile, origin: str) -> dict[str, Any]:
